@@ -1,0 +1,363 @@
+"""Gradient accumulation: the global batch goes through the model in micro-batches whose gradients add up in .grad.
+
+In memory are the activations of batch / microbatches sequences, not of batch. A micro-batch's loss is divided by the
+valid tokens of *all* of them: dividing by its own count would give the tokens of short micro-batches more weight.
+
+Parent:   01_single_gpu/train.py
+Lesson:   forward_backward
+Plumbing: Config, check
+Run:      python 01_single_gpu/gradient_accumulation.py --microbatches 8
+Source:   Ultra-Scale Playbook, "Gradient accumulation"
+"""
+
+import argparse
+import json
+import os
+import time
+import zlib
+from dataclasses import asdict, dataclass, fields
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from einops import rearrange
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
+PEAK_FLOPS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12, "B200": 2250e12}  # dense bf16, from the datasheets
+PRESETS = {  # the shapes of published models, and one for laptops
+    "tiny": dict(layers=8, dim=128, heads=8, kv_heads=4, ffn=384, vocab=256, lr=3e-3),
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, theta=5e5, rope_factor=32.0),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, theta=5e5, rope_factor=8.0),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. What is not given comes from the preset, and what the preset lacks from here."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 0
+    dim: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    ffn: int = 0
+    vocab: int = 0
+    theta: float = 1e4  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch the long wavelengths by it
+    seq: int = 128
+    batch: int = 16  # sequences per step, of all ranks together
+    steps: int = 40
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
+    compile: bool = False
+    microbatches: int = 8  # parts of the batch that go through the model one after another
+
+
+def parse_config() -> Config:
+    """Turn the command line into a Config."""
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for f in fields(Config):
+        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
+        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
+    given = {"preset": "tiny", "device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[given["preset"]], **given})
+
+
+def check(cfg: Config, world: int) -> None:
+    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    for flag, value in asdict(cfg).items():
+        least = 1 if type(value) is int and flag not in ("steps", "seed") else 0
+        if isinstance(value, int | float) and value < least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    for wrong, problem in (
+        (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
+        (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
+        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
+        (not Path(cfg.save).parent.is_dir(), f"--save {cfg.save}: no such folder"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: there are {gpus} GPUs for {local} processes here"),
+    ):
+        if wrong:
+            raise SystemExit(problem)
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(self.weight.dtype)  # a mean of squares needs more digits than bf16 has
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # in the context length that Llama 3 was first trained on
+    keep = ((turns - 1) / 3).clamp(0, 1)  # Llama 3.1: 4 turns or more stay, 1 or less is stretched by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention in which heads / kv_heads query heads share a key and a value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.k = cfg.dim // cfg.heads
+        self.q_proj = nn.Linear(cfg.dim, cfg.heads * self.k, bias=False)
+        self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.o_proj = nn.Linear(cfg.heads * self.k, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.up_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.down_proj = nn.Linear(cfg.ffn, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised before and added to the residual stream after."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Loss(nn.Module):
+    """Sum of the cross-entropies of logits [b, s, v] at the valid ones of the targets [b, s]."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous: on a transposed view the kernel is many times slower
+        return nn.functional.cross_entropy(
+            rows, rearrange(targets, "b s -> (b s)"), ignore_index=IGNORE, reduction="sum"
+        )
+
+
+class Model(nn.Module):
+    """Llama 3 with an untied head. Its parameters have the names and shapes of transformers.LlamaForCausalLM's."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.cfg = cfg
+        self.model = nn.ModuleDict()
+        self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.model.norm = RMSNorm(cfg)
+        self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.loss = Loss()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> logits [b, s, v]"""
+        rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
+        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # the residual stream, as wide as matmuls
+        for block in self.model.layers:
+            x = block(x, rope)
+        return self.lm_head(self.model.norm(x))
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """The whole tensor before training: from --init, else drawn from a generator that (seed, name) seeds."""
+    for file in glob(cfg.init):
+        with safe_open(file, "pt") as tensors:
+            if name in tensors.keys() and (tensor := tensors.get_tensor(name)).shape == shape:
+                return tensor
+    if cfg.init and name == "lm_head.weight":  # tied in some published models
+        return full_tensor(cfg, "model.embed_tokens.weight", shape)
+    if cfg.init:
+        raise SystemExit(f"--init {cfg.init}: holds no {name} of shape {list(shape)}")
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def build_model(cfg: Config) -> Model:
+    """The model before training, filled one tensor at a time so that no weights are in memory twice."""
+    with torch.device("meta"):
+        model = Model(cfg)
+    model.to_empty(device=cfg.device)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(full_tensor(cfg, name, p.shape))
+    if cfg.compile:
+        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
+            part.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of all documents end to end, and the offsets at which documents start."""
+    path, starts = Path(cfg.data), np.zeros(1, np.int64)
+    if path.suffix == ".bin":
+        ids = np.memmap(path, np.uint16, "r")
+        if cfg.vocab > 2**16 or not ids[1::2].any():  # upper halves of uint32 ids
+            ids = ids.view(np.uint32)
+    else:
+        files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+        documents = [np.fromfile(f, np.uint8) for f in files]
+        ids, starts = np.concatenate(documents), np.cumsum([0] + [len(d) for d in documents])
+    if len(ids) <= cfg.seq:
+        raise SystemExit(f"--seq {cfg.seq}: must be less than the {len(ids)} tokens of --data {cfg.data}")
+    if ids.max() >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be more than the largest token of --data {cfg.data}, {ids.max()}")
+    return ids, starts
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [b, s] of the global batch: windows of the text that (seed, step) alone picks."""
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices alone."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def summed_loss(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the losses of the valid targets [b, s]."""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs), targets)
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Leave the gradient of the mean loss over the global batch's valid tokens in .grad, and return that loss."""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
+    total = 0
+    for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):
+        loss = summed_loss(cfg, model, x, y) / tokens
+        loss.backward()  # adds to .grad, and frees the activations before the next micro-batch makes its own
+        total += loss.detach()
+    return total
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]):
+    """One optimizer step on a global batch. Loss and gradient norm stay on the device: nothing here waits for it."""
+    loss = forward_backward(cfg, model, *batch)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Forward and backward: 6 per weight in a matmul, and 6 layers x dim x seq in causal attention.
+
+    The embedding is a lookup, attention counts only what the mask leaves, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print what a step did and how fast."""
+    speed = cfg.batch * cfg.seq / seconds
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else ""
+    mfu = [f"{speed * flops_per_token(cfg) / peak:.1%}" for name, peak in PEAK_FLOPS.items() if name in gpu] or ["-"]
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if gpu else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu[0]}  memory {memory}"
+    print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    save_file(model.state_dict(), cfg.save, metadata)
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build, train, report, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    batch, history, start = make_batch(cfg, data, 0), [], time.perf_counter()
+    for step in range(cfg.steps):
+        loss, norm = train_step(cfg, model, optimizer, batch)
+        batch = make_batch(cfg, data, step + 1)  # the GPU is still busy with the step
+        loss, norm, now = loss.item(), norm.item(), time.perf_counter()
+        history.append((loss, norm, now - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+        start = time.perf_counter()
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the warm-up
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 1)))
+    data = load_data(cfg)
+    train(cfg, data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,484 @@
+"""Pipeline parallelism, all forward then all backward (AFAB, GPipe): every rank holds some of the layers, a stage.
+
+The micro-batches pass the stages one behind the other. A stage has nothing to do before the first has come and after
+the last has gone, (p-1)/(m+p-1) of the time for p stages and m micro-batches. All m have their activations in memory at
+the first backward. Each moves microbatch x seq x dim numbers over every boundary, and its gradient as many back.
+
+Parent:   01_single_gpu/gradient_accumulation.py, 02_data_parallel/naive.py
+Lesson:   connect, split_layers, Model, schedule, summed_loss, receive, run_schedule, forward_backward
+Plumbing: check, build_model, clip_gradients, train_step, save
+Run:      torchrun --nproc_per_node 8 06_pipeline/afab.py
+Source:   Huang et al. 2018, arXiv:1811.06965
+"""
+
+import argparse
+import json
+import os
+import time
+import zlib
+from dataclasses import asdict, dataclass, fields
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
+PEAK_FLOPS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12, "B200": 2250e12}  # dense bf16, from the datasheets
+PRESETS = {  # the shapes of published models, and one for laptops
+    "tiny": dict(layers=8, dim=128, heads=8, kv_heads=4, ffn=384, vocab=256, lr=3e-3),
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, theta=5e5, rope_factor=32.0),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, theta=5e5, rope_factor=8.0),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. What is not given comes from the preset, and what the preset lacks from here."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 0
+    dim: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    ffn: int = 0
+    vocab: int = 0
+    theta: float = 1e4  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch the long wavelengths by it
+    seq: int = 128
+    batch: int = 16  # sequences per step, of all ranks together
+    steps: int = 40
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
+    compile: bool = False
+    microbatches: int = 8  # parts of the batch that go through the model one after another
+
+
+def parse_config() -> Config:
+    """Turn the command line into a Config."""
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for f in fields(Config):
+        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
+        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
+    given = {"preset": "tiny", "device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[given["preset"]], **given})
+
+
+def check(cfg: Config, world: int) -> None:
+    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    for flag, value in asdict(cfg).items():
+        least = 1 if type(value) is int and flag not in ("steps", "seed") else 0
+        if isinstance(value, int | float) and value < least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    for wrong, problem in (
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {__file__}"),
+        (cfg.layers < world, f"--layers {cfg.layers}: must be at least 1 for each of the {world} processes"),
+        (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
+        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
+        (not Path(cfg.save).parent.is_dir(), f"--save {cfg.save}: no such folder"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: there are {gpus} GPUs for {local} processes here"),
+    ):
+        if wrong:
+            raise SystemExit(problem)
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+def connect(cfg: Config) -> dict[tuple[str, int], dist.ProcessGroup]:
+    """A communicator per boundary and direction: ["F", s] takes activations on from stage s, ["B", s] gradients back.
+
+    On the GPU the transfers of one communicator wait for each other, in the order in which they were posted. With one
+    for both directions, two neighbours that have both posted a send, or both a receive, would wait for ever.
+    """
+    links, rank = {}, dist.get_rank()
+    for stage in range(dist.get_world_size() - 1):
+        for op, source, target in (("F", stage, stage + 1), ("B", stage + 1, stage)):
+            links[op, source] = dist.new_group([source, target])
+            # NCCL connects at the first transfer, and its host waits until both ends are there: here, not in a schedule
+            hello = torch.zeros(1, device=cfg.device)
+            if rank == source:
+                dist.send(hello, target, links[op, source])  # 4 bytes; until the target is there
+            if rank == target:
+                dist.recv(hello, source, links[op, source])  # 4 bytes; until the source is there
+    return links
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(self.weight.dtype)  # a mean of squares needs more digits than bf16 has
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # in the context length that Llama 3 was first trained on
+    keep = ((turns - 1) / 3).clamp(0, 1)  # Llama 3.1: 4 turns or more stay, 1 or less is stretched by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention in which heads / kv_heads query heads share a key and a value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.k = cfg.dim // cfg.heads
+        self.q_proj = nn.Linear(cfg.dim, cfg.heads * self.k, bias=False)
+        self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.o_proj = nn.Linear(cfg.heads * self.k, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.up_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.down_proj = nn.Linear(cfg.ffn, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised before and added to the residual stream after."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Loss(nn.Module):
+    """Sum of the cross-entropies of logits [b, s, v] at the valid ones of the targets [b, s]."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous: on a transposed view the kernel is many times slower
+        return nn.functional.cross_entropy(
+            rows, rearrange(targets, "b s -> (b s)"), ignore_index=IGNORE, reduction="sum"
+        )
+
+
+def split_layers(cfg: Config, stages: int) -> list[range]:
+    """The layers of each stage, shared out so that the slowest one, which sets the pace, has the fewest FLOPs."""
+    head = 6 * cfg.dim * cfg.vocab
+    block = (flops_per_token(cfg) - head) / cfg.layers
+    counts, load = [1] * stages, [block] * stages
+    load[0] += cfg.dim  # embedding: backward adds a row per token
+    load[-1] += head
+    for _ in range(cfg.layers - stages):
+        lightest = load.index(min(load))
+        counts[lightest] += 1
+        load[lightest] += block
+    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+
+
+class Model(nn.Module):
+    """One stage of Llama 3: its share of the layers, and with the first the embedding, with the last the head."""
+
+    def __init__(self, cfg: Config, stage: int, stages: int):
+        super().__init__()
+        self.cfg, self.stage, self.stages = cfg, stage, stages
+        self.model = nn.ModuleDict()
+        if stage == 0:
+            self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in split_layers(cfg, stages)[stage]})
+        if stage == stages - 1:
+            self.model.norm = RMSNorm(cfg)
+            self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.loss = Loss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """ids [b, s], or after the first stage activations [b, s, d] -> activations, or of the last logits [b, s, v]"""
+        rope = rope_table(self.cfg, torch.arange(x.shape[1], device=x.device))
+        if self.stage == 0:
+            x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # the residual stream, as wide as matmuls
+        for block in self.model.layers.children():
+            x = block(x, rope)
+        return self.lm_head(self.model.norm(x)) if self.stage == self.stages - 1 else x
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """The whole tensor before training: from --init, else drawn from a generator that (seed, name) seeds."""
+    for file in glob(cfg.init):
+        with safe_open(file, "pt") as tensors:
+            if name in tensors.keys() and (tensor := tensors.get_tensor(name)).shape == shape:
+                return tensor
+    if cfg.init and name == "lm_head.weight":  # tied in some published models
+        return full_tensor(cfg, "model.embed_tokens.weight", shape)
+    if cfg.init:
+        raise SystemExit(f"--init {cfg.init}: holds no {name} of shape {list(shape)}")
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def build_model(cfg: Config) -> Model:
+    """The model before training, filled one tensor at a time so that no weights are in memory twice."""
+    with torch.device("meta"):
+        model = Model(cfg, dist.get_rank(), dist.get_world_size())
+    model.to_empty(device=cfg.device)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(full_tensor(cfg, name, p.shape))
+    if cfg.compile:
+        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
+            part.compile()
+    model.links = connect(cfg)
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of all documents end to end, and the offsets at which documents start."""
+    path, starts = Path(cfg.data), np.zeros(1, np.int64)
+    if path.suffix == ".bin":
+        ids = np.memmap(path, np.uint16, "r")
+        if cfg.vocab > 2**16 or not ids[1::2].any():  # upper halves of uint32 ids
+            ids = ids.view(np.uint32)
+    else:
+        files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+        documents = [np.fromfile(f, np.uint8) for f in files]
+        ids, starts = np.concatenate(documents), np.cumsum([0] + [len(d) for d in documents])
+    if len(ids) <= cfg.seq:
+        raise SystemExit(f"--seq {cfg.seq}: must be less than the {len(ids)} tokens of --data {cfg.data}")
+    if ids.max() >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be more than the largest token of --data {cfg.data}, {ids.max()}")
+    return ids, starts
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [b, s] of the global batch: windows of the text that (seed, step) alone picks."""
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices alone."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def schedule(stage: int, stages: int, microbatches: int) -> list[tuple[str, int, int]]:
+    """What a stage does, in order: (F forward or B backward, micro-batch, which of the rank's chunks of layers)."""
+    forwards = [("F", i, 0) for i in range(microbatches)]
+    backwards = [("B", i, 0) for i in range(microbatches)]
+    return forwards + backwards
+
+
+def summed_loss(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Activations [b, s, d] for the next stage; on the last stage the sum of the losses of the valid targets [b, s]."""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        output = model(inputs)
+        return model.loss(output, targets) if model.stage == model.stages - 1 else output
+
+
+def receive(cfg: Config, model: Model, op: str) -> tuple[dist.Work | None, Tensor | None]:
+    """Start to receive what an operation of the stage takes from its neighbour, if it takes anything."""
+    source = model.stage - 1 if op == "F" else model.stage + 1
+    if not 0 <= source < model.stages:
+        return None, None  # forward starts from the tokens, backward from the loss
+    size = (cfg.batch // cfg.microbatches, cfg.seq, cfg.dim)
+    buffer = torch.empty(size, dtype=getattr(torch, cfg.dtype), device=cfg.device)
+    # microbatch x seq x dim numbers come in; the operation waits for them, nothing else does
+    return dist.irecv(buffer, source, model.links[op, source]), buffer
+
+
+def run_schedule(
+    cfg: Config, chunks: list[Model], operations: list, inputs: tuple[Tensor], targets: tuple[Tensor], tokens: Tensor
+) -> Tensor:
+    """Run a rank's operations on the micro-batches and return its share of the loss: 0 where the head is not.
+
+    Every list works in which no operation comes before one that it needs: receives are posted one operation ahead, and
+    nothing waits for a send until the end.
+    """
+    received, alive, sent = {}, {}, []
+    total = torch.zeros((), device=cfg.device)
+    for now, (op, i, chunk) in enumerate(operations):
+        for ahead in operations[now : now + 2]:  # what the next operation takes travels while this one computes
+            if ahead not in received:
+                received[ahead] = receive(cfg, chunks[ahead[2]], ahead[0])
+        stage = chunks[chunk]
+        work, arrived = received.pop((op, i, chunk))
+        if work:
+            work.wait()
+        if op == "F":
+            x = inputs[i] if arrived is None else arrived.requires_grad_()
+            output = summed_loss(cfg, stage, x, targets[i])
+            if stage.stage == stage.stages - 1:
+                output = output / tokens
+                total = total + output.detach()
+            alive[i, chunk] = x, output
+            target, message = stage.stage + 1, output.detach()
+        else:
+            x, output = alive.pop((i, chunk))
+            output.backward(arrived)  # None starts it from the loss
+            target, message = stage.stage - 1, x.grad
+        if 0 <= target < stage.stages:
+            # microbatch x seq x dim numbers go out; nothing here waits for them, and they stay referenced until gone
+            sent.append((dist.isend(message, target, stage.links[op, stage.stage]), message))
+        sent = [(work, message) for work, message in sent if not work.is_completed()]
+    for work, _ in sent:
+        work.wait()
+    return total
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Leave the gradient of the mean loss over the global batch's valid tokens in .grad, and return that loss."""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
+    operations = schedule(model.stage, model.stages, cfg.microbatches)
+    micro = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)
+    loss = run_schedule(cfg, [model], operations, *micro, tokens)
+    dist.all_reduce(loss)  # 4 bytes, for the log; everyone waits
+    return loss
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Scale the gradients by their norm over all stages, and return that."""
+    square = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
+    dist.all_reduce(square)  # 4 bytes: every stage must scale by the same norm; everyone waits
+    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, square.sqrt())
+    return square.sqrt()
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]):
+    """One optimizer step on a global batch. Loss and gradient norm stay on the device: nothing here waits for it."""
+    loss = forward_backward(cfg, model, *batch)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Forward and backward: 6 per weight in a matmul, and 6 layers x dim x seq in causal attention.
+
+    The embedding is a lookup, attention counts only what the mask leaves, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print what a step did and how fast."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else ""
+    mfu = [f"{speed * flops_per_token(cfg) / peak:.1%}" for name, peak in PEAK_FLOPS.items() if name in gpu] or ["-"]
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if gpu else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu[0]}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    mine, weights = model.state_dict(), {}
+    shapes = [None] * dist.get_world_size()
+    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()})  # names and shapes; everyone waits
+    for owner, owned in enumerate(shapes):
+        for name, shape in owned.items():
+            tensor = mine.get(name, torch.empty(shape, device=cfg.device))
+            dist.broadcast(tensor, owner)  # one weight at a time to all, of whom rank 0 keeps it; everyone waits
+            if dist.get_rank() == 0:
+                weights[name] = tensor.cpu()
+    if dist.get_rank() == 0:
+        save_file(weights, cfg.save, metadata)
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build, train, report, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    batch, history, start = make_batch(cfg, data, 0), [], time.perf_counter()
+    for step in range(cfg.steps):
+        loss, norm = train_step(cfg, model, optimizer, batch)
+        batch = make_batch(cfg, data, step + 1)  # the GPU is still busy with the step
+        loss, norm, now = loss.item(), norm.item(), time.perf_counter()
+        history.append((loss, norm, now - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+        start = time.perf_counter()
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the warm-up
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
+    data = load_data(cfg)
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    train(cfg, data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Compare the weights, losses and gradient norms that two runs have saved.
+
+    python tests/compare.py A.safetensors B.safetensors [--start START.safetensors] [--tolerance 1e-10]
+
+With --start, the weights from before training, the *changes* of the weights are compared; after one step of
+`--eps 1e4 --lr 1e4 --clip 1e9 --weight_decay 0`, with which AdamW is gradient descent, that is the gradient.
+Ends with exit code 1, and the name of the worst tensor, if any error is above the tolerance.
+"""
+
+import argparse
+import json
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+Weights = dict[str, torch.Tensor]
+
+
+def relative_errors(ours: Weights, reference: Weights, start: Weights | None = None) -> dict[str, float]:
+    """‖ours − reference‖ / ‖reference − start‖ of every tensor, in float64; start is 0 if not given.
+
+    NaN, which no tolerance admits, where the reference has not moved from start: such a tensor would prove nothing.
+    Raises AssertionError if the two differ in names or shapes.
+    """
+    shapes = [{name: tuple(tensor.shape) for name, tensor in weights.items()} for weights in (ours, reference)]
+    assert shapes[0] == shapes[1], f"names or shapes differ: {dict(shapes[0].items() ^ shapes[1].items())}"
+    errors = {}
+    for name, theirs in reference.items():
+        difference = (ours[name].double() - theirs.double()).norm()
+        moved = (theirs.double() - start[name].double()).norm() if start else theirs.double().norm()
+        errors[name] = (difference / moved).item() if moved > 0 else float("nan")
+    return errors
+
+
+def worst(errors: dict[str, float]) -> tuple[str, float]:
+    """The name with the largest error, and that error. NaN is larger than everything."""
+    return max(errors.items(), key=lambda item: (item[1] != item[1], item[1]))
+
+
+def history_errors(ours: list[list[float]], reference: list[list[float]]) -> dict[str, float]:
+    """Relative errors of loss and gradient norm of every step."""
+    assert len(ours) == len(reference), f"{len(ours)} steps against {len(reference)}"
+    errors = {}
+    for step, (mine, theirs) in enumerate(zip(ours, reference, strict=True), 1):
+        errors[f"loss of step {step}"] = abs(mine[0] / theirs[0] - 1)
+        errors[f"gradient norm of step {step}"] = abs(mine[1] / theirs[1] - 1)
+    return errors
+
+
+def assert_close(errors: dict[str, float], tolerance: float, what: str) -> float:
+    """Raise AssertionError, naming the worst, unless all errors are at most the tolerance. Returns the worst error."""
+    name, error = worst(errors)
+    assert error <= tolerance, f"{what}: {name} is off by {error:.2e}, allowed are {tolerance:.0e}"
+    return error
+
+
+def read(path: str) -> tuple[Weights, list[list[float]]]:
+    """Weights and [loss, gradient norm, seconds] per step of a file that --save wrote."""
+    with safe_open(path, "pt") as file:
+        return load_file(path), json.loads((file.metadata() or {}).get("history", "[]"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ours")
+    parser.add_argument("reference")
+    parser.add_argument("--start", help="the weights before training")
+    parser.add_argument("--tolerance", type=float, default=1e-10)
+    args = parser.parse_args()
+    (ours, history), (reference, reference_history) = read(args.ours), read(args.reference)
+    errors = relative_errors(ours, reference, read(args.start)[0] if args.start else None)
+    for title, found in ("weights", errors), ("history", history_errors(history, reference_history)):
+        if found:
+            name, error = worst(found)
+            print(f"{title}: worst of {len(found)} is {name}, off by {error:.2e}")
+    try:
+        assert_close(errors | history_errors(history, reference_history), args.tolerance, args.ours)
+    except AssertionError as difference:
+        raise SystemExit(str(difference)) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Every recipe differs from its parent by its lesson alone: what the two share is the same to the letter.
+
+python tests/test_lineage.py                      print the map: recipe, parent, size of the difference
+python tests/test_lineage.py --propagate NAME     carry a definition bettered in a parent to all that inherit it
+"""
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RULE = re.compile(r"# -{20,} (.+)$")
+SECTIONS = ["config", "communication", "model", "data", "training", "main"]
+LIBRARIES = {"torch", "triton", "einops", "numpy", "safetensors"}
+DRAWING = {"memory.py", "profiling.py", "plan.py", "formats.py"}
+ENVIRONMENT = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}  # torchrun's
+BASES = {"nn.Module", "torch.autograd.Function"}
+COLLECTIVES = re.compile(
+    r"dist\.(all_reduce|all_gather\w*|reduce|reduce_scatter\w*|broadcast|gather|scatter|all_to_all\w*|i?send|i?recv"
+    r"|batch_isend_irecv|barrier)\("
+)
+LIMITS = {"01_single_gpu/train.py": 250, "08_4d/train.py": 900}  # lines of code; of the others 400
+
+
+@dataclass
+class Recipe:
+    """A recipe's source, its header and its definitions: name -> text with the comments before it.
+
+    A class counts as its head and fields, under its name, and its methods, each under Class.method.
+    """
+
+    path: str
+    source: str
+    header: dict[str, list[str]]
+    definitions: dict[str, str]
+
+    def lists(self, name: str) -> bool:
+        """Whether the header names the definition, or its class, as one that differs."""
+        named = self.header.get("Lesson", []) + self.header.get("Plumbing", [])
+        return name in named or name.split(".")[0] in named
+
+
+def read(path: str, source: str | None = None) -> Recipe:
+    """Parse a recipe."""
+    source = source if source is not None else (ROOT / path).read_text()
+    docstring = ast.get_docstring(ast.parse(source)) or ""
+    fields = re.findall(r"^(Parent|Lesson|Plumbing|Run|Source):\s+(.+)$", docstring, re.M)
+    return Recipe(path, source, {key: value.split(", ") for key, value in fields}, definitions(source))
+
+
+def definitions(source: str) -> dict[str, str]:
+    """Text of every definition, in order."""
+    lines, found, last = source.splitlines(), {}, 0
+    for node in ast.parse(source).body:
+        name = getattr(node, "name", None) or (node.targets[0].id if isinstance(node, ast.Assign) else None)
+        if name:
+            start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
+            comments = [line for line in lines[last:start] if line.startswith("#") and not RULE.match(line)]
+            body = lines[start : node.end_lineno]
+            if isinstance(node, ast.ClassDef):
+                methods = [m for m in node.body if isinstance(m, ast.FunctionDef)]
+                for m in methods:
+                    found[f"{name}.{m.name}"] = "\n".join(lines[m.lineno - 1 : m.end_lineno])
+                inside = {i for m in methods for i in range(m.lineno - 1, m.end_lineno)}
+                body = [
+                    line for i, line in enumerate(lines[start : node.end_lineno], start) if i not in inside and line
+                ]
+            found[name] = "\n".join(comments + body)
+        last = node.end_lineno
+    return found
+
+
+def recipes() -> dict[str, Recipe]:
+    """All recipes of the numbered folders."""
+    files = sorted(path for path in ROOT.glob("[01][0-9]_*/*.py") if not path.name.startswith("test_"))
+    return {str(path.relative_to(ROOT)): read(str(path.relative_to(ROOT))) for path in files}
+
+
+def parents(recipe: Recipe) -> list[str]:
+    """Paths of the parents; none for the root."""
+    return [parent for parent in recipe.header["Parent"] if parent.endswith(".py")]
+
+
+def difference(parent: str, child: str) -> tuple[int, int]:
+    """Lines that a child adds to its parent and takes from it, as git counts."""
+    command = ["git", "diff", "--no-index", "--numstat", parent, child]
+    added, removed, *_ = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split() or ["0", "0"]
+    return int(added), int(removed)
+
+
+def lines_of_code(source: str) -> int:
+    """Lines that are neither blank nor comment nor docstring."""
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in blank:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def departures(recipe: Recipe, family: dict[str, Recipe]) -> list[str]:
+    """What breaks the rule: definitions that differ unnamed, names without a difference, a changed order."""
+    inherited, faults = [family[parent].definitions for parent in parents(recipe)], []
+    for name, text in recipe.definitions.items():
+        same = any(text == theirs.get(name) for theirs in inherited)
+        if not same and not recipe.lists(name):
+            faults.append(f"{recipe.path}: {name} differs from that of its parents and is not named in the header")
+    for name in recipe.header.get("Lesson", []) + recipe.header.get("Plumbing", []):
+        members = [n for n in recipe.definitions if n == name or n.startswith(f"{name}.")]
+        if all(any(recipe.definitions[n] == theirs.get(n) for theirs in inherited) for n in members):
+            faults.append(f"{recipe.path}: the header names {name}, which does not differ")
+    for theirs in inherited:
+        both = [name for name in recipe.definitions if name in theirs]
+        if both != [name for name in theirs if name in both]:
+            faults.append(f"{recipe.path}: shared definitions stand in another order")
+    return faults
+
+
+def propagate(name: str, family: dict[str, Recipe]) -> list[str]:
+    """Carry a definition from parents to all recipes that inherit it; returns the paths that changed."""
+    changed = []
+    for path in TopologicalSorter({path: parents(recipe) for path, recipe in family.items()}).static_order():
+        recipe = family[path]
+        source = next((family[p].definitions[name] for p in parents(recipe) if name in family[p].definitions), None)
+        ours = recipe.definitions.get(name)
+        if source and ours and source != ours and not recipe.lists(name):
+            assert recipe.source.count(ours) == 1, f"{path}: {name} is not in one piece"
+            family[path] = read(path, recipe.source.replace(ours, source))
+            (ROOT / path).write_text(family[path].source)
+            changed.append(path)
+    return changed
+
+
+FAMILY = recipes()
+CHILDREN = [path for path, recipe in FAMILY.items() if parents(recipe)]
+
+
+@pytest.mark.parametrize("path", CHILDREN)
+def test_differs_by_what_it_names(path):
+    assert not departures(FAMILY[path], FAMILY)
+
+
+@pytest.mark.parametrize("path", FAMILY)
+def test_header(path):
+    recipe = FAMILY[path]
+    needed = {"Parent", "Run", "Source"} | ({"Lesson"} if parents(recipe) else set())
+    assert needed <= set(recipe.header), "the header lacks a line"
+    assert path in " ".join(recipe.header["Run"]), "Run is the command line of another file"
+    assert all(parent in FAMILY for parent in parents(recipe))
+
+
+def test_parents_form_a_tree():
+    roots = [path for path, recipe in FAMILY.items() if not parents(recipe)]
+    assert roots == ["01_single_gpu/train.py"]
+    for path in FAMILY:
+        seen = []
+        while path not in roots:
+            assert path not in seen, f"{path} descends from itself"
+            seen.append(path)
+            path = parents(FAMILY[path])[0]
+
+
+@pytest.mark.parametrize("path", FAMILY)
+def test_imports(path):
+    allowed = LIBRARIES | set(sys.stdlib_module_names)
+    name = Path(path).name
+    allowed |= {"accelerate"} if name.startswith(("torch_", "accelerate_")) else set()
+    allowed |= {"matplotlib"} if name in DRAWING else set()
+    for node in ast.walk(ast.parse(FAMILY[path].source)):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+        assert all(module.split(".")[0] in allowed for module in modules), f"{path} imports {modules}"
+
+
+@pytest.mark.parametrize("path", FAMILY)
+def test_nothing_runs_at_import(path):
+    *body, last = ast.parse(FAMILY[path].source).body
+    assert ast.unparse(last) == "if __name__ == '__main__':\n    main()"
+    for node in body:
+        constant = isinstance(node, ast.Assign) and all(t.id.isupper() for t in node.targets)
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        definition = isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
+        assert constant or docstring or definition, f"{path}:{node.lineno} runs at import"
+
+
+@pytest.mark.parametrize("path", FAMILY)
+def test_form(path):
+    """Sections, sizes, base classes, environment variables, and a reason beside whatever communicates or waits."""
+    source = FAMILY[path].source
+    lines = source.splitlines()
+    sections = [match[1] for line in lines if (match := RULE.match(line))]
+    assert sections == [section for section in SECTIONS if section in sections]
+    assert lines_of_code(source) <= LIMITS.get(path, 400)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= (30 if node.name == "main" else 60), f"{path}: {node.name} has {length} lines"
+        if isinstance(node, ast.ClassDef):
+            assert {ast.unparse(base) for base in node.bases} <= BASES, f"{path}: base classes of {node.name}"
+    assert set(re.findall(r"environ\S*?[\"'](\w+)", source)) <= ENVIRONMENT
+    for number, line in enumerate(lines):
+        if COLLECTIVES.search(line) or "synchronize(" in line:
+            before = lines[number - 1].strip()
+            assert "  # " in line or before.startswith("# "), f"{path}:{number + 1} communicates without a comment"
+
+
+def test_an_unnamed_difference_is_seen():
+    """One letter in a comment, a name that does not differ, and a changed order each break the rule."""
+    child = FAMILY["06_pipeline/1f1b.py"]
+
+    def faults(old: str, new: str) -> list[str]:
+        assert old in child.source
+        return departures(read(child.path, child.source.replace(old, new)), FAMILY)
+
+    assert not departures(child, FAMILY)
+    assert "receive differs" in " ".join(faults("the operation waits for them", "the operation  waits for them"))
+    assert "names receive" in " ".join(faults("Lesson:   schedule", "Lesson:   schedule, receive"))
+    both = child.definitions["flops_per_token"] + "\n\n\n" + child.definitions["log"]
+    swapped = child.definitions["log"] + "\n\n\n" + child.definitions["flops_per_token"]
+    assert "order" in " ".join(faults(both, swapped))
+
+
+def test_propagate(monkeypatch, tmp_path):
+    """A change in the root reaches every copy, except where the header says that the recipe has its own."""
+    for path in FAMILY:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(
+            FAMILY[path].source.replace("AdamW; weight", "AdamW: weight") if path in CHILDREN else FAMILY[path].source
+        )
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    family = recipes()
+    assert set(propagate("make_optimizer", family)) == set(CHILDREN)
+    assert {path: recipe.source for path, recipe in recipes().items()} == {p: r.source for p, r in FAMILY.items()}
+    root = FAMILY["01_single_gpu/train.py"]
+    family["01_single_gpu/train.py"] = read(
+        root.path, root.source.replace("def forward_backward(", "def forward_backward( ")
+    )
+    keep_their_own = {path for path in CHILDREN if FAMILY[path].lists("forward_backward")}
+    inherit = {
+        path
+        for path in CHILDREN
+        if FAMILY[path].definitions["forward_backward"] == root.definitions["forward_backward"]
+    }
+    assert keep_their_own and inherit and set(propagate("forward_backward", family)) == inherit
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--propagate", metavar="NAME")
+    args = parser.parse_args()
+    if args.propagate:
+        print("\n".join(propagate(args.propagate, FAMILY)) or "every copy is like that of its parent already")
+        return
+    print(f"{'recipe':45} {'parent':42} {'+':>4} {'-':>4}  lines of code")
+    for path, recipe in FAMILY.items():
+        parent = next(iter(parents(recipe)), "")
+        added, removed = difference(parent, path) if parent else ("", "")
+        print(f"{path:45} {parent:42} {added:>4} {removed:>4}  {lines_of_code(recipe.source)}")
+
+
+if __name__ == "__main__":
+    main()
