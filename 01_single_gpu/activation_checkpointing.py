@@ -173,7 +173,7 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        return checkpoint(self.body, x, rope, use_reentrant=False)
+        return checkpoint(self.body, x, rope, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
 
     def body(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)

@@ -188,8 +188,8 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, keep_matmuls)
-        return checkpoint(self.body, x, rope, use_reentrant=False, context_fn=contexts)
+        kept = partial(create_selective_checkpoint_contexts, keep_matmuls)
+        return checkpoint(self.body, x, rope, use_reentrant=False, preserve_rng_state=False, context_fn=kept)
 
     def body(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)

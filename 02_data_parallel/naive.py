@@ -87,7 +87,7 @@ def check(cfg: Config, world: int) -> None:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     for wrong, problem in (
-        (world < 1, f"start it with torchrun --nproc_per_node 8 {__file__}"),
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be a multiple of the {world} processes"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),

@@ -89,7 +89,7 @@ def check(cfg: Config, world: int) -> None:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     for wrong, problem in (
-        (world < 1, f"start it with torchrun --nproc_per_node 8 {__file__}"),
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.layers < world, f"--layers {cfg.layers}: must be at least 1 for each of the {world} processes"),
         (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),

@@ -12,7 +12,9 @@ import functools
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import compare
 import torch
@@ -54,10 +56,10 @@ def root_of(recipe: str) -> str:
 
 @functools.cache
 def documents() -> str:
-    """A folder with 2,000 files of 1 to 60 bytes, cut from the source of argparse."""
+    """A folder with 2,000 files of 1, 2, 4 ... 32 bytes, cut from the source of argparse."""
     folder = tempfile.mkdtemp()
     generator = torch.Generator().manual_seed(0)
-    text, sizes = Path(compare.argparse.__file__).read_bytes(), torch.randint(1, 60, (2000,), generator=generator)
+    text, sizes = Path(compare.argparse.__file__).read_bytes(), 2 ** torch.randint(0, 6, (2000,), generator=generator)
     for i, size in enumerate(sizes.tolist()):
         Path(folder, f"{i:04}.txt").write_bytes(text[30 * i : 30 * i + size])
     return folder
@@ -85,8 +87,19 @@ def start(root: str, flags: str) -> str:
 
 @functools.cache
 def reference(root: str, flags: str) -> Run:
-    """The root's run."""
-    return launch(root, 1, flags)
+    """The root's run. What it is to show must be there: a clip that acts in training, tokens that have no target."""
+    run = launch(root, 1, flags, probe=valid_tokens)
+    assert TRAINING not in flags or min(norm for _, norm, _ in run.history) > 0.5, "the clip never acted"
+    assert len(set(run.probes[0])) > 1, "all sequences have as many valid tokens"
+    return run
+
+
+def valid_tokens(module: ModuleType) -> Callable[[], list[int]]:
+    """A probe: the number of valid targets of each sequence of the first batch."""
+    made = []
+    original = module.make_batch
+    module.make_batch = lambda *args: made.append(original(*args)) or made[-1]
+    return lambda: (made[0][1] != module.IGNORE).sum(1).tolist()
 
 
 def check(recipe: Path | str, world: int, flags: str, root: str | None = None) -> dict[str, float]:

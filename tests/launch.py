@@ -77,7 +77,7 @@ def launch(
     """
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "weights.safetensors"
-        argv = [str(ROOT / recipe), *flags.split(), "--save", str(saved)]
+        argv = [str(ROOT / recipe), "--save", str(saved), *flags.split()]
         context = multiprocessing.get_context("fork")
         port = free_port()
         ranks = [
@@ -102,6 +102,29 @@ def read_history(path: Path | str) -> list[list[float]]:
     """[loss, gradient norm, seconds] per step, from the metadata of a saved file."""
     with safe_open(path, "pt") as file:
         return json.loads(file.metadata()["history"])
+
+
+def isolated(function: Callable[[], Any]) -> Any:
+    """The result of function(), computed in a fork: autograd forbids to fork once it has run in a process."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+
+    def child() -> None:
+        try:
+            answer = function(), None
+        except BaseException:
+            answer = None, traceback.format_exc()
+        there.send_bytes(pickle.dumps(answer))  # by value: tensors in shared memory would end with this process
+        os._exit(0)
+
+    process = context.Process(target=child)
+    process.start()
+    there.close()
+    result, error = pickle.loads(here.recv_bytes())  # EOFError if the child has crashed
+    process.join()
+    if error:
+        raise AssertionError(error)
+    return result
 
 
 def free_port() -> int:
@@ -134,8 +157,9 @@ def run_rank(recipe, argv, rank, world, port, folder, probe) -> None:
                 pickle.dump(report(), file)
             code = 0
         except SystemExit as end:
-            print(end.code if isinstance(end.code, str) else "", file=out)
             code = end.code if isinstance(end.code, int) else 1
+            if isinstance(end.code, str):
+                print(end.code, file=out)
         except BaseException:
             traceback.print_exc(file=out)
         out.flush()

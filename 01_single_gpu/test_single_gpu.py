@@ -1,0 +1,322 @@
+"""The root computes what transformers computes, and its three single-GPU children train as it does."""
+
+import contextlib
+import io
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import equivalence
+import numpy as np
+import pytest
+import torch
+from launch import ROOT, RankFailed, isolated, launch, load
+from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
+
+TRAIN = "01_single_gpu/train.py"
+FOLDER = [path for path, _, _ in equivalence.CASES if path.startswith("01")]
+SMALL = (
+    "--device cpu --dtype float64 --layers 3 --dim 48 --heads 6 --kv_heads 2 --ffn 64 --vocab 256 --seq 24 --batch 4"
+)
+
+
+@pytest.mark.parametrize("recipe, world, flags", [case for case in equivalence.CASES if case[0] in FOLDER])
+def test_equals_root(recipe, world, flags):
+    equivalence.check(recipe, world, flags)
+
+
+# -------------------------------------------------------------------------------------------------------- transformers
+def llama_config(theta=1e4, rope_factor=1.0, tied=False):
+    """transformers' config of the shape of SMALL."""
+    from transformers import LlamaConfig
+
+    rope = {"rope_type": "default", "rope_theta": theta}
+    if rope_factor != 1:
+        rope |= {"rope_type": "llama3", "factor": rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope |= {"original_max_position_embeddings": 8192}
+    shape = dict(num_hidden_layers=3, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, vocab_size=256)
+    return LlamaConfig(**shape, intermediate_size=64, rms_norm_eps=1e-5, tie_word_embeddings=tied, rope_parameters=rope)
+
+
+@contextlib.contextmanager
+def in_float64():
+    """transformers computes norms and rotary angles in float32 whatever the weights are: in here that means float64."""
+    double = torch.float64
+    with patch.multiple(torch, float32=double, float=double), patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
+
+
+def llama(config):
+    """transformers' Llama with random weights, large ones and no norm's 1: nothing hides behind small numbers."""
+    from transformers import LlamaForCausalLM
+
+    config._attn_implementation = "eager"
+    model = LlamaForCausalLM(config).double()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.2 + (p.ndim == 1))
+    return model
+
+
+def their_loss(model, flags):
+    """transformers' logits on the first batch of `flags`, and from them the root's loss."""
+    sys.argv = [TRAIN, *flags.split()]
+    module = load(TRAIN)
+    cfg = module.parse_config()
+    inputs, targets = module.make_batch(cfg, module.load_data(cfg), 0)
+    logits = model(input_ids=inputs).logits
+    losses = -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return logits, losses[targets != module.IGNORE].sum() / (targets != module.IGNORE).sum()
+
+
+def first_logits(module):
+    """A probe: the logits of the first forward."""
+    seen, original = [], module.Model.forward
+    module.Model.forward = lambda self, ids: seen.append(original(self, ids)) or seen[-1]
+    return lambda: seen[0].detach()
+
+
+@pytest.mark.parametrize("rope", ["", "--theta 500000 --rope_factor 32 --seq 512 --batch 2"])
+def test_transformers_loads_what_the_root_saves(rope, tmp_path):
+    """from_pretrained on the saved file, and the same logits, loss and gradients in float64."""
+    flags = f"{SMALL} --data {equivalence.documents()} {rope}"
+    config = llama_config(*(5e5, 32.0) if rope else ())
+    weights = isolated(lambda: dict(llama(config).state_dict()))
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, tmp_path / "start.safetensors")
+    start = f"{flags} --init {tmp_path}/start.safetensors"
+    ours = launch(TRAIN, 1, f"{start} {equivalence.GRADIENT}", probe=first_logits)
+    launch(TRAIN, 1, f"{start} --steps 0 --save {tmp_path}/model.safetensors")
+
+    def theirs():
+        from transformers import LlamaForCausalLM
+
+        config.save_pretrained(tmp_path)
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).state_dict()
+        with in_float64():
+            model = llama(config)
+            model.load_state_dict(loaded)
+            logits, loss = their_loss(model, start)
+            loss.backward()
+        return logits.detach(), loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+    logits, loss, gradients = isolated(theirs)
+    assert (ours.probes[0] - logits).abs().max() <= 1e-10 * logits.abs().max()
+    assert abs(ours.history[0][0] / loss - 1) <= 1e-10
+    assert set(gradients) == set(ours.weights)
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    assert abs(ours.history[0][1] / norm - 1) <= 1e-10
+    for name, gradient in gradients.items():
+        change = weights[name] - ours.weights[name]  # of AdamW's first step with lr = eps = 1e4: g / (1 + |g| / 1e4)
+        ours_gradient = change / (1 - change.abs() / 1e4)
+        assert (ours_gradient - gradient).norm() <= 1e-10 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("tied, shards", [(False, "5GB"), (False, "50KB"), (True, "5GB")])
+def test_root_loads_what_transformers_saves(tied, shards, tmp_path):
+    """A random model goes in through --init, whole, in several files, or with a head tied to the embedding."""
+    flags = f"{SMALL} --data {equivalence.documents()}"
+
+    def theirs():
+        with in_float64():
+            model = llama(llama_config(tied=tied))
+            loss = their_loss(model, flags)[1].item()
+        model.save_pretrained(tmp_path, max_shard_size=shards)
+        return loss
+
+    loss = isolated(theirs)
+    files = list(tmp_path.glob("model*.safetensors"))
+    assert (len(files) > 1) == (shards == "50KB")
+    ours = launch(TRAIN, 1, f"{flags} --steps 1 --init {tmp_path}/model*.safetensors").history[0][0]
+    assert abs(ours / loss - 1) <= 1e-10
+
+
+# ----------------------------------------------------------------------------------------------------------------- data
+def config(module, flags=""):
+    """The Config of a command line."""
+    sys.argv = [TRAIN, "--device", "cpu", *flags.split()]
+    return module.parse_config()
+
+
+def test_batches():
+    """(seed, step) alone decides; targets are the next tokens, and none follows from another document."""
+    module = load(TRAIN)
+    cfg = config(module, f"--data {equivalence.documents()} --seq 100 --batch 64")
+    ids, starts = data = module.load_data(cfg)
+    inputs, targets = module.make_batch(cfg, data, 3)
+    again = module.make_batch(cfg, module.load_data(cfg), 3)
+    other_step = module.make_batch(cfg, data, 4)
+    other_seed = module.make_batch(config(module, f"--data {cfg.data} --seq 100 --batch 64 --seed 1"), data, 3)
+    assert torch.equal(inputs, again[0]) and torch.equal(targets, again[1])
+    assert not torch.equal(inputs, other_step[0]) and not torch.equal(inputs, other_seed[0])
+    text = bytes(ids)
+    for row_in, row_out in zip(inputs.tolist(), targets.tolist()):
+        windows = [i for i in range(len(text)) if text[i : i + 100] == bytes(row_in)]
+        assert any(
+            all(t == (module.IGNORE if w + 1 + i in starts else text[w + 1 + i]) for i, t in enumerate(row_out))
+            for w in windows
+        )
+    assert (targets == module.IGNORE).any() and len(starts) > 2000
+
+
+def test_default_text_is_the_standard_library():
+    module = load(TRAIN)
+    ids, _ = module.load_data(config(module))
+    assert Path(subprocess.__file__).read_bytes() in bytes(ids)
+
+
+@pytest.mark.parametrize("dtype, vocab", [(np.uint16, 5000), (np.uint32, 5000), (np.uint32, 100_000)])
+def test_token_files(dtype, vocab, tmp_path):
+    """uint16 and uint32 are told apart; a uint32 file of small ids read as uint16 would have a 0 after each token."""
+    module = load(TRAIN)
+    ids = np.random.default_rng(0).integers(1, vocab, 999).astype(dtype)
+    ids.tofile(tmp_path / "tokens.bin")
+    read, starts = module.load_data(config(module, f"--data {tmp_path}/tokens.bin --vocab {vocab}"))
+    assert np.array_equal(read, ids) and starts.tolist() == [0]
+
+
+# ------------------------------------------------------------------------------------------------------- memory, FLOPs
+def attention_flops(query, *_, **__):
+    """Of the forward of attention, masked half included: torch's counter does not know the CPU's kernel."""
+    b, h, s, k = query
+    return 4 * b * h * s * s * k
+
+
+def one_pass(recipe, layers):
+    """FLOPs of matmuls and of attention's forwards, and bytes kept between forward and backward, for so many layers."""
+    module = load(recipe)
+    cfg = config(module, f"--layers {layers} --batch 4")
+    model = module.build_model(cfg)
+    inputs, targets = module.make_batch(cfg, module.load_data(cfg), 0)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with FlopCounterMode(display=False, custom_mapping={kernel: attention_flops}) as counter:
+        with torch.profiler.profile(profile_memory=True) as profile:
+            loss = module.summed_loss(cfg, model, inputs, targets)
+        loss.backward()
+    flops = counter.get_flop_counts()["Global"]
+    kept = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    return sum(count for op, count in flops.items() if op != kernel), flops[kernel], kept
+
+
+def per_block(recipe):
+    """The same for one block: the difference of three and two."""
+    two, three = (isolated(lambda layers=layers: one_pass(recipe, layers)) for layers in (2, 3))
+    return [b - a for a, b in zip(two, three)]
+
+
+def test_checkpointing_trades_flops_for_memory():
+    """Full: one more forward, b·s·d numbers kept. Selective: not one matmul more, but much less than all the memory."""
+    matmuls, attention, kept = per_block(TRAIN)
+    full = per_block("01_single_gpu/activation_checkpointing.py")
+    selective = per_block("01_single_gpu/selective_checkpointing.py")
+    tokens, d, f = 4 * 128, 128, 384
+    last = 2 * tokens * f * d  # the output of down_proj is not needed again: recomputation stops before it
+    assert full == [matmuls * 4 / 3 - last, attention * 2, tokens * d * 4]
+    assert selective[:2] == [matmuls, attention]
+    assert full[2] < selective[2] < 0.7 * kept
+
+
+def test_flops_per_token():
+    """The formula against the FLOPs that torch counts. Of attention's, half is masked; backward is two forwards."""
+    module = load(TRAIN)
+    cfg = config(module)
+    matmuls, attention, _ = isolated(lambda: one_pass(TRAIN, cfg.layers))
+    assert module.flops_per_token(cfg) * 4 * cfg.seq == matmuls + 3 * attention / 2
+
+
+@pytest.mark.parametrize("preset, billions", [("smollm_1_7b", 1.812), ("llama3_1b", 1.498), ("llama3_8b", 8.030)])
+def test_presets_are_the_published_models(preset, billions):
+    """Parameters with an untied head; SmolLM-1.7B (1.711) and Llama-3.2-1B (1.236) tie theirs to the embedding."""
+    module = load(TRAIN)
+    with torch.device("meta"):
+        model = module.Model(config(module, f"--preset {preset}"))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e9, 3) == billions
+
+
+# -------------------------------------------------------------------------------------------------------- command line
+def test_run_as_a_user_does(tmp_path):
+    """The header's command in a process of its own: the loss falls as the README says, the last line is the median."""
+    command = [sys.executable, TRAIN, "--device", "cpu", "--save", str(tmp_path / "out.safetensors")]
+    output = subprocess.run(command, cwd=ROOT, check=True, text=True, capture_output=True).stdout.splitlines()
+    losses = [float(line.split("loss ")[1].split()[0]) for line in output]
+    assert len(output) == 41 and 5.4 < losses[0] < 5.8 and losses[39] < 3.5
+    assert output[-1].split()[0] == "median" and "tokens/s/GPU" in output[-1]
+    assert set(load_file(tmp_path / "out.safetensors")) >= {"lm_head.weight", "model.embed_tokens.weight"}
+
+
+def test_compile_and_bfloat16():
+    """--compile changes nothing; in bfloat16 the loss stays within the rounding of its 8 bits."""
+    flags = "--device cpu --layers 2 --steps 2 --batch 4"
+    plain = launch(TRAIN, 1, flags).history
+    compiled = launch(TRAIN, 1, f"{flags} --compile").history
+    low = launch(TRAIN, 1, f"{flags} --dtype bfloat16").history
+    for (loss, norm, _), (c_loss, c_norm, _), (b_loss, b_norm, _) in zip(plain, compiled, low):
+        assert abs(c_loss / loss - 1) < 1e-5 and abs(c_norm / norm - 1) < 1e-4
+        assert 0 < abs(b_loss / loss - 1) < 2**-8 and 0 < abs(b_norm / norm - 1) < 2**-4
+
+
+def test_weights_do_not_depend_on_the_dtype():
+    half = launch(TRAIN, 1, "--device cpu --layers 1 --steps 0").weights
+    full = launch(TRAIN, 1, "--device cpu --layers 1 --steps 0 --dtype float64").weights
+    assert all(torch.equal(half[name].double(), full[name]) for name in full)
+
+
+def bad_inputs(folder):
+    """Flags that cannot work, and words that the one line about them must have."""
+    np.full(500, 300, np.uint16).tofile(folder / "ids.bin")
+    (folder / "short.txt").write_text("too short")
+    save_file({"lm_head.weight": torch.zeros(3, 3)}, folder / "wrong.safetensors")
+    return [
+        ("--heads 7", ["--heads 7", "--dim 128"]),
+        ("--kv_heads 3", ["--kv_heads 3", "--heads 8"]),
+        ("--layers 0", ["--layers 0", "at least 1"]),
+        ("--steps -1", ["--steps -1", "at least 0"]),
+        ("--lr -1", ["--lr -1", "at least 0"]),
+        ("--data nowhere.txt", ["--data nowhere.txt", "no such file"]),
+        ("--init nowhere.safetensors", ["--init nowhere.safetensors", "no such file"]),
+        (f"--init {folder}/wrong.safetensors", ["--init", "model.embed_tokens.weight", "[256, 128]"]),
+        ("--save nowhere/out.safetensors", ["--save nowhere/out.safetensors", "no such folder"]),
+        ("--vocab 100", ["--vocab 100", "more than the largest token"]),
+        (f"--data {folder}/ids.bin", ["--vocab 256", "300"]),
+        (f"--data {folder}/short.txt", ["--seq 128", "9 tokens"]),
+        ("--preset gpt5", ["--preset", "gpt5", "llama3_8b"]),
+        ("--dtype int8", ["--dtype", "int8", "bfloat16"]),
+        ("--layers two", ["--layers", "two"]),
+        ("--no_such_flag 1", ["--no_such_flag"]),
+    ]
+
+
+def test_bad_input(tmp_path):
+    for flags, words in bad_inputs(tmp_path):
+        with pytest.raises(RankFailed) as failure:
+            launch(TRAIN, 1, f"--device cpu {flags}", timeout=20)
+        lines = failure.value.output.splitlines()
+        assert len(lines) == 1 and all(word in lines[0] for word in words), failure.value.output
+        assert failure.value.code in (1, 2)
+
+
+def test_bad_world_and_batch():
+    for recipe, world, flags, words in [
+        (TRAIN, 2, "", ["--nproc_per_node 2", "1 process"]),
+        ("01_single_gpu/gradient_accumulation.py", 1, "--microbatches 5", ["--microbatches 5", "--batch 16"]),
+    ]:
+        with pytest.raises(RankFailed) as failure:
+            launch(recipe, world, f"--device cpu {flags}", timeout=20)
+        (line,) = failure.value.output.splitlines()
+        assert all(word in line for word in words) and failure.value.code == 1
+
+
+def test_help():
+    text = isolated(help_text)
+    assert all(f"--{field}" in text for field in ("preset", "kv_heads", "compile", "save")) and "Source:" in text
+
+
+def help_text():
+    """What --help prints."""
+    out = io.StringIO()
+    sys.argv = [TRAIN, "--help"]
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        load(TRAIN).parse_config()
+    return out.getvalue()

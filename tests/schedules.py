@@ -1,0 +1,114 @@
+"""Simulate and draw pipeline schedules: lists of (op, micro-batch, chunk), one per rank, as `schedule` returns them.
+
+python tests/schedules.py        draw 06_pipeline/schedules.svg from the recipes' own schedules
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from launch import ROOT, load
+
+Operation = tuple[str, int, int]
+PICTURE = ROOT / "06_pipeline" / "schedules.svg"
+RECIPES = {"AFAB": "06_pipeline/afab.py", "1F1B": "06_pipeline/1f1b.py"}
+FILL = {"F": "#9cc3e6", "B": "#a9d6a0"}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An operation of a rank and when it runs, in units of one forward."""
+
+    rank: int
+    operation: Operation
+    start: float
+    end: float
+
+
+class Deadlock(Exception):
+    """No rank can go on; the message says what each waits for."""
+
+
+def lists(module: ModuleType, stages: int, microbatches: int) -> list[list[Operation]]:
+    """The operations of every rank."""
+    return [module.schedule(stage, stages, microbatches) for stage in range(stages)]
+
+
+def simulate(orders: list[list[Operation]], forward: float = 1, backward: float = 2) -> list[Slot]:
+    """Run every rank's list, in order, each operation as soon as what it needs is there. Transfers take no time.
+
+    F of stage s needs F of s - 1, B of s needs B of s + 1, B of the last stage its own F. Chunk c of rank r is stage
+    c · ranks + r. Raises Deadlock if that can't go on.
+    """
+    ranks = len(orders)
+    last = max(chunk for order in orders for _, _, chunk in order) * ranks + ranks - 1
+    ends, slots, position, free = {}, [], [0] * ranks, [0.0] * ranks
+    while any(position[rank] < len(orders[rank]) for rank in range(ranks)):
+        progress = False
+        for rank in range(ranks):
+            while position[rank] < len(orders[rank]):
+                op, i, chunk = operation = orders[rank][position[rank]]
+                stage = chunk * ranks + rank
+                needs = ("F", i, stage - 1) if op == "F" else ("B", i, stage + 1) if stage < last else ("F", i, stage)
+                own = ("F", i, stage)  # a backward also needs the forward of its own stage
+                if (needs[2] >= 0 and needs not in ends) or (op == "B" and own not in ends):
+                    break
+                start = max(free[rank], ends.get(needs, 0))
+                free[rank] = ends[op, i, stage] = start + (forward if op == "F" else backward)
+                slots.append(Slot(rank, operation, start, free[rank]))
+                position[rank] += 1
+                progress = True
+        if not progress:
+            raise Deadlock(str([order[p] for order, p in zip(orders, position) if p < len(order)]))
+    return slots
+
+
+def idle_share(slots: list[Slot]) -> float:
+    """Share of ranks x time, from the first operation to the last, in which a rank has nothing to do."""
+    ranks = 1 + max(slot.rank for slot in slots)
+    return 1 - sum(slot.end - slot.start for slot in slots) / (ranks * max(slot.end for slot in slots))
+
+
+def in_flight(order: list[Operation]) -> int:
+    """Most micro-batches of a rank that have been forward and not yet backward."""
+    count = peak = 0
+    for op, _, _ in order:
+        count += 1 if op == "F" else -1
+        peak = max(peak, count)
+    return peak
+
+
+def draw(stages: int = 4, microbatches: int = 8) -> str:
+    """An SVG: time to the right, a row per stage, a box per operation with the number of its micro-batch."""
+    unit, row, left, panel = 22, 26, 70, stages * 26 + 62
+    charts = {name: simulate(lists(load(path), stages, microbatches)) for name, path in RECIPES.items()}
+    width = left + unit * max(slot.end for slots in charts.values() for slot in slots) + 110
+    svg = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{panel * len(charts) + 10}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for number, (name, slots) in enumerate(charts.items()):
+        top = panel * number + 34
+        orders = lists(load(RECIPES[name]), stages, microbatches)
+        title = f"{name}: {stages} stages, {microbatches} micro-batches, idle {idle_share(slots):.1%} of the time"
+        svg.append(f'<text x="{left}" y="{top - 12}" font-weight="bold">{title}</text>')
+        for rank, order in enumerate(orders):
+            y = top + row * rank
+            end = left + unit * max(slot.end for slot in slots)
+            svg.append(f'<text x="8" y="{y + 16}">stage {rank}</text>')
+            svg.append(f'<rect x="{left}" y="{y}" width="{end - left:g}" height="{row - 4}" fill="#eeeeee"/>')
+            svg.append(f'<text x="{end + 8:g}" y="{y + 16}">{in_flight(order)} in flight</text>')
+        for slot in slots:
+            op, i, _ = slot.operation
+            x, y, w = left + unit * slot.start, top + row * slot.rank, unit * (slot.end - slot.start)
+            svg.append(
+                f'<rect x="{x:g}" y="{y}" width="{w:g}" height="{row - 4}" fill="{FILL[op]}" stroke="white"/>'
+                f'<text x="{x + w / 2:g}" y="{y + 15}" text-anchor="middle" font-size="11">{i}</text>'
+            )
+    legend = "blue: forward, green: backward (twice as long), grey: idle; the number is the micro-batch"
+    svg += [f'<text x="{left}" y="{panel * len(charts)}">{legend}</text>', "</svg>"]
+    return "\n".join(svg) + "\n"
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw())
