@@ -43,7 +43,7 @@ def test_one_all_reduce_per_parameter():
 
 def test_valid_tokens_differ_between_ranks():
     """Else a mean over ranks would look like the sum, and the equivalence above could not tell them apart."""
-    flags = f"{equivalence.SHAPE} --data {equivalence.documents()} --steps 1"
+    flags = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} --steps 1"
     sequences = launch(NAIVE, 1, flags, probe=equivalence.valid_tokens).probes[0]
     ranks = [sum(sequences[rank * 3 : rank * 3 + 3]) for rank in range(4)]
     assert len(set(ranks)) == 4, ranks

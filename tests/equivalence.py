@@ -1,16 +1,21 @@
 """The check that every recipe has to pass: it trains exactly as its root does on one device.
 
-    python tests/equivalence.py [RECIPE ...]      run all checks on the CPU and store the errors for the README
+    python tests/equivalence.py [--device cuda] [RECIPE ...]     run the checks and store the errors for the README
 
-In float64, where rounding is near 1e-15 and the effect of a bug far above 1e-6. Two runs are compared with the root's:
-one step of gradient descent, which turns the change of the weights into the gradient, and four steps of AdamW with a
-clip that acts. The text is cut into short documents, so that every rank and micro-batch has its own number of valid
-tokens; norm weights are random; 6 query heads share 2 key and value heads; 5 layers split evenly over nothing.
+On the CPU in float64, where rounding is near 1e-15 and the effect of a bug far above 1e-6. Two runs are compared with
+the root's: one step of gradient descent, which turns the change of the weights into the gradient, and four steps of
+AdamW with a clip that acts. The text is cut into short documents, so that every rank and micro-batch has its own number
+of valid tokens; norm weights are random; 6 query heads share 2 key and value heads; 5 layers split evenly over nothing.
+
+On GPUs, over NCCL, the gradients of all cases that fit: in float32 to 1e-5, and in bfloat16 no further from the root's
+float32 gradient than twice as far as the root's own bfloat16 gradient is. A layout rounds the same numbers as often as
+the root; where it adds up in another order, or rounds the parts of a sum before adding them, both errors are random
+sums of as many roundings of the same size, so their norms are alike, and twice leaves room for chance in small tensors.
 """
 
+import argparse
 import functools
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +26,13 @@ import torch
 from launch import ROOT, Run, launch
 from safetensors.torch import save_file
 
-TOLERANCE = 1e-10
-SHAPE = "--dtype float64 --layers 5 --dim 48 --heads 6 --kv_heads 2 --ffn 64 --seq 24 --batch 12 --device cpu"
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2}  # the last in multiples of the root's own error
+SHAPE = "--layers 5 --dim 48 --heads 6 --kv_heads 2 --ffn 64 --seq 24 --batch 12"
+GPU_SHAPE = "--layers 5 --dim 384 --heads 6 --kv_heads 2 --ffn 512 --seq 128 --batch 12"
 GRADIENT = (
     "--steps 1 --eps 1e4 --lr 1e4 --clip 1e9 --weight_decay 0"  # AdamW as gradient descent with rate lr / eps = 1
 )
+GPU_GRADIENT = GRADIENT.replace("--lr 1e4", "--lr 1e6")  # rate 100: float32 weights must not round the change away
 TRAINING = "--steps 4 --lr 1e-2 --clip 0.5"
 RESULTS = ROOT / "tests" / "results" / "equivalence.json"
 
@@ -75,7 +82,7 @@ def shared(flags: str) -> str:
 @functools.cache
 def start(root: str, flags: str) -> str:
     """A file with the weights that (seed, name) draw, but random numbers around 1 for the norms."""
-    weights = launch(root, 1, f"{SHAPE} {flags} --steps 0").weights
+    weights = launch(root, 1, f"{flags} --device cpu --dtype float64 --steps 0").weights
     generator = torch.Generator().manual_seed(1)
     for tensor in weights.values():
         if tensor.ndim == 1:
@@ -103,34 +110,69 @@ def valid_tokens(module: ModuleType) -> Callable[[], list[int]]:
 
 
 def check(recipe: Path | str, world: int, flags: str, root: str | None = None) -> dict[str, float]:
-    """Assert that a recipe trains as its root does; returns the worst error in gradient, norms and trained weights."""
+    """Assert that a recipe trains as its root does, on the CPU in float64. Returns the worst errors."""
     root = root or root_of(str(recipe))
-    init = start(root, shared(flags))
-    common = f"{SHAPE} --data {documents()} --init {init}"
+    init = start(root, f"{SHAPE} {shared(flags)}")
+    common = f"{SHAPE} --device cpu --dtype float64 --data {documents()} --init {init}"
     worst = {}
     for name, mode in ("gradient", GRADIENT), ("training", TRAINING):
         ours = launch(recipe, world, f"{common} {mode} {flags}")
         theirs = reference(root, f"{common} {mode} {shared(flags)}")
         before = compare.read(init)[0] if name == "gradient" else None
         errors = compare.relative_errors(ours.weights, theirs.weights, before)
-        what = f"{recipe} on {world} ranks, {name}"
-        worst[name] = compare.assert_close(errors, TOLERANCE, what)
         history = compare.history_errors(ours.history, theirs.history)
-        worst[f"{name} history"] = compare.assert_close(history, TOLERANCE, what)
+        what = f"{recipe} on {world} ranks, {name}"
+        worst[name] = compare.assert_close(errors, TOLERANCE["float64"], what)
+        worst[f"{name} history"] = compare.assert_close(history, TOLERANCE["float64"], what)
+    return worst
+
+
+def check_on_gpus(recipe: str, world: int, flags: str) -> dict[str, float]:
+    """Assert that a recipe's gradient is its root's on one GPU. Returns the worst errors, as TOLERANCE has them."""
+    root = root_of(recipe)
+    init = start(root, f"{GPU_SHAPE} {shared(flags)}")
+    before = compare.read(init)[0]
+    common = f"{GPU_SHAPE} --device cuda --data {documents()} --init {init} {GPU_GRADIENT}"
+    exact = reference(root, f"{common} --dtype float32 {shared(flags)}")
+    worst = {}
+    for dtype in "float32", "bfloat16":
+        ours = launch(recipe, world, f"{common} --dtype {dtype} {flags}")
+        errors = compare.relative_errors(ours.weights, exact.weights, before)
+        errors |= compare.history_errors(ours.history, exact.history) if dtype == "float32" else {}
+        if dtype == "bfloat16":
+            theirs = reference(root, f"{common} --dtype {dtype} {shared(flags)}")
+            roots = compare.relative_errors(theirs.weights, exact.weights, before)
+            errors = {name: error / roots[name] for name, error in errors.items()}
+        worst[dtype] = compare.assert_close(errors, TOLERANCE[dtype], f"{recipe} on {world} GPUs in {dtype}")
     return worst
 
 
 def main() -> None:
-    chosen = sys.argv[1:]
-    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() and chosen else []
-    done = [entry for entry in stored if entry["recipe"] not in chosen]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="all if none is given")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    args = parser.parse_args()
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    kept = [
+        entry
+        for entry in stored
+        if entry["device"] != args.device or (args.recipes and entry["recipe"] not in args.recipes)
+    ]
     for recipe, world, flags in CASES:
-        if not chosen or recipe in chosen:
-            errors = check(recipe, world, flags)
-            print(f"{recipe:45} {world} ranks {flags:30} {errors}", flush=True)
-            done.append({"recipe": recipe, "ranks": world, "flags": flags, "errors": errors})
+        if (args.recipes and recipe not in args.recipes) or (
+            args.device == "cuda" and world > torch.cuda.device_count()
+        ):
+            continue
+        errors = (check if args.device == "cpu" else check_on_gpus)(recipe, world, flags)
+        print(
+            f"{recipe:45} {world} ranks {flags:30}",
+            *(f"{key} {error:.1e}" for key, error in errors.items()),
+            flush=True,
+        )
+        kept.append({"recipe": recipe, "device": args.device, "ranks": world, "flags": flags, "errors": errors})
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(sorted(done, key=lambda e: (e["recipe"], e["ranks"])), indent=1) + "\n")
+    lines = sorted(json.dumps(entry) for entry in kept)
+    RESULTS.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 if __name__ == "__main__":

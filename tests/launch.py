@@ -68,8 +68,9 @@ def launch(
     flags: str = "",
     probe: Callable[[ModuleType], Callable[[], Any]] | None = None,
     timeout: float = 300,
+    save: bool = True,
 ) -> Run:
-    """Run `main` of a recipe on `world` ranks and return what it saved.
+    """Run `main` of a recipe on `world` ranks and return what it saved, if `save`.
 
     probe(module) is called on every rank before main, may replace functions of the module, and returns a function whose
     result, asked for after main, is that rank's entry of Run.probes. Raises RankFailed as soon as any rank has failed
@@ -77,7 +78,7 @@ def launch(
     """
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "weights.safetensors"
-        argv = [str(ROOT / recipe), "--save", str(saved), *flags.split()]
+        argv = [str(ROOT / recipe), *(["--save", str(saved)] if save else []), *flags.split()]
         context = multiprocessing.get_context("fork")
         port = free_port()
         ranks = [

@@ -159,7 +159,7 @@ def test_equivalence_sees(bug, tmp_path):
 def test_the_log_does_not_see_the_scale(tmp_path):
     """picotron's bug: gradients as many times too large as there are tokens, and the loss of step 1 is right."""
     bug = next(bug for bug in BUGS if "divided for the log" in bug.what)
-    flags = f"{equivalence.SHAPE} --data {equivalence.documents()} {equivalence.GRADIENT}"
+    flags = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} {equivalence.GRADIENT}"
     right = launch(bug.recipe, bug.world, f"{flags} {bug.flags}").history[0]
     wrong = launch(mutate(bug, tmp_path), bug.world, f"{flags} {bug.flags}").history[0]
     assert abs(wrong[0] / right[0] - 1) < 1e-14 and wrong[1] > 100 * right[1]

@@ -1,0 +1,54 @@
+"""What the root's speed is compared with: the same training, with transformers' Llama instead of ours.
+
+    python tests/library.py --preset smollm_1_7b --batch 4 --seq 2048 --dtype bfloat16 --compile
+
+Data, optimizer, clipping, log and flags are the root's; model, attention and loss are the library's, compiled whole.
+"""
+
+import torch
+from launch import load
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def build_model(cfg) -> LlamaForCausalLM:
+    """transformers' model of the same shape, in float32, with its default attention (SDPA)."""
+    config = LlamaConfig(
+        vocab_size=cfg.vocab,
+        hidden_size=cfg.dim,
+        intermediate_size=cfg.ffn,
+        num_hidden_layers=cfg.layers,
+        num_attention_heads=cfg.heads,
+        num_key_value_heads=cfg.kv_heads,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": cfg.theta},
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    with torch.device(cfg.device):
+        model = LlamaForCausalLM(config)
+    if cfg.compile:
+        model.compile()
+    return model
+
+
+def train_step(cfg, model: LlamaForCausalLM, optimizer, batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward with the library's loss, backward, clip, AdamW; as the root's, without waiting for the GPU."""
+    inputs, targets = (part.to(cfg.device) for part in batch)
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        loss = model(input_ids=inputs, labels=targets, shift_labels=targets).loss
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach(), norm
+
+
+def main() -> None:
+    root = load("01_single_gpu/train.py")
+    root.build_model, root.train_step = build_model, train_step
+    root.main()
+
+
+if __name__ == "__main__":
+    main()
