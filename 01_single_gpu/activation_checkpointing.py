@@ -30,11 +30,11 @@ from torch.utils.checkpoint import checkpoint
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
 PEAK_FLOPS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12, "B200": 2250e12}  # dense bf16, from the datasheets
-PRESETS = {  # the shapes of published models, and one for laptops
-    "tiny": dict(layers=8, dim=128, heads=8, kv_heads=4, ffn=384, vocab=256, lr=3e-3),
-    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152),
-    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, theta=5e5, rope_factor=32.0),
-    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, theta=5e5, rope_factor=8.0),
+PRESETS = {  # the shapes of published models; tiny, for laptops, is the defaults below
+    "tiny": dict(),
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
 }
 
 
@@ -43,18 +43,18 @@ class Config:
     """Every field is a flag. What is not given comes from the preset, and what the preset lacks from here."""
 
     preset: Literal[tuple(PRESETS)] = "tiny"
-    layers: int = 0
-    dim: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    ffn: int = 0
-    vocab: int = 0
-    theta: float = 1e4  # base of the RoPE wavelengths
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
     rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch the long wavelengths by it
     seq: int = 128
     batch: int = 16  # sequences per step, of all ranks together
     steps: int = 40
-    lr: float = 3e-4
+    lr: float = 3e-3
     weight_decay: float = 0.1
     eps: float = 1e-8
     clip: float = 1.0
@@ -62,7 +62,7 @@ class Config:
     data: str = os.path.dirname(os.__file__)  # a file or a folder's files, read as bytes; or a .bin file of token ids
     init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
     save: str = ""  # write the trained weights to this .safetensors file
-    device: Literal["cuda", "cpu"] = "cuda"
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
     compile: bool = False
 
@@ -249,11 +249,11 @@ def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     if path.suffix == ".bin":
         ids = np.memmap(path, np.uint16, "r")
         if cfg.vocab > 2**16 or not ids[1::2].any():  # upper halves of uint32 ids
-            ids = ids.view(np.uint32)
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
     else:
         files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-        documents = [np.fromfile(f, np.uint8) for f in files]
-        ids, starts = np.concatenate(documents), np.cumsum([0] + [len(d) for d in documents])
+        documents = [np.zeros(0, np.uint8), *(np.fromfile(file, np.uint8) for file in files)]
+        ids, starts = np.concatenate(documents), np.cumsum([len(document) for document in documents])
     if len(ids) <= cfg.seq:
         raise SystemExit(f"--seq {cfg.seq}: must be less than the {len(ids)} tokens of --data {cfg.data}")
     if ids.max() >= cfg.vocab:

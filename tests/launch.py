@@ -146,6 +146,7 @@ def run_rank(recipe, argv, rank, world, port, folder, probe) -> None:
         MASTER_PORT=str(port),
     )
     sys.argv = argv
+    torch.set_num_threads(1)  # again: the parent's pool is gone, and autograd's threads would race to make the new one
     code = 1
     with open(f"{folder}/output{rank}", "w", buffering=1) as out, contextlib.redirect_stdout(out):
         os.dup2(out.fileno(), 2)

@@ -225,7 +225,7 @@ def test_an_unnamed_difference_is_seen():
         return departures(read(child.path, child.source.replace(old, new)), FAMILY)
 
     assert not departures(child, FAMILY)
-    assert "receive differs" in " ".join(faults("the operation waits for them", "the operation  waits for them"))
+    assert "receive differs" in " ".join(faults("this stage waits for them", "this stage  waits for them"))
     assert "names receive" in " ".join(faults("Lesson:   schedule", "Lesson:   schedule, receive"))
     both = child.definitions["flops_per_token"] + "\n\n\n" + child.definitions["log"]
     swapped = child.definitions["log"] + "\n\n\n" + child.definitions["flops_per_token"]

@@ -1,0 +1,159 @@
+"""The README's tables come from the code and from stored results.
+
+python tests/test_readme.py --write     write them anew between their markers
+"""
+
+import ast
+import json
+import re
+import statistics
+import sys
+
+from launch import ROOT
+from test_lineage import FAMILY, difference, lines_of_code, parents
+
+README = ROOT / "README.md"
+RESULTS = ROOT / "tests" / "results"
+STEPS = [  # the reading path: what to diff, and what one sees
+    ("01_single_gpu/train.py", "01_single_gpu/gradient_accumulation.py", "the batch in micro-batches"),
+    ("01_single_gpu/train.py", "01_single_gpu/activation_checkpointing.py", "blocks that run forward twice"),
+    ("01_single_gpu/activation_checkpointing.py", "01_single_gpu/selective_checkpointing.py", "... except matmuls"),
+    ("01_single_gpu/train.py", "02_data_parallel/naive.py", "a slice of the batch, one all-reduce per gradient"),
+    ("02_data_parallel/naive.py", "06_pipeline/afab.py", "stages instead of replicas: the model cut, not the batch"),
+    ("01_single_gpu/gradient_accumulation.py", "06_pipeline/afab.py", "micro-batches one behind the other"),
+    ("06_pipeline/afab.py", "06_pipeline/1f1b.py", "the same operations in another order"),
+]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Markdown; the first column to the left, the others to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def link(path: str) -> str:
+    return f"[`{path}`]({path})"
+
+
+def title(path: str) -> str:
+    """First line of a recipe's docstring."""
+    return ast.get_docstring(ast.parse(FAMILY[path].source)).splitlines()[0].rstrip(".")
+
+
+def map_of_recipes() -> str:
+    """Recipe, what it shows, and the lines that it adds to and takes from its parent."""
+    rows = []
+    for path in FAMILY:
+        parent = next(iter(parents(FAMILY[path])), None)
+        size = (
+            "+{} −{}".format(*difference(parent, path))
+            if parent
+            else f"{lines_of_code(FAMILY[path].source)} lines of code"
+        )
+        rows.append([link(path), title(path), f"`{parent.split('/')[1]}`" if parent else "", size])
+    return table(["recipe", "what it shows", "parent", "difference"], rows)
+
+
+def reading_path() -> str:
+    """The pairs of files to diff, in order."""
+    rows = [[f"`{a}` → `{b}`", what, "+{} −{}".format(*difference(a, b))] for a, b, what in STEPS]
+    return table(["`git diff --no-index A B`", "what one sees", "size"], rows)
+
+
+def equivalence() -> str:
+    """Worst errors of each recipe over all its cases."""
+    entries, rows = json.loads((RESULTS / "equivalence.json").read_text()), []
+
+    def worst(path: str, device: str, *keys: str) -> str:
+        errors = [e["errors"][key] for e in entries if e["recipe"] == path and e["device"] == device for key in keys]
+        return f"{max(errors):.1e}" if errors else ""
+
+    for path in FAMILY:
+        ours = [entry for entry in entries if entry["recipe"] == path]
+        if ours:
+            ranks = {device: sorted({e["ranks"] for e in ours if e["device"] == device}) for device in ("cpu", "cuda")}
+            bf16 = [e["errors"]["bfloat16"] for e in ours if e["device"] == "cuda"]
+            rows.append(
+                [
+                    f"`{path}`",
+                    ", ".join(map(str, ranks["cpu"])),
+                    worst(path, "cpu", "gradient"),
+                    worst(path, "cpu", "training"),
+                    worst(path, "cpu", "gradient history", "training history"),
+                    ", ".join(map(str, ranks["cuda"])),
+                    worst(path, "cuda", "float32"),
+                    f"{max(bf16):.2f}" if bf16 else "",
+                ]
+            )
+    head = [
+        "recipe",
+        "CPU ranks",
+        "gradient",
+        "trained weights",
+        "loss, norm",
+        "GPUs",
+        "gradient fp32",
+        "bf16, × root's own",
+    ]
+    return table(head, rows)
+
+
+def speed() -> str:
+    """One table per suite, the median of its rounds; ratios to the suite's first line where that does the same work."""
+    file, parts = RESULTS / "speed.json", []
+    for suite in (json.loads(file.read_text()) if file.exists() else {}).values():
+        rows, base = [], suite["rows"][0]
+        for row in suite["rows"]:
+            median = {
+                key: statistics.median([r[key] or 0 for r in row["rounds"]]) for key in ("tokens", "mfu", "memory")
+            }
+            base_speed = statistics.median([r["tokens"] for r in base["rounds"]])
+            same_work = base["file"] == "tests/library.py" and row["flags"] == base["flags"]
+            pipeline = row.get("pipeline")
+            rows.append(
+                [
+                    f"`{row['file']}`",
+                    f"{median['tokens']:,.0f}",
+                    f"{median['tokens'] / base_speed:.2f}" if same_work else "",
+                    f"{median['mfu']:.1f} %",
+                    f"{median['memory']:.1f} GiB",
+                    f"{pipeline['idle']:.1%} ({pipeline['formula']:.1%})" if pipeline else "",
+                ]
+            )
+        head = ["file", "tokens/s/GPU", "× library", "MFU", "memory", "idle (formula)"]
+        flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
+        note = f"{suite['gpu']}, torch {suite['torch']}, {suite['date']}, `{suite['command']}`"
+        parts.append(
+            f"{note}\n\n{table(head, rows)}\n\n<details><summary>flags</summary>\n\n```\n{flags}\n```\n\n</details>"
+        )
+    return "\n\n".join(parts)
+
+
+def generated(text: str) -> str:
+    """The README with its tables made anew."""
+    for name, make in dict(map=map_of_recipes, reading=reading_path, equivalence=equivalence, speed=speed).items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.S)
+        assert len(pattern.findall(text)) == 1, f"the README needs one pair of markers for {name}"
+        text = pattern.sub(lambda match, make=make: match[1] + make() + match[2], text)
+    return text
+
+
+def test_tables_are_up_to_date():
+    assert README.read_text() == generated(README.read_text()), "run python tests/test_readme.py --write"
+
+
+def test_commands_name_files_that_exist():
+    for path in re.findall(
+        r"(?:torchrun|python|git diff|sbatch)[^\n`]*?((?:\d\d_\w+|tests)/\w+\.py)", README.read_text()
+    ):
+        assert (ROOT / path).is_file(), path
+
+
+def test_every_folder_is_on_the_reading_path():
+    assert {path.split("/")[0] for path in FAMILY} == {p.split("/")[0] for a, b, _ in STEPS for p in (a, b)}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        raise SystemExit(__doc__)
+    README.write_text(generated(README.read_text()))
