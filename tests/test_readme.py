@@ -132,9 +132,9 @@ def speed() -> str:
 def generated(text: str) -> str:
     """The README with its tables made anew."""
     for name, make in dict(map=map_of_recipes, reading=reading_path, equivalence=equivalence, speed=speed).items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.S)
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
         assert len(pattern.findall(text)) == 1, f"the README needs one pair of markers for {name}"
-        text = pattern.sub(lambda match, make=make: match[1] + make() + match[2], text)
+        text = pattern.sub(lambda match, make=make: f"{match[1]}{make()}\n{match[2]}", text)
     return text
 
 
