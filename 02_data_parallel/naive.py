@@ -1,7 +1,7 @@
 """Data parallelism, naive: every rank holds the whole model and trains on its part of the batch.
 
-After backward the ranks add their gradients up, one all-reduce per tensor: 2·(dp-1)/dp·4 bytes per parameter go out of
-each rank, and as many come in. Nothing computes meanwhile, so the whole of it adds to the time of a step.
+After backward the ranks sum their gradients, one all-reduce per tensor: 2·(dp-1)/dp·4 bytes per parameter go out of
+each rank, and as many come in. Nothing computes meanwhile, so all of that time is added to the step.
 
 Parent:   01_single_gpu/train.py
 Lesson:   forward_backward
@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
-PEAK_FLOPS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12, "B200": 2250e12}  # dense bf16, from the datasheets
-PRESETS = {  # the shapes of published models; tiny, for laptops, is the defaults below
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for laptops, is the defaults below
     "tiny": dict(),
     "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
     "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
@@ -41,7 +41,7 @@ PRESETS = {  # the shapes of published models; tiny, for laptops, is the default
 
 @dataclass(frozen=True)
 class Config:
-    """Every field is a flag. What is not given comes from the preset, and what the preset lacks from here."""
+    """Every field is a flag. What the command line lacks comes from the preset, and what that lacks from here."""
 
     preset: Literal[tuple(PRESETS)] = "tiny"
     layers: int = 8
@@ -51,7 +51,7 @@ class Config:
     ffn: int = 384
     vocab: int = 256
     theta: float = 5e5  # base of the RoPE wavelengths
-    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch the long wavelengths by it
+    rope_factor: float = 1.0  # by which Llama 3.1 and 3.2 stretch the long wavelengths
     seq: int = 128
     batch: int = 16  # sequences per step, of all ranks together
     steps: int = 40
@@ -70,32 +70,34 @@ class Config:
 
 def parse_config() -> Config:
     """Turn the command line into a Config."""
-    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for f in fields(Config):
         takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
         parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
-    given = {"preset": "tiny", "device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
-    return Config(**{**PRESETS[given["preset"]], **given})
+    flags = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[flags.get("preset", "tiny")], **flags})
 
 
 def check(cfg: Config, world: int) -> None:
     """End the program with one line that names the flag that cannot work, its value, and what would."""
     for flag, value in asdict(cfg).items():
-        least = 1 if type(value) is int and flag not in ("steps", "seed") else 0
-        if isinstance(value, int | float) and value < least:
+        least = 0 if flag in ("steps", "lr", "weight_decay", "eps", "clip", "seed", "compile") else 1
+        if isinstance(value, int | float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    for wrong, problem in (
+    problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
-        (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be a multiple of the {world} processes"),
+        (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
         (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
-        (not Path(cfg.save).parent.is_dir(), f"--save {cfg.save}: no such folder"),
-        (cfg.device == "cuda" and local > gpus, f"--device cuda: there are {gpus} GPUs for {local} processes here"),
-    ):
+        (cfg.save and not Path(cfg.save).parent.is_dir(), f"--save {cfg.save}: no such folder"),
+        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    for wrong, problem in problems:
         if wrong:
             raise SystemExit(problem)
 
@@ -120,9 +122,9 @@ def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
     k = cfg.dim // cfg.heads
     frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
-    turns = 8192 * frequency / (2 * torch.pi)  # in the context length that Llama 3 was first trained on
-    keep = ((turns - 1) / 3).clamp(0, 1)  # Llama 3.1: 4 turns or more stay, 1 or less is stretched by rope_factor
-    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within the context that Llama 3 was first trained on
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: as they are; 1 or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
     return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
 
 
@@ -180,10 +182,10 @@ class Block(nn.Module):
 
 
 class Loss(nn.Module):
-    """Sum of the cross-entropies of logits [b, s, v] at the valid ones of the targets [b, s]."""
+    """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous: on a transposed view the kernel is many times slower
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
         return nn.functional.cross_entropy(
             rows, rearrange(targets, "b s -> (b s)"), ignore_index=IGNORE, reduction="sum"
         )
@@ -195,7 +197,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
-        self.model = nn.ModuleDict()
+        self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
         self.model.norm = RMSNorm(cfg)
@@ -205,22 +207,22 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
-        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # the residual stream, as wide as matmuls
+        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
         for block in self.model.layers:
             x = block(x, rope)
         return self.lm_head(self.model.norm(x))
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """The whole tensor before training: from --init, else drawn from a generator that (seed, name) seeds."""
-    for file in glob(cfg.init):
-        with safe_open(file, "pt") as tensors:
-            if name in tensors.keys() and (tensor := tensors.get_tensor(name)).shape == shape:
-                return tensor
-    if cfg.init and name == "lm_head.weight":  # tied in some published models
-        return full_tensor(cfg, "model.embed_tokens.weight", shape)
+    """The whole tensor before training: from --init, else from a generator of the device that (seed, name) seeds."""
     if cfg.init:
-        raise SystemExit(f"--init {cfg.init}: holds no {name} of shape {list(shape)}")
+        tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []  # as in some published models
+        for key in [name, *tied]:
+            for file in glob(cfg.init):
+                with safe_open(file, "pt") as tensors:
+                    if key in tensors.keys() and (tensor := tensors.get_tensor(key)).shape == shape:
+                        return tensor
+        raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
@@ -228,7 +230,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 
 def build_model(cfg: Config) -> Model:
-    """The model before training, filled one tensor at a time so that no weights are in memory twice."""
+    """The model before training, filled tensor by tensor: never are all weights in memory twice."""
     with torch.device("meta"):
         model = Model(cfg)
     model.to_empty(device=cfg.device)
@@ -244,19 +246,23 @@ def build_model(cfg: Config) -> Model:
 # -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of all documents end to end, and the offsets at which documents start."""
-    path, starts = Path(cfg.data), np.zeros(1, np.int64)
-    if path.suffix == ".bin":
-        ids = np.memmap(path, np.uint16, "r")
-        if cfg.vocab > 2**16 or not ids[1::2].any():  # upper halves of uint32 ids
+    path = Path(cfg.data)
+    if path.suffix == ".bin" and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1::2].any():  # the upper halves of uint32 ids
             ids = ids[: len(ids) // 2 * 2].view(np.uint32)
     else:
         files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-        documents = [np.zeros(0, np.uint8), *(np.fromfile(file, np.uint8) for file in files)]
-        ids, starts = np.concatenate(documents), np.cumsum([len(document) for document in documents])
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        lengths = np.array([len(document) for document in documents])
+        starts = lengths.cumsum() - lengths
     if len(ids) <= cfg.seq:
         raise SystemExit(f"--seq {cfg.seq}: must be less than the {len(ids)} tokens of --data {cfg.data}")
     if ids.max() >= cfg.vocab:
-        raise SystemExit(f"--vocab {cfg.vocab}: must be more than the largest token of --data {cfg.data}, {ids.max()}")
+        raise SystemExit(
+            f"--vocab {cfg.vocab}: must be above the largest {ids.dtype} of --data {cfg.data}, {ids.max()}"
+        )
     return ids, starts
 
 
@@ -272,37 +278,42 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
 
 # ---------------------------------------------------------------------------------------------------------- training
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices alone."""
+    """AdamW, with weight decay only on matrices."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 
 
-def summed_loss(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the losses of the valid targets [b, s]."""
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         return model.loss(model(inputs), targets)
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Leave the gradient of the mean loss over the global batch's valid tokens in .grad, and return that loss."""
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     rank, dp = dist.get_rank(), dist.get_world_size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)
-    loss = summed_loss(cfg, model, inputs, targets) / tokens
+    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
     for p in model.parameters():
         dist.all_reduce(p.grad)  # 2 (dp-1)/dp of its bytes out and in per rank; everyone waits, and nothing computes
     loss = loss.detach()
-    dist.all_reduce(loss)  # 4 bytes, for the log; everyone waits
+    dist.all_reduce(loss)  # one number, for the log; everyone waits
     return loss
 
 
-def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]):
-    """One optimizer step on a global batch. Loss and gradient norm stay on the device: nothing here waits for it."""
-    loss = forward_backward(cfg, model, *batch)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Shorten the gradient of the whole model to norm --clip if it is longer, and return the norm that it had."""
+    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """One optimizer step on the global batch [b, s]. Returns loss and gradient norm on the device, without waiting."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
     optimizer.step()
     optimizer.zero_grad()
     return loss, norm
@@ -311,7 +322,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, batc
 def flops_per_token(cfg: Config) -> float:
     """Forward and backward: 6 per weight in a matmul, and 6 layers x dim x seq in causal attention.
 
-    The embedding is a lookup, attention counts only what the mask leaves, and recomputation does not count.
+    The embedding is a lookup, attention counts only the unmasked half, and recomputation does not count.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
@@ -319,12 +330,12 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print what a step did and how fast."""
+    """Print one line about a step that took so many seconds."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
-    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else ""
-    mfu = [f"{speed * flops_per_token(cfg) / peak:.1%}" for name, peak in PEAK_FLOPS.items() if name in gpu] or ["-"]
-    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if gpu else "-"
-    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu[0]}  memory {memory}"
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
     if dist.get_rank() == 0:
         print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
 
@@ -332,7 +343,7 @@ def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> No
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
-    if dist.get_rank() == 0:  # the replicas are alike
+    if dist.get_rank() == 0:  # the replicas are identical
         save_file(model.state_dict(), cfg.save, metadata)
 
 
@@ -341,14 +352,15 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
     torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
     model = build_model(cfg)
     optimizer = make_optimizer(cfg, model)
-    batch, history, start = make_batch(cfg, data, 0), [], time.perf_counter()
+    history = []
+    batch = make_batch(cfg, data, 0)
     for step in range(cfg.steps):
-        loss, norm = train_step(cfg, model, optimizer, batch)
-        batch = make_batch(cfg, data, step + 1)  # the GPU is still busy with the step
-        loss, norm, now = loss.item(), norm.item(), time.perf_counter()
-        history.append((loss, norm, now - start))
-        log(cfg, f"step {step + 1}", *history[-1])
         start = time.perf_counter()
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        batch = make_batch(cfg, data, step + 1)  # the GPU is still busy with the step
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
     if history:
         log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the warm-up
     if cfg.save:

@@ -61,7 +61,7 @@ def never(module):
 
 def test_bad_input():
     for world, flags, words in [
-        (3, "--device cpu --batch 16", ("--batch 16", "3 processes")),
+        (3, "--device cpu --batch 16", ("--batch 16", "processes, 3")),
         (2, "--device cpu --heads 7", ("--heads 7",)),
         (2, "--device cpu --data nowhere", ("--data nowhere",)),
         (2, "--device cpu --vocab 9", ("--vocab 9",)),

@@ -1,12 +1,12 @@
 """Pipeline parallelism, all forward then all backward (AFAB, GPipe): every rank holds some of the layers, a stage.
 
-The micro-batches pass the stages one behind the other. A stage has nothing to do before the first has come and after
-the last has gone, (p-1)/(m+p-1) of the time for p stages and m micro-batches. All m have their activations in memory at
-the first backward. Each moves microbatch x seq x dim numbers over every boundary, and its gradient as many back.
+Micro-batches flow through the stages one after another. A stage idles until its first one arrives and after its last
+one leaves: (p-1)/(m+p-1) of the time for p equal stages and m micro-batches. All m have their activations in memory
+when backward starts. Each sends b/m·s·d numbers over every boundary, and its gradient the same number back.
 
 Parent:   01_single_gpu/gradient_accumulation.py, 02_data_parallel/naive.py
-Lesson:   connect, split_layers, Model, schedule, summed_loss, receive, run_schedule, forward_backward
-Plumbing: check, build_model, clip_gradients, train_step, save
+Lesson:   connect, split_layers, Model, schedule, forward, receive, send, run_schedule, forward_backward
+Plumbing: check, build_model, clip_gradients, save
 Run:      torchrun --nproc_per_node 8 06_pipeline/afab.py
 Source:   Huang et al. 2018, arXiv:1811.06965
 """
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
-PEAK_FLOPS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12, "B200": 2250e12}  # dense bf16, from the datasheets
-PRESETS = {  # the shapes of published models; tiny, for laptops, is the defaults below
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for laptops, is the defaults below
     "tiny": dict(),
     "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
     "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
@@ -42,7 +42,7 @@ PRESETS = {  # the shapes of published models; tiny, for laptops, is the default
 
 @dataclass(frozen=True)
 class Config:
-    """Every field is a flag. What is not given comes from the preset, and what the preset lacks from here."""
+    """Every field is a flag. What the command line lacks comes from the preset, and what that lacks from here."""
 
     preset: Literal[tuple(PRESETS)] = "tiny"
     layers: int = 8
@@ -52,7 +52,7 @@ class Config:
     ffn: int = 384
     vocab: int = 256
     theta: float = 5e5  # base of the RoPE wavelengths
-    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch the long wavelengths by it
+    rope_factor: float = 1.0  # by which Llama 3.1 and 3.2 stretch the long wavelengths
     seq: int = 128
     batch: int = 16  # sequences per step, of all ranks together
     steps: int = 40
@@ -72,54 +72,56 @@ class Config:
 
 def parse_config() -> Config:
     """Turn the command line into a Config."""
-    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for f in fields(Config):
         takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
         parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
-    given = {"preset": "tiny", "device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
-    return Config(**{**PRESETS[given["preset"]], **given})
+    flags = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[flags.get("preset", "tiny")], **flags})
 
 
 def check(cfg: Config, world: int) -> None:
     """End the program with one line that names the flag that cannot work, its value, and what would."""
     for flag, value in asdict(cfg).items():
-        least = 1 if type(value) is int and flag not in ("steps", "seed") else 0
-        if isinstance(value, int | float) and value < least:
+        least = 0 if flag in ("steps", "lr", "weight_decay", "eps", "clip", "seed", "compile") else 1
+        if isinstance(value, int | float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    for wrong, problem in (
+    problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
-        (cfg.layers < world, f"--layers {cfg.layers}: must be at least 1 for each of the {world} processes"),
+        (cfg.layers < world, f"--layers {cfg.layers}: must be at least the number of processes, {world}"),
         (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
         (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
-        (not Path(cfg.save).parent.is_dir(), f"--save {cfg.save}: no such folder"),
-        (cfg.device == "cuda" and local > gpus, f"--device cuda: there are {gpus} GPUs for {local} processes here"),
-    ):
+        (cfg.save and not Path(cfg.save).parent.is_dir(), f"--save {cfg.save}: no such folder"),
+        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    for wrong, problem in problems:
         if wrong:
             raise SystemExit(problem)
 
 
 # ----------------------------------------------------------------------------------------------------- communication
 def connect(cfg: Config) -> dict[tuple[str, int], dist.ProcessGroup]:
-    """A communicator per boundary and direction: ["F", s] takes activations on from stage s, ["B", s] gradients back.
+    """A communicator per boundary and direction: ["F", r] carries activations from rank r on, ["B", r] gradients back.
 
-    On the GPU the transfers of one communicator wait for each other, in the order in which they were posted. With one
-    for both directions, two neighbours that have both posted a send, or both a receive, would wait for ever.
+    On GPUs the transfers of one communicator run one at a time, in the order in which they were posted. If both
+    directions shared one, two neighbours that each had posted a send first would wait for each other forever.
     """
     links, rank = {}, dist.get_rank()
     for stage in range(dist.get_world_size() - 1):
         for op, source, target in (("F", stage, stage + 1), ("B", stage + 1, stage)):
             links[op, source] = dist.new_group([source, target])
-            # NCCL connects at the first transfer, and its host waits until both ends are there: here, not in a schedule
+            # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
             hello = torch.zeros(1, device=cfg.device)
             if rank == source:
-                dist.send(hello, target, links[op, source])  # 4 bytes; until the target is there
+                dist.send(hello, target, links[op, source])  # 4 bytes; waits for the target
             if rank == target:
-                dist.recv(hello, source, links[op, source])  # 4 bytes; until the source is there
+                dist.recv(hello, source, links[op, source])  # 4 bytes; waits for the source
     return links
 
 
@@ -143,9 +145,9 @@ def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
     k = cfg.dim // cfg.heads
     frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
-    turns = 8192 * frequency / (2 * torch.pi)  # in the context length that Llama 3 was first trained on
-    keep = ((turns - 1) / 3).clamp(0, 1)  # Llama 3.1: 4 turns or more stay, 1 or less is stretched by rope_factor
-    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within the context that Llama 3 was first trained on
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: as they are; 1 or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
     return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
 
 
@@ -203,24 +205,24 @@ class Block(nn.Module):
 
 
 class Loss(nn.Module):
-    """Sum of the cross-entropies of logits [b, s, v] at the valid ones of the targets [b, s]."""
+    """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous: on a transposed view the kernel is many times slower
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
         return nn.functional.cross_entropy(
             rows, rearrange(targets, "b s -> (b s)"), ignore_index=IGNORE, reduction="sum"
         )
 
 
 def split_layers(cfg: Config, stages: int) -> list[range]:
-    """The layers of each stage, shared out so that the slowest one, which sets the pace, has the fewest FLOPs."""
+    """The layers of each stage, divided so that the largest stage, which sets the pace, is as small as possible."""
     head = 6 * cfg.dim * cfg.vocab
     block = (flops_per_token(cfg) - head) / cfg.layers
     counts, load = [1] * stages, [block] * stages
     load[0] += cfg.dim  # embedding: backward adds a row per token
     load[-1] += head
     for _ in range(cfg.layers - stages):
-        lightest = load.index(min(load))
+        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages have fewer activations in flight
         counts[lightest] += 1
         load[lightest] += block
     return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
@@ -232,7 +234,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, stage: int, stages: int):
         super().__init__()
         self.cfg, self.stage, self.stages = cfg, stage, stages
-        self.model = nn.ModuleDict()
+        self.model = nn.Module()
         if stage == 0:
             self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in split_layers(cfg, stages)[stage]})
@@ -242,25 +244,25 @@ class Model(nn.Module):
         self.loss = Loss()
 
     def forward(self, x: Tensor) -> Tensor:
-        """ids [b, s], or after the first stage activations [b, s, d] -> activations, or of the last logits [b, s, v]"""
+        """ids [b, s], after the first stage activations [b, s, d] -> activations, on the last stage logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(x.shape[1], device=x.device))
         if self.stage == 0:
-            x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # the residual stream, as wide as matmuls
+            x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
         for block in self.model.layers.children():
             x = block(x, rope)
         return self.lm_head(self.model.norm(x)) if self.stage == self.stages - 1 else x
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """The whole tensor before training: from --init, else drawn from a generator that (seed, name) seeds."""
-    for file in glob(cfg.init):
-        with safe_open(file, "pt") as tensors:
-            if name in tensors.keys() and (tensor := tensors.get_tensor(name)).shape == shape:
-                return tensor
-    if cfg.init and name == "lm_head.weight":  # tied in some published models
-        return full_tensor(cfg, "model.embed_tokens.weight", shape)
+    """The whole tensor before training: from --init, else from a generator of the device that (seed, name) seeds."""
     if cfg.init:
-        raise SystemExit(f"--init {cfg.init}: holds no {name} of shape {list(shape)}")
+        tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []  # as in some published models
+        for key in [name, *tied]:
+            for file in glob(cfg.init):
+                with safe_open(file, "pt") as tensors:
+                    if key in tensors.keys() and (tensor := tensors.get_tensor(key)).shape == shape:
+                        return tensor
+        raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
@@ -268,7 +270,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 
 def build_model(cfg: Config) -> Model:
-    """The model before training, filled one tensor at a time so that no weights are in memory twice."""
+    """The model before training, filled tensor by tensor: never are all weights in memory twice."""
     with torch.device("meta"):
         model = Model(cfg, dist.get_rank(), dist.get_world_size())
     model.to_empty(device=cfg.device)
@@ -285,19 +287,23 @@ def build_model(cfg: Config) -> Model:
 # -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of all documents end to end, and the offsets at which documents start."""
-    path, starts = Path(cfg.data), np.zeros(1, np.int64)
-    if path.suffix == ".bin":
-        ids = np.memmap(path, np.uint16, "r")
-        if cfg.vocab > 2**16 or not ids[1::2].any():  # upper halves of uint32 ids
+    path = Path(cfg.data)
+    if path.suffix == ".bin" and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1::2].any():  # the upper halves of uint32 ids
             ids = ids[: len(ids) // 2 * 2].view(np.uint32)
     else:
         files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-        documents = [np.zeros(0, np.uint8), *(np.fromfile(file, np.uint8) for file in files)]
-        ids, starts = np.concatenate(documents), np.cumsum([len(document) for document in documents])
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        lengths = np.array([len(document) for document in documents])
+        starts = lengths.cumsum() - lengths
     if len(ids) <= cfg.seq:
         raise SystemExit(f"--seq {cfg.seq}: must be less than the {len(ids)} tokens of --data {cfg.data}")
     if ids.max() >= cfg.vocab:
-        raise SystemExit(f"--vocab {cfg.vocab}: must be more than the largest token of --data {cfg.data}, {ids.max()}")
+        raise SystemExit(
+            f"--vocab {cfg.vocab}: must be above the largest {ids.dtype} of --data {cfg.data}, {ids.max()}"
+        )
     return ids, starts
 
 
@@ -313,7 +319,7 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
 
 # ---------------------------------------------------------------------------------------------------------- training
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices alone."""
+    """AdamW, with weight decay only on matrices."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
@@ -327,83 +333,93 @@ def schedule(stage: int, stages: int, microbatches: int) -> list[tuple[str, int,
     return forwards + backwards
 
 
-def summed_loss(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Activations [b, s, d] for the next stage; on the last stage the sum of the losses of the valid targets [b, s]."""
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """What Model.forward takes, and targets [b, s] -> activations [b, s, d], on the last stage the sum of the losses"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         output = model(inputs)
         return model.loss(output, targets) if model.stage == model.stages - 1 else output
 
 
 def receive(cfg: Config, model: Model, op: str) -> Tensor | None:
-    """What an operation of the stage takes from its neighbour: activations [b, s, d] (F), or their gradient (B).
+    """What an operation takes from another stage: activations [b, s, d] of a micro-batch (F), or their gradient (B).
 
-    None where it takes nothing: on the first stage forward starts from the tokens, on the last backward from the loss.
-    Not to be posted early: a receive that waits for its data is a kernel that takes multiprocessors from what computes.
+    None on the first stage, whose forward starts from tokens, and on the last, whose backward starts from the loss.
+    Posted when it is needed and not before: a transfer that waits for its other end occupies multiprocessors.
     """
     source = model.stage - 1 if op == "F" else model.stage + 1
     if not 0 <= source < model.stages:
         return None
     size = (cfg.batch // cfg.microbatches, cfg.seq, cfg.dim)
     buffer = torch.empty(size, dtype=getattr(torch, cfg.dtype), device=cfg.device)
-    dist.recv(buffer, source, model.links[op, source])  # microbatch x seq x dim numbers in; this stage waits for them
+    source %= dist.get_world_size()  # a stage's rank
+    dist.recv(buffer, source, model.links[op, source])  # b/m·s·d numbers in; the operation waits for them
     return buffer
 
 
-def run_schedule(
-    cfg: Config, chunks: list[Model], operations: list, inputs: tuple[Tensor], targets: tuple[Tensor], tokens: Tensor
-) -> Tensor:
-    """Run a rank's operations on the micro-batches and return its share of the loss: 0 where the head is not.
+def send(model: Model, op: str, tensor: Tensor) -> dist.Work | None:
+    """Start to send what an operation has computed to the stage that takes it; None if there is no such stage."""
+    target = model.stage + 1 if op == "F" else model.stage - 1
+    if not 0 <= target < model.stages:
+        return None
+    link = model.links[op, dist.get_rank()]
+    return dist.isend(tensor, target % dist.get_world_size(), link)  # b/m·s·d numbers out; nothing waits for them
 
-    Every list will do in which no operation comes before one that it needs: nothing waits for a send until the end.
+
+def run_schedule(
+    cfg: Config, chunks: list[Model], operations: list, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...], tokens
+) -> Tensor:
+    """Run a rank's operations on micro-batches [b/m, s] and return its part of the loss: 0 but on the last stage.
+
+    Any list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
+    the same order: messages carry no number.
     """
-    alive, sent = {}, []
+    alive, gradients = {}, []
     total = torch.zeros((), device=cfg.device)
     for op, i, chunk in operations:
         model = chunks[chunk]
         arrived = receive(cfg, model, op)
         if op == "F":
             x = inputs[i] if arrived is None else arrived.requires_grad_()
-            output = summed_loss(cfg, model, x, targets[i])
+            output = forward(cfg, model, x, targets[i])
             if model.stage == model.stages - 1:
                 output = output / tokens
                 total += output.detach()
-            alive[i, chunk] = x, output
-            target, message = model.stage + 1, output.detach()
+            alive[i, chunk] = x, output, send(model, op, output.detach())
         else:
-            x, output = alive.pop((i, chunk))
+            x, output, sent = alive.pop((i, chunk))
+            if sent:
+                sent.wait()  # it has arrived, since its gradient is here: this lets go of the memory
             output.backward(arrived)
-            target, message = model.stage - 1, x.grad
-        if 0 <= target < model.stages:
-            # microbatch x seq x dim numbers out; nothing here waits for them, but they stay in memory until gone
-            sent.append((dist.isend(message, target, model.links[op, model.stage]), message))
-        sent = [(work, message) for work, message in sent if not work.is_completed()]
-    for work, _ in sent:
-        work.wait()
+            gradients.append((x.grad, send(model, op, x.grad)))
+    for _, sent in gradients:
+        if sent:
+            sent.wait()  # not inside the schedule, where the other end may be waiting for an operation still to come
     return total
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Leave the gradient of the mean loss over the global batch's valid tokens in .grad, and return that loss."""
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
     operations = schedule(model.stage, model.stages, cfg.microbatches)
-    micro = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)
-    loss = run_schedule(cfg, [model], operations, *micro, tokens)
-    dist.all_reduce(loss)  # 4 bytes, for the log; everyone waits
+    inputs, targets = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)  # b/m s
+    loss = run_schedule(cfg, [model], operations, inputs, targets, tokens)
+    dist.all_reduce(loss)  # one number, for the log; everyone waits
     return loss
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Scale the gradients by their norm over all stages, and return that."""
-    square = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
-    dist.all_reduce(square)  # 4 bytes: every stage must scale by the same norm; everyone waits
-    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, square.sqrt())
-    return square.sqrt()
+    """Shorten the gradient of the whole model to norm --clip if it is longer, and return the norm that it had."""
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
+    dist.all_reduce(norm)  # one number, the squares of all stages: they must all scale by the same; everyone waits
+    norm = norm.sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
+    return norm
 
 
-def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]):
-    """One optimizer step on a global batch. Loss and gradient norm stay on the device: nothing here waits for it."""
-    loss = forward_backward(cfg, model, *batch)
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """One optimizer step on the global batch [b, s]. Returns loss and gradient norm on the device, without waiting."""
+    loss = forward_backward(cfg, model, inputs, targets)
     norm = clip_gradients(cfg, model)
     optimizer.step()
     optimizer.zero_grad()
@@ -413,7 +429,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, batc
 def flops_per_token(cfg: Config) -> float:
     """Forward and backward: 6 per weight in a matmul, and 6 layers x dim x seq in causal attention.
 
-    The embedding is a lookup, attention counts only what the mask leaves, and recomputation does not count.
+    The embedding is a lookup, attention counts only the unmasked half, and recomputation does not count.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
@@ -421,12 +437,12 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print what a step did and how fast."""
+    """Print one line about a step that took so many seconds."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
-    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else ""
-    mfu = [f"{speed * flops_per_token(cfg) / peak:.1%}" for name, peak in PEAK_FLOPS.items() if name in gpu] or ["-"]
-    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if gpu else "-"
-    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu[0]}  memory {memory}"
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
     if dist.get_rank() == 0:
         print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
 
@@ -439,8 +455,8 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()})  # names and shapes; everyone waits
     for owner, owned in enumerate(shapes):
         for name, shape in owned.items():
-            tensor = mine.get(name, torch.empty(shape, device=cfg.device))
-            dist.broadcast(tensor, owner)  # one weight at a time to all, of whom rank 0 keeps it; everyone waits
+            tensor = mine[name] if name in mine else torch.empty(shape, device=cfg.device)
+            dist.broadcast(tensor, owner)  # one weight after the other, of which rank 0 keeps a copy; everyone waits
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
@@ -452,14 +468,15 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
     torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
     model = build_model(cfg)
     optimizer = make_optimizer(cfg, model)
-    batch, history, start = make_batch(cfg, data, 0), [], time.perf_counter()
+    history = []
+    batch = make_batch(cfg, data, 0)
     for step in range(cfg.steps):
-        loss, norm = train_step(cfg, model, optimizer, batch)
-        batch = make_batch(cfg, data, step + 1)  # the GPU is still busy with the step
-        loss, norm, now = loss.item(), norm.item(), time.perf_counter()
-        history.append((loss, norm, now - start))
-        log(cfg, f"step {step + 1}", *history[-1])
         start = time.perf_counter()
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        batch = make_batch(cfg, data, step + 1)  # the GPU is still busy with the step
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
     if history:
         log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the warm-up
     if cfg.save:

@@ -28,6 +28,8 @@ def test_bubble(recipe):
         orders = schedules.lists(module, p, m)
         for order in orders:
             assert sorted(order) == sorted((op, i, 0) for op in "FB" for i in range(m))
+            for op in "FB":  # both ends of every link take the micro-batches in the same order
+                assert [o for o in order if o[0] == op] == [o for o in orders[0] if o[0] == op]
         idle = schedules.idle_share(schedules.simulate(orders, backward=backward))
         assert idle == pytest.approx((p - 1) / (m + p - 1), abs=1e-12), (p, m)
 
@@ -43,13 +45,13 @@ def test_in_flight_by_schedule():
 def activations_in_memory(module):
     """A probe: the most micro-batches whose saved activations are in memory at the end of a forward."""
     saved, peak, forwards = weakref.WeakSet(), [0], itertools.count()
-    original = module.summed_loss
+    original = module.forward
 
     class Saved:
         def __init__(self, tensor, micro):
             self.tensor, self.micro = tensor, micro
 
-    def summed_loss(*args):
+    def forward(*args):
         micro = next(forwards)
 
         def pack(tensor):
@@ -62,7 +64,7 @@ def activations_in_memory(module):
         peak[0] = max(peak[0], len({box.micro for box in saved}))
         return output
 
-    module.summed_loss = summed_loss
+    module.forward = forward
     return lambda: peak[0]
 
 
@@ -119,6 +121,63 @@ def test_executor_runs_any_valid_list(p):
         assert all(torch.equal(weights[name], reference[name]) for name in reference)
 
 
+def interleaved(rank, ranks, microbatches):
+    """Two chunks per rank, micro-batches in groups of as many as there are ranks (arXiv:2104.04473, section 2.2)."""
+    groups = range(0, microbatches, ranks)
+    forwards = [(i, chunk) for group in groups for chunk in (0, 1) for i in range(group, group + ranks)]
+    backwards = [(i, 1 - chunk) for i, chunk in forwards]
+    ahead = 2 * (ranks - 1 - rank) + ranks
+    forwards, backwards = [("F", *f) for f in forwards], [("B", *b) for b in backwards]
+    pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
+    return forwards[:ahead] + pairs + backwards[len(forwards) - ahead :]
+
+
+def two_chunks(module):
+    """A probe: each of two ranks holds stages r and r + 2, and the last rank sends on to the first."""
+    dist, build_model, connect = module.dist, module.build_model, module.connect
+
+    def connect_in_a_ring(cfg):
+        links = connect(cfg)
+        return links | {("F", 1): dist.new_group([0, 1]), ("B", 0): dist.new_group([0, 1])}
+
+    def build_chunks(cfg):
+        rank, links = dist.get_rank(), connect_in_a_ring(cfg)
+        module.connect = lambda cfg: links
+        chunks = torch.nn.ModuleList()
+        for stage in rank, rank + 2:
+            module.Model = lambda cfg, _rank, _ranks, stage=stage, model=original: model(cfg, stage, 4)
+            chunks.append(build_model(cfg))
+        return chunks
+
+    def forward_backward(cfg, chunks, inputs, targets):
+        operations, tokens = interleaved(dist.get_rank(), 2, cfg.microbatches), (targets != module.IGNORE).sum()
+        micro = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)
+        loss = module.run_schedule(cfg, list(chunks), operations, *micro, tokens)
+        dist.all_reduce(loss)
+        return loss
+
+    original = module.Model
+    module.build_model, module.forward_backward = build_chunks, forward_backward
+    return lambda: None
+
+
+def test_executor_runs_chunks():
+    """A list with two chunks per rank, such as an interleaved schedule's, in the same executor."""
+    schedules.simulate([interleaved(rank, 2, 8) for rank in range(2)])
+    ours = launch(RECIPES[0], 2, f"{SMALL} --clip 1e9", probe=two_chunks, timeout=60)
+    theirs = launch(RECIPES[0], 4, f"{SMALL} --clip 1e9")
+    weights = {name.split(".", 1)[1]: tensor for name, tensor in ours.weights.items()}
+    assert ours.history[0][0] == theirs.history[0][0] and set(weights) == set(theirs.weights)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in theirs.weights.items())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_smallest_cases(recipe):
+    """One stage, and one micro-batch: the same as on one device."""
+    for world, flags in (1, "--microbatches 4"), (2, "--microbatches 1"), (3, "--microbatches 1"):
+        equivalence.check(recipe, world, flags)
+
+
 def test_stages_are_balanced():
     """Every layer has one stage, and no other split has a slowest stage with fewer FLOPs: head and embedding count."""
     module = load(RECIPES[0])
@@ -144,13 +203,13 @@ def test_smollm_on_four_stages():
     """The head of SmolLM weighs 1.4 blocks: the last stage gets fewer layers."""
     module = load(RECIPES[0])
     cfg = module.Config(**module.PRESETS["smollm_1_7b"])
-    assert [len(part) for part in module.split_layers(cfg, 4)] == [6, 7, 6, 5]
+    assert [len(part) for part in module.split_layers(cfg, 4)] == [6, 6, 7, 5]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bad_input(recipe):
     for world, flags, words in [
-        (3, "--layers 2", ("--layers 2", "3 processes")),
+        (3, "--layers 2", ("--layers 2", "processes, 3")),
         (2, "--microbatches 3", ("--microbatches 3", "--batch 16")),
         (2, "--microbatches 0", ("--microbatches 0", "at least 1")),
     ]:
@@ -171,6 +230,10 @@ def test_torchrun_on_two_nodes():
     )
     command = command.format(port=free_port()).split() + ["06_pipeline/1f1b.py", "--device", "cpu", "--steps", "2"]
     nodes = [subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) for _ in range(2)]
-    output = "".join(node.communicate(timeout=240)[0] for node in nodes)
+    try:
+        output = "".join(node.communicate(timeout=240)[0] for node in nodes)
+    finally:
+        for node in nodes:
+            node.kill()
     assert [node.returncode for node in nodes] == [0, 0]
     assert output.count("median  loss") == 1 and output.count("step 2") == 1

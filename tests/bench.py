@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 import torch
-from launch import ROOT, launch
+from launch import ROOT, isolated, launch
 
 RESULTS = ROOT / "tests" / "results" / "speed.json"
 SMOLLM = "--preset smollm_1_7b --seq 2048 --dtype bfloat16 --compile --steps 25"
@@ -79,7 +79,7 @@ def events_around_operations(module):
         return wrapper
 
     module.forward_backward = timed("step", module.forward_backward)
-    module.summed_loss = timed("F", module.summed_loss)
+    module.forward = timed("F", module.forward)
     torch.Tensor.backward = timed("B", torch.Tensor.backward)
 
     def report():
@@ -119,16 +119,14 @@ def measure(suite: str, rounds: int) -> dict[str, object]:
         for line in lines:
             taken[line].append(run(*line, gpus))
             print(f"round {turn + 1}  {line[0]:45} {taken[line][-1]}", flush=True)
-    rows = []
-    for (file, flags), runs in taken.items():
-        rows.append({"file": file, "flags": flags, "gpus": gpus, "rounds": runs})
+    rows = [{"file": file, "flags": flags, "rounds": runs} for (file, flags), runs in taken.items()]
     for file, flags in IDLE.get(suite, []):
         row = next(row for row in rows if row["file"] == file)
         row["pipeline"] = idle(file, flags, gpus)
         print(f"idle     {file:45} {row['pipeline']}", flush=True)
     return {
         "date": datetime.date.today().isoformat(),
-        "gpu": f"{gpus} x {torch.cuda.get_device_name()}",
+        "gpu": f"{gpus} x {isolated(torch.cuda.get_device_name)}",  # CUDA in this process would forbid it to fork
         "torch": torch.__version__,
         "command": f"python tests/bench.py {suite} --rounds {rounds}",
         "rows": rows,

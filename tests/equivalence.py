@@ -66,7 +66,7 @@ def documents() -> str:
     """A folder with 2,000 files of 1, 2, 4 ... 32 bytes, cut from the source of argparse."""
     folder = tempfile.mkdtemp()
     generator = torch.Generator().manual_seed(0)
-    text, sizes = Path(compare.argparse.__file__).read_bytes(), 2 ** torch.randint(0, 6, (2000,), generator=generator)
+    text, sizes = Path(argparse.__file__).read_bytes(), 2 ** torch.randint(0, 6, (2000,), generator=generator)
     for i, size in enumerate(sizes.tolist()):
         Path(folder, f"{i:04}.txt").write_bytes(text[30 * i : 30 * i + size])
     return folder
@@ -94,7 +94,7 @@ def start(root: str, flags: str) -> str:
 
 @functools.cache
 def reference(root: str, flags: str) -> Run:
-    """The root's run. What it is to show must be there: a clip that acts in training, tokens that have no target."""
+    """The root's run. Checks that the case is not vacuous: the clip acts, valid tokens differ."""
     run = launch(root, 1, flags, probe=valid_tokens)
     assert TRAINING not in flags or min(norm for _, norm, _ in run.history) > 0.5, "the clip never acted"
     assert len(set(run.probes[0])) > 1, "all sequences have as many valid tokens"

@@ -106,7 +106,7 @@ def read_history(path: Path | str) -> list[list[float]]:
 
 
 def isolated(function: Callable[[], Any]) -> Any:
-    """The result of function(), computed in a fork: autograd forbids to fork once it has run in a process."""
+    """The result of function(), computed in a fork: a process cannot be forked once autograd has run in it."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
 
@@ -172,13 +172,14 @@ def wait(ranks, folder, timeout) -> None:
     """Return when all ranks have ended well, raise when one has not or time is up."""
     end = time.monotonic() + timeout
     while any(process.is_alive() for process in ranks):
-        failed = [(rank, process) for rank, process in enumerate(ranks) if process.exitcode]
-        if failed:
+        if any(process.exitcode for process in ranks):
             break
         if time.monotonic() > end:
             alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
             raise TimeoutError(f"ranks {alive} still run after {timeout} s")
         multiprocessing.connection.wait([process.sentinel for process in ranks if process.is_alive()], timeout=1)
-    for rank, process in enumerate(ranks):
-        if process.exitcode:
-            raise RankFailed(rank, process.exitcode, (Path(folder) / f"output{rank}").read_text())
+    if failed := [rank for rank, process in enumerate(ranks) if process.exitcode]:
+        first = min(
+            failed, key=lambda rank: os.path.getmtime(Path(folder) / f"output{rank}")
+        )  # others fail for its sake
+        raise RankFailed(first, ranks[first].exitcode, (Path(folder) / f"output{first}").read_text())

@@ -2,7 +2,8 @@
 
     python tests/library.py --preset smollm_1_7b --batch 4 --seq 2048 --dtype bfloat16 --compile
 
-Data, optimizer, clipping, log and flags are the root's; model, attention and loss are the library's, compiled whole.
+Data, initial weights, optimizer, clipping, log and flags are the root's; model, attention and loss are the library's,
+compiled whole. In bfloat16 both are autocast over float32 weights; the library's residual stream is then float32.
 """
 
 import torch
@@ -10,9 +11,12 @@ from launch import load
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+ROOT_RECIPE = load("01_single_gpu/train.py")
+
 
 def build_model(cfg) -> LlamaForCausalLM:
-    """transformers' model of the same shape, in float32, with its default attention (SDPA)."""
+    """transformers' model with the root's initial weights, in float32, with its default attention (SDPA)."""
+    assert cfg.rope_factor == 1, "not translated into rope_parameters here"
     config = LlamaConfig(
         vocab_size=cfg.vocab,
         hidden_size=cfg.dim,
@@ -27,14 +31,17 @@ def build_model(cfg) -> LlamaForCausalLM:
     )
     with torch.device(cfg.device):
         model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(ROOT_RECIPE.full_tensor(cfg, name, p.shape))
     if cfg.compile:
         model.compile()
     return model
 
 
-def train_step(cfg, model: LlamaForCausalLM, optimizer, batch) -> tuple[torch.Tensor, torch.Tensor]:
+def train_step(cfg, model: LlamaForCausalLM, optimizer, inputs, targets) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward with the library's loss, backward, clip, AdamW; as the root's, without waiting for the GPU."""
-    inputs, targets = (part.to(cfg.device) for part in batch)
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         loss = model(input_ids=inputs, labels=targets, shift_labels=targets).loss
     loss.backward()
@@ -45,9 +52,8 @@ def train_step(cfg, model: LlamaForCausalLM, optimizer, batch) -> tuple[torch.Te
 
 
 def main() -> None:
-    root = load("01_single_gpu/train.py")
-    root.build_model, root.train_step = build_model, train_step
-    root.main()
+    ROOT_RECIPE.build_model, ROOT_RECIPE.train_step = build_model, train_step
+    ROOT_RECIPE.main()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ COLLECTIVES = re.compile(
     r"dist\.(all_reduce|all_gather\w*|reduce|reduce_scatter\w*|broadcast|gather|scatter|all_to_all\w*|i?send|i?recv"
     r"|batch_isend_irecv|barrier)\("
 )
-LIMITS = {"01_single_gpu/train.py": 250, "08_4d/train.py": 900}  # lines of code; of the others 400
+LIMITS = {"01_single_gpu/train.py": 260, "08_4d/train.py": 900}  # lines of code; of the others 400
 
 
 @dataclass
@@ -225,7 +225,10 @@ def test_an_unnamed_difference_is_seen():
         return departures(read(child.path, child.source.replace(old, new)), FAMILY)
 
     assert not departures(child, FAMILY)
-    assert "receive differs" in " ".join(faults("this stage waits for them", "this stage  waits for them"))
+    text = child.definitions["receive"]
+    assert "receive differs" in " ".join(faults(text, text.replace("  # ", "  #  ", 1)))
+    text = child.definitions["Block.forward"]
+    assert "Block.forward differs" in " ".join(faults(text, text.replace("return x", "return  x")))
     assert "names receive" in " ".join(faults("Lesson:   schedule", "Lesson:   schedule, receive"))
     both = child.definitions["flops_per_token"] + "\n\n\n" + child.definitions["log"]
     swapped = child.definitions["log"] + "\n\n\n" + child.definitions["flops_per_token"]
@@ -237,7 +240,7 @@ def test_propagate(monkeypatch, tmp_path):
     for path in FAMILY:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(
-            FAMILY[path].source.replace("AdamW; weight", "AdamW: weight") if path in CHILDREN else FAMILY[path].source
+            FAMILY[path].source.replace("AdamW, with", "AdamW with") if path in CHILDREN else FAMILY[path].source
         )
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     family = recipes()

@@ -93,10 +93,10 @@ BUGS = [
         NAIVE,
         "    loss.backward()\n",
         "    half, total = len(inputs) // 2, loss.detach()\n"
-        "    (summed_loss(cfg, model, inputs[:half], targets[:half]) / tokens).backward()\n"
+        "    (forward(cfg, model, inputs[:half], targets[:half]) / tokens).backward()\n"
         "    first = [p.grad.clone() for p in model.parameters()]\n"
         "    model.zero_grad()\n"
-        "    (summed_loss(cfg, model, inputs[half:], targets[half:]) / tokens).backward()\n"
+        "    (forward(cfg, model, inputs[half:], targets[half:]) / tokens).backward()\n"
         "    for p, g in zip(model.parameters(), first):\n"
         "        dist.all_reduce(p.grad)\n"
         "        p.grad += g\n"
@@ -119,7 +119,7 @@ BUGS = [
         "                total += output.detach() / tokens\n                output = output / (tokens / 4)\n",
         **PIPELINE,
     ),
-    Bug("norm of the own stage alone", AFAB, "dist.all_reduce(square)", "pass", **PIPELINE),
+    Bug("norm of the own stage alone", AFAB, "dist.all_reduce(norm)", "pass", **PIPELINE),
     Bug(
         "one stage goes backward in another order",
         AFAB,
