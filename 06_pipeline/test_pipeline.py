@@ -21,25 +21,9 @@ def test_equals_root(recipe, world, flags):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_bubble(recipe):
-    """Idle (p-1)/(m+p-1) of the time, for as many stages and micro-batches as anyone has, whatever backward costs."""
-    module = load(recipe)
-    for p, m, backward in itertools.product(range(1, 17), [*range(1, 18), 32, 64], (1, 2, 2.5)):
-        orders = schedules.lists(module, p, m)
-        for order in orders:
-            assert sorted(order) == sorted((op, i, 0) for op in "FB" for i in range(m))
-            for op in "FB":  # both ends of every link take the micro-batches in the same order
-                assert [o for o in order if o[0] == op] == [o for o in orders[0] if o[0] == op]
-        idle = schedules.idle_share(schedules.simulate(orders, backward=backward))
-        assert idle == pytest.approx((p - 1) / (m + p - 1), abs=1e-12), (p, m)
-
-
-def test_in_flight_by_schedule():
-    """AFAB has every micro-batch in flight, 1F1B at most as many as there are stages from here to the end."""
-    afab, one = load(RECIPES[0]), load(RECIPES[1])
-    for p, m in itertools.product(range(1, 17), range(1, 40)):
-        assert [schedules.in_flight(order) for order in schedules.lists(afab, p, m)] == [m] * p
-        assert [schedules.in_flight(order) for order in schedules.lists(one, p, m)] == [min(m, p - s) for s in range(p)]
+def test_schedule(recipe):
+    """Bubble and micro-batches in flight, for as many stages and micro-batches as anyone has."""
+    schedules.check(load(recipe), schedules.FLIGHT[recipe], range(1, 17), [*range(1, 18), 32, 64])
 
 
 def activations_in_memory(module):

@@ -3,6 +3,8 @@
 python tests/schedules.py        draw 06_pipeline/schedules.svg from the recipes' own schedules
 """
 
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -11,6 +13,10 @@ from launch import ROOT, load
 Operation = tuple[str, int, int]
 PICTURE = ROOT / "06_pipeline" / "schedules.svg"
 RECIPES = {"AFAB": "06_pipeline/afab.py", "1F1B": "06_pipeline/1f1b.py"}
+FLIGHT = {  # micro-batches in flight, by the headers: (stages, stage, micro-batches) ->
+    "06_pipeline/afab.py": lambda p, stage, m: m,
+    "06_pipeline/1f1b.py": lambda p, stage, m: min(m, p - stage),
+}
 FILL = {"F": "#9cc3e6", "B": "#a9d6a0"}
 
 
@@ -75,6 +81,25 @@ def in_flight(order: list[Operation]) -> int:
         count += 1 if op == "F" else -1
         peak = max(peak, count)
     return peak
+
+
+def check(
+    module: ModuleType, flight: Callable[[int, int, int], int], stages: range, microbatches: Iterable[int]
+) -> None:
+    """Assert what the headers say, for all these sizes: every operation once, the bubble, the micro-batches in flight.
+
+    flight(stages, stage, microbatches) is how many a stage may have. Whatever a backward costs, the bubble is the same.
+    """
+    for p, m in itertools.product(stages, microbatches):
+        orders = lists(module, p, m)
+        for stage, order in enumerate(orders):
+            assert sorted(order) == sorted((op, i, 0) for op in "FB" for i in range(m))
+            for op in "FB":  # both ends of every link must take the micro-batches in the same order
+                assert [o for o in order if o[0] == op] == [o for o in orders[0] if o[0] == op]
+            assert in_flight(order) == flight(p, stage, m), (p, stage, m)
+        for backward in (1, 2, 2.5):
+            idle = idle_share(simulate(orders, backward=backward))
+            assert abs(idle - (p - 1) / (m + p - 1)) < 1e-12, (p, m, idle)
 
 
 def draw(stages: int = 4, microbatches: int = 8) -> str:

@@ -3,6 +3,7 @@
 import equivalence
 import pytest
 import torch
+from launch import launch
 
 if GPUS := torch.cuda.device_count():
 
@@ -11,4 +12,13 @@ if GPUS := torch.cuda.device_count():
         equivalence.check_on_gpus(recipe, world, flags)
 
     def test_float32_is_not_tf32():
-        assert not torch.backends.cuda.matmul.allow_tf32
+        """A matmul in float32 after a recipe's training, to float32's accuracy: TF32 has 1e-3."""
+
+        def probe(module):
+            def error():
+                x = torch.randn(512, 512, device="cuda")
+                return ((x @ x - (x.double() @ x.double())).norm() / (x.double() @ x.double()).norm()).item()
+
+            return error
+
+        assert launch("01_single_gpu/train.py", 1, "--steps 1 --device cuda", probe=probe).probes[0] < 1e-6

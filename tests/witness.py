@@ -1,0 +1,112 @@
+"""The witness from outside: transformers' Llama computes what the root computes."""
+
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+import compare
+import equivalence
+import torch
+from launch import isolated, launch, load
+from safetensors.torch import load_file, save_file
+
+ROOT_RECIPE = "01_single_gpu/train.py"
+FLAGS = "--device cpu --dtype float64 --layers 3 --dim 48 --heads 6 --kv_heads 2 --ffn 64 --seq 24 --batch 4"
+
+
+def llama_config(theta: float = 5e5, rope_factor: float = 1.0, tied: bool = False):
+    """transformers' config of the shape of FLAGS."""
+    from transformers import LlamaConfig
+
+    rope = {"rope_type": "default", "rope_theta": theta}
+    if rope_factor != 1:
+        rope |= {"rope_type": "llama3", "factor": rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope |= {"original_max_position_embeddings": 8192}
+    shape = dict(num_hidden_layers=3, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, vocab_size=256)
+    shape |= dict(intermediate_size=64, rms_norm_eps=1e-5, max_position_embeddings=131072, tie_word_embeddings=tied)
+    return LlamaConfig(**shape, rope_parameters=rope)
+
+
+@contextlib.contextmanager
+def in_float64():
+    """transformers computes norms and rotary angles in float32 whatever the weights are: in here that means float64."""
+    double = torch.float64
+    with patch.multiple(torch, float32=double, float=double), patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
+
+
+def llama(config):
+    """transformers' Llama with large random weights, and norm weights that differ from 1, so that no error hides."""
+    from transformers import LlamaForCausalLM
+
+    config._attn_implementation = "eager"
+    model = LlamaForCausalLM(config).double()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.2 + (p.ndim == 1))
+    return model
+
+
+def loss_of(model, flags: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's logits on the root's first batch of these flags, and from them the mean loss of its valid targets."""
+    sys.argv = [ROOT_RECIPE, *flags.split()]
+    module = load(ROOT_RECIPE)
+    cfg = module.parse_config()
+    inputs, targets = module.make_batch(cfg, module.load_data(cfg), 0)
+    logits = model(input_ids=inputs).logits
+    losses = -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return logits, losses[targets != module.IGNORE].sum() / (targets != module.IGNORE).sum()
+
+
+def first_logits(module):
+    """A probe: the logits of the first forward."""
+    seen, original = [], module.Model.forward
+    module.Model.forward = lambda self, ids: seen.append(original(self, ids)) or seen[-1]
+    return lambda: seen[0].detach()
+
+
+def check(recipe: Path | str = ROOT_RECIPE, rope: str = "") -> None:
+    """Assert that from_pretrained loads what the recipe saves, and computes the same logits, loss and gradients."""
+    folder = tempfile.mkdtemp()
+    numbers = [float(number) for number in rope.split()[1:4:2]]  # of --theta and --rope_factor
+    config = llama_config(*numbers)
+    weights = isolated(lambda: dict(llama(config).state_dict()))
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, f"{folder}/start.safetensors")
+    start = f"{FLAGS} --data {equivalence.documents()} {rope} --init {folder}/start.safetensors"
+    ours = launch(recipe, 1, f"{start} {equivalence.GRADIENT}", probe=first_logits)
+    launch(recipe, 1, f"{start} --steps 0 --save {folder}/model.safetensors")
+    saved = load_file(f"{folder}/model.safetensors")
+    compare.assert_close(compare.relative_errors(saved, weights), 0, f"{recipe}, saved without training")
+
+    def theirs():
+        from transformers import LlamaForCausalLM
+
+        config.save_pretrained(folder)
+        loaded = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict()
+        with in_float64():
+            model = llama(config)
+            model.load_state_dict(loaded)
+            logits, loss = loss_of(model, start)
+            loss.backward()
+        return logits.detach(), loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+    logits, loss, gradients = isolated(theirs)
+    change = {name: weights[name] - tensor for name, tensor in ours.weights.items()}
+    # AdamW's first step with lr = eps = 1e4 is g / (1 + |g| / 1e4)
+    errors = compare.relative_errors({name: c / (1 - c.abs() / 1e4) for name, c in change.items()}, gradients)
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    errors["logits"] = ((ours.probes[0] - logits).norm() / logits.norm()).item()
+    errors["loss"], errors["gradient norm"] = abs(ours.history[0][0] / loss - 1), abs(ours.history[0][1] / norm - 1)
+    compare.assert_close(errors, 1e-10, f"{recipe} against transformers")
+
+
+def save_random(folder: Path, tied: bool, shards: str) -> float:
+    """Save a random model as transformers does, in files of at most `shards`; returns its loss on the first batch."""
+    with in_float64():
+        model = llama(llama_config(tied=tied))
+        loss = loss_of(model, f"{FLAGS} --data {equivalence.documents()}")[1].item()
+    model.save_pretrained(folder, max_shard_size=shards)
+    return loss
