@@ -1,6 +1,6 @@
 """The README's tables come from the code and from stored results.
 
-python tests/test_readme.py --write     write them anew between their markers
+python tests/test_readme.py --write     regenerate them between their markers
 """
 
 import ast
@@ -20,14 +20,15 @@ STEPS = [  # the reading path: what to diff, and what one sees
     ("01_single_gpu/activation_checkpointing.py", "01_single_gpu/selective_checkpointing.py", "... except matmuls"),
     ("01_single_gpu/train.py", "02_data_parallel/naive.py", "a slice of the batch, one all-reduce per gradient"),
     ("02_data_parallel/naive.py", "06_pipeline/afab.py", "stages instead of replicas: the model cut, not the batch"),
-    ("01_single_gpu/gradient_accumulation.py", "06_pipeline/afab.py", "micro-batches one behind the other"),
+    ("01_single_gpu/gradient_accumulation.py", "06_pipeline/afab.py", "several micro-batches in the pipeline at once"),
     ("06_pipeline/afab.py", "06_pipeline/1f1b.py", "the same operations in another order"),
 ]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """Markdown; the first column to the left, the others to the right."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    """Markdown, with numbers to the right."""
+    numbers = [all(not row[i] or row[i][0] in "0123456789+" for row in rows) for i in range(len(head))]
+    lines = [head, ["---:" if right else "---" for right in numbers], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -43,7 +44,7 @@ def title(path: str) -> str:
 def map_of_recipes() -> str:
     """Recipe, what it shows, and the lines that it adds to and takes from its parent."""
     rows = []
-    for path in FAMILY:
+    for path in sorted(FAMILY, key=lambda path: bool(parents(FAMILY[path]))):  # the root first
         parent = next(iter(parents(FAMILY[path])), None)
         size = (
             "+{} −{}".format(*difference(parent, path))
@@ -57,7 +58,7 @@ def map_of_recipes() -> str:
 def reading_path() -> str:
     """The pairs of files to diff, in order."""
     rows = [[f"`{a}` → `{b}`", what, "+{} −{}".format(*difference(a, b))] for a, b, what in STEPS]
-    return table(["`git diff --no-index A B`", "what one sees", "size"], rows)
+    return table(["`git diff --no-index A B`", "what changes", "lines"], rows)
 
 
 def equivalence() -> str:
@@ -99,38 +100,44 @@ def equivalence() -> str:
 
 
 def speed() -> str:
-    """One table per suite, the median of its rounds; ratios to the suite's first line where that does the same work."""
+    """A table per suite: medians of the rounds, and for the root the ratio to the library, which took turns with it."""
     file, parts = RESULTS / "speed.json", []
     for suite in (json.loads(file.read_text()) if file.exists() else {}).values():
-        rows, base = [], suite["rows"][0]
+        medians = {
+            row["file"]: {key: median_of(row, key) for key in ("tokens", "mfu", "memory")} for row in suite["rows"]
+        }
+        library, rows = medians.get("tests/library.py"), []
         for row in suite["rows"]:
-            median = {
-                key: statistics.median([r[key] or 0 for r in row["rounds"]]) for key in ("tokens", "mfu", "memory")
-            }
-            base_speed = statistics.median([r["tokens"] for r in base["rounds"]])
-            same_work = base["file"] == "tests/library.py" and row["flags"] == base["flags"]
-            pipeline = row.get("pipeline")
+            ours, pipeline = medians[row["file"]], row.get("pipeline")
+            compared = library and row["file"] in ("tests/library.py", "01_single_gpu/train.py")
             rows.append(
                 [
                     f"`{row['file']}`",
-                    f"{median['tokens']:,.0f}",
-                    f"{median['tokens'] / base_speed:.2f}" if same_work else "",
-                    f"{median['mfu']:.1f} %",
-                    f"{median['memory']:.1f} GiB",
+                    f"{ours['tokens']:,.0f}",
+                    f"{ours['tokens'] / library['tokens']:.2f}" if compared else "",
+                    f"{ours['mfu']:.1f} %" if ours["mfu"] else "",
+                    f"{ours['memory']:.1f} GiB" if ours["memory"] else "",
                     f"{pipeline['idle']:.1%} ({pipeline['formula']:.1%})" if pipeline else "",
                 ]
             )
         head = ["file", "tokens/s/GPU", "× library", "MFU", "memory", "idle (formula)"]
+        filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
+        text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
         flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
         note = f"{suite['gpu']}, torch {suite['torch']}, {suite['date']}, `{suite['command']}`"
-        parts.append(
-            f"{note}\n\n{table(head, rows)}\n\n<details><summary>flags</summary>\n\n```\n{flags}\n```\n\n</details>"
-        )
+        details = f"<details><summary>flags</summary>\n\n```\n{flags}\n```\n\n</details>"
+        parts.append(f"{note}\n\n{text}\n\n{details}")
     return "\n\n".join(parts)
 
 
+def median_of(row: dict, key: str) -> float | None:
+    """Median over the rounds; None, an empty cell, where there is no measurement."""
+    values = [numbers[key] for numbers in row["rounds"] if numbers[key] is not None]
+    return statistics.median(values) if values else None
+
+
 def generated(text: str) -> str:
-    """The README with its tables made anew."""
+    """The README with its tables regenerated."""
     for name, make in dict(map=map_of_recipes, reading=reading_path, equivalence=equivalence, speed=speed).items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
         assert len(pattern.findall(text)) == 1, f"the README needs one pair of markers for {name}"
