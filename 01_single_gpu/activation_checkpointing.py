@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 from einops import rearrange
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -92,13 +92,20 @@ def check(cfg: Config, world: int) -> None:
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
         (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
-        (cfg.save and not Path(cfg.save).parent.is_dir(), f"--save {cfg.save}: no such folder"),
+        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
         (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]
     for wrong, problem in problems:
         if wrong:
             raise SystemExit(problem)
+    for file in glob(cfg.init):
+        try:
+            names = safe_open(file, "pt").keys()
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
+        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
+            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -188,9 +195,7 @@ class Loss(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
-        return nn.functional.cross_entropy(
-            rows, rearrange(targets, "b s -> (b s)"), ignore_index=IGNORE, reduction="sum"
-        )
+        return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 class Model(nn.Module):
@@ -247,7 +252,10 @@ def build_model(cfg: Config) -> Model:
 
 # -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of all documents end to end, and the offsets at which documents start."""
+    """Token ids of all documents end to end, and the offsets at which documents start.
+
+    A .bin file has uint16 ids, or uint32 ids if --vocab needs these or the upper halves are all 0.
+    """
     path = Path(cfg.data)
     if path.suffix == ".bin" and path.stat().st_size > 1:
         ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
@@ -260,11 +268,9 @@ def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
         lengths = np.array([len(document) for document in documents])
         starts = lengths.cumsum() - lengths
     if len(ids) <= cfg.seq:
-        raise SystemExit(f"--seq {cfg.seq}: must be less than the {len(ids)} tokens of --data {cfg.data}")
+        raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
     if ids.max() >= cfg.vocab:
-        raise SystemExit(
-            f"--vocab {cfg.vocab}: must be above the largest {ids.dtype} of --data {cfg.data}, {ids.max()}"
-        )
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {ids.max()}, the largest {ids.dtype} in {cfg.data}")
     return ids, starts
 
 

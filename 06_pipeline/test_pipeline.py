@@ -3,9 +3,9 @@
 import itertools
 import random
 import subprocess
-import weakref
 
 import equivalence
+import probes
 import pytest
 import schedules
 import torch
@@ -26,35 +26,9 @@ def test_schedule(recipe):
     schedules.check(load(recipe), schedules.FLIGHT[recipe], range(1, 17), [*range(1, 18), 32, 64])
 
 
-def activations_in_memory(module):
-    """A probe: the most micro-batches whose saved activations are in memory at the end of a forward."""
-    saved, peak, forwards = weakref.WeakSet(), [0], itertools.count()
-    original = module.forward
-
-    class Saved:
-        def __init__(self, tensor, micro):
-            self.tensor, self.micro = tensor, micro
-
-    def forward(*args):
-        micro = next(forwards)
-
-        def pack(tensor):
-            box = Saved(tensor, micro)
-            saved.add(box)
-            return box
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
-            output = original(*args)
-        peak[0] = max(peak[0], len({box.micro for box in saved}))
-        return output
-
-    module.forward = forward
-    return lambda: peak[0]
-
-
 @pytest.mark.parametrize("recipe, expected", [(RECIPES[0], [8, 8, 8, 8]), (RECIPES[1], [4, 3, 2, 1])])
 def test_in_flight_in_memory(recipe, expected):
-    assert launch(recipe, 4, SMALL, probe=activations_in_memory).probes == expected
+    assert launch(recipe, 4, SMALL, probe=probes.activations_in_memory).probes == expected
 
 
 def bytes_sent(module):

@@ -11,7 +11,7 @@ import argparse
 import json
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 Weights = dict[str, torch.Tensor]
@@ -68,14 +68,14 @@ def main() -> None:
     parser.add_argument("--start", help="the weights before training")
     parser.add_argument("--tolerance", type=float, default=1e-10)
     args = parser.parse_args()
-    (ours, history), (reference, reference_history) = read(args.ours), read(args.reference)
-    start = read(args.start)[0] if args.start else None
     try:
+        (ours, history), (reference, reference_history) = read(args.ours), read(args.reference)
+        start = read(args.start)[0] if args.start else None
         errors = relative_errors(ours, reference, start) | history_errors(history, reference_history)
         error = assert_close(errors, args.tolerance, args.ours)
         print(f"{len(errors)} tensors, losses and norms agree: the worst, {worst(errors)[0]}, is off by {error:.1e}")
-    except AssertionError as difference:
-        raise SystemExit(str(difference)) from None
+    except (AssertionError, OSError, SafetensorError) as problem:
+        raise SystemExit(str(problem)) from None
 
 
 if __name__ == "__main__":

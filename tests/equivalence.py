@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 import compare
+import probes
 import torch
 from launch import ROOT, Run, launch
 from safetensors.torch import save_file
@@ -32,7 +33,7 @@ GPU_SHAPE = "--layers 5 --dim 384 --heads 6 --kv_heads 2 --ffn 512 --seq 128 --b
 GRADIENT = (
     "--steps 1 --eps 1e4 --lr 1e4 --clip 1e9 --weight_decay 0"  # AdamW as gradient descent with rate lr / eps = 1
 )
-GPU_GRADIENT = GRADIENT.replace("--lr 1e4", "--lr 1e6")  # rate 100: float32 weights must not round the change away
+LOW_GRADIENT = GRADIENT.replace("--lr 1e4", "--lr 1e6")  # rate 100: float32 weights must not round the change away
 TRAINING = "--steps 4 --lr 1e-2 --clip 0.5"
 RESULTS = ROOT / "tests" / "results" / "equivalence.json"
 
@@ -97,18 +98,10 @@ def start(root: str, flags: str) -> str:
 @functools.cache
 def reference(root: str, flags: str) -> Run:
     """The root's run. Checks that the case is not vacuous: the clip acts, valid tokens differ."""
-    run = launch(root, 1, flags, probe=valid_tokens)
+    run = launch(root, 1, flags, probe=probes.valid_tokens)
     assert TRAINING not in flags or min(norm for _, norm, _ in run.history) > 0.5, "the clip never acted"
     assert len(set(run.probes[0])) > 1, "all sequences have as many valid tokens"
     return run
-
-
-def valid_tokens(module: ModuleType) -> Callable[[], list[int]]:
-    """A probe: the number of valid targets of each sequence of the first batch."""
-    made = []
-    original = module.make_batch
-    module.make_batch = lambda *args: made.append(original(*args)) or made[-1]
-    return lambda: (made[0][1] != module.IGNORE).sum(1).tolist()
 
 
 def unfused_attention(module: ModuleType) -> Callable[[], None]:
@@ -136,12 +129,12 @@ def check(recipe: Path | str, world: int, flags: str, root: str | None = None) -
     return worst
 
 
-def check_on_gpus(recipe: str, world: int, flags: str) -> dict[str, float]:
-    """Assert that a recipe's gradient is its root's on one GPU. Returns the worst errors, as TOLERANCE has them."""
-    root = root_of(recipe)
-    init = start(root, f"{GPU_SHAPE} {shared(flags)}")
+def check_low_precision(recipe: Path | str, world: int, flags: str, device: str, root: str | None = None):
+    """Assert that a recipe's gradient is its root's on one device. Returns the worst errors, as TOLERANCE has them."""
+    root, shape = root or root_of(str(recipe)), GPU_SHAPE if device == "cuda" else SHAPE
+    init = start(root, f"{shape} {shared(flags)}")
     before = compare.read(init)[0]
-    common = f"{GPU_SHAPE} --device cuda --data {documents()} --init {init} {GPU_GRADIENT}"
+    common = f"{shape} --device {device} --data {documents()} --init {init} {LOW_GRADIENT}"
     exact = reference(root, f"{common} --dtype float32 {shared(flags)}")
     worst = {}
     for dtype in "float32", "bfloat16":
@@ -152,7 +145,7 @@ def check_on_gpus(recipe: str, world: int, flags: str) -> dict[str, float]:
             theirs = reference(root, f"{common} --dtype {dtype} {shared(flags)}")
             roots = compare.relative_errors(theirs.weights, exact.weights, before)
             errors = {name: error / roots[name] for name, error in errors.items()}
-        worst[dtype] = compare.assert_close(errors, TOLERANCE[dtype], f"{recipe} on {world} GPUs in {dtype}")
+        worst[dtype] = compare.assert_close(errors, TOLERANCE[dtype], f"{recipe} on {world} ranks in {dtype}")
     return worst
 
 
@@ -172,7 +165,8 @@ def main() -> None:
             args.device == "cuda" and world > torch.cuda.device_count()
         ):
             continue
-        errors = (check if args.device == "cpu" else check_on_gpus)(recipe, world, flags)
+        arguments = recipe, world, flags
+        errors = check(*arguments) if args.device == "cpu" else check_low_precision(*arguments, args.device)
         print(
             f"{recipe:45} {world} ranks {flags:30}",
             *(f"{key} {error:.1e}" for key, error in errors.items()),

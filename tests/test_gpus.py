@@ -9,7 +9,7 @@ if GPUS := torch.cuda.device_count():
 
     @pytest.mark.parametrize("recipe, world, flags", [case for case in equivalence.CASES if case[1] <= GPUS])
     def test_equals_root(recipe, world, flags):
-        equivalence.check_on_gpus(recipe, world, flags)
+        equivalence.check_low_precision(recipe, world, flags, "cuda")
 
     def test_float32_is_not_tf32():
         """A matmul in float32 after a recipe's training, to float32's accuracy: TF32 has 1e-3."""

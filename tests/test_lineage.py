@@ -264,6 +264,8 @@ def main() -> None:
     parser.add_argument("--propagate", metavar="NAME")
     args = parser.parse_args()
     if args.propagate:
+        if not any(args.propagate in recipe.definitions for recipe in FAMILY.values()):
+            raise SystemExit(f"--propagate {args.propagate}: no recipe defines it")
         print("\n".join(propagate(args.propagate, FAMILY)) or "every copy is like that of its parent already")
         return
     print(f"{'recipe':45} {'parent':42} {'+':>4} {'-':>4}  lines of code")

@@ -1,0 +1,132 @@
+"""What all recipes do alike, whatever they teach: flags, data, weights by name, precision, log, saved file."""
+
+import re
+import sys
+import time
+
+import equivalence
+import numpy as np
+import probes
+import pytest
+import torch
+from launch import RankFailed, launch, load
+from safetensors.torch import save_file
+from test_lineage import FAMILY
+
+SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8"
+CASES = {recipe: (world, flags) for recipe, world, flags in reversed(equivalence.CASES) if "--compile" not in flags}
+CASES["01_single_gpu/train.py"] = 1, ""  # recipe: (ranks, flags), the smallest of its cases
+RECIPES = [(recipe, *CASES[recipe]) for recipe in FAMILY]
+every_recipe = pytest.mark.parametrize("recipe, world, flags", RECIPES, ids=FAMILY)
+
+
+@every_recipe
+def test_starts_as_root(recipe, world, flags):
+    """Without --init too, every layout draws the same weights."""
+    ours = launch(recipe, world, f"{SMALL} {flags} --steps 0").weights
+    theirs = launch(equivalence.root_of(recipe), 1, f"{SMALL} --steps 0").weights
+    assert set(ours) == set(theirs) and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@every_recipe
+def test_low_precision(recipe, world, flags):
+    """In float32 and bfloat16 the gradient is as near to the root's as rounding allows; as on GPUs, in small."""
+    equivalence.check_low_precision(recipe, world, flags, "cpu")
+
+
+@every_recipe
+def test_bfloat16_is_the_dtype_of_everything_but_the_loss(recipe, world, flags):
+    """Matmuls, residual stream and logits are in 16 bits, the loss in 32."""
+    seen = launch(recipe, world, f"{SMALL} {flags} --steps 1 --dtype bfloat16", probe=probes.dtypes).probes
+    for rank in seen:
+        assert all(rank[kind] == ["torch.bfloat16"] for kind in ("Block", "Attention", "MLP", "RMSNorm", "Linear")), (
+            rank
+        )
+    assert seen[-1]["Loss"] == ["torch.float32"]
+
+
+@every_recipe
+def test_compile(recipe, world, flags):
+    """--compile compiles blocks and loss; without it nothing is compiled."""
+    for flag, wanted in ("--compile", {"Block", "Loss"}), ("", set()):
+        for yes, no in launch(recipe, world, f"{SMALL} {flags} --steps 0 {flag}", probe=probes.compiled).probes:
+            assert wanted == yes & {"Block", "Loss"} and not wanted & no and (wanted or not yes)
+
+
+@every_recipe
+def test_log_and_saved_file(recipe, world, flags):
+    """One rank logs each step and the medians after the warm-up, with what it saves; each step has its own batch."""
+    start, probe = time.perf_counter(), probes.together(probes.calls("save_file"), probes.steps_of_batches)
+    run = launch(recipe, world, f"{SMALL} {flags} --steps 12", probe=probe)
+    history, silent = np.array(run.history), run.output[1:]
+    assert [calls for (calls,), _ in run.probes] == [1] + [0] * (world - 1) and not any(silent)
+    assert all(steps == list(range(13)) for _, steps in run.probes)
+    assert 0 < history[:, 2].sum() < time.perf_counter() - start and (history[:, 2] > 0).all()
+    lines = run.output[0].splitlines()
+    labels = [*(f"step {step}" for step in range(1, 13)), "median"]
+    for line, label, (loss, norm, seconds) in zip(
+        lines, labels, [*history, np.median(history[5:], axis=0)], strict=True
+    ):
+        speed = f"tokens/s/GPU {8 * 16 / seconds / world:,.0f}"
+        assert re.split("  +", line.strip())[:4] == [label, f"loss {loss:.4f}", f"gradient norm {norm:.3f}", speed]
+
+
+def bad_inputs(folder):
+    """Flags that cannot work, and words that the one line about them must have."""
+    np.full(500, 300, np.uint16).tofile(folder / "ids.bin")
+    (folder / "short.txt").write_text("too short")
+    (folder / "empty").mkdir(exist_ok=True)
+    save_file({"model.layers.8.mlp.up_proj.weight": torch.zeros(384, 128)}, folder / "deep.safetensors")
+    (folder / "text.safetensors").write_text("not weights")
+    return [
+        ("--heads 7", ["--heads 7", "--dim 128"]),
+        ("--heads 128", ["--heads 128", "--dim 128", "even"]),
+        ("--kv_heads 3", ["--kv_heads 3", "--heads 8"]),
+        ("--layers 0", ["--layers 0", "at least 1"]),
+        ("--batch 0", ["--batch 0", "at least 1"]),
+        ("--steps -1", ["--steps -1", "at least 0"]),
+        ("--lr -1", ["--lr -1", "at least 0"]),
+        ("--lr nan", ["--lr nan", "at least 0"]),
+        ("--data nowhere.txt", ["--data nowhere.txt", "no such file"]),
+        (f"--data {folder}/short.txt", ["--data", "short.txt", "--seq 128", "has 9"]),
+        (f"--data {folder}/empty", [f"--data {folder}/empty", "--seq 128", "has 0"]),
+        (f"--data {folder}/ids.bin", ["--vocab 256", "300", "uint16"]),
+        ("--vocab 100", ["--vocab 100", "must be above"]),
+        ("--init nowhere.safetensors", ["--init nowhere.safetensors", "no such file"]),
+        (f"--init {folder}/text.safetensors", ["--init", "text.safetensors", "no .safetensors file"]),
+        (f"--init {folder}", ["--init", "no .safetensors file"]),
+        (f"--init {folder}/deep.safetensors", ["--layers 8", "--init", "more"]),
+        ("--save nowhere/out.safetensors", ["--save nowhere/out.safetensors", "no folder"]),
+        (f"--save {folder}", [f"--save {folder}", "is a folder"]),
+        ("--device cuda", ["--device cuda", "99 processes"]),
+    ]
+
+
+@every_recipe
+def test_bad_input(recipe, world, flags, tmp_path, monkeypatch):
+    """Every rank ends with one line, before there is a process group, and with an exit code that is not 0."""
+    module = load(recipe)
+    for bad, words in bad_inputs(tmp_path):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "99" if "cuda" in bad else str(world))
+        sys.argv = [recipe, "--device", "cpu", *flags.split(), *bad.split()]
+        with pytest.raises(SystemExit) as end:
+            cfg = module.parse_config()
+            module.check(cfg, world)
+            module.load_data(cfg)
+        line = end.value.code
+        assert isinstance(line, str) and "\n" not in line and all(word in line for word in words), (bad, line)
+    with pytest.raises(RankFailed) as failure:
+        launch(recipe, world, f"--device cpu {flags} --heads 7", probe=probes.never_a_process_group, timeout=60)
+    (line,) = failure.value.output.splitlines()
+    assert "--heads 7" in line and failure.value.code == 1
+
+
+@every_recipe
+def test_bad_world(recipe, world, flags, monkeypatch):
+    """Single-GPU recipes say that they use one process, the others how to start them."""
+    module = load(recipe)
+    sys.argv = [recipe, "--device", "cpu"]
+    words = ["--nproc_per_node 2", "1 process"] if world == 1 else ["torchrun --nproc_per_node"]
+    with pytest.raises(SystemExit) as end:
+        module.check(module.parse_config(), 2 if world == 1 else 0)
+    assert all(word in end.value.code for word in words)
