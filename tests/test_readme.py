@@ -9,7 +9,8 @@ import re
 import statistics
 import sys
 
-from launch import ROOT
+import witness
+from launch import ROOT, isolated, launch
 from test_lineage import FAMILY, difference, lines_of_code, parents
 
 README = ROOT / "README.md"
@@ -155,6 +156,22 @@ def test_commands_name_files_that_exist():
         r"(?:torchrun|python|git diff|sbatch)[^\n`]*?((?:\d\d_\w+|tests)/\w+\.py)", README.read_text()
     ):
         assert (ROOT / path).is_file(), path
+
+
+def test_transformers_loads_what_a_recipe_saves(tmp_path, monkeypatch):
+    """The page's Python, as it stands: the loss is that with which --init continues."""
+    monkeypatch.chdir(tmp_path)
+    shape = "--device cpu --layers 2 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 4"
+    launch("01_single_gpu/train.py", 1, f"{shape} --steps 2 --save {tmp_path}/out.safetensors")
+    ours = launch("01_single_gpu/train.py", 1, f"{shape} --steps 1 --init {tmp_path}/out.safetensors").history[0][0]
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+
+    def theirs():
+        names = {}
+        exec(code, names)
+        return witness.loss_of(names["model"], shape)[1].item()
+
+    assert abs(isolated(theirs) / ours - 1) < 1e-5
 
 
 def test_every_folder_is_on_the_reading_path():
