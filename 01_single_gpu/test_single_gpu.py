@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 TRAIN = "01_single_gpu/train.py"
+FULL = "01_single_gpu/activation_checkpointing.py"
 ACCUMULATION = "01_single_gpu/gradient_accumulation.py"
 FOLDER = [path for path, _, _ in equivalence.CASES if path.startswith("01")]
 SMALL = (
@@ -61,9 +62,11 @@ def test_batches():
     inputs, targets = module.make_batch(cfg, data, 3)
     again = module.make_batch(cfg, module.load_data(cfg), 3)
     other_step = module.make_batch(cfg, data, 4)
-    other_seed = module.make_batch(config(module, f"--data {cfg.data} --seq 100 --batch 64 --seed 1"), data, 3)
+    other = config(module, f"--data {cfg.data} --seq 100 --batch 64 --seed 1")
+    other_seed = module.make_batch(other, data, 3)
     assert torch.equal(inputs, again[0]) and torch.equal(targets, again[1])
     assert not torch.equal(inputs, other_step[0]) and not torch.equal(inputs, other_seed[0])
+    assert not torch.equal(other_step[0], other_seed[0])  # as with seed + step
     sizes = [file.stat().st_size for file in sorted(Path(cfg.data).iterdir())]
     assert starts.tolist() == [0, *np.cumsum(sizes)[:-1].tolist()]
     text = bytes(ids)
@@ -79,10 +82,22 @@ def test_batches():
 def test_the_last_window_of_a_text_is_used_and_none_after_it(tmp_path):
     module = load(TRAIN)
     (tmp_path / "text.txt").write_bytes(bytes(range(10)))
+    for flags in "--seq 10 --vocab 10", "--seq 9 --vocab 9":
+        with pytest.raises(SystemExit, match="must"):
+            module.load_data(config(module, f"--data {tmp_path}/text.txt {flags}"))
     for seq, windows in (9, [0]), (8, [0, 1]):
         cfg = config(module, f"--data {tmp_path}/text.txt --seq {seq} --batch 100")
         inputs, targets = module.make_batch(cfg, module.load_data(cfg), 0)
         assert sorted(set(inputs[:, 0].tolist())) == windows and targets[:, -1].max() == 9
+
+
+def test_documents_come_in_the_order_of_their_names(tmp_path, monkeypatch):
+    module, iterdir = load(TRAIN), Path.iterdir
+    for name in "abcdefgh":
+        (tmp_path / name).write_text(name * 3)
+    monkeypatch.setattr(Path, "iterdir", lambda self: sorted(iterdir(self), reverse=True))
+    ids, starts = module.load_data(config(module, f"--data {tmp_path} --seq 8"))
+    assert bytes(ids).decode() == "aaabbbcccdddeeefffggghhh" and starts.tolist() == list(range(0, 24, 3))
 
 
 def test_default_text_is_the_standard_library():
@@ -91,7 +106,9 @@ def test_default_text_is_the_standard_library():
     assert Path(subprocess.__file__).read_bytes() in bytes(ids)
 
 
-@pytest.mark.parametrize("dtype, vocab", [(np.uint16, 5000), (np.uint32, 5000), (np.uint32, 100_000)])
+@pytest.mark.parametrize(
+    "dtype, vocab", [(np.uint16, 5000), (np.uint16, 65536), (np.uint32, 5000), (np.uint32, 100_000)]
+)
 def test_token_files(dtype, vocab, tmp_path):
     """uint16 and uint32 are told apart; a uint32 file of small ids read as uint16 would have a 0 after each token."""
     module = load(TRAIN)
@@ -181,10 +198,10 @@ def attention_flops(query, *_, **__):
     return 4 * b * h * s * s * k
 
 
-def one_pass(recipe, layers):
+def one_pass(recipe, layers, flags=""):
     """FLOPs of matmuls and of attention's forwards, and bytes kept between forward and backward, for so many layers."""
     module = load(recipe)
-    cfg = config(module, f"--layers {layers} --batch 4")
+    cfg = config(module, f"--layers {layers} --batch 4 {flags}")
     model = module.build_model(cfg)
     inputs, targets = module.make_batch(cfg, module.load_data(cfg), 0)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -197,16 +214,16 @@ def one_pass(recipe, layers):
     return sum(count for op, count in flops.items() if op != kernel), flops[kernel], kept
 
 
-def per_block(recipe):
+def per_block(recipe, flags=""):
     """The same for one block: the difference of three and two."""
-    two, three = (isolated(lambda layers=layers: one_pass(recipe, layers)) for layers in (2, 3))
+    two, three = (isolated(lambda layers=layers: one_pass(recipe, layers, flags)) for layers in (2, 3))
     return [b - a for a, b in zip(two, three)]
 
 
 def test_checkpointing_trades_flops_for_memory():
     """Full: one more forward, b·s·d numbers kept. Selective: not one matmul more, but about half of the memory."""
     matmuls, attention, kept = per_block(TRAIN)
-    full = per_block("01_single_gpu/activation_checkpointing.py")
+    full = per_block(FULL)
     selective = per_block("01_single_gpu/selective_checkpointing.py")
     tokens, d, f = 4 * 128, 128, 384
     last = 2 * tokens * f * d  # the output of down_proj is not needed again: recomputation stops before it
@@ -214,6 +231,7 @@ def test_checkpointing_trades_flops_for_memory():
     assert full == [matmuls * 4 / 3 - last, attention * 2, tokens * d * 4]
     assert selective[:2] == [matmuls, attention]
     assert 0.4 * kept < selective[2] < 0.6 * kept
+    assert per_block(FULL, "--dtype bfloat16")[2] == tokens * d * 2  # not even the weights that autocast has cast
 
 
 def test_accumulation_splits_the_batch():
@@ -339,11 +357,14 @@ def test_flags_that_argparse_refuses():
 
 
 def test_init_of_another_shape(tmp_path):
-    save_file({"lm_head.weight": torch.zeros(3, 3)}, tmp_path / "wrong.safetensors")
-    with pytest.raises(RankFailed) as failure:
-        launch(TRAIN, 1, f"--device cpu --init {tmp_path}/wrong.safetensors", timeout=20)
-    (line,) = failure.value.output.splitlines()
-    assert all(word in line for word in ("--init", "model.embed_tokens.weight", "[256, 128]"))
+    """... and a head of the wrong shape is not taken for one that is tied to the embedding."""
+    weights = launch(TRAIN, 1, f"{SMALL} --steps 0").weights
+    for name in "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight":
+        save_file(weights | {name: torch.zeros(1, 48)}, tmp_path / "wrong.safetensors")
+        with pytest.raises(RankFailed) as failure:
+            launch(TRAIN, 1, f"{SMALL} --init {tmp_path}/wrong.safetensors", timeout=20)
+        (line,) = failure.value.output.splitlines()
+        assert all(word in line for word in ("--init", name, str(list(weights[name].shape))))
 
 
 def test_micro_batches_must_divide_the_batch():

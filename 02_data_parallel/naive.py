@@ -222,12 +222,11 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     """The whole tensor before training: from --init, else from a generator of the device that (seed, name) seeds."""
     if cfg.init:
         tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []  # as in some published models
-        for key in [name, *tied]:
-            for file in glob(cfg.init):
-                with safe_open(file, "pt") as tensors:
-                    if key in tensors.keys() and (tensor := tensors.get_tensor(key)).shape == shape:
-                        return tensor
-        raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+        files = [safe_open(file, "pt") for file in glob(cfg.init)]
+        found = (file.get_tensor(key) for key in [name, *tied] for file in files if key in file.keys())
+        if (tensor := next(found, None)) is None or tensor.shape != shape:
+            raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+        return tensor
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))

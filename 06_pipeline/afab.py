@@ -262,12 +262,11 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     """The whole tensor before training: from --init, else from a generator of the device that (seed, name) seeds."""
     if cfg.init:
         tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []  # as in some published models
-        for key in [name, *tied]:
-            for file in glob(cfg.init):
-                with safe_open(file, "pt") as tensors:
-                    if key in tensors.keys() and (tensor := tensors.get_tensor(key)).shape == shape:
-                        return tensor
-        raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+        files = [safe_open(file, "pt") for file in glob(cfg.init)]
+        found = (file.get_tensor(key) for key in [name, *tied] for file in files if key in file.keys())
+        if (tensor := next(found, None)) is None or tensor.shape != shape:
+            raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+        return tensor
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
@@ -379,7 +378,7 @@ def run_schedule(
     Any list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
     the same order: messages carry no number.
     """
-    alive, gradients = {}, []
+    alive, gradients = {}, []  # gradients stay until the end, b·s·d numbers in all: see the last comment
     total = torch.zeros((), device=cfg.device)
     for op, i, chunk in operations:
         model = chunks[chunk]

@@ -3,6 +3,7 @@
 import itertools
 import random
 import subprocess
+import weakref
 
 import equivalence
 import probes
@@ -29,6 +30,27 @@ def test_schedule(recipe):
 @pytest.mark.parametrize("recipe, expected", [(RECIPES[0], [8, 8, 8, 8]), (RECIPES[1], [4, 3, 2, 1])])
 def test_in_flight_in_memory(recipe, expected):
     assert launch(recipe, 4, SMALL, probe=probes.activations_in_memory).probes == expected
+
+
+def received_in_memory(module):
+    """A probe: the most received activations that are in memory when another arrives."""
+    arrived, peak, receive = [], [0], module.receive
+
+    def watched(cfg, model, op):
+        tensor = receive(cfg, model, op)
+        if op == "F" and tensor is not None:
+            arrived.append(weakref.ref(tensor))
+            peak[0] = max(peak[0], sum(reference() is not None for reference in arrived))
+        return tensor
+
+    module.receive = watched
+    return lambda: peak[0]
+
+
+def test_received_activations_are_let_go():
+    """One per micro-batch in flight, and that of the backward just done; none on the first stage."""
+    peaks = launch(RECIPES[1], 4, SMALL, probe=received_in_memory).probes
+    assert peaks[0] == 0 and all(p <= most + 1 for p, most in zip(peaks[1:], (3, 2, 1)))
 
 
 def bytes_sent(module):

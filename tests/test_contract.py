@@ -1,5 +1,6 @@
 """What all recipes do alike, whatever they teach: flags, data, weights by name, precision, log, saved file."""
 
+import dataclasses
 import re
 import sys
 import time
@@ -13,9 +14,10 @@ from launch import RankFailed, launch, load
 from safetensors.torch import save_file
 from test_lineage import FAMILY
 
+ROOT_RECIPE = "01_single_gpu/train.py"
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8"
 CASES = {recipe: (world, flags) for recipe, world, flags in reversed(equivalence.CASES) if "--compile" not in flags}
-CASES["01_single_gpu/train.py"] = 1, ""  # recipe: (ranks, flags), the smallest of its cases
+CASES[ROOT_RECIPE] = 1, ""  # recipe: (ranks, flags), the smallest of its cases
 RECIPES = [(recipe, *CASES[recipe]) for recipe in FAMILY]
 every_recipe = pytest.mark.parametrize("recipe, world, flags", RECIPES, ids=FAMILY)
 
@@ -119,6 +121,13 @@ def test_bad_input(recipe, world, flags, tmp_path, monkeypatch):
         launch(recipe, world, f"--device cpu {flags} --heads 7", probe=probes.never_a_process_group, timeout=60)
     (line,) = failure.value.output.splitlines()
     assert "--heads 7" in line and failure.value.code == 1
+
+
+@every_recipe
+def test_flags_of_the_root(recipe, world, flags):
+    """Every recipe has the root's flags, with its defaults."""
+    root, ours = ({f.name: f.default for f in dataclasses.fields(load(path).Config)} for path in (ROOT_RECIPE, recipe))
+    assert root.items() <= ours.items() and load(recipe).PRESETS == load(ROOT_RECIPE).PRESETS
 
 
 @every_recipe
