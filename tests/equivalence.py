@@ -7,10 +7,11 @@ the root's: one step of gradient descent, which turns the change of the weights 
 AdamW with a clip that acts. The text is cut into short documents, so that every rank and micro-batch has its own number
 of valid tokens; norm weights are random; 6 query heads share 2 key and value heads; 5 layers split evenly over nothing.
 
-On GPUs, over NCCL, the gradients of all cases that fit: in float32 to 1e-5, and in bfloat16 no further from the root's
-float32 gradient than twice as far as the root's own bfloat16 gradient is. A layout rounds the same numbers as often as
-the root; where it adds up in another order, or rounds the parts of a sum before adding them, both errors are random
-sums of as many roundings of the same size, so their norms are alike, and twice leaves room for chance in small tensors.
+On GPUs, over NCCL, the gradients of all cases that fit (and on the CPU of one case per recipe): in float32 to 1e-5, and
+in bfloat16 no further from the root's float32 gradient than twice as far as the root's own bfloat16 gradient is. A
+layout rounds the same numbers as often as the root; where it adds up in another order, or rounds the parts of a sum
+before adding them, both errors are random sums of as many roundings of the same size, so their norms are alike, and
+twice leaves room for chance in small tensors.
 """
 
 import argparse
@@ -129,9 +130,9 @@ def check(recipe: Path | str, world: int, flags: str, root: str | None = None) -
     return worst
 
 
-def check_low_precision(recipe: Path | str, world: int, flags: str, device: str, root: str | None = None):
+def check_low_precision(recipe: str, world: int, flags: str, device: str) -> dict[str, float]:
     """Assert that a recipe's gradient is its root's on one device. Returns the worst errors, as TOLERANCE has them."""
-    root, shape = root or root_of(str(recipe)), GPU_SHAPE if device == "cuda" else SHAPE
+    root, shape = root_of(recipe), GPU_SHAPE if device == "cuda" else SHAPE
     init = start(root, f"{shape} {shared(flags)}")
     before = compare.read(init)[0]
     common = f"{shape} --device {device} --data {documents()} --init {init} {LOW_GRADIENT}"
