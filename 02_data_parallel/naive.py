@@ -304,6 +304,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
     for p in model.parameters():
+        if p.grad is None:  # not used by this rank's part of the batch; the others would wait for it forever
+            p.grad = torch.zeros_like(p)
         dist.all_reduce(p.grad)  # 2 (dp-1)/dp of its bytes out and in per rank; everyone waits, and nothing computes
     loss = loss.detach()
     dist.all_reduce(loss)  # one number, for the log; everyone waits
