@@ -1,0 +1,257 @@
+"""Profile one step of any recipe: a trace, a memory timeline, and how much of the communication computing hides.
+
+Writes a trace for ui.perfetto.dev, a picture of the memory, and a timeline: when the GPU computed (forward, backward,
+norm and optimizer) and when it communicated. Communication is *exposed* while nothing computes; idle is neither. On
+GPUs these are kernels; on CPUs, where gloo is seen from submission to completion, operators.
+
+Parent:   none, it profiles the others
+Run:      torchrun --nproc_per_node 4 01_single_gpu/profiling.py 02_data_parallel/bucketed.py
+          python 01_single_gpu/profiling.py --draw overlap.svg profile/naive.json profile/bucketed.json
+Source:   Ultra-Scale Playbook, "Profiling GPU compute and communication" and appendix A1
+"""
+
+import argparse
+import gzip
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import matplotlib
+import torch
+import torch.distributed as dist
+from matplotlib import pyplot
+from torch.profiler import ProfilerActivity, profile, record_function
+
+# ------------------------------------------------------------------------------------------------------------ config
+WARMUP = 6  # steps before the first profiled one: compilation, first allocations, communicators
+GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a trace
+PHASES = {"forward": "#9cc3e6", "backward": "#a9d6a0", "optimizer": "#d9c2e9"}
+HIDDEN, EXPOSED = "#f2b661", "#d64541"
+Span = tuple[float, float]  # microseconds
+
+
+def parse_config() -> tuple[argparse.Namespace, list[str]]:
+    """Our own flags, and the recipe's."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a recipe, then its flags; with --draw, timelines")
+    parser.add_argument("--folder", default="profile", help="where to write; default: profile")
+    parser.add_argument("--draw", metavar="SVG", help="draw timelines that were written before into this picture")
+    args, flags = parser.parse_known_args()
+    for file in args.files:
+        if not Path(file).is_file():
+            raise SystemExit(f"{file}: no such file")
+    if not args.draw and len(args.files) > 1:
+        raise SystemExit(f"{args.files[1]}: one recipe at a time; several files only with --draw")
+    return args, flags
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def load(recipe: str) -> ModuleType:
+    """Import a recipe from its file; names like 1f1b are no module names."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{Path(recipe).stem}", recipe)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(recipe: str, flags: list[str], folder: str) -> tuple[Path, Path, float]:
+    """Train with the recipe; trace one step, then one with its allocations. Paths of both, and ms of the first."""
+    module, stem = load(recipe), Path(recipe).stem
+    files = [Path(folder, f"{stem}.trace.json.gz"), Path(folder, f"{stem}.memory.json.gz")]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    profiles = [profile(activities=activities, profile_memory=memory) for memory in (False, True)]
+    train_step, steps, starts = module.train_step, iter(range(WARMUP + 3)), []
+
+    def labelled(name, function):
+        def wrapper(*args, **kwargs):
+            with record_function(name):
+                return function(*args, **kwargs)
+
+        return wrapper
+
+    def watched_step(*args):
+        step = next(steps)
+        if step == 0:
+            with profile(activities=activities):  # the first takes long to start
+                pass
+        if step > WARMUP:
+            starts.append(time.perf_counter())  # the recipe has waited for the GPU: the step before is over
+            profiles[step - WARMUP - 1].stop()
+        if WARMUP <= step <= WARMUP + 1:
+            if dist.is_initialized():
+                dist.barrier()  # profilers start at their own pace: what is measured must not be waiting for them
+            profiles[step - WARMUP].start()
+            starts.append(time.perf_counter())
+        return train_step(*args)
+
+    module.train_step = watched_step
+    module.forward = labelled("forward", module.forward)
+    backward, torch.Tensor.backward = torch.Tensor.backward, labelled("backward", torch.Tensor.backward)
+    sys.argv = [recipe, *flags, "--steps", str(WARMUP + 3)]
+    try:
+        module.main()
+    finally:
+        torch.Tensor.backward = backward
+    if int(os.environ.get("RANK", 0)) == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for profiled, file in zip(profiles, files):
+            profiled.export_chrome_trace(str(file))
+    return *files, (starts[1] - starts[0]) * 1e3
+
+
+def read(file: Path) -> list[dict]:
+    """The events of a trace."""
+    with gzip.open(file, "rt") as lines:
+        return json.load(lines)["traceEvents"]
+
+
+def phases(events: list[dict]) -> list[tuple[str, float, float]]:
+    """When the CPU was in a forward, and when in a backward."""
+    found = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in PHASES]
+    return sorted((e["name"], e["ts"], e["ts"] + e["dur"]) for e in found)
+
+
+def classify(events: list[dict]) -> dict[str, list[Span]]:
+    """Spans of the GPU's work by phase, and of communication. A kernel's phase is that in which it was launched."""
+    windows, spans = phases(events), {kind: [] for kind in (*PHASES, "communication")}
+    work = [e for e in events if e.get("cat") in GPU_EVENTS]
+    launches = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    if not work:
+        work = [e for e in events if e.get("cat") == "cpu_op" and not e["name"].startswith(("c10d::", "record_"))]
+        work += [e for e in events if e["name"].startswith("gloo:")]
+    for e in work:
+        launched = launches.get(e.get("args", {}).get("correlation"), e["ts"])
+        phase = next((name for name, start, end in windows if start <= launched <= end), "optimizer")
+        kind = "communication" if e["name"].startswith(("nccl", "gloo:")) else phase
+        spans[kind].append((e["ts"], e["ts"] + e["dur"]))
+    return spans
+
+
+def union(spans: list[Span], gap: float = 0) -> list[Span]:
+    """Sorted spans that do not touch; those less than `gap` apart are joined."""
+    joined = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1] + gap:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def without(spans: list[Span], others: list[Span]) -> list[Span]:
+    """What of the spans is in none of the others; both as union() returns them."""
+    left = []
+    for start, end in spans:
+        for other_start, other_end in others:
+            if other_end > start and other_start < end:
+                left.append((start, other_start))
+                start = max(start, other_end)
+        left.append((start, end))
+    return [(start, end) for start, end in left if end > start]
+
+
+def length(spans: list[Span]) -> float:
+    """Sum of the lengths, in milliseconds."""
+    return sum(end - start for start, end in spans) / 1e3
+
+
+def summarize(spans: dict[str, list[Span]], step_ms: float) -> dict[str, float]:
+    """Milliseconds of a step by what the GPU does. Idle: neither computes nor communicates, as between two kernels."""
+    compute = union([span for phase in PHASES for span in spans[phase]])
+    communication = union(spans["communication"])
+    busy = length(union(compute + communication))
+    return {
+        "step": step_ms,
+        **{phase: length(union(spans[phase])) for phase in PHASES},
+        "compute": length(compute),
+        "communication": length(communication),
+        "exposed": length(without(communication, compute)),
+        "idle": max(0.0, step_ms - busy),
+    }
+
+
+def timeline(spans: dict[str, list[Span]]) -> dict[str, list[Span]]:
+    """The spans in milliseconds from the first on; those that a picture could not keep apart are one."""
+    compute = union([span for phase in PHASES for span in spans[phase]])
+    exposed = without(union(spans["communication"]), compute)
+    first = min(start for kind in spans.values() for start, _ in kind)
+    shown = {**spans, "exposed": exposed}
+    return {
+        kind: [(round((a - first) / 1e3, 3), round((b - first) / 1e3, 3)) for a, b in union(found, gap)]
+        for kind, found in shown.items()
+        for gap in [1 if kind in ("communication", "exposed") else 50]
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def draw(files: list[str], picture: str) -> None:
+    """Two rows per timeline, compute and communication, on one scale."""
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "overlap", "font.size": 9})
+    reports = [json.loads(Path(file).read_text()) for file in files]
+    figure, axes = pyplot.subplots(len(reports), sharex=True, figsize=(10, 1.35 * len(reports) + 0.9), squeeze=False)
+    for axis, report in zip(axes.flat, reports):
+        ms, spans = report["ms"], report["timeline"]
+        bars = [(1, phase, color) for phase, color in PHASES.items()]
+        for row, kind, color in [*bars, (0, "communication", HIDDEN), (0, "exposed", EXPOSED)]:
+            width = [(start, end - start) for start, end in spans[kind]]
+            axis.broken_barh(width, (row + 0.1, 0.8), facecolor=color, edgecolor="white", linewidth=0.2)
+        axis.set_yticks([0.5, 1.5], ["communication", "compute"])
+        axis.set_title(
+            f"{report['recipe']}: step {ms['step']:.0f} ms, communication {ms['communication']:.0f} ms, "
+            f"of which exposed {ms['exposed']:.1f} ms",
+            loc="left",
+            fontsize=9,
+        )
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel(f"milliseconds; one step on {reports[0]['where']}")
+    colors = {**PHASES, "communication, hidden behind compute": HIDDEN, "communication, exposed": EXPOSED}
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+    figure.legend(handles, colors, loc="lower center", ncol=len(colors), frameon=False)
+    figure.tight_layout(rect=(0, 0.5 / figure.get_figheight(), 1, 1))
+    figure.savefig(picture, metadata={"Date": None})
+
+
+def draw_memory(events: list[dict], picture: Path) -> None:
+    """Allocated bytes against the time at which the CPU asked for them."""
+    device = 1 if any(e.get("cat") in GPU_EVENTS for e in events) else 0
+    changes = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == device]
+    changes.sort(key=lambda e: e["ts"])
+    first = changes[0]["ts"]
+    figure, axis = pyplot.subplots(figsize=(10, 4))
+    for name, start, end in phases(events):
+        axis.axvspan((start - first) / 1e3, (end - first) / 1e3, color=PHASES[name], alpha=0.5, linewidth=0)
+    times = [(e["ts"] - first) / 1e3 for e in changes]
+    axis.step(times, [e["args"]["Total Allocated"] / 2**30 for e in changes], where="post", color="black", linewidth=1)
+    axis.set(xlabel="milliseconds of the CPU", ylabel="GiB allocated", ylim=(0, None), xlim=(0, times[-1]))
+    axis.set_title("blue: forward, green: backward, white: norm and optimizer", fontsize=9, loc="left")
+    figure.savefig(picture)
+
+
+def main() -> None:
+    args, flags = parse_config()
+    if args.draw:
+        return draw(args.files, args.draw)
+    (recipe,) = args.files
+    trace, memory, step_ms = run(recipe, flags, args.folder)
+    if int(os.environ.get("RANK", 0)) > 0:
+        return
+    spans = classify(read(trace))
+    ms = summarize(spans, step_ms)
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    report = {"recipe": recipe, "where": f"{os.environ.get('WORLD_SIZE', 1)} x {where}", "ms": ms}
+    Path(args.folder, f"{Path(recipe).stem}.json").write_text(json.dumps({**report, "timeline": timeline(spans)}))
+    draw_memory(read(memory), memory.with_name(memory.name.replace(".json.gz", ".svg")))
+    print(f"\none step of {recipe}, rank 0 of {report['where']}")
+    for name, value in ms.items():
+        print(f"{name:>15} {value:9.1f} ms {value / ms['step']:7.1%}")
+    print(f"wrote {trace}, to be opened in ui.perfetto.dev, and beside it the memory and the timeline")
+
+
+if __name__ == "__main__":
+    main()
