@@ -30,8 +30,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 WARMUP = 6  # steps before the first profiled one: compilation, first allocations, communicators
 GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a trace
 PHASES = {"forward": "#9cc3e6", "backward": "#a9d6a0", "optimizer": "#d9c2e9"}
-HIDDEN, EXPOSED = "#f2b661", "#d64541"
-Span = tuple[float, float]  # microseconds
+HIDDEN = "#f2b661"
+EXPOSED = "#d64541"
 
 
 def parse_config() -> tuple[argparse.Namespace, list[str]]:
@@ -117,8 +117,8 @@ def phases(events: list[dict]) -> list[tuple[str, float, float]]:
     return sorted((e["name"], e["ts"], e["ts"] + e["dur"]) for e in found)
 
 
-def classify(events: list[dict]) -> dict[str, list[Span]]:
-    """Spans of the GPU's work by phase, and of communication. A kernel's phase is that in which it was launched."""
+def classify(events: list[dict]) -> dict[str, list[tuple[float, float]]]:
+    """(start, end) in microseconds of all work by phase, and of communication. A kernel's phase is that of its launch."""
     windows, spans = phases(events), {kind: [] for kind in (*PHASES, "communication")}
     work = [e for e in events if e.get("cat") in GPU_EVENTS]
     launches = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
@@ -133,7 +133,7 @@ def classify(events: list[dict]) -> dict[str, list[Span]]:
     return spans
 
 
-def union(spans: list[Span], gap: float = 0) -> list[Span]:
+def union(spans: list[tuple[float, float]], gap: float = 0) -> list[tuple[float, float]]:
     """Sorted spans that do not touch; those less than `gap` apart are joined."""
     joined = []
     for start, end in sorted(spans):
@@ -144,7 +144,7 @@ def union(spans: list[Span], gap: float = 0) -> list[Span]:
     return joined
 
 
-def without(spans: list[Span], others: list[Span]) -> list[Span]:
+def without(spans: list[tuple[float, float]], others: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """What of the spans is in none of the others; both as union() returns them."""
     left = []
     for start, end in spans:
@@ -156,12 +156,12 @@ def without(spans: list[Span], others: list[Span]) -> list[Span]:
     return [(start, end) for start, end in left if end > start]
 
 
-def length(spans: list[Span]) -> float:
+def length(spans: list[tuple[float, float]]) -> float:
     """Sum of the lengths, in milliseconds."""
     return sum(end - start for start, end in spans) / 1e3
 
 
-def summarize(spans: dict[str, list[Span]], step_ms: float) -> dict[str, float]:
+def summarize(spans: dict[str, list[tuple[float, float]]], step_ms: float) -> dict[str, float]:
     """Milliseconds of a step by what the GPU does. Idle: neither computes nor communicates, as between two kernels."""
     compute = union([span for phase in PHASES for span in spans[phase]])
     communication = union(spans["communication"])
@@ -176,7 +176,7 @@ def summarize(spans: dict[str, list[Span]], step_ms: float) -> dict[str, float]:
     }
 
 
-def timeline(spans: dict[str, list[Span]]) -> dict[str, list[Span]]:
+def timeline(spans: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
     """The spans in milliseconds from the first on; those that a picture could not keep apart are one."""
     compute = union([span for phase in PHASES for span in spans[phase]])
     exposed = without(union(spans["communication"]), compute)
