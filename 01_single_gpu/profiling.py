@@ -1,12 +1,13 @@
 """Profile one step of any recipe: a trace, a memory timeline, and how much of the communication computing hides.
 
-Writes a trace for ui.perfetto.dev, a picture of the memory, and a timeline: when the GPU computed (forward, backward,
-norm and optimizer) and when it communicated. Communication is *exposed* while nothing computes; idle is neither. On
-GPUs these are kernels; on CPUs, where gloo is seen from submission to completion, operators.
+Each rank writes a trace for ui.perfetto.dev and a timeline: when the GPU computed (forward, backward, norm and
+optimizer) and when it communicated; rank 0 draws the memory. Communication is *exposed* while nothing computes, idle is
+neither. A collective waits for the slowest rank, so only that one's communication is communication alone. On GPUs these
+are kernels; on CPUs, operators.
 
 Parent:   none, it profiles the others
 Run:      torchrun --nproc_per_node 4 01_single_gpu/profiling.py 02_data_parallel/bucketed.py
-          python 01_single_gpu/profiling.py --draw overlap.svg profile/naive.json profile/bucketed.json
+          python 01_single_gpu/profiling.py --draw overlap.svg profile/naive.rank0.json profile/bucketed.rank0.json
 Source:   Ultra-Scale Playbook, "Profiling GPU compute and communication" and appendix A1
 """
 
@@ -62,7 +63,7 @@ def load(recipe: str) -> ModuleType:
 
 def run(recipe: str, flags: list[str], folder: str) -> tuple[Path, Path, float]:
     """Train with the recipe; trace one step, then one with its allocations. Paths of both, and ms of the first."""
-    module, stem = load(recipe), Path(recipe).stem
+    module, stem = load(recipe), f"{Path(recipe).stem}.rank{os.environ.get('RANK', 0)}"
     files = [Path(folder, f"{stem}.trace.json.gz"), Path(folder, f"{stem}.memory.json.gz")]
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     profiles = [profile(activities=activities, profile_memory=memory) for memory in (False, True)]
@@ -98,10 +99,9 @@ def run(recipe: str, flags: list[str], folder: str) -> tuple[Path, Path, float]:
         module.main()
     finally:
         torch.Tensor.backward = backward
-    if int(os.environ.get("RANK", 0)) == 0:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for profiled, file in zip(profiles, files):
-            profiled.export_chrome_trace(str(file))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for profiled, file in zip(profiles, files):
+        profiled.export_chrome_trace(str(file))
     return *files, (starts[1] - starts[0]) * 1e3
 
 
@@ -118,7 +118,7 @@ def phases(events: list[dict]) -> list[tuple[str, float, float]]:
 
 
 def classify(events: list[dict]) -> dict[str, list[tuple[float, float]]]:
-    """(start, end) in microseconds of all work by phase, and of communication. A kernel's phase is that of its launch."""
+    """(start, end), in microseconds, of all work by phase and of communication. Kernels count as they were launched."""
     windows, spans = phases(events), {kind: [] for kind in (*PHASES, "communication")}
     work = [e for e in events if e.get("cat") in GPU_EVENTS]
     launches = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
@@ -228,7 +228,12 @@ def draw_memory(events: list[dict], picture: Path) -> None:
         axis.axvspan((start - first) / 1e3, (end - first) / 1e3, color=PHASES[name], alpha=0.5, linewidth=0)
     times = [(e["ts"] - first) / 1e3 for e in changes]
     axis.step(times, [e["args"]["Total Allocated"] / 2**30 for e in changes], where="post", color="black", linewidth=1)
-    axis.set(xlabel="milliseconds of the CPU", ylabel="GiB allocated", ylim=(0, None), xlim=(0, times[-1]))
+    axis.set(
+        xlabel="milliseconds of the CPU",
+        ylabel="GiB allocated" + ("" if device else " since the step began"),
+        ylim=(0, None),
+        xlim=(0, times[-1]),
+    )
     axis.set_title("blue: forward, green: backward, white: norm and optimizer", fontsize=9, loc="left")
     figure.savefig(picture)
 
@@ -239,18 +244,17 @@ def main() -> None:
         return draw(args.files, args.draw)
     (recipe,) = args.files
     trace, memory, step_ms = run(recipe, flags, args.folder)
-    if int(os.environ.get("RANK", 0)) > 0:
-        return
     spans = classify(read(trace))
     ms = summarize(spans, step_ms)
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    report = {"recipe": recipe, "where": f"{os.environ.get('WORLD_SIZE', 1)} x {where}", "ms": ms}
-    Path(args.folder, f"{Path(recipe).stem}.json").write_text(json.dumps({**report, "timeline": timeline(spans)}))
-    draw_memory(read(memory), memory.with_name(memory.name.replace(".json.gz", ".svg")))
-    print(f"\none step of {recipe}, rank 0 of {report['where']}")
-    for name, value in ms.items():
-        print(f"{name:>15} {value:9.1f} ms {value / ms['step']:7.1%}")
-    print(f"wrote {trace}, to be opened in ui.perfetto.dev, and beside it the memory and the timeline")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    where = f"{world} x {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}"
+    report = {"recipe": recipe, "where": where, "rank": rank, "ms": ms, "timeline": timeline(spans)}
+    Path(str(trace).replace(".trace.json.gz", ".json")).write_text(json.dumps(report))
+    shares = "  ".join(f"{name} {value:.1f} ms ({value / ms['step']:.1%})" for name, value in ms.items())
+    print(f"rank {rank}  {shares}", flush=True)
+    if rank == 0:
+        draw_memory(read(memory), Path(str(memory).replace(".json.gz", ".svg")))
+        print(f"wrote {trace}, to be opened in ui.perfetto.dev, and beside it memory and timeline", flush=True)
 
 
 if __name__ == "__main__":

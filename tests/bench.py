@@ -1,29 +1,38 @@
 """Measure speed on the GPUs at hand, alternating what is compared, and store it for the README.
 
-    python tests/bench.py [SUITE ...] [--rounds 2]      all suites that fit the GPUs, or: single, four
+    python tests/bench.py [SUITE ...] [--rounds 2]      all suites that fit the GPUs, or those named
 
 Each line is a run of its own, by torchrun, with a warm-up that does not count; the lines of a suite take turns for as
-many rounds as asked, so that a GPU that grows warm slows all of them. `idle` runs a pipeline recipe with CUDA events
-around every forward and backward: the share of the time in which a stage computes nothing.
+many rounds as asked, so that a GPU that grows warm slows all of them. A recipe of one process in a suite for several
+GPUs runs on each of them at once, and the slowest counts: what ranks that wait for each other cannot surpass.
+
+`idle` runs a pipeline recipe with CUDA events around every forward and backward: the share of the time in which a stage
+computes nothing. `profiled` runs 01_single_gpu/profiling.py; the slowest rank's timelines draw 02_data_parallel/
+overlap.svg. `collectives` stores what 02_data_parallel/collectives.py prints.
 """
 
 import argparse
 import datetime
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 from launch import ROOT, isolated, launch
 
 RESULTS = ROOT / "tests" / "results" / "speed.json"
 SMOLLM = "--preset smollm_1_7b --seq 2048 --dtype bfloat16 --compile --steps 25"
+PARALLEL = SMOLLM.replace("--steps 25", "--steps 15")
 PIPELINE = "--preset smollm_1_7b --layers 27 --seq 4096 --batch 16 --microbatches 16 --dtype bfloat16 --compile"
-SUITES = {  # name: (GPUs, [(file, flags)]); the first line is what the others are compared with
+SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
     "single": (
         1,
+        2,
         [
             ("tests/library.py", f"{SMOLLM} --batch 4"),
             ("01_single_gpu/train.py", f"{SMOLLM} --batch 4"),
@@ -32,8 +41,35 @@ SUITES = {  # name: (GPUs, [(file, flags)]); the first line is what the others a
             ("01_single_gpu/selective_checkpointing.py", f"{SMOLLM} --batch 4"),
         ],
     ),
+    "data_parallel": (
+        4,
+        8,
+        [
+            ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 16"),
+            ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 16 --bucket_mb 100"),
+            ("02_data_parallel/accelerate_ddp.py", f"{PARALLEL} --batch 16"),
+            ("02_data_parallel/naive.py", f"{PARALLEL} --batch 16"),
+            ("02_data_parallel/overlap.py", f"{PARALLEL} --batch 16"),
+            ("02_data_parallel/bucketed.py", f"{PARALLEL} --batch 16"),
+            ("02_data_parallel/copy_engines.py", f"{PARALLEL} --batch 16"),
+            ("01_single_gpu/train.py", f"{PARALLEL} --batch 4"),
+        ],
+    ),
+    "strong_scaling": (
+        4,
+        6,
+        [
+            ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 4"),
+            ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 4 --bucket_mb 100"),
+            ("02_data_parallel/naive.py", f"{PARALLEL} --batch 4"),
+            ("02_data_parallel/bucketed.py", f"{PARALLEL} --batch 4"),
+            ("02_data_parallel/copy_engines.py", f"{PARALLEL} --batch 4"),
+            ("01_single_gpu/train.py", f"{PARALLEL} --batch 1"),
+        ],
+    ),
     "four": (
         4,
+        1,
         [
             ("02_data_parallel/naive.py", f"{SMOLLM} --batch 16"),
             ("06_pipeline/afab.py", f"{PIPELINE} --steps 12"),
@@ -42,19 +78,44 @@ SUITES = {  # name: (GPUs, [(file, flags)]); the first line is what the others a
     ),
 }
 IDLE = {"four": [("06_pipeline/afab.py", f"{PIPELINE} --steps 8"), ("06_pipeline/1f1b.py", f"{PIPELINE} --steps 8")]}
+PROFILED = {"data_parallel": ["naive", "overlap", "bucketed", "copy_engines"]}
+TIMELINES = RESULTS.parent / "timelines"
+COLLECTIVES = "--largest 268435456"
 NUMBER = {"tokens": r"tokens/s/GPU ([\d,]+)", "mfu": r"MFU ([\d.]+)%", "memory": r"memory ([\d.]+) GiB"}
 
 
+def outputs(*commands: list[str]) -> list[str]:
+    """What these commands print, each run on GPUs of its own at the same time if there are several."""
+    processes = []
+    for gpu, command in enumerate(commands):
+        own = {"CUDA_VISIBLE_DEVICES": str(gpu)} if len(commands) > 1 else {}
+        with_pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        processes.append(
+            subprocess.Popen([sys.executable, *command], cwd=ROOT, env={**os.environ, **own}, **with_pipes)
+        )
+    ends = [process.communicate() for process in processes]
+    for process, (_, errors) in zip(processes, ends):
+        if process.returncode:
+            raise SystemExit(f"{' '.join(process.args)} failed:\n{errors[-3000:]}")
+    return [printed for printed, _ in ends]
+
+
+def torchrun(gpus: int, *words: str) -> list[str]:
+    """The arguments of Python that start torchrun."""
+    return ["-m", "torch.distributed.run", "--nproc_per_node", str(gpus), *words]
+
+
 def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
-    """One run in processes of its own; the numbers of its last line, and its last loss."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(gpus), file, *flags.split()]
-    end = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
-    if end.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{end.stderr[-3000:]}")
-    lines = end.stdout.splitlines()
-    found = {key: re.search(pattern, lines[-1]) for key, pattern in NUMBER.items()}
-    numbers = {key: float(match[1].replace(",", "")) if match else None for key, match in found.items()}
-    return numbers | {"loss": float(re.search(r"loss ([\d.]+)", lines[-2])[1])}
+    """One run in processes of its own; the numbers of its last line, and its last loss. Of several, the slowest."""
+    single = file.startswith(("01_", "tests/"))
+    commands = [[file, *flags.split()]] * gpus if single else [torchrun(gpus, file, *flags.split())]
+    runs = []
+    for printed in outputs(*(command for command in commands)):
+        lines = printed.splitlines()
+        found = {key: re.search(pattern, lines[-1]) for key, pattern in NUMBER.items()}
+        numbers = {key: float(match[1].replace(",", "")) if match else None for key, match in found.items()}
+        runs.append(numbers | {"loss": float(re.search(r"loss ([\d.]+)", lines[-2])[1])})
+    return min(runs, key=lambda numbers: numbers["tokens"]) | ({"each": [r["tokens"] for r in runs]} if single else {})
 
 
 def events_around_operations(module):
@@ -111,9 +172,37 @@ def idle(file: str, flags: str, gpus: int) -> dict[str, object]:
     }
 
 
+def profiled(file: str, flags: str, gpus: int) -> list[dict[str, float]]:
+    """Milliseconds of a step by what the GPU does, by rank. Keeps the timeline of the one that computes longest."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs(torchrun(gpus, "01_single_gpu/profiling.py", file, "--folder", folder, *flags.split()))
+        reports = [json.loads(Path(folder, f"{Path(file).stem}.rank{rank}.json").read_text()) for rank in range(gpus)]
+    slowest = max(reports, key=lambda report: report["ms"]["compute"])
+    TIMELINES.mkdir(parents=True, exist_ok=True)
+    Path(TIMELINES, f"{Path(file).stem}.json").write_text(json.dumps(slowest) + "\n")
+    return [report["ms"] for report in reports]
+
+
+def collectives(gpus: int) -> dict[str, object]:
+    """The table of 02_data_parallel/collectives.py."""
+    words = "02_data_parallel/collectives.py", *COLLECTIVES.split()
+    printed = outputs(torchrun(gpus, *words))[0]
+    print(printed[printed.index("all-reduce on") :], flush=True)
+    return {
+        "table": printed[printed.index("all-reduce on") :],
+        "command": f"torchrun --nproc_per_node {gpus} {' '.join(words)}",
+    }
+
+
+def where(gpus: int) -> dict[str, str]:
+    """Date, GPUs and version of torch."""
+    name = isolated(torch.cuda.get_device_name)  # CUDA in this process would forbid it to fork
+    return {"date": datetime.date.today().isoformat(), "gpu": f"{gpus} x {name}", "torch": torch.__version__}
+
+
 def measure(suite: str, rounds: int) -> dict[str, object]:
     """All lines of a suite, taking turns."""
-    gpus, lines = SUITES[suite]
+    gpus, alike, lines = SUITES[suite]
     taken = {line: [] for line in lines}
     for turn in range(rounds):
         for line in lines:
@@ -124,27 +213,34 @@ def measure(suite: str, rounds: int) -> dict[str, object]:
         row = next(row for row in rows if row["file"] == file)
         row["pipeline"] = idle(file, flags, gpus)
         print(f"idle     {file:45} {row['pipeline']}", flush=True)
+    for name in PROFILED.get(suite, []):
+        row = next(row for row in rows if row["file"] == f"02_data_parallel/{name}.py")
+        row["profile"] = profiled(row["file"], re.sub(r"--steps \d+", "", row["flags"]), gpus)
+        for rank, ms in enumerate(row["profile"]):
+            print(f"profile  {name:15} rank {rank}", *(f"{key} {value:.1f}" for key, value in ms.items()), flush=True)
     return {
-        "date": datetime.date.today().isoformat(),
-        "gpu": f"{gpus} x {isolated(torch.cuda.get_device_name)}",  # CUDA in this process would forbid it to fork
-        "torch": torch.__version__,
+        **where(gpus),
         "command": f"python tests/bench.py {suite} --rounds {rounds}",
+        "alike": alike,
         "rows": rows,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}, collectives")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     present = torch.cuda.device_count()
-    suites = args.suites or [name for name, (gpus, _) in SUITES.items() if gpus <= present]
+    suites = args.suites or [name for name, (gpus, *_) in SUITES.items() if gpus <= present]
+    suites += ["collectives"] if present > 1 and not args.suites else []
     if not suites:
         raise SystemExit(f"no suite fits {present} GPUs")
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for suite in suites:
-        stored[suite] = measure(suite, args.rounds)
+        stored[suite] = (
+            {**where(present), **collectives(present)} if suite == "collectives" else measure(suite, args.rounds)
+        )
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
 

@@ -3,7 +3,7 @@
     python tests/compare.py A.safetensors B.safetensors [--start START.safetensors] [--tolerance 1e-10]
 
 With --start, the weights from before training, the *changes* of the weights are compared; after one step of
-`--eps 1e4 --lr 1e4 --clip 1e9 --weight_decay 0`, with which AdamW is gradient descent, that is the gradient.
+`--eps 1e12 --lr 1e12 --clip 1e9 --weight_decay 0`, with which AdamW is gradient descent, that is the gradient.
 Ends with exit code 1, and the name of the worst tensor, if any error is above the tolerance.
 """
 

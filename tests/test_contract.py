@@ -12,14 +12,14 @@ import pytest
 import torch
 from launch import RankFailed, launch, load
 from safetensors.torch import save_file
-from test_lineage import FAMILY
+from test_lineage import TRAINING
 
 ROOT_RECIPE = "01_single_gpu/train.py"
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8"
 CASES = {recipe: (world, flags) for recipe, world, flags in reversed(equivalence.CASES) if "--compile" not in flags}
 CASES[ROOT_RECIPE] = 1, ""  # recipe: (ranks, flags), the smallest of its cases
-RECIPES = [(recipe, *CASES[recipe]) for recipe in FAMILY]
-every_recipe = pytest.mark.parametrize("recipe, world, flags", RECIPES, ids=FAMILY)
+RECIPES = [(recipe, *CASES[recipe]) for recipe in TRAINING]
+every_recipe = pytest.mark.parametrize("recipe, world, flags", RECIPES, ids=TRAINING)
 
 
 @every_recipe

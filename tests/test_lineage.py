@@ -144,6 +144,7 @@ def propagate(name: str, family: dict[str, Recipe]) -> list[str]:
 
 
 FAMILY = recipes()
+TRAINING = {path: recipe for path, recipe in FAMILY.items() if "train_step" in recipe.definitions}  # not tools
 CHILDREN = [path for path, recipe in FAMILY.items() if parents(recipe)]
 
 
@@ -162,9 +163,9 @@ def test_header(path):
 
 
 def test_parents_form_a_tree():
-    roots = [path for path, recipe in FAMILY.items() if not parents(recipe)]
-    assert roots == ["01_single_gpu/train.py"]
-    for path in FAMILY:
+    roots = [path for path, recipe in TRAINING.items() if not parents(recipe)]
+    assert roots == ["01_single_gpu/train.py"] and not any(parents(FAMILY[path]) for path in FAMILY.keys() - TRAINING)
+    for path in TRAINING:
         seen = []
         while path not in roots:
             assert path not in seen, f"{path} descends from itself"

@@ -11,7 +11,7 @@ import pytest
 import schedules
 import witness
 from launch import ROOT, launch, load
-from test_lineage import FAMILY
+from test_lineage import TRAINING
 
 
 @dataclass(frozen=True)
@@ -213,4 +213,4 @@ def test_transformers_sees(bug, tmp_path):
 
 
 def test_every_recipe_has_its_bug():
-    assert {bug.recipe for bug in [*BUGS, *ROOT_BUGS]} == set(FAMILY)
+    assert {bug.recipe for bug in [*BUGS, *ROOT_BUGS]} == set(TRAINING)

@@ -101,28 +101,46 @@ def equivalence() -> str:
     return table(head, rows)
 
 
+def label(row: dict, first: dict) -> str:
+    """The file, and those of its flags that the suite's first line, if of the same file, does not have."""
+    words, others = row["flags"].split(), first["flags"]
+    own = [f"{a} {b}" for a, b in zip(words, words[1:]) if a.startswith("--") and f"{a} {b}" not in others]
+    alone = (
+        ", on each GPU alone, the slowest" if "each" in row["rounds"][0] and len(row["rounds"][0]["each"]) > 1 else ""
+    )
+    return f"`{' '.join([row['file'], *(own if row['file'] == first['file'] else [])])}`{alone}"
+
+
+def exposed(row: dict) -> str:
+    """Exposed communication of the rank that computes longest: the others also wait for it."""
+    if "profile" not in row:
+        return ""
+    slowest = max(row["profile"], key=lambda ms: ms["compute"])
+    return f"{slowest['exposed'] / slowest['step']:.1%}"
+
+
 def speed() -> str:
-    """A table per suite: medians of the rounds, and for the root the ratio to the library, which took turns with it."""
+    """A table per suite: medians of the rounds, and ratios to the first line, where the work is the same."""
     file, parts = RESULTS / "speed.json", []
-    for suite in (json.loads(file.read_text()) if file.exists() else {}).values():
-        medians = {
-            row["file"]: {key: median_of(row, key) for key in ("tokens", "mfu", "memory")} for row in suite["rows"]
-        }
-        library, rows = medians.get("tests/library.py"), []
-        for row in suite["rows"]:
-            ours, pipeline = medians[row["file"]], row.get("pipeline")
-            compared = library and row["file"] in ("tests/library.py", "01_single_gpu/train.py")
+    for name, suite in (json.loads(file.read_text()) if file.exists() else {}).items():
+        if name == "collectives":
+            continue
+        rows, first = [], suite["rows"][0]
+        for i, row in enumerate(suite["rows"]):
+            ours, pipeline = {key: median_of(row, key) for key in ("tokens", "mfu", "memory")}, row.get("pipeline")
+            compared = i < suite["alike"] > 1
             rows.append(
                 [
-                    f"`{row['file']}`",
+                    label(row, first),
                     f"{ours['tokens']:,.0f}",
-                    f"{ours['tokens'] / library['tokens']:.2f}" if compared else "",
+                    f"{ours['tokens'] / median_of(first, 'tokens'):.2f}" if compared else "",
                     f"{ours['mfu']:.1f} %" if ours["mfu"] else "",
                     f"{ours['memory']:.1f} GiB" if ours["memory"] else "",
+                    exposed(row),
                     f"{pipeline['idle']:.1%} ({pipeline['formula']:.1%})" if pipeline else "",
                 ]
             )
-        head = ["file", "tokens/s/GPU", "× library", "MFU", "memory", "idle (formula)"]
+        head = ["file", "tokens/s/GPU", "× first", "MFU", "memory", "exposed communication", "idle (formula)"]
         filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
         text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
         flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
@@ -130,6 +148,15 @@ def speed() -> str:
         details = f"<details><summary>flags</summary>\n\n```\n{flags}\n```\n\n</details>"
         parts.append(f"{note}\n\n{text}\n\n{details}")
     return "\n\n".join(parts)
+
+
+def collectives() -> str:
+    """The bandwidth table of collectives.py, as it was printed."""
+    stored = json.loads((RESULTS / "speed.json").read_text()).get("collectives")
+    if not stored:
+        return ""
+    note = f"{stored['gpu']}, torch {stored['torch']}, {stored['date']}, `{stored['command']}`"
+    return f"{note}\n\n```\n{stored['table'].rstrip()}\n```"
 
 
 def median_of(row: dict, key: str) -> float | None:
@@ -140,7 +167,9 @@ def median_of(row: dict, key: str) -> float | None:
 
 def generated(text: str) -> str:
     """The README with its tables regenerated."""
-    for name, make in dict(map=map_of_recipes, reading=reading_path, equivalence=equivalence, speed=speed).items():
+    for name, make in dict(
+        map=map_of_recipes, reading=reading_path, equivalence=equivalence, speed=speed, collectives=collectives
+    ).items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
         assert len(pattern.findall(text)) == 1, f"the README needs one pair of markers for {name}"
         text = pattern.sub(lambda match, make=make: f"{match[1]}{make()}\n{match[2]}", text)
