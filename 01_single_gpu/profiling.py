@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -30,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 # ------------------------------------------------------------------------------------------------------------ config
 WARMUP = 6  # steps before the first profiled one: compilation, first allocations, communicators
 GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a trace
+COMMUNICATION = ("nccl", "gloo:", "barrier_kernel")  # beginnings of names; and copies beside the stream of the kernels
 PHASES = {"forward": "#9cc3e6", "backward": "#a9d6a0", "optimizer": "#d9c2e9"}
 HIDDEN = "#f2b661"
 EXPOSED = "#d64541"
@@ -125,10 +127,15 @@ def classify(events: list[dict]) -> dict[str, list[tuple[float, float]]]:
     if not work:
         work = [e for e in events if e.get("cat") == "cpu_op" and not e["name"].startswith(("c10d::", "record_"))]
         work += [e for e in events if e["name"].startswith("gloo:")]
+    time_of = Counter()
+    for e in work:
+        time_of[e.get("args", {}).get("stream")] += e["dur"] if e["cat"] == "kernel" else 0
+    main_stream = time_of.most_common(1)[0][0]
     for e in work:
         launched = launches.get(e.get("args", {}).get("correlation"), e["ts"])
         phase = next((name for name, start, end in windows if start <= launched <= end), "optimizer")
-        kind = "communication" if e["name"].startswith(("nccl", "gloo:")) else phase
+        aside = e["cat"] == "gpu_memcpy" and e["args"]["stream"] != main_stream
+        kind = "communication" if aside or e["name"].startswith(COMMUNICATION) else phase
         spans[kind].append((e["ts"], e["ts"] + e["dur"]))
     return spans
 

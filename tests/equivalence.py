@@ -196,9 +196,9 @@ def main() -> None:
             flush=True,
         )
         kept.append({"recipe": recipe, "device": args.device, "ranks": world, "flags": flags, "errors": errors})
-    RESULTS.parent.mkdir(exist_ok=True)
-    lines = sorted(json.dumps(entry) for entry in kept)
-    RESULTS.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+        RESULTS.parent.mkdir(exist_ok=True)
+        lines = sorted(json.dumps(entry) for entry in kept)
+        RESULTS.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 if __name__ == "__main__":
