@@ -86,6 +86,7 @@ def run(recipe: str, flags: list[str], folder: str) -> tuple[Path, Path, float]:
         if step > WARMUP:
             starts.append(time.perf_counter())  # the recipe has waited for the GPU: the step before is over
             profiles[step - WARMUP - 1].stop()
+            profiles[step - WARMUP - 1].export_chrome_trace(str(files[step - WARMUP - 1]))  # lost when the next starts
         if WARMUP <= step <= WARMUP + 1:
             if dist.is_initialized():
                 dist.barrier()  # profilers start at their own pace: what is measured must not be waiting for them
@@ -93,6 +94,7 @@ def run(recipe: str, flags: list[str], folder: str) -> tuple[Path, Path, float]:
             starts.append(time.perf_counter())
         return train_step(*args)
 
+    Path(folder).mkdir(parents=True, exist_ok=True)
     module.train_step = watched_step
     module.forward = labelled("forward", module.forward)
     backward, torch.Tensor.backward = torch.Tensor.backward, labelled("backward", torch.Tensor.backward)
@@ -101,9 +103,6 @@ def run(recipe: str, flags: list[str], folder: str) -> tuple[Path, Path, float]:
         module.main()
     finally:
         torch.Tensor.backward = backward
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for profiled, file in zip(profiles, files):
-        profiled.export_chrome_trace(str(file))
     return *files, (starts[1] - starts[0]) * 1e3
 
 
@@ -123,6 +122,8 @@ def classify(events: list[dict]) -> dict[str, list[tuple[float, float]]]:
     """(start, end), in microseconds, of all work by phase and of communication. Kernels count as they were launched."""
     windows, spans = phases(events), {kind: [] for kind in (*PHASES, "communication")}
     work = [e for e in events if e.get("cat") in GPU_EVENTS]
+    if not any(e["cat"] == "kernel" for e in work) and any(e.get("cat") == "cuda_runtime" for e in events):
+        raise SystemExit("the trace has no kernels, although the CPU has launched some: the profiler lost them")
     launches = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
     if not work:
         work = [e for e in events if e.get("cat") == "cpu_op" and not e["name"].startswith(("c10d::", "record_"))]

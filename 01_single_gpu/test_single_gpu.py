@@ -3,7 +3,10 @@
 import contextlib
 import dataclasses
 import io
+import itertools
+import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 TRAIN = "01_single_gpu/train.py"
 FULL = "01_single_gpu/activation_checkpointing.py"
 ACCUMULATION = "01_single_gpu/gradient_accumulation.py"
+PROFILING = "01_single_gpu/profiling.py"
 FOLDER = [path for path, _, _ in equivalence.CASES if path.startswith("01")]
 SMALL = (
     "--device cpu --dtype float64 --layers 3 --dim 48 --heads 6 --kv_heads 2 --ffn 64 --vocab 256 --seq 24 --batch 4"
@@ -394,3 +398,84 @@ def help_text():
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         load(TRAIN).parse_config()
     return out.getvalue()
+
+
+# ----------------------------------------------------------------------------------------------------------- profiling
+def spans_by_hand(spans):
+    """The microseconds that spans with whole ends cover, as a set."""
+    return {t for start, end in spans for t in range(int(start), int(end))}
+
+
+def test_spans():
+    """Union and difference of spans, against sets of microseconds."""
+    profiling, generator = load(PROFILING), random.Random(0)
+    for _ in range(200):
+        starts = [generator.randrange(60) for _ in range(13)]
+        spans = [(start, start + generator.randrange(1, 12)) for start in starts]
+        ours, others = spans[:6], spans[6:]
+        united = profiling.union(ours)
+        assert spans_by_hand(united) == spans_by_hand(ours)
+        assert all(end < start for (_, end), (start, _) in itertools.pairwise(united))
+        left = profiling.without(united, profiling.union(others))
+        assert spans_by_hand(left) == spans_by_hand(ours) - spans_by_hand(others)
+        assert profiling.length(left) == len(spans_by_hand(left)) / 1e3
+    assert profiling.union([(0, 10), (15, 20), (40, 50)], gap=5) == [(0, 20), (40, 50)]
+
+
+def trace_of_a_gpu():
+    """Events as a GPU's trace has them: kernels run long after the CPU has launched them, on two streams."""
+    label = [("forward", 0, 20), ("backward", 20, 60)]
+    launched = [  # name, category, launch, start, end, stream
+        ("gemm", "kernel", 5, 100, 200, 7),
+        ("gemm_backward", "kernel", 25, 200, 300, 7),
+        ("ncclDevKernel_AllReduce", "kernel", 30, 250, 350, 20),
+        ("Memcpy PtoP", "gpu_memcpy", 40, 320, 360, 20),
+        ("Memcpy DtoD", "gpu_memcpy", 45, 300, 310, 7),
+        ("multi_tensor_apply_kernel", "kernel", 70, 370, 400, 7),
+    ]
+    events = [{"ph": "X", "cat": "user_annotation", "name": n, "ts": a, "dur": b - a} for n, a, b in label]
+    for i, (name, cat, called, start, end, stream) in enumerate(launched):
+        args = {"correlation": i, "stream": stream}
+        events.append({"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "args": args})
+        call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": called, "dur": 1}
+        events.append({**call, "args": {"correlation": i}})
+    return events
+
+
+def test_report_of_a_gpu_trace():
+    """Kernels count for the phase that launched them; copies beside the compute stream are communication."""
+    profiling = load(PROFILING)
+    spans = profiling.classify(trace_of_a_gpu())
+    assert spans["forward"] == [(100, 200)] and spans["backward"] == [(200, 300), (300, 310)]
+    assert spans["optimizer"] == [(370, 400)] and spans["communication"] == [(250, 350), (320, 360)]
+    ms = profiling.summarize(spans, step_ms=0.5)
+    wanted = dict(step=0.5, forward=0.1, backward=0.11, optimizer=0.03, compute=0.24, communication=0.11, exposed=0.05)
+    assert ms == pytest.approx({**wanted, "idle": 0.5 - 0.29})
+    shown = profiling.timeline(spans)
+    assert shown["exposed"] == [(0.21, 0.26)] and shown["optimizer"] == [(0.27, 0.3)]
+    with pytest.raises(SystemExit, match="no kernels"):
+        profiling.classify([e for e in trace_of_a_gpu() if e["cat"] != "kernel"])
+
+
+@pytest.mark.parametrize("name, hides", [("naive", False), ("overlap", True)])
+def test_profile_of_a_recipe(name, hides, tmp_path):
+    """On CPUs: naive hides nothing, overlap does; trace, timeline and pictures are there, and --draw draws them."""
+    flags = "--device cpu --layers 2 --batch 4"
+    launch(PROFILING, 2, f"02_data_parallel/{name}.py --folder {tmp_path} {flags}", save=False)
+    for rank in range(2):
+        ms = json.loads((tmp_path / f"{name}.rank{rank}.json").read_text())["ms"]
+        assert ms["step"] > ms["compute"] > max(ms["forward"], ms["backward"], ms["optimizer"]) > 0
+        assert 0 < ms["communication"] and (ms["exposed"] < 0.9 * ms["communication"]) == hides
+        assert abs(ms["compute"] + ms["exposed"] + ms["idle"] - ms["step"]) < 0.1 * ms["step"]
+        assert (tmp_path / f"{name}.rank{rank}.trace.json.gz").stat().st_size > 1000
+    timeline = str(tmp_path / f"{name}.rank0.json")
+    command = ["python", PROFILING, "--draw", str(tmp_path / "picture.svg"), timeline]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    assert f"02_data_parallel/{name}.py" in (tmp_path / "picture.svg").read_text()
+    assert "</svg>" in (tmp_path / f"{name}.rank0.memory.svg").read_text()
+
+
+def test_profiling_without_a_recipe():
+    command = ["python", PROFILING, "nowhere.py"]
+    end = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    assert end.returncode == 1 and end.stderr == "nowhere.py: no such file\n"

@@ -5,7 +5,7 @@ whose output, the logits, it converts to float32. As in torch_ddp.py, gradients 
 
 Parent:   02_data_parallel/torch_ddp.py
 Lesson:   build_model, forward, forward_backward, clip_gradients, train_step, train, main
-Run:      accelerate launch --num_processes 8 02_data_parallel/accelerate_ddp.py
+Run:      accelerate launch --multi_gpu --num_processes 8 02_data_parallel/accelerate_ddp.py
 Source:   Gugger et al. 2022, Accelerate
 """
 

@@ -114,7 +114,7 @@ def exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, group: di
     """Start to send one tensor and to receive another. Both in one batch: else NCCL might wait in a circle."""
     send = dist.P2POp(dist.isend, outgoing, to, group=group)  # its bytes, to one neighbour
     receive = dist.P2POp(dist.irecv, incoming, source, group=group)  # as many, from another
-    return dist.batch_isend_irecv([send, receive])
+    return dist.batch_isend_irecv([send, receive])  # nobody waits yet
 
 
 def ring_all_reduce(x: Tensor, rings: list[dist.ProcessGroup]) -> int:

@@ -6,7 +6,7 @@ a host can read. Each rank copies its shard of the others' buckets, adds, and th
 move the 2·(dp-1)/dp·4 bytes per parameter, and multiprocessors only add. The buckets stay: 4 bytes per parameter more.
 
 Parent:   02_data_parallel/bucketed.py
-Lesson:   Shared, add, share, build_model, flatten, all_reduce, backward
+Lesson:   Shared, share, all_reduce, build_model, padded, flatten, backward
 Plumbing: check
 Run:      torchrun --nproc_per_node 8 02_data_parallel/copy_engines.py
 Source:   torch.distributed._symmetric_memory; the two waves: pytorch/pytorch#143988
@@ -125,33 +125,25 @@ class Shared:
 
     buffers: list[Tensor]  # by rank, [n]; one's own, and views into the others' memory
     arriving: Tensor  # dp-1 n/dp, not shared: what was copied from the others
-    add: Callable[[Tensor, Tensor], None]
     barrier: Callable[[], None]  # no rank goes on, on its current stream, before all have come
     stream: torch.cuda.Stream | None  # of copies and sums; none on CPUs
-
-
-def add(mine: Tensor, arriving: Tensor) -> None:
-    """mine [n] += the rows of arriving [dp-1 n]; compiled, it goes over memory once."""
-    mine.add_(arriving.sum(0))
 
 
 def share(cfg: Config, sizes: list[int]) -> Shared:
     """Symmetric memory for buckets of these sizes: on GPUs mapped over NVLink, on CPUs a file that all ranks map."""
     rank, dp, dtype = dist.get_rank(), dist.get_world_size(), torch.get_default_dtype()
     arriving = torch.empty(dp - 1, max(sizes) // dp, dtype=dtype, device=cfg.device)
-    adder = torch.compile(add, dynamic=True) if cfg.compile else add
     if cfg.device == "cuda":
-        with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(arriving.device)):
-            mine = torch.empty(sum(sizes), dtype=dtype, device=cfg.device)
+        mine = symmetric_memory.empty(sum(sizes), dtype=dtype, device=arriving.device)
         handle = symmetric_memory.rendezvous(mine, dist.group.WORLD)
         buffers = [handle.get_buffer(r, mine.shape, dtype) for r in range(dp)]
-        return Shared(buffers, arriving, adder, handle.barrier, torch.cuda.Stream())
+        return Shared(buffers, arriving, handle.barrier, torch.cuda.Stream())
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)  # a path, from rank 0; all wait for it
     buffers = [torch.from_file(f"{folder[0]}/{r}", shared=True, size=sum(sizes), dtype=dtype) for r in range(dp)]
     dist.barrier()  # nothing is sent: all have opened the files, whose names may go
     shutil.rmtree(folder[0], ignore_errors=True)
-    return Shared(buffers, arriving, adder, dist.barrier, None)
+    return Shared(buffers, arriving, dist.barrier, None)
 
 
 def all_reduce(shared: Shared, start: int, size: int) -> None:
@@ -162,7 +154,8 @@ def all_reduce(shared: Shared, start: int, size: int) -> None:
     shared.barrier()  # all have filled their buckets; the stream waits
     for arriving, r in zip(shared.arriving, others):
         arriving[: size // dp].copy_(shards[r][rank])  # 1/dp of the bytes, in; with the next, (dp-1)/dp
-    shared.add(shards[rank][rank], shared.arriving[:, : size // dp])
+    for arriving in shared.arriving:
+        shards[rank][rank].add_(arriving[: size // dp])
     shared.barrier()  # all shards are sums; the stream waits
     for r in others:
         shards[rank][r].copy_(shards[r][r])  # 1/dp of the bytes, in

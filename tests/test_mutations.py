@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import equivalence
 import pytest
 import schedules
+import simulation
 import witness
 from launch import ROOT, launch, load
 from test_lineage import TRAINING
@@ -29,9 +30,13 @@ class Bug:
 ROOT_RECIPE = "01_single_gpu/train.py"
 ACCUMULATION = "01_single_gpu/gradient_accumulation.py"
 FULL = "01_single_gpu/activation_checkpointing.py"
-NAIVE = "02_data_parallel/naive.py"
+NAIVE, OVERLAP, BUCKETED = (f"02_data_parallel/{name}.py" for name in ("naive", "overlap", "bucketed"))
+NO_SYNC, COPY_ENGINES, DILOCO = (f"02_data_parallel/{name}.py" for name in ("no_sync", "copy_engines", "diloco"))
+TORCH_DDP, ACCELERATE_DDP = "02_data_parallel/torch_ddp.py", "02_data_parallel/accelerate_ddp.py"
 AFAB, ONE_F_ONE_B = "06_pipeline/afab.py", "06_pipeline/1f1b.py"
 MICRO = dict(flags="--microbatches 4")
+SMALL_BUCKETS = dict(world=2, flags="--bucket_mb 0.05")
+ACCUMULATED = dict(world=2, flags="--bucket_mb 0.05 --microbatches 3")
 PIPELINE = dict(world=3, flags="--microbatches 4")
 
 BUGS = [
@@ -104,6 +109,29 @@ BUGS = [
         "    return total\n",
         world=2,
     ),
+    Bug("a copy is reduced", OVERLAP, "all_reduce(p.grad, async", "all_reduce(p.grad.clone(), async", world=2),
+    Bug("the last gradient is not reduced", OVERLAP, "< len(order) and", "< len(order) - 1 and", world=2),
+    Bug("gradients are no views of their bucket", BUCKETED, "p.grad = part", "part", **SMALL_BUCKETS),
+    Bug("the last bucket is not reduced", BUCKETED, "< len(buckets) and", "< len(buckets) - 1 and", **SMALL_BUCKETS),
+    Bug("a bucket of one gradient is not reduced", BUCKETED, "grad.view(-1)", "grad.view(-1).clone()", **SMALL_BUCKETS),
+    Bug(
+        "every micro-batch reduces all of the sum", NO_SYNC, "if i < cfg.microbatches - 1:", "if False:", **ACCUMULATED
+    ),
+    Bug("the first micro-batch reduces, not the last", NO_SYNC, "i < cfg.microbatches - 1", "i > 0", **ACCUMULATED),
+    Bug("reduced without what was there before", NO_SYNC, "loss.backward()  #", "model.zero_grad()  #", **ACCUMULATED),
+    Bug("the wrong shard is summed", COPY_ENGINES, "copy_(shards[r][rank])", "copy_(shards[r][r])", **SMALL_BUCKETS),
+    Bug("sums are not copied back", COPY_ENGINES, "copy_(shards[r][r])", "copy_(shards[rank][r])", **SMALL_BUCKETS),
+    Bug(
+        "buckets overlap by one number",
+        COPY_ENGINES,
+        "starts.append(starts[-1] + padded(bucket))",
+        "starts.append(starts[-1] + padded(bucket) - 1)",
+        **SMALL_BUCKETS,
+    ),
+    Bug("an average of what is to be summed", TORCH_DDP, "(loss * dp).backward()", "loss.backward()", world=2),
+    Bug("around the wrapper, which then never reduces", TORCH_DDP, "model(inputs)", "model.module(inputs)", world=2),
+    Bug("an average of what is to be summed", ACCELERATE_DDP, "backward(loss * dp)", "backward(loss)", world=2),
+    Bug("the loss of a part for the log", ACCELERATE_DDP, "    dist.all_reduce(loss)", "    pass", world=2),
     # pipelines
     Bug(
         "the loss is divided for the log and not for backward, shipped by picotron",
@@ -138,6 +166,22 @@ BUGS = [
         **PIPELINE,
     ),
     Bug("targets of another micro-batch", ONE_F_ONE_B, "targets[i])", "targets[i - 1])", **PIPELINE),
+]
+
+DILOCO_BUGS = [  # seen by comparison with a simulation of the workers
+    Bug("the way there for the way back", DILOCO, "(old - p)", "(p - old)"),
+    Bug("a sum of the workers", DILOCO, "(old - p) / dist.get_world_size()", "(old - p)"),
+    Bug("plain momentum", DILOCO, "nesterov=cfg.outer_momentum > 0", "nesterov=False"),
+    Bug("workers stay where they are", DILOCO, "        p.copy_(old)", "        pass"),
+    Bug(
+        "inner moments forgotten",
+        DILOCO,
+        "(model, outer)\n",
+        "(model, outer); optimizer = make_optimizer(cfg, model)\n",
+    ),
+    Bug("own tokens", DILOCO, "inputs, targets) / tokens", "inputs, targets) / (targets != IGNORE).sum()"),
+    Bug("no outer step at the end", DILOCO, " or step + 1 == cfg.steps", ""),
+    Bug("one step late", DILOCO, "(step + 1) % cfg.inner_steps == 0", "step % cfg.inner_steps == 0"),
 ]
 
 ROOT_BUGS = [  # what all recipes inherit: seen by comparison with transformers
@@ -206,6 +250,12 @@ def test_schedule_sees(ahead, tmp_path):
         schedules.check(load(mutate(bug, tmp_path)), schedules.FLIGHT[ONE_F_ONE_B], range(4, 5), [8])
 
 
+@pytest.mark.parametrize("bug", DILOCO_BUGS, ids=[bug.what for bug in DILOCO_BUGS])
+def test_simulation_sees(bug, tmp_path):
+    with pytest.raises(AssertionError, match="is off by"):
+        simulation.check(mutate(bug, tmp_path))
+
+
 @pytest.mark.parametrize("bug", ROOT_BUGS, ids=[bug.what for bug in ROOT_BUGS])
 def test_transformers_sees(bug, tmp_path):
     with pytest.raises(AssertionError, match="is off by|names or shapes"):
@@ -213,4 +263,4 @@ def test_transformers_sees(bug, tmp_path):
 
 
 def test_every_recipe_has_its_bug():
-    assert {bug.recipe for bug in [*BUGS, *ROOT_BUGS]} == set(TRAINING)
+    assert {bug.recipe for bug in [*BUGS, *DILOCO_BUGS, *ROOT_BUGS]} == set(TRAINING)
