@@ -96,7 +96,6 @@ def check(cfg: Config, world: int) -> None:
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
-        (world > max(1, local), f"--nnodes {world // local}: the processes must share the memory of one host"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
@@ -105,6 +104,7 @@ def check(cfg: Config, world: int) -> None:
         (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
         (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+        (world > max(1, local), f"--nnodes {world // local}: the processes must share the memory of one host"),
     ]
     for wrong, problem in problems:
         if wrong:

@@ -331,10 +331,10 @@ def test_a_failing_rank_ends_the_run(recipe):
         [
             "accelerate",
             "launch",
-            "--cpu",
+            "--multi_gpu",
             "--num_processes",
             "2",
-            "02_data_parallel/accelerate_ddp.py",
+            ACCELERATE,
             "--device",
             "cpu",
         ],
@@ -374,7 +374,8 @@ def test_examples_of_collectives(world):
         assert {name: after for name, _, after in shown} == {name: after[rank] for name, after in wanted.items()}
         assert {name: before for name, before, _ in shown}["all-reduce"] == numbers[rank]
     printed = run.output[0]
-    assert f"ring {2 * (n - 1) / n:.3f}" in printed and not any(run.output[1:])
+    sent = float(re.search(r"ring ([\d.]+)", printed.splitlines()[-1])[1])
+    assert abs(sent - 2 * (n - 1) / n) < 0.02 and not any(run.output[1:])  # the chunks of 3 ranks are not equally long
     leaves = [float(t) for t in re.findall(r"leaves after ([\d.]+) s", printed)]
     assert len(leaves) == n and min(leaves) >= (n - 1) / 10 - 0.01
 

@@ -55,7 +55,7 @@ CASES = [
     ("02_data_parallel/bucketed.py", 3, "--bucket_mb 0"),
     ("02_data_parallel/bucketed.py", 4, ""),
     ("02_data_parallel/bucketed.py", 8, "--batch 16 --bucket_mb 0.05"),
-    ("02_data_parallel/no_sync.py", 2, "--microbatches 3"),
+    ("02_data_parallel/no_sync.py", 2, "--microbatches 2"),
     ("02_data_parallel/no_sync.py", 4, "--microbatches 3 --bucket_mb 0.05"),
     ("02_data_parallel/copy_engines.py", 2, "--bucket_mb 0.05"),
     ("02_data_parallel/copy_engines.py", 3, "--bucket_mb 0"),
