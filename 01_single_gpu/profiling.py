@@ -1,9 +1,9 @@
-"""Profile one step of any recipe: a trace, a memory timeline, and how much of the communication computing hides.
+"""Profile one step of any recipe: a trace, a memory timeline, and how much communication hides behind computation.
 
 Each rank writes a trace for ui.perfetto.dev and a timeline: when the GPU computed (forward, backward, norm and
 optimizer) and when it communicated; rank 0 draws the memory. Communication is *exposed* while nothing computes, idle is
-neither. A collective waits for the slowest rank, so only that one's communication is communication alone. On GPUs these
-are kernels; on CPUs, operators.
+neither. On all but the slowest rank, communication includes waiting for that one. On GPUs these are kernels, and copies
+on other streams than theirs; on CPUs, operators.
 
 Parent:   none, it profiles the others
 Run:      torchrun --nproc_per_node 4 01_single_gpu/profiling.py 02_data_parallel/bucketed.py
@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 # ------------------------------------------------------------------------------------------------------------ config
 WARMUP = 6  # steps before the first profiled one: compilation, first allocations, communicators
 GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a trace
-COMMUNICATION = ("nccl", "gloo:", "barrier_kernel")  # beginnings of names; and copies beside the stream of the kernels
+COMMUNICATION = ("nccl", "gloo:", "symmetric_memory")  # parts of names
 PHASES = {"forward": "#9cc3e6", "backward": "#a9d6a0", "optimizer": "#d9c2e9"}
 HIDDEN = "#f2b661"
 EXPOSED = "#d64541"
@@ -119,7 +119,7 @@ def phases(events: list[dict]) -> list[tuple[str, float, float]]:
 
 
 def classify(events: list[dict]) -> dict[str, list[tuple[float, float]]]:
-    """(start, end), in microseconds, of all work by phase and of communication. Kernels count as they were launched."""
+    """(start, end), in microseconds, of all work by the phase that launched it, and of communication."""
     windows, spans = phases(events), {kind: [] for kind in (*PHASES, "communication")}
     work = [e for e in events if e.get("cat") in GPU_EVENTS]
     if not any(e["cat"] == "kernel" for e in work) and any(e.get("cat") == "cuda_runtime" for e in events):
@@ -136,7 +136,7 @@ def classify(events: list[dict]) -> dict[str, list[tuple[float, float]]]:
         launched = launches.get(e.get("args", {}).get("correlation"), e["ts"])
         phase = next((name for name, start, end in windows if start <= launched <= end), "optimizer")
         aside = e["cat"] == "gpu_memcpy" and e["args"]["stream"] != main_stream
-        kind = "communication" if aside or e["name"].startswith(COMMUNICATION) else phase
+        kind = "communication" if aside or any(word in e["name"] for word in COMMUNICATION) else phase
         spans[kind].append((e["ts"], e["ts"] + e["dur"]))
     return spans
 
@@ -185,15 +185,15 @@ def summarize(spans: dict[str, list[tuple[float, float]]], step_ms: float) -> di
 
 
 def timeline(spans: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
-    """The spans in milliseconds from the first on; those that a picture could not keep apart are one."""
+    """The spans, in milliseconds from the first on, joined where a picture could not show the gap."""
     compute = union([span for phase in PHASES for span in spans[phase]])
     exposed = without(union(spans["communication"]), compute)
     first = min(start for kind in spans.values() for start, _ in kind)
     shown = {**spans, "exposed": exposed}
+    gaps = {**dict.fromkeys(PHASES, 50), "communication": 1, "exposed": 1}  # microseconds that a picture cannot show
     return {
-        kind: [(round((a - first) / 1e3, 3), round((b - first) / 1e3, 3)) for a, b in union(found, gap)]
+        kind: [(round((a - first) / 1e3, 3), round((b - first) / 1e3, 3)) for a, b in union(found, gaps[kind])]
         for kind, found in shown.items()
-        for gap in [1 if kind in ("communication", "exposed") else 50]
     }
 
 

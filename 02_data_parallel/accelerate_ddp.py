@@ -6,6 +6,7 @@ whose output, the logits, it converts to float32. As in torch_ddp.py, gradients 
 Parent:   02_data_parallel/torch_ddp.py
 Lesson:   build_model, forward, forward_backward, clip_gradients, train_step, train, main
 Run:      accelerate launch --multi_gpu --num_processes 8 02_data_parallel/accelerate_ddp.py
+          torchrun --nproc_per_node 8 02_data_parallel/accelerate_ddp.py
 Source:   Gugger et al. 2022, Accelerate
 """
 
@@ -67,7 +68,7 @@ class Config:
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
     compile: bool = False
-    bucket_mb: float = 25.0  # MiB of gradients that are reduced together; 25 is the library's default
+    bucket_mb: float = 25.0  # MiB of gradients that are reduced together
 
 
 def parse_config() -> Config:

@@ -1,8 +1,9 @@
 """Data parallelism, bucketed: gradients are gathered in flat buckets, and a full bucket is one all-reduce.
 
 As many bytes as before, 2·(dp-1)/dp·4 per parameter out of each rank, in few collectives that are large enough for the
-bandwidth of the links. When its last gradient is there, a bucket is copied together, and the gradients become views of
-it; a bucket of one gradient is flat already. Buckets follow the order of backward; the first is small, to start early.
+bandwidth of the links. When the last gradient of a bucket is there, all are copied into one flat tensor, whose views
+they become; a single gradient is flat already. Buckets follow the order of backward. The first holds at most 1 MiB, to
+start early, or one gradient that is larger, as the head's is in a large model.
 
 Parent:   02_data_parallel/overlap.py
 Lesson:   make_buckets, flatten, backward
@@ -302,7 +303,7 @@ def make_buckets(cfg: Config, model: Model) -> list[list[Tensor]]:
     """The parameters in about the order of backward, cut into buckets of at most --bucket_mb, or a single parameter."""
     buckets, size = [[]], 0
     for p in list(model.parameters())[::-1]:
-        limit = min(cfg.bucket_mb, 1) if len(buckets) == 1 else cfg.bucket_mb  # the first is small, to start early
+        limit = min(cfg.bucket_mb, 1) if len(buckets) == 1 else cfg.bucket_mb  # the first, to start early
         if buckets[-1] and size + p.nbytes > limit * 2**20:
             buckets.append([])
             size = 0
@@ -317,7 +318,7 @@ def flatten(bucket: list[Tensor]) -> Tensor:
         if p.grad is None:  # not used by this rank's part of the batch; the others would wait for it forever
             p.grad = torch.zeros_like(p)
     if len(bucket) == 1:
-        return bucket[0].grad.view(-1)  # no copy: more than half of the bytes of a large model
+        return bucket[0].grad.view(-1)  # no copy
     flat = bucket[0].grad.new_empty(sum(p.numel() for p in bucket))
     for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
         p.grad = part.view_as(p).copy_(p.grad)

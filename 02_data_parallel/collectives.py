@@ -2,7 +2,8 @@
 
 Ring: the tensor in N chunks; N-1 steps sum a chunk on its way around, N-1 more hand the sums around. Each rank sends
 2·(N-1)·K/N of K bytes, the least there can be. Tree, by recursive doubling: log2(N) exchanges of all K bytes, with
-partners 1, 2, 4 ... ranks away: K·log2(N) bytes, but the fewest steps. Time is steps · latency + bytes / bandwidth.
+partners 1, 2, 4 ... ranks away: K·log2(N) bytes, but the fewest steps; ranks beyond a power of two hand theirs in
+before, and get the sum after. Time is steps · latency + bytes / bandwidth.
 
 Parent:   none, it trains nothing
 Run:      torchrun --nproc_per_node 4 02_data_parallel/collectives.py
@@ -51,7 +52,7 @@ def check(cfg: Config, world: int) -> None:
     problems = [
         (world < 2, f"start it with torchrun --nproc_per_node 4 {os.path.relpath(__file__)}, at least 2 processes"),
         (cfg.rings < 1, f"--rings {cfg.rings}: must be at least 1"),
-        (cfg.smallest < 4, f"--smallest {cfg.smallest}: must be at least 4, the bytes of a number"),
+        (cfg.smallest < 4 or cfg.smallest % 4, f"--smallest {cfg.smallest}: must be a multiple of 4, a number's bytes"),
         (cfg.largest < cfg.smallest, f"--largest {cfg.largest}: must be at least --smallest {cfg.smallest}"),
         (cfg.repeats < 1, f"--repeats {cfg.repeats}: must be at least 1"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
@@ -99,15 +100,13 @@ def examples(cfg: Config) -> list[tuple[str, str, Tensor, Tensor]]:
 
 
 def barrier(cfg: Config) -> tuple[float, float]:
-    """Seconds after which this rank comes to a barrier, rank/10, and after which it leaves: nobody before the last."""
-    dist.barrier()  # a common start: no data, all wait for all
-    start = time.perf_counter()
+    """When this rank, which has slept rank/10 seconds, comes to a barrier, and when it leaves; by the host's clock."""
     time.sleep(dist.get_rank() / 10)
-    arrived = time.perf_counter()
-    dist.barrier()  # the one to show
+    arrived = time.monotonic()
+    dist.barrier()  # no data; all wait for all
     if cfg.device == "cuda":
-        torch.cuda.synchronize()  # the clock below is the CPU's
-    return arrived - start, time.perf_counter() - start
+        torch.cuda.synchronize()  # the clock is the CPU's
+    return arrived, time.monotonic()
 
 
 def exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, group: dist.ProcessGroup | None) -> list:
@@ -221,8 +220,9 @@ def print_examples(cfg: Config) -> None:
         for rank, (_, _, before, after) in enumerate(rows):
             print(f"    rank {rank}    {before:>{3 * len(rows)}}  ->  {after}")
     print("barrier: nobody leaves before the last has come")
+    first = min(arrived for _, (arrived, _) in texts)
     for rank, (_, (arrived, left)) in enumerate(texts):
-        print(f"    rank {rank}    comes after {arrived:.2f} s, leaves after {left:.2f} s")
+        print(f"    rank {rank}    comes after {arrived - first:.2f} s, leaves after {left - first:.2f} s")
 
 
 def print_table(cfg: Config) -> None:
@@ -236,7 +236,7 @@ def print_table(cfg: Config) -> None:
     rows, size = [], cfg.smallest
     while size <= cfg.largest:
         x = torch.zeros(size // 4, device=cfg.device)
-        sent = [2 * (n - 1) / n * x.nbytes, ring_all_reduce(x, rings), tree_all_reduce(x)]
+        sent = ring_all_reduce(x, rings), tree_all_reduce(x)
         calls = (dist.all_reduce, x), (ring_all_reduce, x, rings), (tree_all_reduce, x)
         rows.append((size, sent, [seconds(cfg, *call) for call in calls]))
         size *= 4
@@ -246,14 +246,14 @@ def print_table(cfg: Config) -> None:
         f"\nall-reduce on {n} ranks; GB/s: algorithm bandwidth | bus bandwidth; the ring is {cfg.rings} rings at once"
     )
     print("bytes".rjust(12) + "".join(f"{name:>33}" for name in (library, "ring", "tree")) + "   ring / " + library)
-    latency, (largest, _, (longest, *_)) = rows[0][2][0], rows[-1]
-    half = latency * largest / max(longest - latency, 1e-9)  # here latency is half of the time
+    latency, longest = rows[0][2][0], rows[-1][2][0]  # of the library
+    half = latency * rows[-1][0] / max(longest - latency, 1e-9)  # here latency is half of the time
     for i, (size, _, times) in enumerate(rows):
         if size > half and (i == 0 or rows[i - 1][0] <= half):
             print(f"------------ from {half:,.0f} bytes on, bandwidth counts for more than latency")
         cells = [f"{t * 1e6:12,.0f} us {size / t / 1e9:7.2f} |{2 * (n - 1) / n * size / t / 1e9:7.2f}" for t in times]
         print(f"{size:12,}" + "".join(f"{cell:>33}" for cell in cells) + f"{times[0] / times[1]:10.0%}")
-    ratios = [f"{name} {bytes_sent / rows[-1][0]:.3f}" for name, bytes_sent in zip(("ring", "tree"), rows[-1][1][1:])]
+    ratios = [f"{name} {bytes_sent / rows[-1][0]:.3f}" for name, bytes_sent in zip(("ring", "tree"), rows[-1][1])]
     print(f"sent by rank 0, of the tensor's bytes: {', '.join(ratios)}; 2(N-1)/N is {2 * (n - 1) / n:.3f}")
 
 

@@ -3,7 +3,8 @@
 NCCL's kernels take multiprocessors from matmuls that are made to fill all of them, so that these run in two waves and
 take up to twice as long: hidden communication is not free. Here the buckets are in symmetric memory, which all ranks of
 a host can read. Each rank copies its shard of the others' buckets, adds, and then copies their sums: the copy engines
-move the 2·(dp-1)/dp·4 bytes per parameter, and multiprocessors only add. The buckets stay: 4 bytes per parameter more.
+move the 2·(dp-1)/dp·4 bytes per parameter, and multiprocessors only add. Memory: the buckets stay when the gradients
+are no longer needed, 4 bytes per parameter, and what arrives takes (dp-1)/dp of the largest.
 
 Parent:   02_data_parallel/bucketed.py
 Lesson:   Shared, share, all_reduce, build_model, padded, flatten, backward
@@ -20,7 +21,6 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from glob import glob
 from pathlib import Path
@@ -104,7 +104,7 @@ def check(cfg: Config, world: int) -> None:
         (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
         (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
-        (world > max(1, local), f"--nnodes {world // local}: the processes must share the memory of one host"),
+        (world > max(1, local), f"--nnodes {world // local}: must be 1, all processes share the memory of one host"),
     ]
     for wrong, problem in problems:
         if wrong:
@@ -124,7 +124,8 @@ class Shared:
     """Symmetric memory: a buffer per rank, each readable by all ranks."""
 
     buffers: list[Tensor]  # by rank, [n]; one's own, and views into the others' memory
-    arriving: Tensor  # dp-1 n/dp, not shared: what was copied from the others
+    sizes: list[int]  # of the buckets, which are end to end
+    arriving: Tensor  # dp-1 (largest of sizes)/dp, not shared: what was copied from the others
     barrier: Callable[[], None]  # no rank goes on, on its current stream, before all have come
     stream: torch.cuda.Stream | None  # of copies and sums; none on CPUs
 
@@ -137,28 +138,30 @@ def share(cfg: Config, sizes: list[int]) -> Shared:
         mine = symmetric_memory.empty(sum(sizes), dtype=dtype, device=arriving.device)
         handle = symmetric_memory.rendezvous(mine, dist.group.WORLD)
         buffers = [handle.get_buffer(r, mine.shape, dtype) for r in range(dp)]
-        return Shared(buffers, arriving, handle.barrier, torch.cuda.Stream())
+        return Shared(buffers, sizes, arriving, handle.barrier, torch.cuda.Stream())
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)  # a path, from rank 0; all wait for it
     buffers = [torch.from_file(f"{folder[0]}/{r}", shared=True, size=sum(sizes), dtype=dtype) for r in range(dp)]
     dist.barrier()  # nothing is sent: all have opened the files, whose names may go
     shutil.rmtree(folder[0], ignore_errors=True)
-    return Shared(buffers, arriving, dist.barrier, None)
+    return Shared(buffers, sizes, arriving, dist.barrier, None)
 
 
-def all_reduce(shared: Shared, start: int, size: int) -> None:
-    """Sum the numbers from start to start + size of all ranks' buffers, into all of them."""
+def all_reduce(shared: Shared, bucket: int) -> None:
+    """Sum a bucket of all ranks, in all of them."""
     rank, dp = dist.get_rank(), dist.get_world_size()
-    shards = [buffer[start : start + size].view(dp, size // dp) for buffer in shared.buffers]
+    shards = [buffer.split(shared.sizes)[bucket].view(dp, -1) for buffer in shared.buffers]  # dp n/dp
+    mine = shards[rank][rank]
     others = [(rank + i) % dp for i in range(1, dp)]  # each rank begins with another one
     shared.barrier()  # all have filled their buckets; the stream waits
+    # (dp-1)/dp of the bucket's bytes in, and as many again below
     for arriving, r in zip(shared.arriving, others):
-        arriving[: size // dp].copy_(shards[r][rank])  # 1/dp of the bytes, in; with the next, (dp-1)/dp
+        arriving[: len(mine)].copy_(shards[r][rank])
     for arriving in shared.arriving:
-        shards[rank][rank].add_(arriving[: size // dp])
+        mine.add_(arriving[: len(mine)])
     shared.barrier()  # all shards are sums; the stream waits
     for r in others:
-        shards[rank][r].copy_(shards[r][r])  # 1/dp of the bytes, in
+        shards[rank][r].copy_(shards[r][r])
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -353,7 +356,7 @@ def make_buckets(cfg: Config, model: Model) -> list[list[Tensor]]:
     """The parameters in about the order of backward, cut into buckets of at most --bucket_mb, or a single parameter."""
     buckets, size = [[]], 0
     for p in list(model.parameters())[::-1]:
-        limit = min(cfg.bucket_mb, 1) if len(buckets) == 1 else cfg.bucket_mb  # the first is small, to start early
+        limit = min(cfg.bucket_mb, 1) if len(buckets) == 1 else cfg.bucket_mb  # the first, to start early
         if buckets[-1] and size + p.nbytes > limit * 2**20:
             buckets.append([])
             size = 0
@@ -369,8 +372,9 @@ def padded(bucket: list[Tensor]) -> int:
 
 
 def flatten(bucket: list[Tensor], flat: Tensor) -> None:
-    """Copy the gradients of a bucket into a flat tensor [n], of which they are views from now on."""
-    for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
+    """Copy the gradients of a bucket into a flat tensor [n], whose views they are from now on."""
+    sizes = [p.numel() for p in bucket]
+    for p, part in zip(bucket, flat[: sum(sizes)].split(sizes)):
         part = part.view_as(p)
         p.grad = part.zero_() if p.grad is None else part.copy_(p.grad)
 
@@ -380,17 +384,17 @@ def backward(cfg: Config, model: Model, loss: Tensor) -> None:
     buckets, shared = make_buckets(cfg, model), model.shared
     bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket}
     missing = [set(bucket) for bucket in buckets]
-    starts = [0]  # of the buckets reduced so far, and of the next
+    waiting = list(range(len(buckets)))  # for the sum, in the same order on all ranks
+    flat = shared.buffers[dist.get_rank()].split(shared.sizes)
 
     def reduce_full() -> None:
-        while len(starts) <= len(buckets) and not missing[len(starts) - 1]:
-            bucket = buckets[len(starts) - 1]  # in this order on all ranks
-            flatten(bucket, shared.buffers[dist.get_rank()][starts[-1] :][: sum(p.numel() for p in bucket)])
+        while waiting and not missing[waiting[0]]:
+            i = waiting.pop(0)
+            flatten(buckets[i], flat[i])
             if shared.stream:
                 shared.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(shared.stream) if shared.stream else nullcontext():
-                all_reduce(shared, starts[-1], padded(bucket))  # backward goes on
-            starts.append(starts[-1] + padded(bucket))
+            with torch.cuda.stream(shared.stream):
+                all_reduce(shared, i)  # backward goes on
 
     def hook(p: Tensor) -> None:
         missing[bucket_of[p]].remove(p)
@@ -403,7 +407,7 @@ def backward(cfg: Config, model: Model, loss: Tensor) -> None:
     for bucket in missing:
         bucket.clear()  # what has no gradient by now will get none
     reduce_full()
-    with torch.cuda.stream(shared.stream) if shared.stream else nullcontext():
+    with torch.cuda.stream(shared.stream):
         shared.barrier()  # all have copied the last sums: the buffers may change again
     if shared.stream:
         torch.cuda.current_stream().wait_stream(shared.stream)  # only the GPU's stream waits, not this process

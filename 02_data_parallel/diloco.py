@@ -3,7 +3,8 @@
 Each rank takes inner AdamW steps on its part of every batch, with weights and moments of its own. Then comes an outer
 step: the ranks average how far they have come from the weights that they last agreed on, and SGD with Nesterov momentum
 takes that mean for a gradient. 2·(dp-1)/dp·4 bytes per parameter leave a rank every --inner_steps steps, not each step.
-Memory: 8 bytes per parameter more, for the agreed weights and their momentum. The log is that of the first worker.
+Memory: 8 bytes per parameter more, for the agreed weights and their momentum. The log is that of the first worker, and
+its last line, a median, is a step without an outer one.
 
 Parent:   02_data_parallel/naive.py
 Lesson:   make_outer_optimizer, forward_backward, outer_step, train
@@ -87,14 +88,15 @@ def parse_config() -> Config:
 def check(cfg: Config, world: int) -> None:
     """End the program with one line that names the flag that cannot work, its value, and what would."""
     for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("steps", "lr", "weight_decay", "eps", "clip", "seed", "compile") else 1
-        least = 0 if flag.startswith("outer_") else least
+        none = "steps", "lr", "weight_decay", "eps", "clip", "seed", "compile", "outer_lr", "outer_momentum"
+        least = 0 if flag in none else 1
         if isinstance(value, int | float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
+        (cfg.outer_momentum >= 1, f"--outer_momentum {cfg.outer_momentum}: must be below 1"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),

@@ -307,7 +307,7 @@ def make_buckets(cfg: Config, model: Model) -> list[list[Tensor]]:
     """The parameters in about the order of backward, cut into buckets of at most --bucket_mb, or a single parameter."""
     buckets, size = [[]], 0
     for p in list(model.parameters())[::-1]:
-        limit = min(cfg.bucket_mb, 1) if len(buckets) == 1 else cfg.bucket_mb  # the first is small, to start early
+        limit = min(cfg.bucket_mb, 1) if len(buckets) == 1 else cfg.bucket_mb  # the first, to start early
         if buckets[-1] and size + p.nbytes > limit * 2**20:
             buckets.append([])
             size = 0
@@ -322,7 +322,7 @@ def flatten(bucket: list[Tensor]) -> Tensor:
         if p.grad is None:  # not used by this rank's part of the batch; the others would wait for it forever
             p.grad = torch.zeros_like(p)
     if len(bucket) == 1:
-        return bucket[0].grad.view(-1)  # no copy: more than half of the bytes of a large model
+        return bucket[0].grad.view(-1)  # no copy
     flat = bucket[0].grad.new_empty(sum(p.numel() for p in bucket))
     for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
         p.grad = part.view_as(p).copy_(p.grad)

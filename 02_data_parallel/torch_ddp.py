@@ -1,7 +1,8 @@
 """Data parallelism by torch's DistributedDataParallel: what bucketed.py writes out, as a library.
 
 The wrapper reduces buckets of gradients during backward. It averages where this repository sums: the loss, a sum over
-this rank's tokens divided by the tokens of all ranks, is multiplied by the number of ranks.
+this rank's tokens divided by the tokens of all ranks, is multiplied by the number of ranks. With --compile, dynamo cuts
+the graph of a block where a bucket ends, so that its gradients are there earlier: the bucket size changes the kernels.
 
 Parent:   02_data_parallel/naive.py
 Lesson:   build_model, forward_backward
@@ -67,7 +68,7 @@ class Config:
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
     compile: bool = False
-    bucket_mb: float = 25.0  # MiB of gradients that are reduced together; 25 is the library's default
+    bucket_mb: float = 25.0  # MiB of gradients that are reduced together
 
 
 def parse_config() -> Config:

@@ -7,8 +7,9 @@ many rounds as asked, so that a GPU that grows warm slows all of them. A recipe 
 GPUs runs on each of them at once, and the slowest counts: what ranks that wait for each other cannot surpass.
 
 `idle` runs a pipeline recipe with CUDA events around every forward and backward: the share of the time in which a stage
-computes nothing. `profiled` runs 01_single_gpu/profiling.py; the slowest rank's timelines draw 02_data_parallel/
-overlap.svg. `collectives` stores what 02_data_parallel/collectives.py prints.
+computes nothing. `profiled` runs 01_single_gpu/profiling.py and keeps the slowest rank's timeline; from these, on any
+machine, `python 01_single_gpu/profiling.py --draw 02_data_parallel/overlap.svg tests/results/timelines/*.json` draws.
+`collectives` stores what 02_data_parallel/collectives.py prints.
 """
 
 import argparse
@@ -110,7 +111,7 @@ def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
     single = file.startswith(("01_", "tests/"))
     commands = [[file, *flags.split()]] * gpus if single else [torchrun(gpus, file, *flags.split())]
     runs = []
-    for printed in outputs(*(command for command in commands)):
+    for printed in outputs(*commands):
         lines = printed.splitlines()
         found = {key: re.search(pattern, lines[-1]) for key, pattern in NUMBER.items()}
         numbers = {key: float(match[1].replace(",", "")) if match else None for key, match in found.items()}

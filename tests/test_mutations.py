@@ -124,8 +124,8 @@ BUGS = [
     Bug(
         "buckets overlap by one number",
         COPY_ENGINES,
-        "starts.append(starts[-1] + padded(bucket))",
-        "starts.append(starts[-1] + padded(bucket) - 1)",
+        "flatten(buckets[i], flat[i])",
+        "flatten(buckets[i], shared.buffers[dist.get_rank()][sum(shared.sizes[:i]) - (i > 0) :])",
         **SMALL_BUCKETS,
     ),
     Bug("an average of what is to be summed", TORCH_DDP, "(loss * dp).backward()", "loss.backward()", world=2),

@@ -110,8 +110,8 @@ def equivalence() -> str:
 
 def label(row: dict, first: dict) -> str:
     """The file, and those of its flags that the suite's first line, if of the same file, does not have."""
-    words, others = row["flags"].split(), first["flags"]
-    own = [f"{a} {b}" for a, b in zip(words, words[1:]) if a.startswith("--") and f"{a} {b}" not in others]
+    pairs = [re.findall(r"--\S+ [^-\s]\S*", line["flags"]) for line in (row, first)]
+    own = [pair for pair in pairs[0] if pair not in pairs[1]]
     alone = (
         ", on each GPU alone, the slowest" if "each" in row["rounds"][0] and len(row["rounds"][0]["each"]) > 1 else ""
     )
