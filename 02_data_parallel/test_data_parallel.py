@@ -1,9 +1,12 @@
 """The data-parallel recipes train as the root does, their replicas stay alike, and they communicate what they say."""
 
 import dataclasses
+import functools
 import itertools
 import re
 import subprocess
+import tempfile
+import time
 
 import compare
 import equivalence
@@ -53,14 +56,14 @@ def test_replicas_agree_to_the_bit(recipe):
 
 
 def one_sequence_alone_runs_a_block(module):
-    """A probe: only the first sequence of a global batch goes through block 2; a rank without it never runs it."""
-    batches, make_batch, ran = [], module.make_batch, [0]
-    module.make_batch = lambda *args: batches.append(make_batch(*args)) or batches[-1]
+    """A probe: one sequence of a global batch, the first or the last in turns, goes through block 2; others skip it."""
+    batches, train_step, ran = [], module.train_step, [0]
+    module.train_step = lambda *args: batches.append(args[-2]) or train_step(*args)
 
     def forward(self, ids):
         rope = module.rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))
-        chosen = (ids == batches[0][0][0]).all(1)
+        chosen = (ids == batches[-1][-(len(batches) % 2 == 0)]).all(1)
         for i, block in enumerate(self.model.layers):
             if i != 2:
                 x = block(x, rope)
@@ -73,15 +76,21 @@ def one_sequence_alone_runs_a_block(module):
     return lambda: ran[0]
 
 
+@functools.cache
+def root_with_one_sequence_alone(flags):
+    """The root's run with that probe."""
+    return launch("01_single_gpu/train.py", 1, flags, probe=one_sequence_alone_runs_a_block)
+
+
+@pytest.mark.parametrize("mode, ran", [(equivalence.GRADIENT, [1, 0, 0]), (equivalence.TRAINING, [2, 0, 2])])
 @pytest.mark.parametrize("recipe", [NAIVE, OVERLAP, BUCKETED, NO_SYNC, COPY_ENGINES])
-def test_parameters_without_gradient_on_some_ranks(recipe):
+def test_parameters_without_gradient_on_some_ranks(recipe, mode, ran):
     """... count as zero there; the sum is right, in whatever order, and whatever bucket, they are reduced."""
-    init = equivalence.start(equivalence.root_of(recipe), f"{equivalence.SHAPE}")
-    common = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} --init {init}"
-    common += f" {equivalence.GRADIENT}"
-    theirs = launch(equivalence.root_of(recipe), 1, common, probe=one_sequence_alone_runs_a_block)
+    init = equivalence.start(equivalence.root_of(recipe), equivalence.SHAPE)
+    common = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} --init {init} {mode}"
+    theirs = root_with_one_sequence_alone(common)
     ours = launch(recipe, 3, f"{common} {FLAGS[recipe]}", probe=one_sequence_alone_runs_a_block, timeout=60)
-    assert theirs.probes == [1] and ours.probes == [1, 0, 0]
+    assert theirs.probes == [sum(ran)] and ours.probes == ran
     errors = compare.relative_errors(ours.weights, theirs.weights, compare.read(init)[0])
     compare.assert_close(errors, equivalence.TOLERANCE["float64"], recipe)
 
@@ -134,16 +143,30 @@ def names_in_order(recipe: str) -> list[str]:
 
 @pytest.mark.parametrize("recipe", [NAIVE, OVERLAP])
 def test_one_all_reduce_per_parameter(recipe):
-    """... and one for the logged loss; naive's after backward, overlap's while it runs."""
+    """... and one for the logged loss; naive's after backward, overlap's while it runs, in its order."""
     run = launch(recipe, 2, f"{SMALL} --steps 1", probe=collectives)
-    sizes = [p.numel() for p in run.weights.values()]
+    sizes = [run.weights[name].numel() for name in names_in_order(recipe)]
     for seen in run.probes:
         assert sorted(size for size, *_ in seen) == sorted([*sizes, 1])
         hidden = [size for size, asynchronous, running in seen if asynchronous and running]
-        assert len(hidden) == (len(sizes) if recipe == OVERLAP else 0)
+        assert hidden == (sizes[::-1] if recipe == OVERLAP else [])
 
 
-@pytest.mark.parametrize("mb", [0, 0.005, 0.02, 100])
+def hooks_left(module):
+    """A probe: hooks on parameters after training."""
+    models, original = [], module.build_model
+    module.build_model = lambda cfg: models.append(original(cfg)) or models[0]
+    return lambda: sum(len(p._post_accumulate_grad_hooks or {}) for p in models[0].parameters())
+
+
+@pytest.mark.parametrize("recipe", [OVERLAP, BUCKETED, NO_SYNC, COPY_ENGINES])
+def test_no_hook_is_left(recipe):
+    assert launch(recipe, 2, f"{SMALL} {FLAGS[recipe]} --steps 2", probe=hooks_left).probes == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "mb", [0, 0.005, 0.02, 257 / 8192, 100]
+)  # the fourth is the exact size of two matrices and a norm
 @pytest.mark.parametrize("recipe", [BUCKETED, NO_SYNC, COPY_ENGINES])
 def test_one_reduction_per_bucket(recipe, mb):
     """... while the last backward runs, once per step; smaller than any parameter, or larger than the model."""
@@ -284,6 +307,106 @@ def test_gradients_are_views_into_their_bucket(recipe):
         assert len(together) > 5 and all(together)
 
 
+def flattened_in_place(module):
+    """A probe: whether the buckets of a single gradient are that gradient, not a copy."""
+    same, flatten = [], module.flatten
+
+    def watched(bucket):
+        before = bucket[0].grad.data_ptr()
+        flat = flatten(bucket)
+        if len(bucket) == 1:
+            same.append(flat.data_ptr() == before)
+        return flat
+
+    module.flatten = watched
+    return lambda: same
+
+
+def test_a_single_gradient_is_not_copied():
+    for same in launch(BUCKETED, 2, f"{SMALL} --bucket_mb 0 --steps 1", probe=flattened_in_place).probes:
+        assert len(same) > 10 and all(same)
+
+
+def test_no_sync_keeps_one_micro_batch():
+    """Each micro-batch is backward before the next is forward."""
+    probe = probes.together(probes.calls("forward"), probes.activations_in_memory)
+    assert launch(NO_SYNC, 2, f"{SMALL} --microbatches 4 --steps 1", probe=probe).probes == [[[4], 1]] * 2
+
+
+def arriving_and_sizes(module):
+    """A probe: numbers for which there is room to arrive, and in the largest bucket."""
+    made, share = [], module.share
+    module.share = lambda cfg, sizes: made.append((share(cfg, sizes), max(sizes))) or made[0][0]
+    return lambda: [(shared.arriving.numel(), largest) for shared, largest in made]
+
+
+def test_memory_and_files_of_copy_engines(tmp_path, monkeypatch):
+    """Beside the buckets, (dp-1)/dp of the largest; and no file is left behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = launch(COPY_ENGINES, 4, f"{SMALL} {FLAGS[COPY_ENGINES]} --steps 1", probe=arriving_and_sizes)
+    assert all(room == 3 * largest // 4 for ((room, largest),) in run.probes)
+    assert [path for path in tmp_path.rglob("*") if re.fullmatch(r"[0-3]", path.name)] == []
+
+
+def first_copied_from(module):
+    """A probe: the ranks from which all_reduce copies first."""
+    firsts, shared, inside = set(), [], [False]
+    share, all_reduce, copy = module.share, module.all_reduce, torch.Tensor.copy_
+    module.share = lambda *args: shared.append(share(*args)) or shared[0]
+
+    def watched(*args):
+        inside[0] = True
+        all_reduce(*args)
+
+    def counting(self, other, *args):
+        if inside[0]:
+            starts = [buffer.data_ptr() for buffer in shared[0].buffers]
+            size = shared[0].buffers[0].nbytes
+            firsts.update(r for r, start in enumerate(starts) if start <= other.data_ptr() < start + size)
+            inside[0] = False
+        return copy(self, other, *args)
+
+    module.all_reduce, torch.Tensor.copy_ = watched, counting
+    return lambda: firsts
+
+
+def test_ranks_begin_to_copy_at_their_neighbours():
+    """Each from another: if all began at rank 0, its links would be the bottleneck."""
+    assert launch(COPY_ENGINES, 4, f"{SMALL} --steps 1", probe=first_copied_from).probes == [{1}, {2}, {3}, {0}]
+
+
+def outer_gradients(module):
+    """A probe: slow outer steps; how many of their gradients are still in memory after training."""
+    outers, make, outer_step = [], module.make_outer_optimizer, module.outer_step
+    module.make_outer_optimizer = lambda *args: outers.append(make(*args)) or outers[0]
+    module.outer_step = lambda *args: time.sleep(0.3) or outer_step(*args)
+    return lambda: sum(p.grad is not None for p in outers[0].param_groups[0]["params"])
+
+
+def test_outer_steps_count_and_are_cleaned_up():
+    """Their time is in the log, their gradients are not kept."""
+    run = launch(DILOCO, 2, f"{SMALL} --inner_steps 2 --steps 4", probe=outer_gradients)
+    assert run.probes == [0, 0] and [seconds > 0.3 for *_, seconds in run.history] == [False, True, False, True]
+
+
+def options_of_the_wrapper(module):
+    """A probe: bucket size in bytes, and whether gradients are views, of the DistributedDataParallel in use."""
+    seen, clip_gradients = [], module.clip_gradients
+
+    def clipped(cfg, *args):
+        seen.append(args[-1]._get_ddp_logging_data())
+        return clip_gradients(cfg, *args)
+
+    module.clip_gradients = clipped
+    return lambda: [(data["bucket_cap_bytes"], data["gradient_as_bucket_view"]) for data in seen]
+
+
+@pytest.mark.parametrize("recipe", ["02_data_parallel/torch_ddp.py", ACCELERATE])
+def test_options_of_the_twins(recipe):
+    run = launch(recipe, 2, f"{SMALL} --bucket_mb 0.5 --steps 1", probe=options_of_the_wrapper)
+    assert run.probes == [[(2**19, 1)]] * 2
+
+
 def test_diloco_communicates_once_per_round():
     """4 steps in rounds of 2: each parameter twice, and nothing else, not even for the log."""
     run = launch(DILOCO, 2, f"{SMALL} --inner_steps 2 --steps 4", probe=collectives)
@@ -317,6 +440,8 @@ def test_batch_must_divide(recipe):
         (DILOCO, "--outer_lr -1", ["--outer_lr -1", "at least 0"]),
         (DILOCO, "--outer_momentum 1", ["--outer_momentum 1.0", "below 1"]),
         (COLLECTIVES, "--smallest 5", ["--smallest 5", "multiple of 4"]),
+        (COLLECTIVES, "--smallest 0", ["--smallest 0", "multiple of 4"]),
+        (COLLECTIVES, "--repeats 0", ["--repeats 0", "at least 1"]),
         (COLLECTIVES, "--rings 0", ["--rings 0", "at least 1"]),
         (COLLECTIVES, "--largest 4", ["--largest 4", "--smallest 1024"]),
         (COLLECTIVES, "--device cuda", ["--device cuda", "GPUs for"]),
@@ -328,6 +453,12 @@ def test_bad_flags(recipe, flags, words, monkeypatch):
         launch(recipe, 2, f"--device cpu {flags}", probe=probes.never_a_process_group, timeout=60, save=False)
     (line,) = failure.value.output.splitlines()
     assert all(word in line for word in words), line
+
+
+def test_micro_batches_divide_the_part_of_a_rank():
+    module = load(NO_SYNC)
+    with pytest.raises(SystemExit, match="--microbatches 4: must divide the 3 sequences"):
+        module.check(module.Config(device="cpu", batch=12, microbatches=4), 4)
 
 
 def test_copy_engines_need_one_host(monkeypatch):
@@ -412,13 +543,85 @@ def test_examples_of_collectives(world):
     }
     for rank, shown in enumerate(run.probes):
         assert {name: after for name, _, after in shown} == {name: after[rank] for name, after in wanted.items()}
-        assert {name: before for name, before, _ in shown}["all-reduce"] == numbers[rank]
+        before = {name: before for name, before, _ in shown}
+        one_each = dict.fromkeys(("gather", "all-gather"), numbers[rank][:1])
+        assert before == {
+            **dict.fromkeys(wanted, numbers[rank]),
+            **one_each,
+            "scatter": numbers[0] if rank == 0 else [],
+        }
     printed = run.output[0]
     sent = float(re.search(r"ring ([\d.]+)", printed.splitlines()[-1])[1])
     assert abs(sent - 2 * (n - 1) / n) < 0.02 and not any(run.output[1:])  # the chunks of 3 ranks are not equally long
     times = re.findall(r"comes after ([\d.]+) s, leaves after ([\d.]+) s", printed)
     comes, leaves = ([float(t) for t in column] for column in zip(*times, strict=True))
     assert len(comes) == n and max(comes) > 0.05 and min(leaves) >= max(comes) - 0.01  # printed in hundredths
+    first = [f"    rank {rank}    {' '.join(map(str, row)):>{3 * n}}" for rank, row in enumerate(numbers)]
+    assert f"all\n{first[0]}  ->  {' '.join(map(str, numbers[0]))}\n{first[1]}" in printed
+
+
+def known_times(module):
+    """A probe: the library takes 0.1 ms + bytes / 1e8 per second, the ring twice, the tree four times as long."""
+    factors = {"all_reduce": 1, "ring_all_reduce": 2, "tree_all_reduce": 4}
+    module.seconds = lambda cfg, call, x, *rings: factors[call.__name__] * (1e-4 + x.nbytes / 1e8)
+    return lambda: None
+
+
+def test_printed_table():
+    """Every cell: microseconds, algorithm and bus bandwidth in GB/s; the line is where latency is half of the time."""
+    flags = "--device cpu --smallest 1024 --largest 65536"
+    lines = launch(COLLECTIVES, 4, flags, probe=known_times, save=False).output[0].splitlines()
+    rows = [line for line in lines if re.match(r" +[\d,]+ +[\d,]+ us", line)]
+    for row, size in zip(rows, [1024, 4096, 16384, 65536], strict=True):
+        cells = [float(cell.replace(",", "")) for cell in re.findall(r"[\d.,]+", row)]
+        times = [factor * (1e-4 + size / 1e8) for factor in (1, 2, 4)]
+        wanted = [(t * 1e6, size / t / 1e9, 1.5 * size / t / 1e9) for t in times]
+        assert cells == pytest.approx([size, *sum(wanted, ()), 50], abs=0.5)
+        assert all(abs(a - b) < 0.0051 for i, (a, b) in enumerate(zip(cells[1:-1], sum(wanted, ()))) if i % 3)
+    (line,) = [i for i, line in enumerate(lines) if line.startswith("----")]
+    latency = 1e-4 + 1024 / 1e8
+    assert (
+        lines[line + 1] == rows[2]
+        and f"from {latency * 65536 / (1e-4 + 65536 / 1e8 - latency):,.0f} bytes" in lines[line]
+    )
+
+
+def time_of_naps(module):
+    """A probe: instead of the table, seconds() of a collective that takes its naps; and how often it is called."""
+    naps, found = iter([0.2, 0.2, 0.2, 0.01, 0.01, 0.05]), []
+
+    def instead_of_the_table(cfg):
+        called = []
+        nap = lambda: called.append(1) or time.sleep(next(naps) + 0.03 * module.dist.get_rank())  # noqa: E731
+        found.extend([module.seconds(cfg, nap), len(called)])
+
+    module.print_table = instead_of_the_table
+    return lambda: found
+
+
+def test_seconds():
+    """The median of the slowest rank: 0.01 + 0.03 s; the first three calls do not count."""
+    for taken, called in launch(COLLECTIVES, 2, "--device cpu --repeats 3", probe=time_of_naps, save=False).probes:
+        assert called == 6 and 0.04 <= taken < 0.06
+
+
+def exchanges_and_waits(module):
+    """A probe: the group of every exchange, and "wait" for every wait, in order."""
+    seen, exchange, finish = [], module.exchange, module.finish
+    module.exchange = lambda *args: seen.append(id(args[-1])) or exchange(*args)
+    module.finish = lambda *args: seen.append("wait") or finish(*args)
+    module.seconds = lambda cfg, call, *args: call(*args) and 1.0 or 1.0
+    return lambda: seen
+
+
+def test_rings_work_at_once():
+    """All start a step before the first is waited for, each in a group of its own; also where they are timed."""
+    flags = "--device cpu --largest 1024 --rings 3"
+    for seen in launch(COLLECTIVES, 2, flags, probe=exchanges_and_waits, save=False).probes:
+        assert "wait" not in seen[:3] and len(set(seen[:3])) == 3
+        assert (
+            len([group for group in seen if group in seen[:3]]) == 2 * 3 * 2
+        )  # steps, rings, sent once and timed once
 
 
 def all_reduces(cfg_sizes):
