@@ -1,5 +1,7 @@
 """On a machine with GPUs, the equivalence of all recipes over NCCL. Elsewhere there is nothing to collect here."""
 
+import json
+
 import equivalence
 import pytest
 import torch
@@ -51,3 +53,13 @@ if GPUS := torch.cuda.device_count():
             return error
 
         assert launch("01_single_gpu/train.py", 1, "--steps 1 --device cuda", probe=probe).probes[0] < 1e-6
+
+    @pytest.mark.parametrize("name", ["naive", "bucketed", "copy_engines"] if GPUS > 1 else [])
+    def test_profile_sees_kernels_and_copies(name, tmp_path):
+        """Phases, and communication, which naive exposes and the others mostly hide."""
+        flags = f"02_data_parallel/{name}.py --folder {tmp_path} --preset smollm_1_7b --layers 4 --seq 1024 --batch 4"
+        launch("01_single_gpu/profiling.py", 2, f"{flags} --dtype bfloat16", save=False)
+        for rank in range(2):
+            ms = json.loads((tmp_path / f"{name}.rank{rank}.json").read_text())["ms"]
+            assert min(ms["forward"], ms["backward"], ms["optimizer"], ms["communication"]) > 0.1
+            assert (ms["exposed"] > 0.95 * ms["communication"]) == (name == "naive")
