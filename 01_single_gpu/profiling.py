@@ -3,7 +3,7 @@
 Each rank writes a trace for ui.perfetto.dev and a timeline: when the GPU computed (forward, backward, norm and
 optimizer) and when it communicated; rank 0 draws the memory. Communication is *exposed* while nothing computes, idle is
 neither. On all but the slowest rank, communication includes waiting for that one. On GPUs these are kernels, and copies
-on other streams than theirs; on CPUs, operators.
+beside their main stream, which count as communication; on CPUs, operators.
 
 Parent:   none, it profiles the others
 Run:      torchrun --nproc_per_node 4 01_single_gpu/profiling.py 02_data_parallel/bucketed.py
@@ -122,7 +122,8 @@ def classify(events: list[dict]) -> dict[str, list[tuple[float, float]]]:
     """(start, end), in microseconds, of all work by the phase that launched it, and of communication."""
     windows, spans = phases(events), {kind: [] for kind in (*PHASES, "communication")}
     work = [e for e in events if e.get("cat") in GPU_EVENTS]
-    if not any(e["cat"] == "kernel" for e in work) and any(e.get("cat") == "cuda_runtime" for e in events):
+    launched = any(e.get("cat") == "cuda_runtime" and e["name"].startswith("cudaLaunch") for e in events)
+    if launched and not any(e["cat"] == "kernel" for e in work):
         raise SystemExit("the trace has no kernels, although the CPU has launched some: the profiler lost them")
     launches = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
     if not work:
@@ -133,8 +134,8 @@ def classify(events: list[dict]) -> dict[str, list[tuple[float, float]]]:
         time_of[e.get("args", {}).get("stream")] += e["dur"] if e["cat"] == "kernel" else 0
     main_stream = time_of.most_common(1)[0][0]
     for e in work:
-        launched = launches.get(e.get("args", {}).get("correlation"), e["ts"])
-        phase = next((name for name, start, end in windows if start <= launched <= end), "optimizer")
+        launch = launches.get(e.get("args", {}).get("correlation"), e["ts"])
+        phase = next((name for name, start, end in windows if start <= launch <= end), "optimizer")
         aside = e["cat"] == "gpu_memcpy" and e["args"]["stream"] != main_stream
         kind = "communication" if aside or any(word in e["name"] for word in COMMUNICATION) else phase
         spans[kind].append((e["ts"], e["ts"] + e["dur"]))

@@ -3,8 +3,8 @@
 Each rank takes inner AdamW steps on its part of every batch, with weights and moments of its own. Then comes an outer
 step: the ranks average how far they have come from the weights that they last agreed on, and SGD with Nesterov momentum
 takes that mean for a gradient. 2·(dp-1)/dp·4 bytes per parameter leave a rank every --inner_steps steps, not each step.
-Memory: 8 bytes per parameter more, for the agreed weights and their momentum. The log is that of the first worker, and
-its last line, a median, is a step without an outer one.
+Memory: 8 bytes per parameter more, for the agreed weights and their momentum; what an outer step needs takes the place
+of the gradients. The log is that of the first worker, and its last line, a median, is a step without an outer one.
 
 Parent:   02_data_parallel/naive.py
 Lesson:   make_outer_optimizer, forward_backward, outer_step, train
@@ -69,7 +69,7 @@ class Config:
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
     compile: bool = False
-    inner_steps: int = 10  # between two outer steps
+    inner_steps: int = 10  # from one outer step to the next; the last round may be shorter
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
 
@@ -88,8 +88,8 @@ def parse_config() -> Config:
 def check(cfg: Config, world: int) -> None:
     """End the program with one line that names the flag that cannot work, its value, and what would."""
     for flag, value in asdict(cfg).items():
-        none = "steps", "lr", "weight_decay", "eps", "clip", "seed", "compile", "outer_lr", "outer_momentum"
-        least = 0 if flag in none else 1
+        may_be_0 = "steps", "lr", "weight_decay", "eps", "clip", "seed", "compile", "outer_lr", "outer_momentum"
+        least = 0 if flag in may_be_0 else 1
         if isinstance(value, int | float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()

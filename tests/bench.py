@@ -2,13 +2,15 @@
 
     python tests/bench.py [SUITE ...] [--rounds 2]      all suites that fit the GPUs, or those named
 
-Each line is a run of its own, by torchrun, with a warm-up that does not count; the lines of a suite take turns for as
-many rounds as asked, so that a GPU that grows warm slows all of them. A recipe of one process in a suite for several
-GPUs runs on each of them at once, and the slowest counts: what ranks that wait for each other cannot surpass.
+Each line is a run of its own, with a warm-up that does not count; the lines of a suite take turns for as many rounds as
+asked, so that a GPU that grows warm slows all of them. What is measured is stored after every round. A recipe of one
+process in a suite for several GPUs runs on each of them at once, and the slowest counts: what ranks that wait for each
+other cannot surpass.
 
 `idle` runs a pipeline recipe with CUDA events around every forward and backward: the share of the time in which a stage
 computes nothing. `profiled` runs 01_single_gpu/profiling.py and keeps the slowest rank's timeline; from these, on any
-machine, `python 01_single_gpu/profiling.py --draw 02_data_parallel/overlap.svg tests/results/timelines/*.json` draws.
+machine, `python 01_single_gpu/profiling.py --draw 02_data_parallel/overlap.svg
+tests/results/timelines/{naive,overlap,bucketed}.json` draws the picture.
 `collectives` stores what 02_data_parallel/collectives.py prints.
 """
 
@@ -21,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -116,7 +119,9 @@ def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
         found = {key: re.search(pattern, lines[-1]) for key, pattern in NUMBER.items()}
         numbers = {key: float(match[1].replace(",", "")) if match else None for key, match in found.items()}
         runs.append(numbers | {"loss": float(re.search(r"loss ([\d.]+)", lines[-2])[1])})
-    return min(runs, key=lambda numbers: numbers["tokens"]) | ({"each": [r["tokens"] for r in runs]} if single else {})
+    return min(runs, key=lambda numbers: numbers["tokens"]) | (
+        {"each": [r["tokens"] for r in runs]} if len(runs) > 1 else {}
+    )
 
 
 def events_around_operations(module):
@@ -188,11 +193,9 @@ def collectives(gpus: int) -> dict[str, object]:
     """The table of 02_data_parallel/collectives.py."""
     words = "02_data_parallel/collectives.py", *COLLECTIVES.split()
     printed = outputs(torchrun(gpus, *words))[0]
-    print(printed[printed.index("all-reduce on") :], flush=True)
-    return {
-        "table": printed[printed.index("all-reduce on") :],
-        "command": f"torchrun --nproc_per_node {gpus} {' '.join(words)}",
-    }
+    table = printed[printed.index("all-reduce on") :]
+    print(table, flush=True)
+    return {**where(gpus), "table": table, "command": f"torchrun --nproc_per_node {gpus} {' '.join(words)}"}
 
 
 def where(gpus: int) -> dict[str, str]:
@@ -201,30 +204,28 @@ def where(gpus: int) -> dict[str, str]:
     return {"date": datetime.date.today().isoformat(), "gpu": f"{gpus} x {name}", "torch": torch.__version__}
 
 
-def measure(suite: str, rounds: int) -> dict[str, object]:
-    """All lines of a suite, taking turns."""
+def measure(suite: str, rounds: int) -> Iterator[dict[str, object]]:
+    """All lines of a suite, taking turns; then what is looked at more closely. Yields all there is after each part."""
     gpus, alike, lines = SUITES[suite]
-    taken = {line: [] for line in lines}
+    rows = [{"file": file, "flags": flags, "rounds": []} for file, flags in lines]
+    command = f"python tests/bench.py {suite} --rounds {rounds}"
+    result = {**where(gpus), "command": command, "alike": alike, "rows": rows}
     for turn in range(rounds):
-        for line in lines:
-            taken[line].append(run(*line, gpus))
-            print(f"round {turn + 1}  {line[0]:45} {taken[line][-1]}", flush=True)
-    rows = [{"file": file, "flags": flags, "rounds": runs} for (file, flags), runs in taken.items()]
+        for row in rows:
+            row["rounds"].append(run(row["file"], row["flags"], gpus))
+            print(f"round {turn + 1}  {row['file']:45} {row['rounds'][-1]}", flush=True)
+        yield result
     for file, flags in IDLE.get(suite, []):
         row = next(row for row in rows if row["file"] == file)
         row["pipeline"] = idle(file, flags, gpus)
         print(f"idle     {file:45} {row['pipeline']}", flush=True)
+        yield result
     for name in PROFILED.get(suite, []):
         row = next(row for row in rows if row["file"] == f"02_data_parallel/{name}.py")
         row["profile"] = profiled(row["file"], re.sub(r"--steps \d+", "", row["flags"]), gpus)
         for rank, ms in enumerate(row["profile"]):
             print(f"profile  {name:15} rank {rank}", *(f"{key} {value:.1f}" for key, value in ms.items()), flush=True)
-    return {
-        **where(gpus),
-        "command": f"python tests/bench.py {suite} --rounds {rounds}",
-        "alike": alike,
-        "rows": rows,
-    }
+        yield result
 
 
 def main() -> None:
@@ -238,12 +239,11 @@ def main() -> None:
     if not suites:
         raise SystemExit(f"no suite fits {present} GPUs")
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    RESULTS.parent.mkdir(exist_ok=True)
     for suite in suites:
-        stored[suite] = (
-            {**where(present), **collectives(present)} if suite == "collectives" else measure(suite, args.rounds)
-        )
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+        for result in [collectives(present)] if suite == "collectives" else measure(suite, args.rounds):
+            stored[suite] = result
+            RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -112,9 +112,7 @@ def label(row: dict, first: dict) -> str:
     """The file, and those of its flags that the suite's first line, if of the same file, does not have."""
     pairs = [re.findall(r"--\S+ [^-\s]\S*", line["flags"]) for line in (row, first)]
     own = [pair for pair in pairs[0] if pair not in pairs[1]]
-    alone = (
-        ", on each GPU alone, the slowest" if "each" in row["rounds"][0] and len(row["rounds"][0]["each"]) > 1 else ""
-    )
+    alone = ", on each GPU alone, the slowest" if "each" in row["rounds"][0] else ""
     return f"`{' '.join([row['file'], *(own if row['file'] == first['file'] else [])])}`{alone}"
 
 
@@ -140,7 +138,7 @@ def speed() -> str:
                 [
                     label(row, first),
                     f"{ours['tokens']:,.0f}",
-                    f"{ours['tokens'] / median_of(first, 'tokens'):.2f}" if compared else "",
+                    f"{ours['tokens'] / median_of(first, 'tokens'):.3f}" if compared else "",
                     f"{ours['mfu']:.1f} %" if ours["mfu"] else "",
                     f"{ours['memory']:.1f} GiB" if ours["memory"] else "",
                     exposed(row),
@@ -152,6 +150,7 @@ def speed() -> str:
         text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
         flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
         note = f"{suite['gpu']}, torch {suite['torch']}, {suite['date']}, `{suite['command']}`"
+        note += f" ({suite['note']})" if "note" in suite else ""
         details = f"<details><summary>flags</summary>\n\n```\n{flags}\n```\n\n</details>"
         parts.append(f"{note}\n\n{text}\n\n{details}")
     return "\n\n".join(parts)
