@@ -4,7 +4,8 @@ NCCL's kernels take multiprocessors from matmuls that are made to fill all of th
 take up to twice as long: hidden communication is not free. Here the buckets are in symmetric memory, which all ranks of
 a host can read. Each rank copies its shard of the others' buckets, adds, and then copies their sums: the copy engines
 move the 2·(dp-1)/dp·4 bytes per parameter, and multiprocessors only add. Memory: the buckets stay when the gradients
-are no longer needed, 4 bytes per parameter, and what arrives takes (dp-1)/dp of the largest.
+are no longer needed, 4 bytes per parameter which the log does not count, and what arrives takes (dp-1)/dp of the
+largest.
 
 Parent:   02_data_parallel/bucketed.py
 Lesson:   Shared, share, all_reduce, build_model, padded, flatten, backward
@@ -73,7 +74,7 @@ class Config:
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
     compile: bool = False
-    bucket_mb: float = 100.0  # MiB of gradients that are reduced together
+    bucket_mb: float = 200.0  # MiB of gradients that are reduced together
 
 
 def parse_config() -> Config:
@@ -240,6 +241,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
+        torch._dynamo.graph_break()  # compiled, gradients come when the backward of a graph ends: the MLP's come sooner
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

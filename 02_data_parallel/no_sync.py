@@ -66,7 +66,7 @@ class Config:
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
     compile: bool = False
-    bucket_mb: float = 100.0  # MiB of gradients that are reduced together
+    bucket_mb: float = 200.0  # MiB of gradients that are reduced together
     microbatches: int = 2  # parts of a rank's batch that go through the model one after another
 
 
@@ -192,6 +192,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
+        torch._dynamo.graph_break()  # compiled, gradients come when the backward of a graph ends: the MLP's come sooner
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -5,7 +5,7 @@ per parameter out of each rank, but only what outlasts backward is added to the 
 small ones move few bytes in the time that it takes to start one.
 
 Parent:   02_data_parallel/naive.py
-Lesson:   backward, forward_backward
+Lesson:   Block, backward, forward_backward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/overlap.py
 Source:   Ultra-Scale Playbook, "First optimization: Overlap gradient synchronization with backward pass"
 """
@@ -185,6 +185,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
+        torch._dynamo.graph_break()  # compiled, gradients come when the backward of a graph ends: the MLP's come sooner
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

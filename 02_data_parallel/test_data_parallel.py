@@ -17,13 +17,14 @@ import torch
 from launch import ROOT, RankFailed, launch, load
 
 NAIVE, OVERLAP, BUCKETED = (f"02_data_parallel/{name}.py" for name in ("naive", "overlap", "bucketed"))
-NO_SYNC, COPY_ENGINES, DILOCO = (f"02_data_parallel/{name}.py" for name in ("no_sync", "copy_engines", "diloco"))
-ACCELERATE = "02_data_parallel/accelerate_ddp.py"
+COALESCED, NO_SYNC, DILOCO = (f"02_data_parallel/{name}.py" for name in ("coalesced", "no_sync", "diloco"))
+COPY_ENGINES, ACCELERATE = "02_data_parallel/copy_engines.py", "02_data_parallel/accelerate_ddp.py"
 SMALL = "--device cpu --layers 2 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8"
 FLAGS = {
     NAIVE: "",
     OVERLAP: "",
     BUCKETED: "--bucket_mb 0.02",
+    COALESCED: "--bucket_mb 0.02",
     NO_SYNC: "--bucket_mb 0.02 --microbatches 2",
     COPY_ENGINES: "--bucket_mb 0.02",
     DILOCO: "--inner_steps 2",
@@ -83,7 +84,7 @@ def root_with_one_sequence_alone(flags):
 
 
 @pytest.mark.parametrize("mode, ran", [(equivalence.GRADIENT, [1, 0, 0]), (equivalence.TRAINING, [2, 0, 2])])
-@pytest.mark.parametrize("recipe", [NAIVE, OVERLAP, BUCKETED, NO_SYNC, COPY_ENGINES])
+@pytest.mark.parametrize("recipe", [NAIVE, OVERLAP, BUCKETED, COALESCED, NO_SYNC, COPY_ENGINES])
 def test_parameters_without_gradient_on_some_ranks(recipe, mode, ran):
     """... count as zero there; the sum is right, in whatever order, and whatever bucket, they are reduced."""
     init = equivalence.start(equivalence.root_of(recipe), equivalence.SHAPE)
@@ -111,12 +112,17 @@ def watch_backward() -> list[bool]:
 def collectives(module):
     """A probe: (size, whether it is asynchronous, whether backward is still running) of every all-reduce."""
     seen, running, all_reduce = [], watch_backward(), module.dist.all_reduce
+    coalesced = module.dist.ProcessGroup.allreduce_coalesced  # of a list of tensors, always asynchronous
 
     def counting(tensor, *args, async_op=False, **kwargs):
         seen.append((tensor.numel(), async_op, running[0]))
         return all_reduce(tensor, *args, async_op=async_op, **kwargs)
 
-    module.dist.all_reduce = counting
+    def counting_lists(group, tensors):
+        seen.append((sum(tensor.numel() for tensor in tensors), True, running[0]))
+        return coalesced(group, tensors)
+
+    module.dist.all_reduce, module.dist.ProcessGroup.allreduce_coalesced = counting, counting_lists
     return lambda: seen
 
 
@@ -159,7 +165,7 @@ def hooks_left(module):
     return lambda: sum(len(p._post_accumulate_grad_hooks or {}) for p in models[0].parameters())
 
 
-@pytest.mark.parametrize("recipe", [OVERLAP, BUCKETED, NO_SYNC, COPY_ENGINES])
+@pytest.mark.parametrize("recipe", [OVERLAP, BUCKETED, COALESCED, NO_SYNC, COPY_ENGINES])
 def test_no_hook_is_left(recipe):
     assert launch(recipe, 2, f"{SMALL} {FLAGS[recipe]} --steps 2", probe=hooks_left).probes == [0, 0]
 
@@ -167,7 +173,7 @@ def test_no_hook_is_left(recipe):
 @pytest.mark.parametrize(
     "mb", [0, 0.005, 0.02, 257 / 8192, 100]
 )  # the fourth is the exact size of two matrices and a norm
-@pytest.mark.parametrize("recipe", [BUCKETED, NO_SYNC, COPY_ENGINES])
+@pytest.mark.parametrize("recipe", [BUCKETED, COALESCED, NO_SYNC, COPY_ENGINES])
 def test_one_reduction_per_bucket(recipe, mb):
     """... while the last backward runs, once per step; smaller than any parameter, or larger than the model."""
     probe = reductions_by_copying if recipe == COPY_ENGINES else collectives
@@ -257,7 +263,7 @@ def test_bytes_of_copy_engines():
 def waits(module):
     """A probe: how many asynchronous all-reduces were waited for when the gradients' norm is taken, and of how many."""
     started, waited, all_reduce, clip = [0], [0], module.dist.all_reduce, module.clip_gradients
-    at_clip = []
+    at_clip, coalesced = [], module.dist.ProcessGroup.allreduce_coalesced
 
     class Watched:
         def __init__(self, work):
@@ -272,15 +278,20 @@ def waits(module):
         started[0] += async_op
         return Watched(work) if async_op else work
 
+    def watched_list(group, tensors):
+        started[0] += 1
+        return Watched(coalesced(group, tensors))
+
     def clipped(*args):
         at_clip.append((waited[0], started[0]))
         return clip(*args)
 
-    module.dist.all_reduce, module.clip_gradients = watched, clipped
+    module.dist.all_reduce, module.dist.ProcessGroup.allreduce_coalesced = watched, watched_list
+    module.clip_gradients = clipped
     return lambda: at_clip
 
 
-@pytest.mark.parametrize("recipe", [OVERLAP, BUCKETED, NO_SYNC])
+@pytest.mark.parametrize("recipe", [OVERLAP, BUCKETED, COALESCED, NO_SYNC])
 def test_each_reduction_is_waited_for_once(recipe):
     for ((waited, started),) in launch(recipe, 2, f"{SMALL} {FLAGS[recipe]} --steps 1", probe=waits).probes:
         assert waited == started > 0
@@ -325,6 +336,58 @@ def flattened_in_place(module):
 def test_a_single_gradient_is_not_copied():
     for same in launch(BUCKETED, 2, f"{SMALL} --bucket_mb 0 --steps 1", probe=flattened_in_place).probes:
         assert len(same) > 10 and all(same)
+
+
+def gradients_that_moved(module):
+    """A probe: gradients that are not, after backward, where backward had made them, and how many there are."""
+    moved, original = [], module.backward
+
+    def backward(cfg, model, loss):
+        made = {}
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda p: made.update({p: p.grad.data_ptr()}))
+            for p in model.parameters()
+        ]  # before the recipe's own
+        original(cfg, model, loss)
+        for hook in hooks:
+            hook.remove()
+        moved.extend(made[p] != p.grad.data_ptr() for p in model.parameters())
+
+    module.backward = backward
+    return lambda: (sum(moved), len(moved))
+
+
+@pytest.mark.parametrize("recipe, moves", [(OVERLAP, False), (BUCKETED, True), (COALESCED, False)])
+def test_gradients_stay_where_they_are(recipe, moves):
+    """... and only the flat buckets are copies, except where a bucket is one gradient."""
+    for moved, total in launch(recipe, 2, f"{SMALL} {FLAGS[recipe]} --steps 1", probe=gradients_that_moved).probes:
+        assert total > 10 and (moved > 10) == moves and moves == (moved > 0)
+
+
+def compiled_graphs(module):
+    """A probe: compiled functions that backward runs. The compiler's first half alone, which is quick."""
+    counts, backward, compile_ = [], torch.Tensor.backward, torch.nn.Module.compile
+    torch.nn.Module.compile = lambda self: compile_(self, backend="aot_eager")
+
+    def counting(loss):
+        seen, todo = set(), [loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo.extend(following for following, _ in node.next_functions)
+        counts.append(sum("CompiledFunction" in node.name() for node in seen))
+        backward(loss)
+
+    torch.Tensor.backward = counting
+    return lambda: counts
+
+
+@pytest.mark.parametrize("recipe, per_block", [(NAIVE, 1), (OVERLAP, 2), (BUCKETED, 2)])
+def test_a_compiled_block_is_backward_in_two_parts(recipe, per_block):
+    """The gradients of the first can be reduced during the second. The loss is one more."""
+    run = launch(recipe, 2, f"{SMALL} --compile --steps 1", probe=compiled_graphs)
+    assert run.probes == [[2 * per_block + 1]] * 2
 
 
 def test_no_sync_keeps_one_micro_batch():

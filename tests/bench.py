@@ -47,7 +47,7 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
     ),
     "data_parallel": (
         4,
-        8,
+        9,
         [
             ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 16"),
             ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 16 --bucket_mb 100"),
@@ -55,18 +55,20 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
             ("02_data_parallel/naive.py", f"{PARALLEL} --batch 16"),
             ("02_data_parallel/overlap.py", f"{PARALLEL} --batch 16"),
             ("02_data_parallel/bucketed.py", f"{PARALLEL} --batch 16"),
+            ("02_data_parallel/coalesced.py", f"{PARALLEL} --batch 16"),
             ("02_data_parallel/copy_engines.py", f"{PARALLEL} --batch 16"),
             ("01_single_gpu/train.py", f"{PARALLEL} --batch 4"),
         ],
     ),
     "strong_scaling": (
         4,
-        6,
+        7,
         [
             ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 4"),
             ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 4 --bucket_mb 100"),
             ("02_data_parallel/naive.py", f"{PARALLEL} --batch 4"),
             ("02_data_parallel/bucketed.py", f"{PARALLEL} --batch 4"),
+            ("02_data_parallel/coalesced.py", f"{PARALLEL} --batch 4"),
             ("02_data_parallel/copy_engines.py", f"{PARALLEL} --batch 4"),
             ("01_single_gpu/train.py", f"{PARALLEL} --batch 1"),
         ],
@@ -82,7 +84,7 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
     ),
 }
 IDLE = {"four": [("06_pipeline/afab.py", f"{PIPELINE} --steps 8"), ("06_pipeline/1f1b.py", f"{PIPELINE} --steps 8")]}
-PROFILED = {"data_parallel": ["naive", "overlap", "bucketed", "copy_engines"]}
+PROFILED = {"data_parallel": ["naive", "overlap", "bucketed", "coalesced", "copy_engines"]}
 TIMELINES = RESULTS.parent / "timelines"
 COLLECTIVES = "--largest 268435456"
 NUMBER = {"tokens": r"tokens/s/GPU ([\d,]+)", "mfu": r"MFU ([\d.]+)%", "memory": r"memory ([\d.]+) GiB"}

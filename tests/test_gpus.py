@@ -54,7 +54,7 @@ if GPUS := torch.cuda.device_count():
 
         assert launch("01_single_gpu/train.py", 1, "--steps 1 --device cuda", probe=probe).probes[0] < 1e-6
 
-    @pytest.mark.parametrize("name", ["naive", "bucketed", "copy_engines"] if GPUS > 1 else [])
+    @pytest.mark.parametrize("name", ["naive", "bucketed", "coalesced", "copy_engines"] if GPUS > 1 else [])
     def test_profile_sees_kernels_and_copies(name, tmp_path):
         """Phases, and communication, which naive exposes and the others mostly hide."""
         flags = f"02_data_parallel/{name}.py --folder {tmp_path} --preset smollm_1_7b --layers 4 --seq 1024 --batch 4"

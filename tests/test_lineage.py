@@ -26,7 +26,7 @@ ENVIRONMENT = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}  # torchr
 BASES = {"nn.Module", "torch.autograd.Function"}
 COLLECTIVES = re.compile(
     r"dist\.(all_reduce|all_gather\w*|reduce|reduce_scatter\w*|broadcast|gather|scatter|all_to_all\w*|i?send|i?recv"
-    r"|batch_isend_irecv|barrier)\("
+    r"|batch_isend_irecv|barrier|group\.WORLD\.\w+)\("
 )
 LIMITS = {"01_single_gpu/train.py": 260, "08_4d/train.py": 900}  # lines of code; of the others 400
 

@@ -31,7 +31,8 @@ ROOT_RECIPE = "01_single_gpu/train.py"
 ACCUMULATION = "01_single_gpu/gradient_accumulation.py"
 FULL = "01_single_gpu/activation_checkpointing.py"
 NAIVE, OVERLAP, BUCKETED = (f"02_data_parallel/{name}.py" for name in ("naive", "overlap", "bucketed"))
-NO_SYNC, COPY_ENGINES, DILOCO = (f"02_data_parallel/{name}.py" for name in ("no_sync", "copy_engines", "diloco"))
+COALESCED, NO_SYNC, DILOCO = (f"02_data_parallel/{name}.py" for name in ("coalesced", "no_sync", "diloco"))
+COPY_ENGINES = "02_data_parallel/copy_engines.py"
 TORCH_DDP, ACCELERATE_DDP = "02_data_parallel/torch_ddp.py", "02_data_parallel/accelerate_ddp.py"
 AFAB, ONE_F_ONE_B = "06_pipeline/afab.py", "06_pipeline/1f1b.py"
 MICRO = dict(flags="--microbatches 4")
@@ -114,6 +115,14 @@ BUGS = [
     Bug("gradients are no views of their bucket", BUCKETED, "p.grad = part", "part", **SMALL_BUCKETS),
     Bug("the last bucket is not reduced", BUCKETED, "< len(buckets) and", "< len(buckets) - 1 and", **SMALL_BUCKETS),
     Bug("a bucket of one gradient is not reduced", BUCKETED, "grad.view(-1)", "grad.view(-1).clone()", **SMALL_BUCKETS),
+    Bug(
+        "one gradient of a list is left out",
+        COALESCED,
+        "[p.grad for p in bucket]",
+        "[p.grad for p in bucket[1:] or bucket]",
+        **SMALL_BUCKETS,
+    ),
+    Bug("copies are reduced", COALESCED, "[p.grad for", "[p.grad.clone() for", **SMALL_BUCKETS),
     Bug(
         "every micro-batch reduces all of the sum", NO_SYNC, "if i < cfg.microbatches - 1:", "if False:", **ACCUMULATED
     ),

@@ -22,6 +22,7 @@ STEPS = [  # the reading path: what to diff, and what one sees
     ("01_single_gpu/train.py", "02_data_parallel/naive.py", "a slice of the batch, one all-reduce per gradient"),
     ("02_data_parallel/naive.py", "02_data_parallel/overlap.py", "each all-reduce starts while backward goes on"),
     ("02_data_parallel/overlap.py", "02_data_parallel/bucketed.py", "few large all-reduces"),
+    ("02_data_parallel/bucketed.py", "02_data_parallel/coalesced.py", "... without copies into flat buckets"),
     ("02_data_parallel/bucketed.py", "02_data_parallel/no_sync.py", "micro-batches, of which the last communicates"),
     ("02_data_parallel/bucketed.py", "02_data_parallel/copy_engines.py", "an all-reduce of copies and sums"),
     ("02_data_parallel/naive.py", "02_data_parallel/diloco.py", "workers that meet every 10 steps"),
