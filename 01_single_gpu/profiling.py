@@ -33,6 +33,7 @@ WARMUP = 6  # steps before the first profiled one: compilation, first allocation
 GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a trace
 COMMUNICATION = ("nccl", "gloo:", "symmetric_memory")  # parts of names
 PHASES = {"forward": "#9cc3e6", "backward": "#a9d6a0", "optimizer": "#d9c2e9"}
+VISIBLE = 0.02  # milliseconds; what is shorter has no width in a picture
 HIDDEN = "#f2b661"
 EXPOSED = "#d64541"
 
@@ -208,16 +209,17 @@ def draw(files: list[str], picture: str) -> None:
         ms, spans = report["ms"], report["timeline"]
         bars = [(1, phase, color) for phase, color in PHASES.items()]
         for row, kind, color in [*bars, (0, "communication", HIDDEN), (0, "exposed", EXPOSED)]:
-            width = [(start, end - start) for start, end in spans[kind]]
-            axis.broken_barh(width, (row + 0.1, 0.8), facecolor=color, edgecolor="white", linewidth=0.2)
+            width = [(start, end - start) for start, end in spans[kind] if end - start > VISIBLE]
+            axis.broken_barh(width, (row + 0.1, 0.8), facecolor=color, linewidth=0)
         axis.set_yticks([0.5, 1.5], ["communication", "compute"])
         axis.set_title(
-            f"{report['recipe']}: step {ms['step']:.0f} ms, communication {ms['communication']:.0f} ms, "
-            f"of which exposed {ms['exposed']:.1f} ms",
+            f"{report['recipe']}: step {ms['step']:.0f} ms, backward {ms['backward']:.0f} ms, "
+            f"communication {ms['communication']:.1f} ms, of which exposed {ms['exposed']:.1f} ms",
             loc="left",
             fontsize=9,
         )
         axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlim(0)
     axes[-1, 0].set_xlabel(f"milliseconds; one step on {reports[0]['where']}")
     colors = {**PHASES, "communication, hidden behind compute": HIDDEN, "communication, exposed": EXPOSED}
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]

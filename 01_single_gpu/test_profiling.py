@@ -118,10 +118,12 @@ def test_gaps_of_a_timeline():
 
 
 def test_draw(tmp_path, monkeypatch):
-    """Bars where the spans are, in the colors of the legend; a title with the numbers."""
+    """Bars where the spans are, if long enough to be seen, in the legend's colors; a title with the numbers."""
     profiling, bars = load(PROFILING), []
-    spans = dict(forward=[(0, 1)], backward=[(2, 5)], optimizer=[(6, 7)], communication=[(1, 4)], exposed=[(1, 2)])
-    ms = dict(step=8.0, communication=3.0, exposed=1.0, idle=5.0)
+    spans = dict(
+        forward=[(0, 1)], backward=[(2, 5)], optimizer=[(6, 7)], communication=[(1, 4)], exposed=[(1, 2), (3, 3.01)]
+    )
+    ms = dict(step=8.0, backward=3.0, communication=3.0, exposed=1.0, idle=5.0)
     (tmp_path / "a.json").write_text(json.dumps(dict(recipe="r", where="w", ms=ms, timeline=spans)))
     add = lambda self, widths, rows, facecolor, **_: bars.append((widths, rows[0], facecolor))  # noqa: E731
     monkeypatch.setattr(profiling.pyplot.Axes, "broken_barh", add)
@@ -129,7 +131,9 @@ def test_draw(tmp_path, monkeypatch):
     above = [([(0, 1)], "forward"), ([(2, 3)], "backward"), ([(6, 1)], "optimizer")]
     below = [([(1, 3)], 0.1, profiling.HIDDEN), ([(1, 1)], 0.1, profiling.EXPOSED)]
     assert bars == [(widths, 1.1, profiling.PHASES[phase]) for widths, phase in above] + below
-    assert "r: step 8 ms, communication 3 ms, of which exposed 1.0 ms" in (tmp_path / "p.svg").read_text()
+    assert (
+        "r: step 8 ms, backward 3 ms, communication 3.0 ms, of which exposed 1.0 ms" in (tmp_path / "p.svg").read_text()
+    )
 
 
 def test_draw_memory(tmp_path, monkeypatch):
