@@ -1,7 +1,8 @@
 """Data parallelism, coalesced: the gradients of a bucket stay where they are, and one launch reduces them all.
 
 A flat tensor costs a copy: 8 bytes of memory traffic per parameter, for which backward waits. NCCL can take a list of
-tensors instead and reduce them in one kernel: as few starts and as many bytes as with flat buckets, and no copy.
+tensors instead and reduce them in one kernel: as few starts and as many bytes as with flat buckets, and no copy. (Gloo,
+on CPUs, copies them into a flat tensor and back.)
 
 Parent:   02_data_parallel/bucketed.py
 Lesson:   backward
@@ -323,6 +324,7 @@ def backward(cfg: Config, model: Model, loss: Tensor) -> None:
             for p in bucket:
                 if p.grad is None:  # not used by this rank's part of the batch; the others would wait for it forever
                     p.grad = torch.zeros_like(p)
+            # dist.all_reduce_coalesced, which calls this, is deprecated
             # 2 (dp-1)/dp of their bytes out and in per rank; nobody waits, backward goes on
             reductions.append(dist.group.WORLD.allreduce_coalesced([p.grad for p in bucket]))
 

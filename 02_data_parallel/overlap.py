@@ -1,8 +1,9 @@
 """Data parallelism, overlapped: each gradient's all-reduce starts as soon as backward has made it.
 
 A hook on every parameter starts the all-reduce, which runs while backward goes on. The bytes are naive's, 2·(dp-1)/dp·4
-per parameter out of each rank, but only what outlasts backward is added to the step. Still one collective per tensor:
-small ones move few bytes in the time that it takes to start one.
+per parameter out of each rank, but only what outlasts backward is added to the step. A compiled graph hands all its
+gradients over when its backward ends, so a block is cut in two. Still one collective per tensor: small ones move few
+bytes in the time that it takes to start one.
 
 Parent:   02_data_parallel/naive.py
 Lesson:   Block, backward, forward_backward
