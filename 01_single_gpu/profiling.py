@@ -33,7 +33,7 @@ WARMUP = 6  # steps before the first profiled one: compilation, first allocation
 GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a trace
 COMMUNICATION = ("nccl", "gloo:", "symmetric_memory")  # parts of names
 PHASES = {"forward": "#9cc3e6", "backward": "#a9d6a0", "optimizer": "#d9c2e9"}
-VISIBLE = 0.02  # milliseconds; what is shorter has no width in a picture
+VISIBLE = 1e-4  # of the longest step; what is shorter has no width in a picture
 HIDDEN = "#f2b661"
 EXPOSED = "#d64541"
 
@@ -201,15 +201,16 @@ def timeline(spans: dict[str, list[tuple[float, float]]]) -> dict[str, list[tupl
 
 # -------------------------------------------------------------------------------------------------------------- main
 def draw(files: list[str], picture: str) -> None:
-    """Two rows per timeline, compute and communication, on one scale."""
+    """Two rows per timeline, compute and communication, on one scale. The sums count what is too short for a bar."""
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "overlap", "font.size": 9})
     reports = [json.loads(Path(file).read_text()) for file in files]
+    visible = VISIBLE * max(report["ms"]["step"] for report in reports)
     figure, axes = pyplot.subplots(len(reports), sharex=True, figsize=(10, 1.35 * len(reports) + 0.9), squeeze=False)
     for axis, report in zip(axes.flat, reports):
         ms, spans = report["ms"], report["timeline"]
         bars = [(1, phase, color) for phase, color in PHASES.items()]
         for row, kind, color in [*bars, (0, "communication", HIDDEN), (0, "exposed", EXPOSED)]:
-            width = [(start, end - start) for start, end in spans[kind] if end - start > VISIBLE]
+            width = [(start, end - start) for start, end in spans[kind] if end - start > visible]
             axis.broken_barh(width, (row + 0.1, 0.8), facecolor=color, linewidth=0)
         axis.set_yticks([0.5, 1.5], ["communication", "compute"])
         axis.set_title(
@@ -219,7 +220,7 @@ def draw(files: list[str], picture: str) -> None:
             fontsize=9,
         )
         axis.spines[["top", "right"]].set_visible(False)
-        axis.set_xlim(0)
+    axes[-1, 0].set_xlim(0)  # once all bars are there: it ends autoscaling, for all axes
     axes[-1, 0].set_xlabel(f"milliseconds; one step on {reports[0]['where']}")
     colors = {**PHASES, "communication, hidden behind compute": HIDDEN, "communication, exposed": EXPOSED}
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]

@@ -121,7 +121,7 @@ def test_draw(tmp_path, monkeypatch):
     """Bars where the spans are, if long enough to be seen, in the legend's colors; a title with the numbers."""
     profiling, bars = load(PROFILING), []
     spans = dict(
-        forward=[(0, 1)], backward=[(2, 5)], optimizer=[(6, 7)], communication=[(1, 4)], exposed=[(1, 2), (3, 3.01)]
+        forward=[(0, 1)], backward=[(2, 5)], optimizer=[(6, 7)], communication=[(1, 4)], exposed=[(1, 2), (3, 3.0005)]
     )
     ms = dict(step=8.0, backward=3.0, communication=3.0, exposed=1.0, idle=5.0)
     (tmp_path / "a.json").write_text(json.dumps(dict(recipe="r", where="w", ms=ms, timeline=spans)))
@@ -134,6 +134,21 @@ def test_draw(tmp_path, monkeypatch):
     assert (
         "r: step 8 ms, backward 3 ms, communication 3.0 ms, of which exposed 1.0 ms" in (tmp_path / "p.svg").read_text()
     )
+
+
+def test_all_timelines_are_drawn_whole(tmp_path, monkeypatch):
+    """... on one scale, also where a later one is longer."""
+    profiling, axes = load(PROFILING), []
+    for step in 10, 200:
+        spans = dict.fromkeys([*profiling.PHASES, "communication", "exposed"], [(0, step)])
+        ms = dict(step=step, backward=step, communication=step, exposed=step)
+        (tmp_path / f"{step}.json").write_text(json.dumps(dict(recipe="r", where="w", ms=ms, timeline=spans)))
+    title = profiling.pyplot.Axes.set_title
+    monkeypatch.setattr(
+        profiling.pyplot.Axes, "set_title", lambda self, *a, **k: axes.append(self) or title(self, *a, **k)
+    )
+    profiling.draw([str(tmp_path / "10.json"), str(tmp_path / "200.json")], str(tmp_path / "p.svg"))
+    assert len(axes) == 2 and all(axis.get_xlim()[0] == 0 and axis.get_xlim()[1] >= 200 for axis in axes)
 
 
 def test_draw_memory(tmp_path, monkeypatch):

@@ -324,7 +324,7 @@ def backward(cfg: Config, model: Model, loss: Tensor) -> None:
             for p in bucket:
                 if p.grad is None:  # not used by this rank's part of the batch; the others would wait for it forever
                     p.grad = torch.zeros_like(p)
-            # dist.all_reduce_coalesced, which calls this, is deprecated
+            # a method of the group, because dist.all_reduce_coalesced around it warns that it will be deprecated
             # 2 (dp-1)/dp of their bytes out and in per rank; nobody waits, backward goes on
             reductions.append(dist.group.WORLD.allreduce_coalesced([p.grad for p in bucket]))
 
@@ -340,7 +340,7 @@ def backward(cfg: Config, model: Model, loss: Tensor) -> None:
         bucket.clear()  # what has no gradient by now will get none
     reduce_full()
     for reduction in reductions:
-        reduction.wait()  # only the GPU's stream waits, not this process
+        reduction.wait()  # on GPUs only the stream waits, not this process
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:

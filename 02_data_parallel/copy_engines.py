@@ -4,8 +4,8 @@ NCCL's kernels take multiprocessors from matmuls that are made to fill all of th
 take up to twice as long: hidden communication is not free. Here the buckets are in symmetric memory, which all ranks of
 a host can read. Each rank copies its shard of the others' buckets, adds, and then copies their sums: the copy engines
 move the 2·(dp-1)/dp·4 bytes per parameter, and multiprocessors only add. They take longer than NCCL does, so this pays
-where backward is long enough to hide it, and not with one sequence per GPU. Memory: the buckets stay when the gradients
-are no longer needed, 4 bytes per parameter which the log does not count, and what arrives takes (dp-1)/dp of the
+where backward is long enough to hide it, and not with one sequence per GPU. Memory: the buckets, 4 bytes per parameter
+that the log does not count, stay when the gradients are no longer needed, and what arrives takes (dp-1)/dp of the
 largest.
 
 Parent:   02_data_parallel/bucketed.py

@@ -355,7 +355,7 @@ def backward(cfg: Config, model: Model, loss: Tensor) -> None:
         bucket.clear()  # what has no gradient by now will get none
     reduce_full()
     for reduction in reductions:
-        reduction.wait()  # only the GPU's stream waits, not this process
+        reduction.wait()  # on GPUs only the stream waits, not this process
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Data parallelism, overlapped: each gradient's all-reduce starts as soon as backward has made it.
 
 A hook on every parameter starts the all-reduce, which runs while backward goes on. The bytes are naive's, 2·(dp-1)/dp·4
-per parameter out of each rank, but only what outlasts backward is added to the step. A compiled graph hands all its
-gradients over when its backward ends, so a block is cut in two. Still one collective per tensor: small ones move few
-bytes in the time that it takes to start one.
+per parameter out of each rank, but most of their time is hidden. Not for nothing: both compete for multiprocessors and
+memory, and backward is slower. A compiled graph hands all its gradients over when its backward ends, so a block is cut
+in two. Still one collective per tensor: small ones move few bytes in the time that it takes to start one.
 
 Parent:   02_data_parallel/naive.py
 Lesson:   Block, backward, forward_backward
@@ -300,7 +300,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 def backward(cfg: Config, model: Model, loss: Tensor) -> None:
     """Backward, during which the ranks sum each gradient as soon as all of them have it."""
-    order = list(model.parameters())[::-1]  # about that of backward; reductions must start in the same on all ranks
+    order = list(model.parameters())[::-1]  # about backward's; reductions must start in the same order on all ranks
     made, reductions = set(), []
 
     def reduce_made() -> None:
@@ -322,7 +322,7 @@ def backward(cfg: Config, model: Model, loss: Tensor) -> None:
     made.update(order)  # what has no gradient by now will get none
     reduce_made()
     for reduction in reductions:
-        reduction.wait()  # only the GPU's stream waits, not this process
+        reduction.wait()  # on GPUs only the stream waits, not this process
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -60,6 +60,16 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
             ("01_single_gpu/train.py", f"{PARALLEL} --batch 4"),
         ],
     ),
+    "larger_buckets": (
+        4,
+        4,
+        [
+            ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 16 --bucket_mb 100"),
+            ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 16 --bucket_mb 200"),
+            ("02_data_parallel/bucketed.py", f"{PARALLEL} --batch 16 --bucket_mb 200"),
+            ("02_data_parallel/coalesced.py", f"{PARALLEL} --batch 16 --bucket_mb 200"),
+        ],
+    ),
     "strong_scaling": (
         4,
         7,

@@ -133,8 +133,9 @@ def unfused_attention(module: ModuleType) -> Callable[[], None]:
     return lambda: None
 
 
-def check(recipe: Path | str, world: int, flags: str, root: str | None = None) -> dict[str, float]:
+def check(recipe: Path | str, world: int, flags: str, root: str | None = None, probe=None) -> dict[str, float]:
     """Assert that a recipe trains as its root does, on the CPU in float64. Returns the worst errors."""
+    probe = probe or (unfused_attention if "--compile" in flags else None)
     root = root or root_of(str(recipe))
     init = start(root, f"{SHAPE} {shared(flags)}")
     common = f"{SHAPE} --device cpu --dtype float64 --data {documents()} --init {init}"
@@ -144,7 +145,7 @@ def check(recipe: Path | str, world: int, flags: str, root: str | None = None) -
     if "--compile" in flags or alone:
         del modes["training"]
     for name, mode in modes.items():
-        ours = launch(recipe, world, f"{common} {mode} {flags}", unfused_attention if "--compile" in flags else None)
+        ours = launch(recipe, world, f"{common} {mode} {flags}", probe)
         theirs = reference(root, f"{common} {mode} {shared(flags)}")
         before = compare.read(init)[0] if name == "gradient" else None
         errors = compare.relative_errors(ours.weights, theirs.weights, before)

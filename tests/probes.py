@@ -107,6 +107,39 @@ def compiled(module: ModuleType) -> Report:
     return lambda: [kinds(True), kinds(False)]
 
 
+def reductions(when: str) -> Callable[[ModuleType], Report]:
+    """A probe: asynchronous all-reduces happen "at once" or "late", when they are waited for, which they may be once.
+
+    What is compiled goes through the first half of the compiler alone, which is quick.
+    """
+
+    def probe(module: ModuleType) -> Report:
+        dist, compile_ = module.dist, torch.nn.Module.compile
+        all_reduce, coalesced = dist.all_reduce, dist.ProcessGroup.allreduce_coalesced
+
+        class Work:
+            def __init__(self, start):
+                self.start = start
+                if when == "at once":
+                    start().wait()
+
+            def wait(self):
+                start, self.start = self.start, None
+                assert start, "waited for twice"
+                if when == "late":
+                    start().wait()
+
+        def reduce(tensor, async_op=False):
+            return Work(lambda: all_reduce(tensor, async_op=True)) if async_op else all_reduce(tensor)
+
+        dist.all_reduce = reduce
+        dist.ProcessGroup.allreduce_coalesced = lambda group, tensors: Work(lambda: coalesced(group, tensors))
+        torch.nn.Module.compile = lambda part: compile_(part, backend="aot_eager")
+        return lambda: None
+
+    return probe
+
+
 def never_a_process_group(module: ModuleType) -> Report:
     """No process group may be made."""
 

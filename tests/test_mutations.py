@@ -7,6 +7,7 @@ equivalence.py compares gradients.
 from dataclasses import dataclass
 
 import equivalence
+import probes
 import pytest
 import schedules
 import simulation
@@ -177,6 +178,19 @@ BUGS = [
     Bug("targets of another micro-batch", ONE_F_ONE_B, "targets[i])", "targets[i - 1])", **PIPELINE),
 ]
 
+ORDER_BUGS = [  # seen where reductions happen at once, or late, and gradients come in a compiled block's order
+    Bug("one is reduced before it is there", OVERLAP, "order[len(reductions)] in made", "len(made) > len(reductions)"),
+    Bug(
+        "a bucket is reduced before it is full",
+        BUCKETED,
+        "not missing[len(reductions)]",
+        "len(missing[len(reductions)]) < len(buckets[len(reductions)])",
+        flags="--bucket_mb 0.05",
+    ),
+    Bug("only the first is waited for", OVERLAP, "in reductions:", "in reductions[:1]:"),
+    Bug("the last is not waited for", COALESCED, "in reductions:", "in reductions[:-1]:", flags="--bucket_mb 0.05"),
+]
+
 DILOCO_BUGS = [  # seen by comparison with a simulation of the workers
     Bug("the way there for the way back", DILOCO, "(old - p)", "(p - old)"),
     Bug("a sum of the workers", DILOCO, "(old - p) / dist.get_world_size()", "(old - p)"),
@@ -240,6 +254,14 @@ def mutate(bug: Bug, folder) -> str:
 def test_equivalence_sees(bug, tmp_path):
     with pytest.raises(AssertionError, match="is off by"):
         equivalence.check(mutate(bug, tmp_path), bug.world, bug.flags, root=ROOT_RECIPE)
+
+
+@pytest.mark.parametrize("bug", ORDER_BUGS, ids=[bug.what for bug in ORDER_BUGS])
+def test_equivalence_sees_order(bug, tmp_path):
+    when = "late" if "waited" in bug.what else "at once"
+    probe = probes.together(equivalence.unfused_attention, probes.reductions(when))
+    with pytest.raises(AssertionError, match="is off by"):
+        equivalence.check(mutate(bug, tmp_path), 2, f"{bug.flags} --compile", ROOT_RECIPE, probe)
 
 
 def test_the_log_does_not_see_the_scale(tmp_path):

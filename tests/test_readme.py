@@ -109,12 +109,13 @@ def equivalence() -> str:
     return table(head, rows)
 
 
-def label(row: dict, first: dict) -> str:
-    """The file, and those of its flags that the suite's first line, if of the same file, does not have."""
-    pairs = [re.findall(r"--\S+ [^-\s]\S*", line["flags"]) for line in (row, first)]
-    own = [pair for pair in pairs[0] if pair not in pairs[1]]
+def label(row: dict, rows: list[dict]) -> str:
+    """The file, and those of its flags that another line of the same file does not have."""
+    others = [other["flags"] for other in rows if other["file"] == row["file"]]
+    flags = re.findall(r"--\S+ [^-\s]\S*", row["flags"])
+    own = [flag for flag in flags if not all(f"{flag} " in f"{other} " for other in others)]
     alone = ", on each GPU alone, the slowest" if "each" in row["rounds"][0] else ""
-    return f"`{' '.join([row['file'], *(own if row['file'] == first['file'] else [])])}`{alone}"
+    return f"`{' '.join([row['file'], *own])}`{alone}"
 
 
 def exposed(row: dict) -> str:
@@ -126,27 +127,38 @@ def exposed(row: dict) -> str:
 
 
 def speed() -> str:
-    """A table per suite: medians of the rounds, and ratios to the first line, where the work is the same."""
+    """A table per suite: median and range of the rounds, and ratios to the first line, where the work is the same."""
     file, parts = RESULTS / "speed.json", []
     for name, suite in (json.loads(file.read_text()) if file.exists() else {}).items():
         if name == "collectives":
             continue
         rows, first = [], suite["rows"][0]
         for i, row in enumerate(suite["rows"]):
-            ours, pipeline = {key: median_of(row, key) for key in ("tokens", "mfu", "memory")}, row.get("pipeline")
+            tokens, mfu, memory = (measured(row, key) for key in ("tokens", "mfu", "memory"))
+            median, pipeline = statistics.median(tokens), row.get("pipeline")
             compared = i < suite["alike"] > 1
             rows.append(
                 [
-                    label(row, first),
-                    f"{ours['tokens']:,.0f}",
-                    f"{ours['tokens'] / median_of(first, 'tokens'):.3f}" if compared else "",
-                    f"{ours['mfu']:.1f} %" if ours["mfu"] else "",
-                    f"{ours['memory']:.1f} GiB" if ours["memory"] else "",
+                    label(row, suite["rows"]),
+                    f"{median:,.0f}",
+                    f"{min(tokens):,.0f} to {max(tokens):,.0f}" if len(tokens) > 1 else "",
+                    f"{median / statistics.median(measured(first, 'tokens')):.3f}" if compared else "",
+                    f"{statistics.median(mfu):.1f} %" if mfu else "",
+                    f"{max(memory):.1f} GiB" if memory else "",
                     exposed(row),
                     f"{pipeline['idle']:.1%} ({pipeline['formula']:.1%})" if pipeline else "",
                 ]
             )
-        head = ["file", "tokens/s/GPU", "× first", "MFU", "memory", "exposed communication", "idle (formula)"]
+        head = [
+            "file",
+            "tokens/s/GPU",
+            "in all rounds",
+            "× first",
+            "MFU",
+            "memory",
+            "exposed communication",
+            "idle (formula)",
+        ]
         filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
         text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
         flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
@@ -166,10 +178,9 @@ def collectives() -> str:
     return f"{note}\n\n```\n{stored['table'].rstrip()}\n```"
 
 
-def median_of(row: dict, key: str) -> float | None:
-    """Median over the rounds; None, an empty cell, where there is no measurement."""
-    values = [numbers[key] for numbers in row["rounds"] if numbers[key] is not None]
-    return statistics.median(values) if values else None
+def measured(row: dict, key: str) -> list[float]:
+    """The numbers of the rounds; none, an empty cell, where there is no measurement."""
+    return [numbers[key] for numbers in row["rounds"] if numbers[key] is not None]
 
 
 def generated(text: str) -> str:
