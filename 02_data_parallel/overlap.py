@@ -1,7 +1,7 @@
 """Data parallelism, overlapped: each gradient's all-reduce starts as soon as backward has made it.
 
 A hook on every parameter starts the all-reduce, which runs while backward goes on. The bytes are naive's, 2·(dp-1)/dp·4
-per parameter out of each rank, but most of their time is hidden. Not for nothing: both compete for multiprocessors and
+per parameter out of each rank, but most of their time is hidden. That is not free: both compete for multiprocessors and
 memory, and backward is slower. A compiled graph hands all its gradients over when its backward ends, so a block is cut
 in two. Still one collective per tensor: small ones move few bytes in the time that it takes to start one.
 
