@@ -277,25 +277,25 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
-        first, last = 1, len(self.units) - 2  # blocks
-        gather(self.units[0], self.gathers)
-        gather(self.units[first], self.gathers)
-        wait(self.units[0])
+        embedding, head = self.units[0], self.units[-1]
+        gather(embedding, self.gathers)
+        gather(self.units[1], self.gathers)
+        wait(embedding)
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        for i, block in enumerate(self.model.layers, first):
+        for i, block in enumerate(self.model.layers, 1):  # unit i
             wait(self.units[i])
-            gather(self.units[i + 1], self.gathers)  # in place of the one before this, which has been read
+            gather(self.units[i + 1], self.gathers)  # where the block before this was, which has been read
             x = block(x, rope)
             x.register_hook(partial(before_backward, self, i))
-        wait(self.units[last + 1])
+        wait(head)
         return self.lm_head(self.model.norm(x))
 
 
 def before_backward(model: Model, i: int, _: Tensor) -> None:
-    """Have the weights of unit i, a block, and start to gather those of the one before it."""
+    """Wait for the weights of unit i, a block, and start to gather those of the block before it."""
     wait(model.units[i])
     if i > 1:
-        gather(model.units[i - 1], model.gathers)  # in place of the one after this
+        gather(model.units[i - 1], model.gathers)  # where the block after this was
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
@@ -350,7 +350,7 @@ def build_model(cfg: Config) -> Model:
     ends, *turns = (torch.zeros(n + dist.get_world_size(), dtype=dtype, device=cfg.device) for n in most)
     places = [ends, *(turns[i % 2] for i in range(cfg.layers)), ends]
     model.units = [make_unit(cfg, model, names, memory) for names, memory in zip(parts, places)]
-    model.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None
+    model.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # where weights are rounded to be gathered
     model.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
     model.leaving = torch.zeros_like(max((unit.full for unit in model.units), key=len)).repeat(2, 1)  # gradients
     if cfg.compile:
