@@ -237,7 +237,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 
 def shard(cfg: Config, model: Model) -> None:
-    """Split every tensor by its first axis over the ranks. A unit is what is gathered together."""
+    """Split every tensor by its first axis over the ranks. What is gathered together is a unit."""
     low = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if cfg.dtype == "bfloat16" else {}
     precision = MixedPrecisionPolicy(**low, cast_forward_inputs=False)  # of the rotary tables too, which stay wide
     mesh = init_device_mesh(cfg.device, (dist.get_world_size(),))
@@ -258,7 +258,7 @@ def sum_gradients(model: Model) -> None:
 
 
 def build_model(cfg: Config) -> Model:
-    """The model before training, split while it has no memory, then filled tensor by tensor: no rank ever has it all."""
+    """The model before training, split before it has memory, then filled tensor by tensor: no rank ever has it all."""
     with torch.device("meta"):
         model = Model(cfg)
     if cfg.compile:
@@ -337,8 +337,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Shorten the gradient of the whole model to norm --clip if it is longer, and return the norm that it had."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)  # one number per tensor
-    return norm.full_tensor()  # one number out and in per rank; everyone waits
+    # norms of the slices, one number per tensor, out and in per rank; everyone waits
+    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip).full_tensor()
 
 
 def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):

@@ -104,7 +104,7 @@ def dtypes(module: ModuleType) -> Report:
 def compiled(module: ModuleType) -> Report:
     """The kinds of parts of the model that are compiled, and those that are not."""
     models, build_model = [], module.build_model
-    module.build_model = lambda cfg: models.append(build_model(cfg)) or models[0]
+    module.build_model = lambda *args: models.append(build_model(*args)) or models[0]
 
     def kinds(is_compiled):
         return {kind_of(part) for part in models[0].modules() if bool(part._compiled_call_impl) == is_compiled}
