@@ -31,6 +31,7 @@ from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 # ------------------------------------------------------------------------------------------------------------ config
@@ -247,14 +248,14 @@ def make_accelerator(cfg: Config) -> Accelerator:
         transformer_cls_names_to_wrap=["Block"],
         reshard_after_forward=True,
         cpu_ram_efficient_loading=False,
-        mixed_precision_policy=MixedPrecisionPolicy(**low, cast_forward_inputs=False),  # rotary tables stay wide
+        mixed_precision_policy=MixedPrecisionPolicy(**low, cast_forward_inputs=False),
     )
     precision = "bf16" if cfg.dtype == "bfloat16" else "no"
     accelerator = Accelerator(cpu=cfg.device == "cpu", mixed_precision=precision, fsdp_plugin=plugin)
-    sizes = ParallelismConfig(dp_shard_size=dist.get_world_size())
-    state = accelerator.state  # as the plugin would set it, but for CPUs too, where the plugin would be ignored
-    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
-    state.parallelism_config, state.device_mesh = sizes, sizes.get_device_mesh(cfg.device)
+    dp, state = dist.get_world_size(), accelerator.state
+    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin  # which it ignores on CPUs
+    state.parallelism_config = ParallelismConfig(dp_shard_size=dp)  # so that it takes the mesh: its own is of GPUs
+    state.device_mesh = init_device_mesh(cfg.device, (dp,), mesh_dim_names=("dp_shard_cp",))
     return accelerator
 
 
@@ -273,8 +274,8 @@ def build_model(cfg: Config, accelerator: Accelerator) -> Model:
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()
-    # a unit's weights are gathered before forward and before backward, its gradients reduced after backward: (dp-1)/dp
-    # of their bytes out and in per rank each time, while other units compute
+    # a block's weights are gathered before forward and before backward, its gradients summed after backward: (dp-1)/dp
+    # of their bytes out and in per rank each time, while other blocks compute; nothing hides those of the other tensors
     fsdp2_prepare_model(accelerator, model)
     sum_gradients(model)
     model.to_empty(device=cfg.device)

@@ -1,9 +1,10 @@
 """ZeRO-3 by torch's fully_shard (FSDP2): what zero3.py writes out, as a library.
 
 Each rank holds a slice of the rows of every tensor: 16/dp bytes per parameter instead of 16. A unit, which is a block,
-the embedding, or final norm and head, is gathered before its forward and again before its backward; its gradients are
-summed into the slices: 3·(dp-1)/dp·4 bytes per parameter go out of each rank, and as many come in, while others
-compute. With bfloat16 the gathered copies have 2 bytes and the slices 4: autocast of the root finds nothing to cast.
+the embedding, or final norm and head, is gathered before its forward and again before its backward, then its gradients
+are summed into slices: 3·(dp-1)/dp·4 bytes per parameter go out of each rank, and as many come in, while other units
+compute; a third less for the last block, norm and head, which stay from forward to backward. With bfloat16 the gathered
+weights have 2 bytes, not 4; slices, and gradients while they are summed, keep 4.
 
 Parent:   02_data_parallel/naive.py
 Lesson:   shard, sum_gradients, build_model, forward_backward, clip_gradients, save
@@ -239,7 +240,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def shard(cfg: Config, model: Model) -> None:
     """Split every tensor by its first axis over the ranks. What is gathered together is a unit."""
     low = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if cfg.dtype == "bfloat16" else {}
-    precision = MixedPrecisionPolicy(**low, cast_forward_inputs=False)  # of the rotary tables too, which stay wide
+    precision = MixedPrecisionPolicy(**low, cast_forward_inputs=False)  # else the rotary tables would be cast too
     mesh = init_device_mesh(cfg.device, (dist.get_world_size(),))
     last, head = model.model.layers[-1], [model.model.norm, model.lm_head]
     for unit in [model.model.embed_tokens, *model.model.layers, head, model]:
