@@ -71,6 +71,13 @@ CASES = [
     ("02_data_parallel/torch_ddp.py", 4, "--bucket_mb 0.05"),
     ("02_data_parallel/accelerate_ddp.py", 2, ""),
     ("02_data_parallel/accelerate_ddp.py", 4, "--bucket_mb 0.05"),
+    ("03_zero/torch_fsdp.py", 2, ""),
+    ("03_zero/torch_fsdp.py", 3, ""),
+    ("03_zero/torch_fsdp.py", 4, ""),
+    ("03_zero/torch_fsdp.py", 5, "--batch 10"),  # the last of 5 ranks has none of 16 rows
+    ("03_zero/torch_fsdp.py", 8, "--batch 16"),
+    ("03_zero/accelerate_fsdp.py", 2, ""),
+    ("03_zero/accelerate_fsdp.py", 4, ""),
     ("06_pipeline/afab.py", 2, "--microbatches 4"),
     ("06_pipeline/afab.py", 3, "--microbatches 2"),
     ("06_pipeline/afab.py", 4, "--microbatches 6"),

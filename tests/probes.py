@@ -82,13 +82,18 @@ def activations_in_memory(module: ModuleType) -> Report:
     return lambda: peak[0]
 
 
+def kind_of(part: torch.nn.Module) -> str:
+    """The name of a module's class. fully_shard makes it a subclass, and FSDPBlock of Block."""
+    return type(part).__name__.removeprefix("FSDP")
+
+
 def dtypes(module: ModuleType) -> Report:
     """The dtypes of what every kind of part of the model hands on: {"Block": ["torch.bfloat16"], ...}."""
     seen, forward = {}, module.forward
 
     def watched(cfg, model, *batch):
         for part in model.modules():
-            kind = type(part).__name__
+            kind = kind_of(part)
             part.register_forward_hook(lambda part, args, out, kind=kind: seen.setdefault(kind, set()).add(out.dtype))
         return forward(cfg, model, *batch)
 
@@ -99,10 +104,10 @@ def dtypes(module: ModuleType) -> Report:
 def compiled(module: ModuleType) -> Report:
     """The kinds of parts of the model that are compiled, and those that are not."""
     models, build_model = [], module.build_model
-    module.build_model = lambda cfg: models.append(build_model(cfg)) or models[0]
+    module.build_model = lambda *args: models.append(build_model(*args)) or models[0]
 
     def kinds(is_compiled):
-        return {type(part).__name__ for part in models[0].modules() if bool(part._compiled_call_impl) == is_compiled}
+        return {kind_of(part) for part in models[0].modules() if bool(part._compiled_call_impl) == is_compiled}
 
     return lambda: [kinds(True), kinds(False)]
 

@@ -35,6 +35,7 @@ NAIVE, OVERLAP, BUCKETED = (f"02_data_parallel/{name}.py" for name in ("naive", 
 COALESCED, NO_SYNC, DILOCO = (f"02_data_parallel/{name}.py" for name in ("coalesced", "no_sync", "diloco"))
 COPY_ENGINES = "02_data_parallel/copy_engines.py"
 TORCH_DDP, ACCELERATE_DDP = "02_data_parallel/torch_ddp.py", "02_data_parallel/accelerate_ddp.py"
+TORCH_FSDP, ACCELERATE_FSDP = "03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py"
 AFAB, ONE_F_ONE_B = "06_pipeline/afab.py", "06_pipeline/1f1b.py"
 MICRO = dict(flags="--microbatches 4")
 SMALL_BUCKETS = dict(world=2, flags="--bucket_mb 0.05")
@@ -142,6 +143,30 @@ BUGS = [
     Bug("around the wrapper, which then never reduces", TORCH_DDP, "model(inputs)", "model.module(inputs)", world=2),
     Bug("an average of what is to be summed", ACCELERATE_DDP, "backward(loss * dp)", "backward(loss)", world=2),
     Bug("the loss of a part for the log", ACCELERATE_DDP, "    dist.all_reduce(loss)", "    pass", world=2),
+    # ZeRO
+    Bug("an average of what is to be summed", TORCH_FSDP, "unit.set_gradient_divide_factor(1.0)", "pass", world=2),
+    Bug(
+        "norm of the own slices alone",
+        TORCH_FSDP,
+        "nn.utils.clip_grad_norm_(model.parameters(), cfg.clip).full_tensor()",
+        "nn.utils.get_total_norm([p.grad.to_local() for p in model.parameters()])",
+        world=2,
+    ),
+    Bug("all ranks begin with the first slice", TORCH_FSDP, "[dist.get_rank() * rows :]", "", world=2),
+    Bug(
+        "sums multiplied as wrappers that average need it",
+        ACCELERATE_FSDP,
+        "backward(loss)",
+        "backward(loss * dp)",
+        world=2,
+    ),
+    Bug(
+        "a clip around the library",
+        ACCELERATE_FSDP,
+        "accelerator.clip_grad_norm_(model.parameters(), cfg.clip).full_tensor()",
+        "nn.utils.get_total_norm([p.grad.to_local() for p in model.parameters()])",
+        world=2,
+    ),
     # pipelines
     Bug(
         "the loss is divided for the log and not for backward, shipped by picotron",
