@@ -3,7 +3,7 @@
 A GPU keeps 2Ψ bytes, the weights in bf16; (4 + 4 + 8)Ψ/dp are in pinned memory of the host: original weights, gradients
 and moments. Gradients go there while backward goes on, 4Ψ/dp bytes; the CPU steps unit by unit, and while it works on
 one the unit before goes back and is gathered. The step of the CPU itself is not hidden: it needs the norm of the whole
-gradient first. It reads and writes 28 bytes per parameter of the shard, from memory that is 20 times slower than a GPU's.
+gradient first. It reads and writes 28 bytes per parameter of the shard, from memory far slower than a GPU's.
 
 Parent:   03_zero/zero2.py
 Lesson:   gather, reduce_scatter, make_unit, make_optimizer, clip_gradients, train_step
@@ -125,27 +125,22 @@ class Unit:
     parameters: list[nn.Parameter]  # views of `full`, end to end: matrices first, then vectors, which do not decay
     sizes: list[int]  # of the parameters, and of the padding after them
     full: Tensor  # [n] the weights of the model, in the dtype of the matmuls
-    shard: Tensor  # [n/dp] this rank's part of them, in float32: the original, in the memory of the CPU
+    mine: Tensor  # [n/dp] this rank's part of `full`
+    shard: Tensor  # [n/dp] this rank's part of the weights, in float32: the original, in the memory of the CPU
     gradient: Tensor  # [n/dp] of the shard, in float32, summed over all ranks, in the memory of the CPU
     matrices: nn.Parameter  # what of the shard is part of a matrix, and
     vectors: nn.Parameter  # ... of a vector; their .grad are views of `gradient`
-    gathering: dist.Work | None = None
+    gathering: dist.Work | None = None  # which fills `full`
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
     """Start to fill `full` with the shards of all ranks, rounded to its dtype, beside the CPU."""
     with torch.cuda.stream(stream):
-        mine = unit.full.chunk(dist.get_world_size())[dist.get_rank()]
-        mine.copy_(unit.shard.to(mine.device, non_blocking=True))  # all its digits: a GPU rounds faster than a CPU
+        unit.mine.copy_(
+            unit.shard.to(unit.mine.device, non_blocking=True)
+        )  # all its digits: a GPU rounds faster than a CPU
         # (dp-1)/dp of the bytes of `full` out and in per rank; who reads it waits
-        unit.gathering = dist.group.WORLD.allgather_into_tensor_coalesced([unit.full], [mine])
-
-
-def wait(unit: Unit) -> None:
-    """Wait until `full` is there; on GPUs only the stream waits, not this process."""
-    if unit.gathering:
-        unit.gathering.wait()
-        unit.gathering = None
+        unit.gathering = dist.group.WORLD.allgather_into_tensor_coalesced([unit.full], [unit.mine])
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, first: bool) -> dist.Work:
@@ -158,11 +153,10 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, f
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        parts = torch.empty_like(flat)  # of all ranks, of this rank's part
+        parts = rearrange(torch.empty_like(flat), "(dp n) -> dp n", dp=dist.get_world_size())
         # (dp-1)/dp of its bytes out and in per rank; the sum waits, on GPUs backward goes on
         sending = dist.all_to_all_single(parts, flat, async_op=True)
         sending.wait()
-        parts = rearrange(parts, "(dp n) -> dp n", dp=dist.get_world_size())
         total = parts.sum(0, dtype=unit.gradient.dtype)
         if not first:
             total += unit.gradient.to(total.device, non_blocking=True)  # nor does the CPU wait: the GPU adds
@@ -275,12 +269,12 @@ class Model(nn.Module):
         """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
         embedding, *blocks, head = self.units
-        wait(embedding)
+        embedding.gathering.wait()  # on GPUs only the stream waits, not this process
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
         for block, unit in zip(self.model.layers, blocks):
-            wait(unit)
+            unit.gathering.wait()
             x = block(x, rope)
-        wait(head)
+        head.gathering.wait()
         return self.lm_head(self.model.norm(x))
 
 
@@ -321,7 +315,7 @@ def make_unit(cfg: Config, model: Model, names: tuple[str, ...]) -> Unit:
     end = sum(p.numel() for p in parameters if p.ndim > 1) - rank * each
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
     matrices.grad, vectors.grad = gradient.tensor_split([max(0, end)])
-    return Unit(parameters, sizes, full, shard, gradient, matrices, vectors)
+    return Unit(parameters, sizes, full, full.chunk(dp)[rank], shard, gradient, matrices, vectors)
 
 
 def build_model(cfg: Config) -> Model:
@@ -404,12 +398,11 @@ def flatten(unit: Unit, flat: Tensor) -> None:
 def backward(cfg: Config, model: Model, loss: Tensor, first: bool) -> None:
     """Backward, during which the ranks sum the gradients of each unit as soon as all of them have made them."""
     waiting = model.units[::-1]  # for the sum, in the same order on all ranks
-    unit_of = {p: unit for unit in waiting for p in unit.parameters}
-    missing = {unit: set(unit.parameters) for unit in waiting}
+    made = set()  # parameters that have their gradient
     sending = [None, None]  # from each half of model.leaving
 
     def reduce_made() -> None:
-        while waiting and not missing[waiting[0]]:
+        while waiting and made.issuperset(waiting[0].parameters):
             unit, half = waiting.pop(0), len(waiting) % 2
             if sending[half]:
                 sending[half].wait()  # for the gradients of the unit before the last; on GPUs only the stream waits
@@ -418,15 +411,14 @@ def backward(cfg: Config, model: Model, loss: Tensor, first: bool) -> None:
             sending[half] = reduce_scatter(unit, flat, model.stream, first)
 
     def hook(p: Tensor) -> None:
-        missing[unit_of[p]].remove(p)
+        made.add(p)
         reduce_made()
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in unit_of]
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
     loss.backward()
     for handle in hooks:
         handle.remove()
-    for unit in waiting:
-        missing[unit].clear()  # what has no gradient by now will get none
+    made.update(model.parameters())  # what has no gradient by now will get none
     reduce_made()
     if model.stream:
         torch.cuda.current_stream().wait_stream(model.stream)  # only the GPU's stream waits, not this process

@@ -7,7 +7,7 @@ forward, each block's while those before it compute. 2·(dp-1)/dp·Ψ numbers ou
 
 Parent:   02_data_parallel/bucketed.py
 Lesson:   Unit, gather, reduce_scatter, Model.forward, make_optimizer, backward, forward_backward, clip_gradients
-Plumbing: Config, check, wait, make_unit, build_model, flatten, train_step, save
+Plumbing: Config, check, make_unit, build_model, flatten, train_step, save
 Run:      torchrun --nproc_per_node 8 03_zero/zero1.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """
@@ -119,26 +119,19 @@ class Unit:
     parameters: list[nn.Parameter]  # views of `full`, end to end: matrices first, then vectors, which do not decay
     sizes: list[int]  # of the parameters, and of the padding after them
     full: Tensor  # [n] the weights of the model, in the dtype of the matmuls
-    shard: Tensor  # [n/dp] this rank's part of them, in float32: the original
+    mine: Tensor  # [n/dp] this rank's part of `full`
+    shard: Tensor  # [n/dp] this rank's part of the weights, in float32: the original
     gradient: Tensor  # [n/dp] of the shard, in float32, summed over all ranks
     matrices: nn.Parameter  # what of the shard is part of a matrix, and
     vectors: nn.Parameter  # ... of a vector; their .grad are views of `gradient`
-    gathering: dist.Work | None = None
+    gathering: dist.Work | None = None  # which fills `full`
 
 
 def gather(unit: Unit) -> None:
     """Start to fill `full` with the shards of all ranks, rounded to its dtype."""
-    mine = unit.full.chunk(dist.get_world_size())[dist.get_rank()]
-    mine.copy_(unit.shard)
+    unit.mine.copy_(unit.shard)
     # (dp-1)/dp of the bytes of `full` out and in per rank; who reads it waits
-    unit.gathering = dist.group.WORLD.allgather_into_tensor_coalesced([unit.full], [mine])
-
-
-def wait(unit: Unit) -> None:
-    """Wait until `full` is there; on GPUs only the stream waits, not this process."""
-    if unit.gathering:
-        unit.gathering.wait()
-        unit.gathering = None
+    unit.gathering = dist.group.WORLD.allgather_into_tensor_coalesced([unit.full], [unit.mine])
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> None:
@@ -150,9 +143,8 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        parts = torch.empty_like(flat)  # of all ranks, of this rank's part
+        parts = rearrange(torch.empty_like(flat), "(dp n) -> dp n", dp=dist.get_world_size())
         dist.all_to_all_single(parts, flat)  # (dp-1)/dp of its bytes out and in per rank; on GPUs backward goes on
-        parts = rearrange(parts, "(dp n) -> dp n", dp=dist.get_world_size())
         torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
 
 
@@ -261,12 +253,12 @@ class Model(nn.Module):
         """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
         embedding, *blocks, head = self.units
-        wait(embedding)
+        embedding.gathering.wait()  # on GPUs only the stream waits, not this process
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
         for block, unit in zip(self.model.layers, blocks):
-            wait(unit)
+            unit.gathering.wait()
             x = block(x, rope)
-        wait(head)
+        head.gathering.wait()
         return self.lm_head(self.model.norm(x))
 
 
@@ -306,7 +298,7 @@ def make_unit(cfg: Config, model: Model, names: tuple[str, ...]) -> Unit:
     end = sum(p.numel() for p in parameters if p.ndim > 1) - rank * each
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
     matrices.grad, vectors.grad = gradient.tensor_split([max(0, end)])
-    return Unit(parameters, sizes, full, shard, gradient, matrices, vectors)
+    return Unit(parameters, sizes, full, full.chunk(dp)[rank], shard, gradient, matrices, vectors)
 
 
 def build_model(cfg: Config) -> Model:
@@ -384,24 +376,22 @@ def flatten(unit: Unit) -> Tensor:
 def backward(cfg: Config, model: Model, loss: Tensor) -> None:
     """Backward, during which the ranks sum the gradients of each unit as soon as all of them have made them."""
     waiting = model.units[::-1]  # for the sum, in the same order on all ranks
-    unit_of = {p: unit for unit in waiting for p in unit.parameters}
-    missing = {unit: set(unit.parameters) for unit in waiting}
+    made = set()  # parameters that have their gradient
 
     def reduce_made() -> None:
-        while waiting and not missing[waiting[0]]:
+        while waiting and made.issuperset(waiting[0].parameters):
             unit = waiting.pop(0)
             reduce_scatter(unit, flatten(unit), model.stream)
 
     def hook(p: Tensor) -> None:
-        missing[unit_of[p]].remove(p)
+        made.add(p)
         reduce_made()
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in unit_of]
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
     loss.backward()
     for handle in hooks:
         handle.remove()
-    for unit in waiting:
-        missing[unit].clear()  # what has no gradient by now will get none
+    made.update(model.parameters())  # what has no gradient by now will get none
     reduce_made()
     if model.stream:
         torch.cuda.current_stream().wait_stream(model.stream)  # only the GPU's stream waits, not this process

@@ -126,11 +126,12 @@ class Unit:
     parameters: list[nn.Parameter]  # views of `full`, end to end: matrices first, then vectors, which do not decay
     sizes: list[int]  # of the parameters, and of the padding after them
     full: Tensor  # [n] the weights of the model, in the dtype of the matmuls
-    shard: Tensor  # [n/dp] this rank's part of them, in float32: the original
+    mine: Tensor  # [n/dp] this rank's part of `full`
+    shard: Tensor  # [n/dp] this rank's part of the weights, in float32: the original
     gradient: Tensor  # [n/dp] of the shard, in float32, summed over all ranks
     matrices: nn.Parameter  # what of the shard is part of a matrix, and
     vectors: nn.Parameter  # ... of a vector; their .grad are views of `gradient`
-    gathering: dist.Work | None = None
+    gathering: dist.Work | None = None  # which fills `full`
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
@@ -138,17 +139,9 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
     if stream:
         stream.wait_stream(torch.cuda.current_stream())  # it has read what was there, and written the shard
     with torch.cuda.stream(stream):
-        mine = unit.full.chunk(dist.get_world_size())[dist.get_rank()]
-        mine.copy_(unit.shard)
+        unit.mine.copy_(unit.shard)
         # (dp-1)/dp of the bytes of `full` out and in per rank; who reads it waits
-        unit.gathering = dist.group.WORLD.allgather_into_tensor_coalesced([unit.full], [mine])
-
-
-def wait(unit: Unit) -> None:
-    """Wait until `full` is there; on GPUs only the stream waits, not this process."""
-    if unit.gathering:
-        unit.gathering.wait()
-        unit.gathering = None
+        unit.gathering = dist.group.WORLD.allgather_into_tensor_coalesced([unit.full], [unit.mine])
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, first: bool) -> dist.Work:
@@ -161,11 +154,10 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, f
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        parts = torch.empty_like(flat)  # of all ranks, of this rank's part
+        parts = rearrange(torch.empty_like(flat), "(dp n) -> dp n", dp=dist.get_world_size())
         # (dp-1)/dp of its bytes out and in per rank; the sum waits, on GPUs backward goes on
         sending = dist.all_to_all_single(parts, flat, async_op=True)
         sending.wait()
-        parts = rearrange(parts, "(dp n) -> dp n", dp=dist.get_world_size())
         if first:
             torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
         else:
@@ -280,20 +272,20 @@ class Model(nn.Module):
         embedding, head = self.units[0], self.units[-1]
         gather(embedding, self.gathers)
         gather(self.units[1], self.gathers)
-        wait(embedding)
+        embedding.gathering.wait()  # on GPUs only the stream waits, not this process
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
         for i, block in enumerate(self.model.layers, 1):  # unit i
-            wait(self.units[i])
+            self.units[i].gathering.wait()
             gather(self.units[i + 1], self.gathers)  # where the block before this was, which has been read
             x = block(x, rope)
             x.register_hook(partial(before_backward, self, i))
-        wait(head)
+        head.gathering.wait()
         return self.lm_head(self.model.norm(x))
 
 
 def before_backward(model: Model, i: int, _: Tensor) -> None:
     """Wait for the weights of unit i, a block, and start to gather those of the block before it."""
-    wait(model.units[i])
+    model.units[i].gathering.wait()
     if i > 1:
         gather(model.units[i - 1], model.gathers)  # where the block after this was
 
@@ -334,7 +326,7 @@ def make_unit(cfg: Config, model: Model, names: tuple[str, ...], memory: Tensor)
     end = sum(p.numel() for p in parameters if p.ndim > 1) - rank * each
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
     matrices.grad, vectors.grad = gradient.tensor_split([max(0, end)])
-    return Unit(parameters, sizes, full, shard, gradient, matrices, vectors)
+    return Unit(parameters, sizes, full, full.chunk(dp)[rank], shard, gradient, matrices, vectors)
 
 
 def build_model(cfg: Config) -> Model:
@@ -343,11 +335,10 @@ def build_model(cfg: Config) -> Model:
         model = Model(cfg)
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
     parts = [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]  # in the order of forward
-    named = list(model.named_parameters())
-    sizes = [sum(p.numel() for name, p in named if name.startswith(names)) for names in parts]
-    most = [max(sizes[0], sizes[-1]), max(sizes[1:-1]), max(sizes[1:-1])]
-    dtype = getattr(torch, cfg.dtype)
-    ends, *turns = (torch.zeros(n + dist.get_world_size(), dtype=dtype, device=cfg.device) for n in most)
+    sizes = [sum(p.numel() for name, p in model.named_parameters() if name.startswith(names)) for names in parts]
+    room = dict(dtype=getattr(torch, cfg.dtype), device=cfg.device)
+    ends = torch.zeros(max(sizes[0], sizes[-1]) + dist.get_world_size(), **room)
+    turns = torch.zeros(2, max(sizes[1:-1]) + dist.get_world_size(), **room)
     places = [ends, *(turns[i % 2] for i in range(cfg.layers)), ends]
     model.units = [make_unit(cfg, model, names, memory) for names, memory in zip(parts, places)]
     model.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # where weights are rounded to be gathered
@@ -420,12 +411,11 @@ def flatten(unit: Unit, flat: Tensor) -> None:
 def backward(cfg: Config, model: Model, loss: Tensor, first: bool) -> None:
     """Backward, during which the ranks sum the gradients of each unit as soon as all of them have made them."""
     waiting = model.units[::-1]  # for the sum, in the same order on all ranks
-    unit_of = {p: unit for unit in waiting for p in unit.parameters}
-    missing = {unit: set(unit.parameters) for unit in waiting}
+    made = set()  # parameters that have their gradient
     sending = [None, None]  # from each half of model.leaving
 
     def reduce_made() -> None:
-        while waiting and not missing[waiting[0]]:
+        while waiting and made.issuperset(waiting[0].parameters):
             unit, half = waiting.pop(0), len(waiting) % 2
             if sending[half]:
                 sending[half].wait()  # for the gradients of the unit before the last; on GPUs only the stream waits
@@ -434,15 +424,14 @@ def backward(cfg: Config, model: Model, loss: Tensor, first: bool) -> None:
             sending[half] = reduce_scatter(unit, flat, model.stream, first)
 
     def hook(p: Tensor) -> None:
-        missing[unit_of[p]].remove(p)
+        made.add(p)
         reduce_made()
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in unit_of]
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
     loss.backward()
     for handle in hooks:
         handle.remove()
-    for unit in waiting:
-        missing[unit].clear()  # what has no gradient by now will get none
+    made.update(model.parameters())  # what has no gradient by now will get none
     reduce_made()
     if model.stream:
         torch.cuda.current_stream().wait_stream(model.stream)  # only the GPU's stream waits, not this process

@@ -241,11 +241,11 @@ def test_propagate(monkeypatch, tmp_path):
     for path in FAMILY:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(
-            FAMILY[path].source.replace("AdamW, with", "AdamW with") if path in CHILDREN else FAMILY[path].source
+            FAMILY[path].source.replace("counts only", "counts just") if path in CHILDREN else FAMILY[path].source
         )
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     family = recipes()
-    assert set(propagate("make_optimizer", family)) == set(CHILDREN)
+    assert set(propagate("flops_per_token", family)) == set(CHILDREN)
     assert {path: recipe.source for path, recipe in recipes().items()} == {p: r.source for p, r in FAMILY.items()}
     root = FAMILY["01_single_gpu/train.py"]
     family["01_single_gpu/train.py"] = read(
