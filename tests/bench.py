@@ -32,6 +32,8 @@ from launch import ROOT, isolated, launch
 RESULTS = ROOT / "tests" / "results" / "speed.json"
 SMOLLM = "--preset smollm_1_7b --seq 2048 --dtype bfloat16 --compile --steps 25"
 PARALLEL = SMOLLM.replace("--steps 25", "--steps 15")
+ZERO = f"{PARALLEL} --batch 16"
+LARGE = "--preset llama3_8b --seq 8192 --dtype bfloat16 --compile --steps 12"
 PIPELINE = "--preset smollm_1_7b --layers 27 --seq 4096 --batch 16 --microbatches 16 --dtype bfloat16 --compile"
 SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
     "single": (
@@ -83,6 +85,36 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
             ("01_single_gpu/train.py", f"{PARALLEL} --batch 1"),
         ],
     ),
+    "zero": (
+        4,
+        8,
+        [
+            ("03_zero/torch_fsdp.py", ZERO),
+            ("03_zero/accelerate_fsdp.py", ZERO),
+            ("03_zero/zero1.py", ZERO),
+            ("03_zero/zero2.py", f"{ZERO} --microbatches 1"),
+            ("03_zero/zero3.py", f"{ZERO} --microbatches 1"),
+            ("03_zero/hsdp.py", f"{ZERO} --microbatches 1 --shard 2"),
+            ("03_zero/offload.py", f"{ZERO} --microbatches 1"),
+            ("01_single_gpu/train.py", f"{PARALLEL} --batch 4"),
+        ],
+    ),
+    "zero_8b": (
+        4,
+        2,
+        [
+            ("03_zero/torch_fsdp.py", f"{LARGE} --batch 4"),
+            ("03_zero/zero3.py", f"{LARGE} --batch 4 --microbatches 1"),
+        ],
+    ),
+    "zero_8b_two": (
+        4,
+        2,
+        [
+            ("03_zero/torch_fsdp.py", f"{LARGE} --batch 8"),
+            ("03_zero/zero3.py", f"{LARGE} --batch 8 --microbatches 1"),
+        ],
+    ),
     "four": (
         4,
         1,
@@ -94,7 +126,13 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
     ),
 }
 IDLE = {"four": [("06_pipeline/afab.py", f"{PIPELINE} --steps 8"), ("06_pipeline/1f1b.py", f"{PIPELINE} --steps 8")]}
-PROFILED = {"data_parallel": ["naive", "overlap", "bucketed", "coalesced", "copy_engines"]}
+PROFILED = {
+    "data_parallel": [
+        f"02_data_parallel/{name}.py" for name in ("naive", "overlap", "bucketed", "coalesced", "copy_engines")
+    ],
+    "zero": ["03_zero/torch_fsdp.py", "03_zero/zero1.py", "03_zero/zero2.py", "03_zero/zero3.py"],
+    "zero_8b": ["03_zero/torch_fsdp.py", "03_zero/zero3.py"],
+}
 TIMELINES = RESULTS.parent / "timelines"
 COLLECTIVES = "--largest 268435456"
 NUMBER = {"tokens": r"tokens/s/GPU ([\d,]+)", "mfu": r"MFU ([\d.]+)%", "memory": r"memory ([\d.]+) GiB"}
@@ -197,7 +235,9 @@ def profiled(file: str, flags: str, gpus: int) -> list[dict[str, float]]:
         reports = [json.loads(Path(folder, f"{Path(file).stem}.rank{rank}.json").read_text()) for rank in range(gpus)]
     slowest = max(reports, key=lambda report: report["ms"]["compute"])
     TIMELINES.mkdir(parents=True, exist_ok=True)
-    Path(TIMELINES, f"{Path(file).stem}.json").write_text(json.dumps(slowest) + "\n")
+    preset = re.search(r"--preset (\w+)", flags)[1]
+    stem = Path(file).stem + ("" if preset == "smollm_1_7b" else f".{preset}")
+    Path(TIMELINES, f"{stem}.json").write_text(json.dumps(slowest) + "\n")
     return [report["ms"] for report in reports]
 
 
@@ -232,11 +272,11 @@ def measure(suite: str, rounds: int) -> Iterator[dict[str, object]]:
         row["pipeline"] = idle(file, flags, gpus)
         print(f"idle     {file:45} {row['pipeline']}", flush=True)
         yield result
-    for name in PROFILED.get(suite, []):
-        row = next(row for row in rows if row["file"] == f"02_data_parallel/{name}.py")
+    for file in PROFILED.get(suite, []):
+        row = next(row for row in rows if row["file"] == file)
         row["profile"] = profiled(row["file"], re.sub(r"--steps \d+", "", row["flags"]), gpus)
         for rank, ms in enumerate(row["profile"]):
-            print(f"profile  {name:15} rank {rank}", *(f"{key} {value:.1f}" for key, value in ms.items()), flush=True)
+            print(f"profile  {file:35} rank {rank}", *(f"{key} {value:.1f}" for key, value in ms.items()), flush=True)
         yield result
 
 
