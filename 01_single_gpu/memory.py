@@ -15,6 +15,7 @@ Source:   Ultra-Scale Playbook, "Memory usage in transformers" and "ZeRO"; Korth
 import argparse
 import importlib.util
 import json
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass, fields, replace
@@ -107,16 +108,15 @@ def parse_config() -> tuple[argparse.Namespace, Config | list[str]]:
 def check(cfg: Config) -> None:
     """End the program with one line that names the flag that cannot work, its value, and what would."""
     for flag, value in asdict(cfg).items():
-        if type(value) is int and value < (0 if flag in ("zero", "stage") else 1):
-            raise SystemExit(f"--{flag} {value}: must be at least {0 if flag in ('zero', 'stage') else 1}")
-    parts = cfg.dp * cfg.microbatches
+        least = 0 if flag in ("zero", "stage") else 1
+        if type(value) is int and value < least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    parts, cut = cfg.dp * cfg.microbatches, math.gcd(cfg.kv_heads, cfg.ffn, cfg.vocab)
     problems = [
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.batch % parts, f"--batch {cfg.batch}: must be divisible by --dp times --microbatches, {parts}"),
-        (cfg.kv_heads % cfg.tp, f"--tp {cfg.tp}: must divide --kv_heads {cfg.kv_heads}"),
-        (cfg.ffn % cfg.tp, f"--tp {cfg.tp}: must divide --ffn {cfg.ffn}"),
-        (cfg.vocab % cfg.tp, f"--tp {cfg.tp}: must divide --vocab {cfg.vocab}"),
+        (cut % cfg.tp, f"--tp {cfg.tp}: must divide --kv_heads, --ffn and --vocab, and so {cut}"),
         (cfg.sequence_parallel and cfg.seq % cfg.tp, f"--tp {cfg.tp}: must divide --seq {cfg.seq}"),
         (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
         (cfg.stage >= cfg.pp, f"--stage {cfg.stage}: must be below --pp {cfg.pp}"),
@@ -128,7 +128,7 @@ def check(cfg: Config) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- model
-# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary. One rank, one micro-batch.
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary; of a rank's micro-batch.
 
 
 def item(cfg: Config) -> int:
@@ -233,7 +233,7 @@ def widest(cfg: Config) -> int:
         again += d * e if cfg.recompute == "selective" else 0  # down_proj's output, which nobody asks for
         return saved(cfg, "none") + per_token(cfg, d * e + again, 2 * f * e)
     if cfg.recompute == "full":
-        attention = (2 * d + 2 * kv) * e + cfg.heads * wide(cfg)
+        attention = (3 * d + 2 * kv) * e + cfg.heads * wide(cfg)  # o in two layouts: attention's and the matmul's
         return per_token(cfg, 5 * d * e + 2 * wide(cfg), attention + 6 * f * e)
     return saved(cfg, cfg.recompute) + per_token(cfg, d * e, (1 if cfg.recompute == "none" else 4) * f * e)
 
@@ -250,7 +250,6 @@ def widest_weights(cfg: Config) -> int:
     return (g - c) * down + (c * matrices(cfg) if cfg.recompute != "none" else 0)
 
 
-# ---------------------------------------------------------------------------------------------------------- training
 def resident(cfg: Config) -> dict[str, int]:
     """Bytes that are there all the time. The root: 4N of float32 weights and 8N of AdamW's moments.
 
@@ -297,17 +296,15 @@ def head_moments(cfg: Config) -> dict[str, dict[str, int]]:
     """
     d, v, e, w, c = cfg.dim, cfg.vocab, item(cfg), wide(cfg), copy_item(cfg)
     head, unit = v * d // cfg.tp, v * d // cfg.tp + d
-    kept = per_token(cfg, (2 * w + e) * d + w, 0)
-    logits = per_token(cfg, 0, v)
+    kept, logits = per_token(cfg, (2 * w + e) * d + w, 0), per_token(cfg, 0, v)
     held = {"weights": gathered(cfg, matrices(cfg) + 2 * d, unit), "weight copies": c * head, "activations": kept}
-    found = {
-        "loss": {**held, "logits": (2 * e if cfg.compile else 3 * w) * logits},
-        "head": {**held, "logits": e * logits, "temporary": per_token(cfg, e * d, 0) + (c or e) * head},
-    }
+    found = {}
     if not cfg.compile:
-        caches = c * (layers_here(cfg) * matrices(cfg) if cfg.recompute != "none" else 0)  # until forward ends
-        logits *= e + w + (w if e < w else 0)
-        found["end of forward"] = {**held, "weight copies": c * head + caches, "logits": logits}
+        caches = c * layers_here(cfg) * matrices(cfg) * (cfg.recompute != "none")  # autocast's, until forward ends
+        forward = logits * (e + w + w * (e < w))
+        found["end of forward"] = {**held, "weight copies": c * head + caches, "logits": forward}
+    found["loss"] = {**held, "logits": (2 * e if cfg.compile else 3 * w) * logits}
+    found["head"] = {**held, "logits": e * logits, "temporary": per_token(cfg, e * d, 0) + (c or e) * head}
     if c:
         temporary = per_token(cfg, e * d, 0) + (c + w) * head
         found["head in float32"] = {"activations": per_token(cfg, 2 * w * d, 0), "temporary": temporary}
@@ -338,7 +335,7 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
         here["last block"] = {**widest_block, "gradients": gradients(cfg, top, top)}
         below = gradients(cfg, every - n["embedding"] - block, block if layers > 1 else top)
         here["first block"] = {**widest_block, "gradients": below}
-        embedding = per_token(cfg, wide(cfg) * d, 0) * (n["embedding"] > 0)
+        embedding = per_token(cfg, weight_item(cfg) * d, 0) * (n["embedding"] > 0)
         here["embedding"] = {"gradients": gradients(cfg, every, n["embedding"]), "temporary": embedding}
         here["optimizer"] = {"gradients": gradients(cfg, every, 0)}
         for name, parts in here.items():
@@ -360,3 +357,241 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
 def peak(cfg: Config) -> tuple[str, dict[str, int]]:
     """The fullest moment, and its bytes by kind."""
     return max(moments(cfg).items(), key=lambda pair: sum(pair[1].values()))
+
+
+# The playbook's letters: a heads, b sequences, h width, L layers, N parameters, s tokens, t tensor parallel, v words.
+
+
+def book_parameters(h: int, L: int, v: int, s: int = 0) -> int:
+    """1.7: a GPT's parameters. The plots (1.13) and the widget (0.4) add h·s for positions, the text does not."""
+    return h * (v + s) + L * (12 * h * h + 13 * h) + 2 * h
+
+
+def book_states(
+    n: float, zero: int = 0, dp: int = 1, master: bool = True, accumulate: bool = False
+) -> dict[str, float]:
+    """1.9 and 2.21 to 2.23: bytes of bf16 weights 2N, gradients 2N, and 12N of AdamW, sharded from right to left.
+
+    Accumulating gradients in float32 adds 4N. Erratum of 2.11, 2.25 and 3.11: these plots leave out the float32 weights
+    (master=False, 8N), which the text counts. In pure float32 (1.8) the sum is 16N too.
+    """
+    shards = [dp if zero >= stage else 1 for stage in (3, 2, 1)]
+    optimizer = (12 if master else 8) * n / shards[2]
+    gradients = (2 + 4 * accumulate) * n / shards[1]
+    return {"weights": 2 * n / shards[0], "gradients": gradients, "optimizer": optimizer}
+
+
+def book_activations(
+    L: int, h: int, a: int, s: int, recompute: str = "none", t: int = 1, sp: bool = False, once: bool = True
+) -> float:
+    """1.11, 1.12 and 3.12: bytes of one sequence, with GELU, dropout, and without fused attention.
+
+    Per layer and token 34h: 10h that tensor parallelism leaves whole unless the sequence is parallel too, and 24h that
+    it cuts. 5·a·s² are attention scores, which selective recomputation drops; full keeps a layer's input. Once, s·h,
+    dropout of the embedding: 1.13 and 1.17 count it, 2.11, 2.25, 3.11 and 3.21 do not.
+    """
+    if recompute == "full":
+        return L * 2 * s * h + once * s * h
+    scores = 5 * a * s * s / t if recompute == "none" else 0
+    return L * (s * h * (34 / t if sp else 10 + 24 / t) + scores) + once * s * h
+
+
+def book_widget(
+    a: int,
+    b: int,
+    h: int,
+    h_ff: int,
+    L: int,
+    s: int,
+    v: int,
+    act: str,
+    mixed: bool = True,
+    t: int = 1,
+    sp: bool = False,
+) -> dict[str, float]:
+    """0.4: bytes of activations by part, without recomputation. Dropout masks are 1 byte, B is that of a number.
+
+    Erratum: with sequence parallelism the widget does not divide the scores a·s²·b by t; here they are divided always.
+    """
+    B, cut = 2 if mixed else 4, t if sp else 1
+    scores = (2 * B + 1) * a * s * s * b / t
+    attention = s * b * h * ((5 * B + 1) / t if sp else 4 * B / t + B + 1) + scores
+    widths = {"relu": 1, "gelu": 2, "swiglu": 4}[act]
+    forward = s * b * h * (B + 1) / cut + widths * s * b * h_ff * B / t
+    outside = (s * b * h * (1 + 2 * B) + 4 * s * b * v) / cut
+    norms = 2 * s * b * h * B / cut
+    return {"attention": L * attention, "feed-forward": L * forward, "norms": L * norms, "outside layers": outside}
+
+
+def book_tables() -> dict[str, dict[str, list[float]]]:
+    """The playbook's tables: title -> row -> numbers, in GiB where the title says nothing else."""
+    gpt = {"1B": (16, 2048, 32), "3B": (28, 3072, 24), "8B": (32, 4096, 32)}
+    gpt |= {"70B": (80, 8192, 64), "405B": (126, 16384, 128)}
+    ffn, short, long = {"1B": 8192, "8B": 14336, "70B": 28672}, (1, 4, 16), (1, 2, 4, 8, 16)
+
+    def llama(name: str, v: int) -> int:  # without norms; the 1B has one table for embedding and head
+        layers, dim, heads = gpt[name]
+        blocks = layers * matrices(Config(dim=dim, heads=heads, kv_heads=8, ffn=ffn[name]))
+        return blocks + (1 if name == "1B" else 2) * v * dim
+
+    def states(n: float, **cut) -> list[float]:
+        return [value / GIB for value in book_states(n, master=False, **cut).values()]
+
+    def activations(name: str, thousands: tuple[int, ...], recompute="selective", once=False, **cut) -> list[float]:
+        return [book_activations(*gpt[name], 1024 * k, recompute, once=once, **cut) / GIB for k in thousands]
+
+    totals = {f"{n}B": [sum(book_states(n, accumulate=more).values()) for more in (0, 1)] for n in (1, 7, 70, 405)}
+    tables = {"1.10 GB: bf16, and with float32 gradients": totals}
+    tables["1.13 float32 weights at 1k, 2k, 4k, 8k, 16k tokens"] = {
+        name: [4 * book_parameters(h, L, 128256, 1024 * k) / GIB for k in long] for name, (L, h, _) in gpt.items()
+    }
+    for recompute in ("none", "selective", "full"):
+        title = f"1.13, 1.17 activations, recomputation {recompute}, at 1k, 2k, 4k, 8k, 16k tokens"
+        tables[title] = {name: activations(name, long, recompute, once=True) for name in gpt}
+    columns = "weights, gradients, optimizer (erratum: 8N where the text has 12N), activations at 1k"
+    tables[f"2.11 {columns} tokens"] = {n: states(llama(n, 128256)) + activations(n, (1,)) for n in ffn}
+    n, n_70b = llama("8B", 131072), llama("70B", 131072)
+    tables[f"2.25 8B on 8 GPUs: {columns}, 4k, 16k tokens"] = {
+        f"ZeRO-{zero}": states(n, zero=zero, dp=8) + activations("8B", short) for zero in range(4)
+    }
+    tables[f"3.11 70B: {columns}, 4k, 16k tokens"] = {
+        f"tp {t}": states(n_70b / t) + activations("70B", short, t=t) for t in (1, 8, 16)
+    }
+    tables["3.21 70B with sequence parallelism: activations at 1k, 4k, 16k tokens"] = {
+        f"tp {t}": activations("70B", short, t=t, sp=True) for t in (8, 16)
+    }
+    tables["2.12 weights of 70B in 2 bytes: GB, GiB (erratum: 133 is printed)"] = {"70B": [140, 140e9 / GIB]}
+    return tables
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def load(recipe: str) -> ModuleType:
+    """Import a recipe from its file; names like 1f1b are no module names."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{Path(recipe).stem}", recipe)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def config_of(recipe: str, cfg: object, rank: int, world: int) -> Config:
+    """What to predict for a rank of a recipe whose own Config is cfg."""
+    folder, name = Path(recipe).resolve().parent.name, Path(recipe).stem
+    ours = {f.name: getattr(cfg, f.name) for f in fields(Config) if hasattr(cfg, f.name)} | RECIPES[folder][name]
+    if folder in PROCESSES:
+        ours[PROCESSES[folder]] = world
+    return Config(**ours | ({"stage": rank} if PROCESSES.get(folder) == "pp" else {}))
+
+
+def held_by(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes in the storages of the weights, and of the optimizer's state with what it steps if that is not these."""
+    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    tensors += [p for group in optimizer.param_groups for p in group["params"]]
+    states = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type != "cpu"}
+    return {
+        "weights": sum(weights.values()),
+        "optimizer": sum(size for address, size in states.items() if address not in weights),
+    }
+
+
+def measure(recipe: str, flags: list[str]) -> tuple[Config, int, dict[str, int]]:
+    """Train a few steps. The run as ours, the peak of the last two in bytes, and what weights and optimizer hold.
+
+    The recipe's own Config is the first argument of its train_step, and so its flags need not be understood here.
+    """
+    module, steps, seen = load(recipe), iter(range(STEPS)), []
+    train_step = module.train_step
+
+    def watched_step(cfg, model, optimizer, *batch):
+        if next(steps) == STEPS - 2:
+            torch.cuda.reset_peak_memory_stats()
+        result = train_step(cfg, model, optimizer, *batch)
+        seen[:] = cfg, torch.cuda.max_memory_allocated(), held_by(model, optimizer)
+        return result
+
+    module.train_step = watched_step
+    sys.argv = [recipe, *flags, "--steps", str(STEPS)]
+    module.main()
+    cfg, measured, held = seen
+    return config_of(recipe, cfg, int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))), measured, held
+
+
+def compare(recipe: str, flags: list[str], file: str | None) -> None:
+    """Measure, print prediction and measurement of this rank, and let rank 0 add them to a file."""
+    folder, name = Path(recipe).resolve().parent.name, Path(recipe).stem
+    known = [f"{folder}/{name}.py" for folder, names in RECIPES.items() for name in names]
+    if f"{folder}/{name}.py" not in known or not Path(recipe).is_file():
+        raise SystemExit(f"--measure {recipe}: must be one of {', '.join(known)}")
+    if not torch.cuda.is_available() or "cpu" in flags:
+        raise SystemExit(f"--measure {recipe}: needs a GPU, since torch counts no peak on CPUs")
+    cfg, measured, held = measure(recipe, flags)
+    (moment, kinds), rank = peak(cfg), int(os.environ.get("RANK", 0))
+    total = sum(kinds.values())
+    error = f"predicted {total / GIB:.2f} GiB ({moment}), measured {measured / GIB:.2f}, {total / measured - 1:+.1%}"
+    parts = "  ".join(f"{kind} {kinds[kind] / GIB:.3f} held {size / GIB:.3f}" for kind, size in held.items())
+    print(f"rank {rank}  {recipe}  {error}  {parts}", flush=True)
+    if file and rank == 0:
+        rows = json.loads(Path(file).read_text())["rows"] if Path(file).exists() else []
+        row = {"file": f"{folder}/{name}.py", "flags": " ".join(flags), "gpus": int(os.environ.get("WORLD_SIZE", 1))}
+        rows = [old for old in rows if row.items() - old.items()]  # the same measured again replaces it
+        row |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "moment": moment}
+        rows.append({**row, "predicted": kinds, "measured": measured})
+        Path(file).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def draw(picture: str, bars: dict[str, dict[str, int]], measured: list[int], title: str) -> None:
+    """A bar per moment or run, stacked by kind; a tick is what was measured."""
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "memory", "font.size": 9})
+    figure, axis = pyplot.subplots(figsize=(10, 0.4 * len(bars) + 1.4))
+    for place, kinds in enumerate(bars.values()):
+        left = 0
+        for kind, color in KINDS.items():
+            axis.barh(place, kinds[kind] / GIB, left=left, height=0.7, color=color, label=None if place else kind)
+            left += kinds[kind] / GIB
+    for place, size in enumerate(measured):
+        label = None if place else "measured"
+        axis.plot([size / GIB] * 2, [place - 0.45, place + 0.45], color="black", label=label)
+    axis.set_yticks(range(len(bars)), bars)
+    axis.invert_yaxis()
+    axis.set_xlabel("GiB per rank")
+    axis.set_title(title, loc="left", fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="lower center", ncol=len(KINDS) + 1, frameon=False)
+    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
+    figure.savefig(picture, metadata={"Date": None})
+
+
+def report(cfg: Config) -> None:
+    """The peak by kind, and all moments."""
+    found, (name, kinds), n = moments(cfg), peak(cfg), sum(parameters(cfg).values())
+    print(f"{n:,} parameters per rank before ZeRO, {tokens(cfg):,} tokens per micro-batch; the peak is at: {name}")
+    for kind, size in [*kinds.items(), ("peak", sum(kinds.values()))]:
+        print(f"{kind:15}{size:>20,} bytes {size / GIB:>10.3f} GiB")
+    print("moments         " + "   ".join(f"{name} {sum(kinds.values()) / GIB:.2f}" for name, kinds in found.items()))
+
+
+def main() -> None:
+    args, run = parse_config()
+    if args.measure:
+        return compare(args.measure, run, args.json)
+    if args.playbook:
+        for title, rows in book_tables().items():
+            print(
+                title, *(f"{name:8}" + "".join(f"{x:>12,.3f}" for x in row) for name, row in rows.items()), sep="\n  "
+            )
+        return
+    if args.draw and len(args.draw) > 1:
+        rows = [row for file in args.draw[1:] for row in json.loads(Path(file).read_text())["rows"]]
+        bars = {Path(row["file"]).stem: row["predicted"] for row in rows}
+        title = f"predicted by kind, and measured peak; {rows[0]['gpus']} x {rows[0]['gpu']}, {rows[0]['flags']}"
+        return draw(args.draw[0], bars, [row["measured"] for row in rows], title)
+    check(run)
+    report(run)
+    if args.draw:
+        draw(args.draw[0], moments(run), [], " ".join(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
