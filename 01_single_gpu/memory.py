@@ -238,16 +238,17 @@ def widest(cfg: Config) -> int:
     return saved(cfg, cfg.recompute) + per_token(cfg, d * e, (1 if cfg.recompute == "none" else 4) * f * e)
 
 
-def widest_weights(cfg: Config) -> int:
+def widest_weights(cfg: Config, accumulating: bool) -> int:
     """Bytes of copies and gradients of weights that come and go in a block's backward, at the same moment.
 
     Without recomputation down_proj's gradient is there, in bf16 as the matmul makes it and in float32, and its copy is
-    no more; uncompiled, that in bf16 has gone too. Recomputation makes the copies of a block anew.
+    no more; uncompiled, that in bf16 has gone too, and all of it if there was a gradient to add it to. Recomputation
+    makes the copies of a block anew.
     """
     down, g, c = cfg.dim * cfg.ffn // cfg.tp, weight_item(cfg), copy_item(cfg)
     if cfg.compile:
         return {"none": g * down, "selective": 0, "full": c * (matrices(cfg) - down)}[cfg.recompute]
-    return (g - c) * down + (c * matrices(cfg) if cfg.recompute != "none" else 0)
+    return (g * (not accumulating) - c) * down + (c * matrices(cfg) if cfg.recompute != "none" else 0)
 
 
 def resident(cfg: Config) -> dict[str, int]:
@@ -322,15 +323,17 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
 
     Backward from block i: gradients of all that comes later, everything that the blocks up to i have kept, and i's own
     needs. That is linear in i, so the last block and the first suffice. Then the embedding, whose gradient is dense,
-    then norm, clipping and AdamW, which work in place: all gradients, no activations.
+    then norm, clipping and AdamW, which work in place: all gradients, no activations. A pipeline's stage also holds its
+    outputs until their gradients are there, and the gradients of its inputs, all on their way, until the step ends.
     """
     n, layers, block, d = parameters(cfg), layers_here(cfg), matrices(cfg) + 2 * cfg.dim, cfg.dim
     tables = tokens(cfg) * 16 + 2 * wide(cfg) * cfg.seq * (d // cfg.heads)  # token ids, targets, cosine and sine
     kept, copies = saved(cfg, cfg.recompute), copy_item(cfg) * matrices(cfg) * (cfg.recompute == "none")
     top, every = n["norm"] + n["head"], sum(n.values())
-    widest_block = {"weights": gathered(cfg, 2 * block), "temporary": widest(cfg) + widest_weights(cfg) - kept}
     found = {}
     for flying, accumulating in in_flight(cfg):
+        temporary = widest(cfg) - kept + widest_weights(cfg, accumulating and cfg.zero < 2)
+        widest_block = {"weights": gathered(cfg, 2 * block), "temporary": temporary}
         here = head_moments(cfg) if n["head"] else {}
         here["last block"] = {**widest_block, "gradients": gradients(cfg, top, top)}
         below = gradients(cfg, every - n["embedding"] - block, block if layers > 1 else top)
@@ -341,7 +344,8 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
         for name, parts in here.items():
             blocks = {"first block": 1, "embedding": 0, "optimizer": 0}.get(name, layers)  # not yet through backward
             others = (flying - 1) * layers if name != "optimizer" else 0
-            outputs = per_token(cfg, item(cfg) * d, 0) * flying if cfg.pp > 1 and name != "optimizer" else 0
+            passing = flying * (cfg.stage < cfg.pp - 1) + (cfg.microbatches - flying) * (cfg.stage > 0) * accumulating
+            outputs = per_token(cfg, item(cfg) * d, 0) * passing * (name != "optimizer")
             total = {kind: parts.get(kind, 0) + resident(cfg).get(kind, 0) for kind in KINDS}
             if accumulating and cfg.zero < 2:
                 total["gradients"] = resident(cfg).get("gradients", 0) + gradients(cfg, every, 0)
@@ -381,9 +385,7 @@ def book_states(
     return {"weights": 2 * n / shards[0], "gradients": gradients, "optimizer": optimizer}
 
 
-def book_activations(
-    L: int, h: int, a: int, s: int, recompute: str = "none", t: int = 1, sp: bool = False, once: bool = True
-) -> float:
+def book_activations(L: int, h: int, a: int, s: int, recompute="none", t=1, sp=False, once=True) -> float:
     """1.11, 1.12 and 3.12: bytes of one sequence, with GELU, dropout, and without fused attention.
 
     Per layer and token 34h: 10h that tensor parallelism leaves whole unless the sequence is parallel too, and 24h that
@@ -396,19 +398,7 @@ def book_activations(
     return L * (s * h * (34 / t if sp else 10 + 24 / t) + scores) + once * s * h
 
 
-def book_widget(
-    a: int,
-    b: int,
-    h: int,
-    h_ff: int,
-    L: int,
-    s: int,
-    v: int,
-    act: str,
-    mixed: bool = True,
-    t: int = 1,
-    sp: bool = False,
-) -> dict[str, float]:
+def book_widget(a, b, h, h_ff, L, s, v, act: str, t=1, sp=False, mixed=True) -> dict[str, float]:
     """0.4: bytes of activations by part, without recomputation. Dropout masks are 1 byte, B is that of a number.
 
     Erratum: with sequence parallelism the widget does not divide the scores a·s²·b by t; here they are divided always.
@@ -420,7 +410,7 @@ def book_widget(
     forward = s * b * h * (B + 1) / cut + widths * s * b * h_ff * B / t
     outside = (s * b * h * (1 + 2 * B) + 4 * s * b * v) / cut
     norms = 2 * s * b * h * B / cut
-    return {"attention": L * attention, "feed-forward": L * forward, "norms": L * norms, "outside layers": outside}
+    return {"attention": L * attention, "feed-forward": L * forward, "norms": L * norms, "outside": outside}
 
 
 def book_tables() -> dict[str, dict[str, list[float]]]:
@@ -441,7 +431,11 @@ def book_tables() -> dict[str, dict[str, list[float]]]:
         return [book_activations(*gpt[name], 1024 * k, recompute, once=once, **cut) / GIB for k in thousands]
 
     totals = {f"{n}B": [sum(book_states(n, accumulate=more).values()) for more in (0, 1)] for n in (1, 7, 70, 405)}
-    tables = {"1.10 GB: bf16, and with float32 gradients": totals}
+    presets = {"8B": (32, 32, 4096, 16384, 32, 256, 30522, "swiglu")}
+    presets["70B"] = 64, 32, 8192, 32768, 80, 256, 30522, "swiglu", 8
+    widget = {name: [x / GIB for x in book_widget(*preset).values()] for name, preset in presets.items()}
+    tables = {"0.4, 0.5 activations: attention, feed-forward, norms, outside the layers": widget}
+    tables |= {"1.10 GB: bf16, and with float32 gradients": totals}
     tables["1.13 float32 weights at 1k, 2k, 4k, 8k, 16k tokens"] = {
         name: [4 * book_parameters(h, L, 128256, 1024 * k) / GIB for k in long] for name, (L, h, _) in gpt.items()
     }
@@ -488,7 +482,7 @@ def held_by(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     tensors += [p for group in optimizer.param_groups for p in group["params"]]
-    states = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type != "cpu"}
+    states = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return {
         "weights": sum(weights.values()),
         "optimizer": sum(size for address, size in states.items() if address not in weights),
@@ -523,18 +517,19 @@ def compare(recipe: str, flags: list[str], file: str | None) -> None:
     known = [f"{folder}/{name}.py" for folder, names in RECIPES.items() for name in names]
     if f"{folder}/{name}.py" not in known or not Path(recipe).is_file():
         raise SystemExit(f"--measure {recipe}: must be one of {', '.join(known)}")
-    if not torch.cuda.is_available() or "cpu" in flags:
+    if not torch.cuda.is_available() or {"cpu", "--device=cpu"} & set(flags):
         raise SystemExit(f"--measure {recipe}: needs a GPU, since torch counts no peak on CPUs")
     cfg, measured, held = measure(recipe, flags)
     (moment, kinds), rank = peak(cfg), int(os.environ.get("RANK", 0))
     total = sum(kinds.values())
-    error = f"predicted {total / GIB:.2f} GiB ({moment}), measured {measured / GIB:.2f}, {total / measured - 1:+.1%}"
+    predicted = f"predicted {total / GIB:.2f} GiB at: {moment}"
+    error = f"measured {measured / GIB:.2f} GiB  error {total / measured - 1:+.1%}"
     parts = "  ".join(f"{kind} {kinds[kind] / GIB:.3f} held {size / GIB:.3f}" for kind, size in held.items())
-    print(f"rank {rank}  {recipe}  {error}  {parts}", flush=True)
+    print(f"rank {rank}  {recipe}  {predicted}  {error}  {parts}", flush=True)
     if file and rank == 0:
         rows = json.loads(Path(file).read_text())["rows"] if Path(file).exists() else []
         row = {"file": f"{folder}/{name}.py", "flags": " ".join(flags), "gpus": int(os.environ.get("WORLD_SIZE", 1))}
-        rows = [old for old in rows if row.items() - old.items()]  # the same measured again replaces it
+        rows = [old for old in rows if row != {key: old[key] for key in row}]  # measured again: replaced
         row |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "moment": moment}
         rows.append({**row, "predicted": kinds, "measured": measured})
         Path(file).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
@@ -550,9 +545,8 @@ def draw(picture: str, bars: dict[str, dict[str, int]], measured: list[int], tit
         for kind, color in KINDS.items():
             axis.barh(place, kinds[kind] / GIB, left=left, height=0.7, color=color, label=None if place else kind)
             left += kinds[kind] / GIB
-    for place, size in enumerate(measured):
-        label = None if place else "measured"
-        axis.plot([size / GIB] * 2, [place - 0.45, place + 0.45], color="black", label=label)
+    if measured:
+        axis.scatter([b / GIB for b in measured], range(len(measured)), 400, "black", marker="|", label="measured")
     axis.set_yticks(range(len(bars)), bars)
     axis.invert_yaxis()
     axis.set_xlabel("GiB per rank")
@@ -583,6 +577,8 @@ def main() -> None:
             )
         return
     if args.draw and len(args.draw) > 1:
+        if missing := [file for file in args.draw[1:] if not Path(file).is_file()]:
+            raise SystemExit(f"--draw {missing[0]}: no such file")
         rows = [row for file in args.draw[1:] for row in json.loads(Path(file).read_text())["rows"]]
         bars = {Path(row["file"]).stem: row["predicted"] for row in rows}
         title = f"predicted by kind, and measured peak; {rows[0]['gpus']} x {rows[0]['gpu']}, {rows[0]['flags']}"
