@@ -1,0 +1,594 @@
+"""Predict the memory of a training run, term by term, and check it against the measured peak.
+
+The peak is the maximum over the moments of a step, for gradients grow while activations shrink: `moments` has the whole
+account, of the recipes here: a Llama with SwiGLU, grouped queries and fused attention under autocast. With fewer tokens
+per micro-batch than the model is wide it is about 1 % too low: operators of a few tokens are left out. The playbook's
+formulas, for a GPT with GELU and bf16 weights, stand apart: functions that begin with book, and --playbook.
+--measure trains with a recipe and compares; its name and number of processes decide what is predicted.
+
+Parent:   none, it predicts the others
+Run:      python 01_single_gpu/memory.py --preset llama3_8b --seq 4096 --batch 8 --dp 8 --zero 3 --dtype bfloat16
+          python 01_single_gpu/memory.py --measure 01_single_gpu/train.py --batch 4 --dtype bfloat16 --compile
+          python 01_single_gpu/memory.py --playbook
+Source:   Ultra-Scale Playbook, "Memory usage in transformers" and "ZeRO"; Korthikanti et al. 2022, arXiv:2205.05198
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, get_args
+
+import matplotlib
+import torch
+from matplotlib import pyplot
+
+# ------------------------------------------------------------------------------------------------------------ config
+GIB = 2**30
+PRESETS = {  # the root's
+    "tiny": dict(),
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
+}
+RECIPES = {  # what --measure can predict, and in what a recipe's memory differs from the root's
+    "01_single_gpu": {
+        "train": {},
+        "gradient_accumulation": {},
+        "activation_checkpointing": dict(recompute="full"),
+        "selective_checkpointing": dict(recompute="selective"),
+    },
+    "02_data_parallel": {name: {} for name in ("naive", "overlap", "bucketed", "coalesced", "no_sync")},
+    "03_zero": {"zero1": dict(zero=1), "zero2": dict(zero=2), "zero3": dict(zero=3)},
+    "06_pipeline": {"afab": dict(schedule="afab"), "1f1b": dict(schedule="1f1b")},
+}
+PROCESSES = {"02_data_parallel": "dp", "03_zero": "dp", "06_pipeline": "pp"}  # what the number of processes is
+WORKSPACE = 2 * 32 * 2**20  # of cuBLAS on Hopper: 32 MiB for the thread of forward, as many for that of backward
+STEPS = 4  # of a measured run; the first two compile kernels, and tune them on copies of their arguments
+KINDS = {
+    "weights": "#5b8db8",
+    "gradients": "#a9d6a0",
+    "optimizer": "#d9c2e9",
+    "weight copies": "#9cc3e6",
+    "activations": "#f2b661",
+    "logits": "#e58f65",
+    "temporary": "#c8c8c8",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes are the root's; what is below them says how the run is cut and what it keeps."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    seq: int = 128
+    batch: int = 16  # sequences per step, of all ranks and micro-batches together
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
+    compile: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    microbatches: int = 1
+    zero: Literal[0, 1, 2, 3] = 0  # 1: optimizer sharded over dp; 2: and gradients; 3: and weights
+    dp: int = 1
+    tp: int = 1  # blocks, embedding and head are cut; norms are not
+    sequence_parallel: bool = False  # what tp does not cut is cut along the sequence
+    pp: int = 1
+    stage: int = 0  # of the pipeline, whose memory is predicted
+    schedule: Literal["1f1b", "afab"] = "1f1b"
+
+
+def parse_config() -> tuple[argparse.Namespace, Config | list[str]]:
+    """Our own flags, and the run to predict; with --measure the recipe's flags instead."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--measure", metavar="RECIPE", help="train with this recipe, whose flags follow, and compare")
+    own.add_argument("--json", metavar="FILE", help="add what was measured to this file")
+    own.add_argument("--draw", nargs="+", metavar="SVG [FILE]", help="draw into a picture; FILE as --json writes it")
+    own.add_argument("--playbook", action="store_true", help="print the playbook's tables")
+    args, flags = own.parse_known_args()
+    if args.measure:
+        return args, flags
+    parser = argparse.ArgumentParser(parents=[own], description=__doc__, argument_default=argparse.SUPPRESS)
+    parser.formatter_class, parser.usage = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
+    for f in fields(Config):
+        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
+        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
+    given = {name: value for name, value in vars(parser.parse_args()).items() if name not in vars(args)}
+    return args, Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+
+
+def check(cfg: Config) -> None:
+    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    for flag, value in asdict(cfg).items():
+        least = 0 if flag in ("zero", "stage") else 1
+        if type(value) is int and value < least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    parts, cut = cfg.dp * cfg.microbatches, math.gcd(cfg.kv_heads, cfg.ffn, cfg.vocab)
+    problems = [
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.batch % parts, f"--batch {cfg.batch}: must be divisible by --dp times --microbatches, {parts}"),
+        (cut % cfg.tp, f"--tp {cfg.tp}: must divide --kv_heads, --ffn and --vocab, and so {cut}"),
+        (cfg.sequence_parallel and cfg.seq % cfg.tp, f"--tp {cfg.tp}: must divide --seq {cfg.seq}"),
+        (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
+        (cfg.stage >= cfg.pp, f"--stage {cfg.stage}: must be below --pp {cfg.pp}"),
+        (cfg.zero and cfg.pp > 1, f"--zero {cfg.zero}: is predicted without --pp only"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary; of a rank's micro-batch.
+
+
+def item(cfg: Config) -> int:
+    """Bytes of an activation."""
+    return {"bfloat16": 2, "float32": 4, "float64": 8}[cfg.dtype]
+
+
+def wide(cfg: Config) -> int:
+    """Bytes of the root's weights and of what a norm computes with: never below float32."""
+    return max(4, item(cfg))
+
+
+def weight_item(cfg: Config) -> int:
+    """Bytes of a weight that the model multiplies with, and of its gradient; with ZeRO in the dtype of the matmuls."""
+    return item(cfg) if cfg.zero else wide(cfg)
+
+
+def copy_item(cfg: Config) -> int:
+    """Bytes of the copy of a weight that autocast makes for a matmul."""
+    return item(cfg) if item(cfg) < weight_item(cfg) else 0
+
+
+def tokens(cfg: Config) -> int:
+    """Tokens of a micro-batch, b·s."""
+    return cfg.batch // (cfg.dp * cfg.microbatches) * cfg.seq
+
+
+def kv_width(cfg: Config) -> int:
+    """Width of all keys together."""
+    return cfg.dim // cfg.heads * cfg.kv_heads
+
+
+def matrices(cfg: Config) -> int:
+    """Numbers in the matrices of one block."""
+    return (2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv_width(cfg) + 3 * cfg.dim * cfg.ffn) // cfg.tp
+
+
+def layers_here(cfg: Config) -> int:
+    """Layers of the stage, as 06_pipeline divides them: by the FLOPs of backward and forward, the head's included."""
+    head = 6 * cfg.dim * cfg.vocab
+    block = 6 * matrices(replace(cfg, tp=1)) + 6 * cfg.dim * cfg.seq
+    counts, load = [1] * cfg.pp, [block] * cfg.pp
+    load[0] += cfg.dim
+    load[-1] += head
+    for _ in range(cfg.layers - cfg.pp):
+        lightest = min(reversed(range(cfg.pp)), key=load.__getitem__)
+        counts[lightest] += 1
+        load[lightest] += block
+    return counts[cfg.stage]
+
+
+def parameters(cfg: Config) -> dict[str, int]:
+    """Numbers in the parameters of the rank's part of the model, ZeRO's cuts apart."""
+    first, last = cfg.stage == 0, cfg.stage == cfg.pp - 1
+    return {
+        "embedding": cfg.vocab * cfg.dim // cfg.tp * first,
+        "blocks": layers_here(cfg) * (matrices(cfg) + 2 * cfg.dim),
+        "norm": cfg.dim * last,
+        "head": cfg.vocab * cfg.dim // cfg.tp * last,
+    }
+
+
+def per_token(cfg: Config, stream: int, split: int) -> int:
+    """Bytes of a micro-batch, of which a token has `stream` in the residual stream and `split` in what tp cuts."""
+    return tokens(cfg) * stream // (cfg.tp if cfg.sequence_parallel else 1) + tokens(cfg) * split // cfg.tp
+
+
+def saved(cfg: Config, recompute: str) -> int:
+    """Bytes of activations that one block keeps from forward to backward.
+
+    Compiled, the partitioner decides: it keeps what matmuls and attention need, and recomputes norms and products, but
+    for the two 1/rms and SwiGLU's product, the input of down_proj. The two residual sums cost o_proj's output to redo.
+    Uncompiled, each operation keeps its inputs: a norm x and weight·x, both in float32, and its output for the matmul;
+    SwiGLU the gate, its silu, up and the product. Fused attention keeps q, k, v, o and a log-sum-exp per head; under
+    compilation or not, no s·s matrix exists. Selective checkpointing keeps the outputs of matmuls and attention, down's
+    too if no compiler sees that nobody needs it. With sequence parallelism the normalised input, cut along the
+    sequence, is gathered again in backward.
+    """
+    d, kv, f, h, e, w = cfg.dim, kv_width(cfg), cfg.ffn, cfg.heads, item(cfg), wide(cfg)
+    attention = (2 * d + 2 * kv) * e + h * w  # q, o, k, v, log-sum-exp
+    if recompute == "full":
+        return per_token(cfg, d * e, 0)  # x
+    if recompute == "selective":
+        stream = (2 if cfg.compile else 3) * d * e  # x, the outputs of o_proj and down_proj
+        return per_token(cfg, stream, attention + 2 * f * e)
+    if cfg.compile:
+        return per_token(cfg, 4 * d * e + 2 * w, attention + 3 * f * e)  # x, two normalised, o_proj's output
+    return per_token(cfg, d * (4 * w + 2 * e) + 2 * w, attention + 4 * f * e)
+
+
+def widest(cfg: Config) -> int:
+    """Bytes of activations of one block, what it has kept included, at the widest moment of its backward.
+
+    That is the derivative of SwiGLU: dy, the gradient of the block's output, is there, and so is the gradient of the
+    product. Compiled, one kernel reads gate, up and that gradient and writes those of gate and up; into the memory of
+    up if it was kept by a graph that keeps the product too, which is free by then. A recomputing graph writes the
+    product in the same kernel, 6·f in all. Uncompiled, the gradients of silu and up are made while the product is free.
+    """
+    d, kv, f, e = cfg.dim, kv_width(cfg), cfg.ffn, item(cfg)
+    if not cfg.compile:
+        again = d * e if cfg.recompute != "none" and e < wide(cfg) else 0  # x beside its copy in float32
+        again += d * e if cfg.recompute == "selective" else 0  # down_proj's output, which nobody asks for
+        return saved(cfg, "none") + per_token(cfg, d * e + again, 2 * f * e)
+    if cfg.recompute == "full":
+        attention = (3 * d + 2 * kv) * e + cfg.heads * wide(cfg)  # o in two layouts: attention's and the matmul's
+        return per_token(cfg, 5 * d * e + 2 * wide(cfg), attention + 6 * f * e)
+    return saved(cfg, cfg.recompute) + per_token(cfg, d * e, (1 if cfg.recompute == "none" else 4) * f * e)
+
+
+def widest_weights(cfg: Config, accumulating: bool) -> int:
+    """Bytes of copies and gradients of weights that come and go in a block's backward, at the same moment.
+
+    Without recomputation down_proj's gradient is there, in bf16 as the matmul makes it and in float32, and its copy is
+    no more; uncompiled, that in bf16 has gone too, and all of it if there was a gradient to add it to. Recomputation
+    makes the copies of a block anew.
+    """
+    down, g, c = cfg.dim * cfg.ffn // cfg.tp, weight_item(cfg), copy_item(cfg)
+    if cfg.compile:
+        return {"none": g * down, "selective": 0, "full": c * (matrices(cfg) - down)}[cfg.recompute]
+    return (g * (not accumulating) - c) * down + (c * matrices(cfg) if cfg.recompute != "none" else 0)
+
+
+def resident(cfg: Config) -> dict[str, int]:
+    """Bytes that are there all the time. The root: 4N of float32 weights and 8N of AdamW's moments.
+
+    ZeRO, which has no autocast: weights in the dtype of the matmuls, with stage 3 only those gathered just then, and
+    shards in float32 of the weights, of the gradient and of the moments, 16N/dp.
+    """
+    n, full = sum(parameters(cfg).values()), weight_item(cfg) * sum(parameters(cfg).values())
+    if not cfg.zero:
+        return {"weights": full, "optimizer": 2 * full}
+    shard = wide(cfg) * n // cfg.dp
+    return {"weights": full if cfg.zero < 3 else 0, "gradients": shard, "optimizer": 3 * shard}
+
+
+def gathered(cfg: Config, *units: int) -> int:
+    """Bytes of weights that ZeRO-3 has gathered: those of the named units."""
+    return item(cfg) * sum(units) if cfg.zero == 3 else 0
+
+
+def gradients(cfg: Config, done: int, last: int) -> int:
+    """Bytes of gradients once those of `done` parameters are there, `last` of them in the unit before.
+
+    ZeRO-2 and 3 reduce a unit while backward makes the next, and hold it twice meanwhile: to send, and to receive.
+    """
+    return weight_item(cfg) * (done if cfg.zero < 2 else 2 * last)
+
+
+def in_flight(cfg: Config) -> list[tuple[int, bool]]:
+    """(micro-batches whose activations are there, whether gradients of others are there) at the fullest backwards.
+
+    Gradients stay from the first backward to the optimizer. 1F1B has pp - stage micro-batches in flight, AFAB all.
+    """
+    most = cfg.microbatches if cfg.schedule == "afab" and cfg.pp > 1 else min(cfg.pp - cfg.stage, cfg.microbatches)
+    later = most if cfg.microbatches > most else most - 1
+    return [(most, False)] + ([(later, True)] if cfg.microbatches > 1 and later else [])
+
+
+def head_moments(cfg: Config) -> dict[str, dict[str, int]]:
+    """What backward adds above the blocks, from the loss down to the last norm, which is not compiled.
+
+    The norm keeps x and weight·x in float32 and its output. The compiled loss reads logits and writes their gradient;
+    uncompiled, forward has logits, their float32 copy and log-softmax, and backward log-softmax and two gradients, all
+    float32. The gradient of the head is first in the dtype of the matmul. Where the vocabulary is small, the norm's
+    backward is the widest: six tensors in float32, in the derivative of its square.
+    """
+    d, v, e, w, c = cfg.dim, cfg.vocab, item(cfg), wide(cfg), copy_item(cfg)
+    head, unit = v * d // cfg.tp, v * d // cfg.tp + d
+    kept, logits = per_token(cfg, (2 * w + e) * d + w, 0), per_token(cfg, 0, v)
+    held = {"weights": gathered(cfg, matrices(cfg) + 2 * d, unit), "weight copies": c * head, "activations": kept}
+    found = {}
+    if not cfg.compile:
+        caches = c * layers_here(cfg) * matrices(cfg) * (cfg.recompute != "none")  # autocast's, until forward ends
+        forward = logits * (e + w + w * (e < w))
+        found["end of forward"] = {**held, "weight copies": c * head + caches, "logits": forward}
+    found["loss"] = {**held, "logits": (2 * e if cfg.compile else 3 * w) * logits}
+    found["head"] = {**held, "logits": e * logits, "temporary": per_token(cfg, e * d, 0) + (c or e) * head}
+    if c:
+        temporary = per_token(cfg, e * d, 0) + (c + w) * head
+        found["head in float32"] = {"activations": per_token(cfg, 2 * w * d, 0), "temporary": temporary}
+    found["last norm"] = {
+        "weights": gathered(cfg, matrices(cfg) + 2 * d, unit),
+        "gradients": gradients(cfg, head, head),
+        "activations": per_token(cfg, 2 * w * d, 0),
+        "temporary": per_token(cfg, 4 * w * d, 0),
+    }
+    return found
+
+
+def moments(cfg: Config) -> dict[str, dict[str, int]]:
+    """Bytes by kind at the moments of a step at which memory can be fullest; tensors of a few numbers are left out.
+
+    Backward from block i: gradients of all that comes later, everything that the blocks up to i have kept, and i's own
+    needs. That is linear in i, so the last block and the first suffice. Then the embedding, whose gradient is dense,
+    then norm, clipping and AdamW, which work in place: all gradients, no activations. A pipeline's stage also holds its
+    outputs until their gradients are there, and the gradients of its inputs, all on their way, until the step ends.
+    """
+    n, layers, block, d = parameters(cfg), layers_here(cfg), matrices(cfg) + 2 * cfg.dim, cfg.dim
+    tables = tokens(cfg) * 16 + 2 * wide(cfg) * cfg.seq * (d // cfg.heads)  # token ids, targets, cosine and sine
+    kept, copies = saved(cfg, cfg.recompute), copy_item(cfg) * matrices(cfg) * (cfg.recompute == "none")
+    top, every = n["norm"] + n["head"], sum(n.values())
+    found = {}
+    for flying, accumulating in in_flight(cfg):
+        temporary = widest(cfg) - kept + widest_weights(cfg, accumulating and cfg.zero < 2)
+        widest_block = {"weights": gathered(cfg, 2 * block), "temporary": temporary}
+        here = head_moments(cfg) if n["head"] else {}
+        here["last block"] = {**widest_block, "gradients": gradients(cfg, top, top)}
+        below = gradients(cfg, every - n["embedding"] - block, block if layers > 1 else top)
+        here["first block"] = {**widest_block, "gradients": below}
+        embedding = per_token(cfg, weight_item(cfg) * d, 0) * (n["embedding"] > 0)
+        here["embedding"] = {"gradients": gradients(cfg, every, n["embedding"]), "temporary": embedding}
+        here["optimizer"] = {"gradients": gradients(cfg, every, 0)}
+        for name, parts in here.items():
+            blocks = {"first block": 1, "embedding": 0, "optimizer": 0}.get(name, layers)  # not yet through backward
+            others = (flying - 1) * layers if name != "optimizer" else 0
+            passing = flying * (cfg.stage < cfg.pp - 1) + (cfg.microbatches - flying) * (cfg.stage > 0) * accumulating
+            outputs = per_token(cfg, item(cfg) * d, 0) * passing * (name != "optimizer")
+            total = {kind: parts.get(kind, 0) + resident(cfg).get(kind, 0) for kind in KINDS}
+            if accumulating and cfg.zero < 2:
+                total["gradients"] = resident(cfg).get("gradients", 0) + gradients(cfg, every, 0)
+                total["temporary"] += gradients(cfg, n["embedding"], 0) * (name == "embedding")  # about to be added
+            total["activations"] += (blocks + others) * kept + outputs
+            total["weight copies"] += (blocks + others) * copies
+            total["temporary"] += tables + WORKSPACE
+            if sum(total.values()) > sum(found.get(name, {}).values()):
+                found[name] = total
+    return found
+
+
+def peak(cfg: Config) -> tuple[str, dict[str, int]]:
+    """The fullest moment, and its bytes by kind."""
+    return max(moments(cfg).items(), key=lambda pair: sum(pair[1].values()))
+
+
+# The playbook's letters: a heads, b sequences, h width, L layers, N parameters, s tokens, t tensor parallel, v words.
+
+
+def book_parameters(h: int, L: int, v: int, s: int = 0) -> int:
+    """1.7: a GPT's parameters. The plots (1.13) and the widget (0.4) add h·s for positions, the text does not."""
+    return h * (v + s) + L * (12 * h * h + 13 * h) + 2 * h
+
+
+def book_states(
+    n: float, zero: int = 0, dp: int = 1, master: bool = True, accumulate: bool = False
+) -> dict[str, float]:
+    """1.9 and 2.21 to 2.23: bytes of bf16 weights 2N, gradients 2N, and 12N of AdamW, sharded from right to left.
+
+    Accumulating gradients in float32 adds 4N. Erratum of 2.11, 2.25 and 3.11: these plots leave out the float32 weights
+    (master=False, 8N), which the text counts. In pure float32 (1.8) the sum is 16N too.
+    """
+    shards = [dp if zero >= stage else 1 for stage in (3, 2, 1)]
+    optimizer = (12 if master else 8) * n / shards[2]
+    gradients = (2 + 4 * accumulate) * n / shards[1]
+    return {"weights": 2 * n / shards[0], "gradients": gradients, "optimizer": optimizer}
+
+
+def book_activations(L: int, h: int, a: int, s: int, recompute="none", t=1, sp=False, once=True) -> float:
+    """1.11, 1.12 and 3.12: bytes of one sequence, with GELU, dropout, and without fused attention.
+
+    Per layer and token 34h: 10h that tensor parallelism leaves whole unless the sequence is parallel too, and 24h that
+    it cuts. 5·a·s² are attention scores, which selective recomputation drops; full keeps a layer's input. Once, s·h,
+    dropout of the embedding: 1.13 and 1.17 count it, 2.11, 2.25, 3.11 and 3.21 do not.
+    """
+    if recompute == "full":
+        return L * 2 * s * h + once * s * h
+    scores = 5 * a * s * s / t if recompute == "none" else 0
+    return L * (s * h * (34 / t if sp else 10 + 24 / t) + scores) + once * s * h
+
+
+def book_widget(a, b, h, h_ff, L, s, v, act: str, t=1, sp=False, mixed=True) -> dict[str, float]:
+    """0.4: bytes of activations by part, without recomputation. Dropout masks are 1 byte, B is that of a number.
+
+    Erratum: with sequence parallelism the widget does not divide the scores a·s²·b by t; here they are divided always.
+    """
+    B, cut = 2 if mixed else 4, t if sp else 1
+    scores = (2 * B + 1) * a * s * s * b / t
+    attention = s * b * h * ((5 * B + 1) / t if sp else 4 * B / t + B + 1) + scores
+    widths = {"relu": 1, "gelu": 2, "swiglu": 4}[act]
+    forward = s * b * h * (B + 1) / cut + widths * s * b * h_ff * B / t
+    outside = (s * b * h * (1 + 2 * B) + 4 * s * b * v) / cut
+    norms = 2 * s * b * h * B / cut
+    return {"attention": L * attention, "feed-forward": L * forward, "norms": L * norms, "outside": outside}
+
+
+def book_tables() -> dict[str, dict[str, list[float]]]:
+    """The playbook's tables: title -> row -> numbers, in GiB where the title says nothing else."""
+    gpt = {"1B": (16, 2048, 32), "3B": (28, 3072, 24), "8B": (32, 4096, 32)}
+    gpt |= {"70B": (80, 8192, 64), "405B": (126, 16384, 128)}
+    ffn, short, long = {"1B": 8192, "8B": 14336, "70B": 28672}, (1, 4, 16), (1, 2, 4, 8, 16)
+
+    def llama(name: str, v: int) -> int:  # without norms; the 1B has one table for embedding and head
+        layers, dim, heads = gpt[name]
+        blocks = layers * matrices(Config(dim=dim, heads=heads, kv_heads=8, ffn=ffn[name]))
+        return blocks + (1 if name == "1B" else 2) * v * dim
+
+    def states(n: float, **cut) -> list[float]:
+        return [value / GIB for value in book_states(n, master=False, **cut).values()]
+
+    def activations(name: str, thousands: tuple[int, ...], recompute="selective", once=False, **cut) -> list[float]:
+        return [book_activations(*gpt[name], 1024 * k, recompute, once=once, **cut) / GIB for k in thousands]
+
+    totals = {f"{n}B": [sum(book_states(n, accumulate=more).values()) for more in (0, 1)] for n in (1, 7, 70, 405)}
+    presets = {"8B": (32, 32, 4096, 16384, 32, 256, 30522, "swiglu")}
+    presets["70B"] = 64, 32, 8192, 32768, 80, 256, 30522, "swiglu", 8
+    widget = {name: [x / GIB for x in book_widget(*preset).values()] for name, preset in presets.items()}
+    tables = {"0.4, 0.5 activations: attention, feed-forward, norms, outside the layers": widget}
+    tables |= {"1.10 GB: bf16, and with float32 gradients": totals}
+    tables["1.13 float32 weights at 1k, 2k, 4k, 8k, 16k tokens"] = {
+        name: [4 * book_parameters(h, L, 128256, 1024 * k) / GIB for k in long] for name, (L, h, _) in gpt.items()
+    }
+    for recompute in ("none", "selective", "full"):
+        title = f"1.13, 1.17 activations, recomputation {recompute}, at 1k, 2k, 4k, 8k, 16k tokens"
+        tables[title] = {name: activations(name, long, recompute, once=True) for name in gpt}
+    columns = "weights, gradients, optimizer (erratum: 8N where the text has 12N), activations at 1k"
+    tables[f"2.11 {columns} tokens"] = {n: states(llama(n, 128256)) + activations(n, (1,)) for n in ffn}
+    n, n_70b = llama("8B", 131072), llama("70B", 131072)
+    tables[f"2.25 8B on 8 GPUs: {columns}, 4k, 16k tokens"] = {
+        f"ZeRO-{zero}": states(n, zero=zero, dp=8) + activations("8B", short) for zero in range(4)
+    }
+    tables[f"3.11 70B: {columns}, 4k, 16k tokens"] = {
+        f"tp {t}": states(n_70b / t) + activations("70B", short, t=t) for t in (1, 8, 16)
+    }
+    tables["3.21 70B with sequence parallelism: activations at 1k, 4k, 16k tokens"] = {
+        f"tp {t}": activations("70B", short, t=t, sp=True) for t in (8, 16)
+    }
+    tables["2.12 weights of 70B in 2 bytes: GB, GiB (erratum: 133 is printed)"] = {"70B": [140, 140e9 / GIB]}
+    return tables
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def load(recipe: str) -> ModuleType:
+    """Import a recipe from its file; names like 1f1b are no module names."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{Path(recipe).stem}", recipe)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def config_of(recipe: str, cfg: object, rank: int, world: int) -> Config:
+    """What to predict for a rank of a recipe whose own Config is cfg."""
+    folder, name = Path(recipe).resolve().parent.name, Path(recipe).stem
+    ours = {f.name: getattr(cfg, f.name) for f in fields(Config) if hasattr(cfg, f.name)} | RECIPES[folder][name]
+    if folder in PROCESSES:
+        ours[PROCESSES[folder]] = world
+    return Config(**ours | ({"stage": rank} if PROCESSES.get(folder) == "pp" else {}))
+
+
+def held_by(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes in the storages of the weights, and of the optimizer's state with what it steps if that is not these."""
+    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    tensors += [p for group in optimizer.param_groups for p in group["params"]]
+    states = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return {
+        "weights": sum(weights.values()),
+        "optimizer": sum(size for address, size in states.items() if address not in weights),
+    }
+
+
+def measure(recipe: str, flags: list[str]) -> tuple[Config, int, dict[str, int]]:
+    """Train a few steps. The run as ours, the peak of the last two in bytes, and what weights and optimizer hold.
+
+    The recipe's own Config is the first argument of its train_step, and so its flags need not be understood here.
+    """
+    module, steps, seen = load(recipe), iter(range(STEPS)), []
+    train_step = module.train_step
+
+    def watched_step(cfg, model, optimizer, *batch):
+        if next(steps) == STEPS - 2:
+            torch.cuda.reset_peak_memory_stats()
+        result = train_step(cfg, model, optimizer, *batch)
+        seen[:] = cfg, torch.cuda.max_memory_allocated(), held_by(model, optimizer)
+        return result
+
+    module.train_step = watched_step
+    sys.argv = [recipe, *flags, "--steps", str(STEPS)]
+    module.main()
+    cfg, measured, held = seen
+    return config_of(recipe, cfg, int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))), measured, held
+
+
+def compare(recipe: str, flags: list[str], file: str | None) -> None:
+    """Measure, print prediction and measurement of this rank, and let rank 0 add them to a file."""
+    folder, name = Path(recipe).resolve().parent.name, Path(recipe).stem
+    known = [f"{folder}/{name}.py" for folder, names in RECIPES.items() for name in names]
+    if f"{folder}/{name}.py" not in known or not Path(recipe).is_file():
+        raise SystemExit(f"--measure {recipe}: must be one of {', '.join(known)}")
+    if not torch.cuda.is_available() or {"cpu", "--device=cpu"} & set(flags):
+        raise SystemExit(f"--measure {recipe}: needs a GPU, since torch counts no peak on CPUs")
+    cfg, measured, held = measure(recipe, flags)
+    (moment, kinds), rank = peak(cfg), int(os.environ.get("RANK", 0))
+    total = sum(kinds.values())
+    predicted = f"predicted {total / GIB:.2f} GiB at: {moment}"
+    error = f"measured {measured / GIB:.2f} GiB  error {total / measured - 1:+.1%}"
+    parts = "  ".join(f"{kind} {kinds[kind] / GIB:.3f} held {size / GIB:.3f}" for kind, size in held.items())
+    print(f"rank {rank}  {recipe}  {predicted}  {error}  {parts}", flush=True)
+    if file and rank == 0:
+        rows = json.loads(Path(file).read_text())["rows"] if Path(file).exists() else []
+        row = {"file": f"{folder}/{name}.py", "flags": " ".join(flags), "gpus": int(os.environ.get("WORLD_SIZE", 1))}
+        rows = [old for old in rows if row != {key: old[key] for key in row}]  # measured again: replaced
+        row |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "moment": moment}
+        rows.append({**row, "predicted": kinds, "measured": measured})
+        Path(file).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def draw(picture: str, bars: dict[str, dict[str, int]], measured: list[int], title: str) -> None:
+    """A bar per moment or run, stacked by kind; a tick is what was measured."""
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "memory", "font.size": 9})
+    figure, axis = pyplot.subplots(figsize=(10, 0.4 * len(bars) + 1.4))
+    for place, kinds in enumerate(bars.values()):
+        left = 0
+        for kind, color in KINDS.items():
+            axis.barh(place, kinds[kind] / GIB, left=left, height=0.7, color=color, label=None if place else kind)
+            left += kinds[kind] / GIB
+    if measured:
+        axis.scatter([b / GIB for b in measured], range(len(measured)), 400, "black", marker="|", label="measured")
+    axis.set_yticks(range(len(bars)), bars)
+    axis.invert_yaxis()
+    axis.set_xlabel("GiB per rank")
+    axis.set_title(title, loc="left", fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="lower center", ncol=len(KINDS) + 1, frameon=False)
+    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
+    figure.savefig(picture, metadata={"Date": None})
+
+
+def report(cfg: Config) -> None:
+    """The peak by kind, and all moments."""
+    found, (name, kinds), n = moments(cfg), peak(cfg), sum(parameters(cfg).values())
+    print(f"{n:,} parameters per rank before ZeRO, {tokens(cfg):,} tokens per micro-batch; the peak is at: {name}")
+    for kind, size in [*kinds.items(), ("peak", sum(kinds.values()))]:
+        print(f"{kind:15}{size:>20,} bytes {size / GIB:>10.3f} GiB")
+    print("moments         " + "   ".join(f"{name} {sum(kinds.values()) / GIB:.2f}" for name, kinds in found.items()))
+
+
+def main() -> None:
+    args, run = parse_config()
+    if args.measure:
+        return compare(args.measure, run, args.json)
+    if args.playbook:
+        for title, rows in book_tables().items():
+            print(
+                title, *(f"{name:8}" + "".join(f"{x:>12,.3f}" for x in row) for name, row in rows.items()), sep="\n  "
+            )
+        return
+    if args.draw and len(args.draw) > 1:
+        if missing := [file for file in args.draw[1:] if not Path(file).is_file()]:
+            raise SystemExit(f"--draw {missing[0]}: no such file")
+        rows = [row for file in args.draw[1:] for row in json.loads(Path(file).read_text())["rows"]]
+        bars = {Path(row["file"]).stem: row["predicted"] for row in rows}
+        title = f"predicted by kind, and measured peak; {rows[0]['gpus']} x {rows[0]['gpu']}, {rows[0]['flags']}"
+        return draw(args.draw[0], bars, [row["measured"] for row in rows], title)
+    check(run)
+    report(run)
+    if args.draw:
+        draw(args.draw[0], moments(run), [], " ".join(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""Predicted memory against the playbook's tables, what autograd keeps, what allocators count, and measured peaks."""
+
+import json
+import sys
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from launch import ROOT, RankFailed, isolated, launch, load
+from torch.profiler import ProfilerActivity, profile
+
+MEMORY = load("01_single_gpu/memory.py")
+RECIPES = {"none": "train", "selective": "selective_checkpointing", "full": "activation_checkpointing"}
+SHAPE = dict(layers=3, dim=256, heads=4, kv_heads=2, ffn=1024, vocab=2048, seq=256, batch=4)
+SMOLLM = MEMORY.Config(**MEMORY.PRESETS["smollm_1_7b"], seq=2048, batch=4, dtype="bfloat16", compile=True)
+
+
+def printed(rows):
+    """The numbers of a table, to three digits after the point."""
+    return {name: [round(x, 3) for x in row] for name, row in rows.items()}
+
+
+def table(start):
+    """The playbook's table whose title starts like this."""
+    (rows,) = [rows for title, rows in MEMORY.book_tables().items() if title.startswith(start)]
+    return printed(rows)
+
+
+def test_tables_of_one_gpu():
+    """1.10 in GB; 1.13 and 1.17 in GiB at 1k to 16k tokens."""
+    wanted = {"1B": [16, 20], "7B": [112, 140], "70B": [1120, 1400], "405B": [6480, 8100]}
+    assert table("1.10") == wanted
+    weights = table("1.13 float32")
+    assert weights["8B"] == [25.979, 25.995, 26.026, 26.088, 26.213]
+    assert [weights[name][i] for name in ("70B", "405B") for i in (0, 4)] == [243.977, 244.446, 1519.991, 1520.928]
+    assert round(4 * MEMORY.book_parameters(4096, 32, 128256) / 2**30, 3) == 25.963  # 1.7, without positions
+    none = table("1.13, 1.17 activations, recomputation none")
+    assert none["8B"] == [9.254, 28.508, 97.016, 354.031, 1348.062]
+    assert none["70B"] == [46.258, 142.516, 485.031, 1770.062, 6740.125]
+    assert none["405B"] == [145.703, 448.906, 1527.812, 5575.625, 21231.25]
+    wanted = {  # at 1k and 8k tokens
+        "none": dict(zip(none, [(3.564, 168.516), (6.073, 232.336)])),
+        "selective": dict(
+            zip(none, [(1.064, 8.516), (2.792, 22.336), (4.254, 34.031), (21.258, 170.062), (66.953, 535.625)])
+        ),
+        "full": dict(zip(none, [(0.064, 0.516), (0.167, 1.336), (0.254, 2.031), (1.258, 10.062), (3.953, 31.625)])),
+    }
+    for recompute, rows in wanted.items():
+        found = table(f"1.13, 1.17 activations, recomputation {recompute}")
+        assert {name: (found[name][0], found[name][3]) for name in rows} == rows
+
+
+def test_tables_of_several_gpus():
+    """2.11, 2.25, 3.11 and 3.21; 2.12 is the exact value of what the book prints as 133."""
+    assert table("2.11") == {
+        "1B": [2.302, 2.302, 9.207, 1.062],
+        "8B": [14.957, 14.957, 59.828, 4.25],
+        "70B": [131.414, 131.414, 525.656, 21.25],
+    }
+    assert table("2.25") == {
+        "ZeRO-0": [15, 15, 60, 4.25, 17, 68],
+        "ZeRO-1": [15, 15, 7.5, 4.25, 17, 68],
+        "ZeRO-2": [15, 1.875, 7.5, 4.25, 17, 68],
+        "ZeRO-3": [1.875, 1.875, 7.5, 4.25, 17, 68],
+    }
+    assert table("3.11") == {
+        "tp 1": [131.5, 131.5, 526, 21.25, 85, 340],
+        "tp 8": [16.438, 16.438, 65.75, 8.125, 32.5, 130],
+        "tp 16": [8.219, 8.219, 32.875, 7.188, 28.75, 115],
+    }
+    assert table("3.21") == {"tp 8": [2.656, 10.625, 42.5], "tp 16": [1.328, 5.312, 21.25]}
+    assert table("2.12") == {"70B": [140, 130.385]}
+    assert sum(MEMORY.book_states(7.5e9).values()) == 120e9  # 2.27, of the ZeRO paper, on 64 GPUs
+    sums = [sum(MEMORY.book_states(7.5e9, zero, 64).values()) / 1e9 for zero in (1, 2, 3)]
+    assert [round(x, 1) for x in sums] == [31.4, 16.6, 1.9]
+
+
+def test_widget_agrees_with_the_text():
+    """0.4 with GELU and h_ff = 4h is 1.12, with tensor parallelism 3.12, and SP divides scores too (erratum)."""
+    L, h, a, s = 32, 4096, 32, 1024
+    for t, sp in (1, False), (8, False), (8, True):
+        parts = MEMORY.book_widget(a, 1, h, 4 * h, L, s, 30522, "gelu", t, sp)
+        wanted = MEMORY.book_activations(L, h, a, s, "none", t, sp, once=False)
+        assert sum(parts.values()) - parts["outside"] == pytest.approx(wanted, rel=1e-12)
+    swiglu, relu = (MEMORY.book_widget(a, 1, h, 4 * h, L, s, 30522, act)["feed-forward"] for act in ("swiglu", "relu"))
+    assert swiglu - relu == 3 * s * 4 * h * 2 * L
+
+
+@pytest.mark.parametrize("preset", MEMORY.PRESETS)
+def test_parameters_of_the_root(preset):
+    """The numbers of the real model, on no device."""
+    root = load("01_single_gpu/train.py")
+    sizes = MEMORY.PRESETS[preset]
+    assert {name: root.PRESETS[preset].get(name) for name in sizes} == sizes
+    with torch.device("meta"):
+        model = root.Model(root.Config(**sizes))
+    wanted = {part: 0 for part in ("embedding", "blocks", "norm", "head")}
+    for name, p in model.named_parameters():
+        part = {"model.embed": "embedding", "model.layer": "blocks", "model.norm.": "norm", "lm_head.wei": "head"}
+        wanted[part[name[:11]]] += p.numel()
+    assert MEMORY.parameters(MEMORY.Config(**sizes)) == wanted
+    defaults = {f.name: f.default for f in fields(root.Config)}
+    assert all(defaults[f.name] == f.default for f in fields(MEMORY.Config) if f.name in defaults)
+
+
+@pytest.mark.parametrize("layers, stages", [(24, 4), (27, 4), (8, 8), (5, 3)])
+def test_parameters_of_a_stage(layers, stages):
+    """The layers of a stage, and embedding and head on the first and the last."""
+    recipe = load("06_pipeline/1f1b.py")
+    sizes = dict(layers=layers, dim=64, heads=4, kv_heads=2, ffn=96, vocab=500)
+    for stage in range(stages):
+        with torch.device("meta"):
+            model = recipe.Model(recipe.Config(**sizes), stage, stages)
+        ours = MEMORY.parameters(MEMORY.Config(**sizes, pp=stages, stage=stage))
+        assert sum(ours.values()) == sum(p.numel() for p in model.parameters())
+
+
+def kept_by_block(recipe, dtype, compiled):
+    """Bytes that autograd keeps of one block's forward, its parameters and the RoPE table apart."""
+    module = load(f"01_single_gpu/{recipe}.py")
+    cfg = module.Config(**SHAPE, device="cpu", dtype=dtype)
+    torch.set_default_dtype(torch.float64 if dtype == "float64" else torch.float32)
+    block, rope = module.Block(cfg), module.rope_table(cfg, torch.arange(cfg.seq))
+    x = torch.randn(cfg.batch, cfg.seq, cfg.dim).to(getattr(torch, dtype)).requires_grad_()
+    if compiled:
+        block.compile(backend="aot_eager_decomp_partition")  # the partitioner of the compiler, without its kernels
+    apart, sizes = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *rope)}, {}
+
+    def pack(t):
+        if t.dtype != torch.uint8:  # the state of the CPU's random numbers, which checkpointing under compilation keeps
+            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    low = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), low:
+        block(x, rope)
+    return sum(size for address, size in sizes.items() if address not in apart)
+
+
+@pytest.mark.parametrize(
+    "recompute, dtype, compiled",
+    [
+        ("none", "bfloat16", True),
+        ("none", "float32", True),
+        ("none", "bfloat16", False),
+        ("none", "float32", False),
+        ("none", "float64", False),
+        ("selective", "bfloat16", True),
+        ("full", "bfloat16", True),
+    ],
+)
+def test_kept_by_a_block(recompute, dtype, compiled):
+    """To the byte: activations, and the copies of weights that autocast makes."""
+    cfg = MEMORY.Config(**SHAPE, dtype=dtype, compile=compiled, recompute=recompute)
+    copies = MEMORY.copy_item(cfg) * MEMORY.matrices(cfg) if recompute == "none" else 0
+    found = isolated(lambda: kept_by_block(RECIPES[recompute], dtype, compiled))
+    assert found == MEMORY.saved(cfg, recompute) + copies
+
+
+def test_bytes_per_token_by_hand():
+    """A block of SmolLM 1.7B, d 2048 and f 4·d, per token of bf16; and what tensor parallelism cuts."""
+    tokens, d = 4 * 2048, 2048
+    whole, statistics = {"none": 4, "selective": 2, "full": 1}, {"none": 8, "selective": 0, "full": 0}
+    split = {"none": 4 + 12, "selective": 4 + 8, "full": 0}  # in units of d: q, o, k, v and three, two or no f
+    heads = {"none": 4 * 32, "selective": 4 * 32, "full": 0}  # log-sum-exp
+    for recompute in RECIPES:
+        stream, cut = 2 * d * whole[recompute] + statistics[recompute], 2 * d * split[recompute] + heads[recompute]
+        for tp, sp in (1, False), (4, False), (4, True):
+            cfg = replace(SMOLLM, tp=tp, sequence_parallel=sp, recompute=recompute)
+            assert MEMORY.saved(cfg, recompute) == tokens * (stream / (tp if sp else 1) + cut / tp)
+
+
+def allocated(recipe, shape, flags):
+    """Peak of the bytes that a step of a recipe allocates on the CPU, above weights and optimizer state."""
+    module = load(f"01_single_gpu/{recipe}.py")
+    cfg = module.Config(**shape, device="cpu", **flags)
+    data, model = module.load_data(cfg), module.build_model(cfg)
+    optimizer = module.make_optimizer(cfg, model)
+    module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, 0))  # makes the optimizer's state
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, 1))
+    changes = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = highest = 0
+    for change in sorted(changes, key=lambda e: e.start_ns()):
+        now += change.nbytes()
+        highest = max(highest, now)
+    return highest
+
+
+@pytest.mark.parametrize("vocab", [2048, 256])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", [*RECIPES, "accumulation"])
+def test_peak_on_the_cpu(recompute, dtype, vocab):
+    """The allocator's own count of a real step, whose peak is at the loss, the last norm or a block.
+
+    On the CPU token ids are not copied, 16 bytes a token.
+    """
+    recipe, shape = RECIPES.get(recompute, "gradient_accumulation"), {**SHAPE, "vocab": vocab}
+    flags, ours = dict(dtype=dtype), dict(recompute=recompute)
+    if recompute == "accumulation":
+        flags["microbatches"], ours = 2, {}
+    found = isolated(lambda: allocated(recipe, shape, flags))
+    cfg = MEMORY.Config(**shape, **flags, **ours)
+    _, kinds = MEMORY.peak(cfg)
+    predicted = sum(kinds.values()) - kinds["weights"] - kinds["optimizer"] - MEMORY.WORKSPACE
+    assert abs(predicted - found) <= 16 * MEMORY.tokens(cfg)
+
+
+def measured_before():
+    """(file, flags, GPUs, measured GiB) of all stored runs that can be predicted."""
+    for suite, stored in json.loads((ROOT / "tests/results/speed.json").read_text()).items():
+        for row in stored.get("rows", []):
+            folder, name = row["file"].removesuffix(".py").split("/")
+            if name in MEMORY.RECIPES.get(folder, {}):
+                gpus = 1 if folder == "01_single_gpu" else int(stored["gpu"].split()[0])
+                yield pytest.param(row["file"], row["flags"], gpus, row["rounds"][0]["memory"], id=f"{suite} {name}")
+
+
+@pytest.mark.parametrize("file, flags, gpus, gib", list(measured_before()))
+def test_peak_on_gpus(file, flags, gpus, gib, monkeypatch):
+    """Runs whose speed was measured: to 0.2 %, or to the digit that was printed."""
+    recipe = load(file)
+    monkeypatch.setattr(sys, "argv", [file, *flags.split()])
+    cfg = MEMORY.config_of(file, recipe.parse_config(), 0, gpus)
+    predicted = sum(MEMORY.peak(cfg)[1].values()) / 2**30
+    assert predicted == pytest.approx(gib, rel=0.002, abs=0.05)
+
+
+def test_zero():
+    """Each stage's state as in 2.21 to 2.23, when the optimizer steps, with float32 gradients in shards."""
+    n, dp = sum(MEMORY.parameters(SMOLLM).values()), 4
+    wanted = {0: 16 * n, 1: 4 * n + 16 * n / dp, 2: 2 * n + 16 * n / dp, 3: 16 * n / dp}
+    for zero, size in wanted.items():
+        kinds = MEMORY.moments(replace(SMOLLM, zero=zero, dp=dp))["optimizer"]
+        assert sum(kinds.values()) - kinds["temporary"] == size
+    full = replace(SMOLLM, zero=3, dp=dp)
+    block = MEMORY.matrices(SMOLLM) + 2 * 2048
+    assert MEMORY.moments(full)["first block"]["weights"] == 2 * 2 * block
+    assert MEMORY.moments(full)["loss"]["weights"] == 2 * (block + 2048 + 49152 * 2048)
+    bucket = MEMORY.moments(replace(full, zero=2))["first block"]["gradients"] - 4 * n // dp
+    assert bucket == 2 * 2 * block
+    assert not any(kinds["weight copies"] for kinds in MEMORY.moments(full).values())
+
+
+def test_in_flight():
+    """1F1B: at most pp - stage micro-batches, all of AFAB; the last in flight have the gradients of others beside."""
+    cfg = MEMORY.Config(pp=4, microbatches=8)
+    assert [MEMORY.in_flight(replace(cfg, stage=s))[-1] for s in range(4)] == [
+        (4, True),
+        (3, True),
+        (2, True),
+        (1, True),
+    ]
+    assert MEMORY.in_flight(replace(cfg, schedule="afab")) == [(8, False), (7, True)]
+    assert MEMORY.in_flight(replace(cfg, microbatches=1)) == [(1, False)]
+    assert MEMORY.in_flight(replace(cfg, pp=1)) == [(1, False), (1, True)]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--tp 3", "--tp 3: must divide --kv_heads, --ffn and --vocab, and so 4"),
+        ("--heads 3", "--heads 3: --dim 128 must be an even multiple"),
+        ("--kv_heads 3", "--kv_heads 3: --heads 8 must be a multiple"),
+        ("--batch 6 --dp 4", "--batch 6: must be divisible by --dp times --microbatches, 4"),
+        ("--layers 0", "--layers 0: must be at least 1"),
+        ("--pp 9", "--layers 8: must be at least --pp 9"),
+        ("--pp 2 --stage 2", "--stage 2: must be below --pp 2"),
+        ("--zero 1 --pp 2", "--zero 1: is predicted without --pp only"),
+        ("--seq 6 --tp 4 --sequence_parallel", "--tp 4: must divide --seq 6"),
+        ("--measure 01_single_gpu/train.py", "--measure 01_single_gpu/train.py: needs a GPU"),
+        ("--measure 02_data_parallel/torch_ddp.py", "--measure 02_data_parallel/torch_ddp.py: must be one of 01_"),
+        ("--draw x.svg no.json", "--draw no.json: no such file"),
+    ],
+)
+def test_bad_flags(flags, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["memory.py", *flags.split()])
+    with pytest.raises(SystemExit) as end:
+        MEMORY.main()
+    assert str(end.value).startswith(message) and "\n" not in str(end.value)
+
+
+def test_measuring_without_gpus_ends_every_rank():
+    with pytest.raises(RankFailed, match="needs a GPU") as failed:
+        flags = f"--measure {ROOT}/02_data_parallel/naive.py --device cpu"
+        launch("01_single_gpu/memory.py", 2, flags, save=False)
+    assert failed.value.code == 1
+
+
+def measured_run(recipe, flags):
+    """What measure() returns on a CPU whose allocator says 2 GiB, and when it was asked to forget the first peak."""
+    forgotten = []
+    torch.cuda.reset_peak_memory_stats = lambda: forgotten.append(1)
+    torch.cuda.max_memory_allocated = lambda: 2 * 2**30
+    return MEMORY.measure(str(ROOT / recipe), flags.split()), len(forgotten)
+
+
+def test_measure():
+    """The recipe's own flags decide; AdamW holds two numbers per parameter, and a step per tensor."""
+    flags = "--device cpu --layers 2 --batch 4 --microbatches 2"
+    (cfg, peak, held), resets = isolated(lambda: measured_run("01_single_gpu/gradient_accumulation.py", flags))
+    assert cfg == MEMORY.Config(layers=2, batch=4, microbatches=2) and peak == 2 * 2**30 and resets == 1
+    n = sum(MEMORY.parameters(cfg).values())
+    assert held == {"weights": 4 * n, "optimizer": 8 * n + 4 * (2 * 9 + 3)}
+
+
+def test_report_and_picture(tmp_path, monkeypatch, capsys):
+    """What was measured is printed, stored once, and drawn with the prediction."""
+    run = replace(SMOLLM, zero=2, dp=4, batch=16)
+    predicted = MEMORY.peak(run)[1]
+    monkeypatch.setattr(MEMORY, "measure", lambda *_: (run, 30 * 2**30, {"weights": predicted["weights"]}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "memory.json"
+    for _ in range(2):
+        MEMORY.compare("01_single_gpu/train.py", ["--batch", "16"], str(file))
+    error = sum(predicted.values()) / (30 * 2**30) - 1
+    assert f"measured 30.00 GiB  error {error:+.1%}" in capsys.readouterr().out
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["file"] == "01_single_gpu/train.py" and row["predicted"] == predicted and row["measured"] == 30 * 2**30
+    pictures = []
+    for measured in (30, 31):
+        file.write_text(json.dumps({"rows": [{**row, "measured": measured * 2**30}]}))
+        monkeypatch.setattr(sys, "argv", ["memory.py", "--draw", str(tmp_path / "memory.svg"), str(file)])
+        MEMORY.main()
+        pictures.append((tmp_path / "memory.svg").read_text())
+    assert pictures[0] != pictures[1] and all(f">{word}<" in pictures[0] for word in ("train", "measured", *predicted))
+
+
+def test_prints_the_peak(monkeypatch, capsys):
+    """The table's sum is the fullest of the moments."""
+    monkeypatch.setattr(sys, "argv", "memory.py --preset smollm_1_7b --seq 2048 --batch 4 --dtype bfloat16".split())
+    MEMORY.main()
+    printed_lines = capsys.readouterr().out.splitlines()
+    sizes = [int(line.split()[-4].replace(",", "")) for line in printed_lines if line.endswith("GiB")]
+    assert len(sizes) == len(MEMORY.KINDS) + 1 and sum(sizes[:-1]) == sizes[-1]
+    moments = printed_lines[-1].split()
+    assert max(float(word) for word in moments if "." in word) == round(sizes[-1] / 2**30, 2)
