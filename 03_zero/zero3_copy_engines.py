@@ -1,0 +1,555 @@
+"""ZeRO-3 by copy engines: weights and gradients travel without the multiprocessors that blocks compute with.
+
+Every rank can read the others' memory (symmetric memory, over NVLink). To gather a block is to copy its rounded shards
+from there; nobody has to be asked, for they change once per step. To reduce gradients each rank copies its part of the
+others' and adds. As many bytes as in zero3.py, but no NCCL kernel takes multiprocessors from a matmul, which would then
+run in two waves. Beside what zero3.py holds there are the rounded shards, 2Ψ/dp bytes. GPUs of one host only.
+
+Parent:   03_zero/zero3.py, 02_data_parallel/copy_engines.py
+Lesson:   Unit, share, gather, wait, reduce_scatter, Model.forward, before_backward, backward, train_step
+Plumbing: Config, check, make_unit, build_model, forward_backward
+Run:      torchrun --nproc_per_node 8 03_zero/zero3_copy_engines.py
+Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
+"""
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for laptops, is the defaults below
+    "tiny": dict(),
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. What the command line lacks comes from the preset, and what that lacks from here."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # by which Llama 3.1 and 3.2 stretch the long wavelengths
+    seq: int = 128
+    batch: int = 16  # sequences per step, of all ranks together
+    steps: int = 40
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
+    compile: bool = False
+
+
+def parse_config() -> Config:
+    """Turn the command line into a Config."""
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for f in fields(Config):
+        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
+        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
+    flags = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[flags.get("preset", "tiny")], **flags})
+
+
+def check(cfg: Config, world: int) -> None:
+    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    for flag, value in asdict(cfg).items():
+        least = 0 if flag in ("steps", "lr", "weight_decay", "eps", "clip", "seed", "compile") else 1
+        if isinstance(value, int | float) and not value >= least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
+        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
+        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
+        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+        (world > max(1, local), f"--nnodes {world // local}: must be 1, all processes share the memory of one host"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
+    for file in glob(cfg.init):
+        try:
+            names = safe_open(file, "pt").keys()
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
+        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
+            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+@dataclass(eq=False)
+class Unit:
+    """Parameters that are gathered and reduced together. Of their n numbers, padded with zeros, a rank owns n/dp."""
+
+    parameters: list[nn.Parameter]  # views of `full`, end to end: matrices first, then vectors, which do not decay
+    sizes: list[int]  # of the parameters, and of the padding after them
+    full: Tensor  # [n] the weights of the model, in the dtype of the matmuls
+    shard: Tensor  # [n/dp] this rank's part of the weights, in float32: the original
+    gradient: Tensor  # [n/dp] of the shard, in float32, summed over all ranks
+    matrices: nn.Parameter  # what of the shard is part of a matrix, and
+    vectors: nn.Parameter  # ... of a vector; their .grad are views of `gradient`
+    rounded: tuple[Tensor, ...] = ()  # by rank, [n/dp]: the shards in the dtype of `full`, each in its rank's memory
+
+
+def share(cfg: Config, numbers: int) -> tuple[list[Tensor], Callable[[], None]]:
+    """Symmetric memory: so many numbers of each rank, which all can read, and a barrier for the current stream.
+
+    On GPUs it is mapped over NVLink, on CPUs it is a file that all ranks map.
+    """
+    rank, dp, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, cfg.dtype)
+    if cfg.device == "cuda":
+        mine = symmetric_memory.empty(numbers, dtype=dtype, device=f"cuda:{torch.cuda.current_device()}")
+        handle = symmetric_memory.rendezvous(mine, dist.group.WORLD)
+        return [handle.get_buffer(r, mine.shape, dtype) for r in range(dp)], handle.barrier
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)  # a path, from rank 0; all wait for it
+    buffers = [torch.from_file(f"{folder[0]}/{r}", shared=True, size=numbers, dtype=dtype) for r in range(dp)]
+    dist.barrier()  # nothing is sent: all have opened the files, whose names may go
+    shutil.rmtree(folder[0], ignore_errors=True)
+    return buffers, dist.barrier
+
+
+def wait(stream: torch.cuda.Stream | None) -> None:
+    """Wait for all that was launched on a stream; on GPUs only the current stream waits, not this process."""
+    if stream:
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
+    """Start to fill `full` with the rounded shards of all ranks, beside what computes."""
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    if stream:
+        stream.wait_stream(torch.cuda.current_stream())  # it has read what was there
+    with torch.cuda.stream(stream):
+        for r in [(rank + i) % dp for i in range(dp)]:  # each rank begins elsewhere
+            unit.full.chunk(dp)[r].copy_(unit.rounded[r])  # (dp-1)/dp of the bytes of `full` in; who reads it waits
+
+
+def reduce_scatter(unit: Unit, memory: list[Tensor]) -> None:
+    """Sum all ranks' gradients of this rank's shard, in float32; they lie at the beginning of each rank's memory."""
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    parts = rearrange(torch.empty_like(unit.full), "(dp n) -> dp n", dp=dp)
+    for r in [(rank + i) % dp for i in range(dp)]:
+        parts[r].copy_(memory[r][: len(unit.full)].chunk(dp)[rank])  # (dp-1)/dp of the bytes of a gradient in
+    torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # a mean of squares needs more digits than bf16 has
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within the context that Llama 3 was first trained on
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: as they are; 1 or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention in which heads / kv_heads query heads share a key and a value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.k = cfg.dim // cfg.heads
+        self.q_proj = nn.Linear(cfg.dim, cfg.heads * self.k, bias=False)
+        self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.o_proj = nn.Linear(cfg.heads * self.k, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.up_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.down_proj = nn.Linear(cfg.ffn, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised before and added to the residual stream after."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        torch._dynamo.graph_break()  # compiled, gradients come when the backward of a graph ends: the MLP's come sooner
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Loss(nn.Module):
+    """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
+        return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+class Model(nn.Module):
+    """Llama 3 with an untied head. Its parameters have the names and shapes of transformers.LlamaForCausalLM's."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.cfg = cfg
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.model.norm = RMSNorm(cfg)
+        self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.loss = Loss()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> logits [b, s, v]"""
+        rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
+        gather(self.units[0], self.gathers)
+        wait(self.gathers)
+        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        gather(self.units[1], self.gathers)
+        for i, block in enumerate(self.model.layers, 1):  # unit i
+            wait(self.gathers)
+            gather(self.units[i + 1], self.gathers)  # where the block before this was, which has been read
+            x = block(x, rope)
+            x.register_hook(partial(before_backward, self, i))
+        wait(self.gathers)
+        return self.lm_head(self.model.norm(x))
+
+
+def before_backward(model: Model, i: int, _: Tensor) -> None:
+    """Wait for the weights of unit i, a block, and start to gather those of the block before it."""
+    wait(model.gathers)
+    if i > 1:
+        gather(model.units[i - 1], model.gathers)  # where the block after this was
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """The whole tensor before training: from --init, else from a generator of the device that (seed, name) seeds."""
+    if cfg.init:
+        tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []  # as in some published models
+        files = [safe_open(file, "pt") for file in glob(cfg.init)]
+        found = (file.get_tensor(key) for key in [name, *tied] for file in files if key in file.keys())
+        if (tensor := next(found, None)) is None or tensor.shape != shape:
+            raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+        return tensor
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def make_unit(cfg: Config, model: Model, names: tuple[str, ...], memory: Tensor) -> Unit:
+    """The unit of the parameters whose names begin so, to be gathered there, with its shard filled tensor by tensor."""
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    named.sort(key=lambda item: -item[1].ndim)
+    sizes = [p.numel() for _, p in named]
+    each = (sum(sizes) + dp - 1) // dp  # numbers in a shard
+    sizes.append(dp * each - sum(sizes))
+    full = memory[: dp * each]
+    shard, gradient = torch.zeros(2, each, device=cfg.device)
+    start, parameters = -rank * each, []  # where a tensor starts in the shard, if it does
+    for (name, p), part in zip(named, full.split(sizes)):
+        own = full_tensor(cfg, name, p.shape).flatten()[max(0, -start) : max(0, each - start)]
+        shard[max(0, start) :][: len(own)] = own
+        start += p.numel()
+        parameters.append(nn.Parameter(part.view(p.shape).data))  # .data: autograd shall not see what gather writes
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, parameters[-1])
+    end = sum(p.numel() for p in parameters if p.ndim > 1) - rank * each
+    matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
+    matrices.grad, vectors.grad = gradient.tensor_split([max(0, end)])
+    return Unit(parameters, sizes, full, shard, gradient, matrices, vectors)
+
+
+def build_model(cfg: Config) -> Model:
+    """The model before training: no rank ever has all weights. Blocks take turns in two pieces of memory."""
+    with torch.device("meta"):
+        model = Model(cfg)
+    blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
+    parts = [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]  # in the order of forward
+    sizes = [sum(p.numel() for name, p in model.named_parameters() if name.startswith(names)) for names in parts]
+    room = dict(dtype=getattr(torch, cfg.dtype), device=cfg.device)
+    ends = torch.zeros(max(sizes[0], sizes[-1]) + dist.get_world_size(), **room)
+    turns = [torch.zeros(max(sizes[1:-1]) + dist.get_world_size(), **room) for _ in range(2)]  # both aligned alike
+    places = [ends, *(turns[i % 2] for i in range(cfg.layers)), ends]
+    model.units = [make_unit(cfg, model, names, memory) for names, memory in zip(parts, places)]
+    model.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # where weights are rounded to be gathered
+    model.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
+    each, largest = [len(unit.shard) for unit in model.units], max(len(unit.full) for unit in model.units)
+    model.memory, model.barrier = share(cfg, largest + sum(each))  # by rank: gradients on their way, rounded shards
+    for unit, rounded in zip(model.units, zip(*(numbers[largest:].split(each) for numbers in model.memory))):
+        unit.rounded = rounded
+    if cfg.compile:
+        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
+            part.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of all documents end to end, and the offsets at which documents start.
+
+    A .bin file has uint16 ids, or uint32 ids if --vocab needs these or the upper halves are all 0.
+    """
+    path = Path(cfg.data)
+    if path.suffix == ".bin" and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1::2].any():  # the upper halves of uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+    else:
+        files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        lengths = np.array([len(document) for document in documents])
+        starts = lengths.cumsum() - lengths
+    if len(ids) <= cfg.seq:
+        raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
+    if ids.max() >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {ids.max()}, the largest {ids.dtype} in {cfg.data}")
+    return ids, starts
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [b, s] of the global batch: windows of the text that (seed, step) alone picks."""
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """AdamW of this rank's shards, with weight decay only on matrices."""
+    matrices = [unit.matrices for unit in model.units]
+    vectors = [unit.vectors for unit in model.units]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs), targets)
+
+
+def flatten(unit: Unit, flat: Tensor) -> None:
+    """Move the gradients of a unit to a flat tensor [n], and free them."""
+    for p, part in zip(unit.parameters, flat.split(unit.sizes)):
+        part = part.view_as(p)
+        part.zero_() if p.grad is None else part.copy_(p.grad)  # None: not used by this rank's part of the batch
+        p.grad = None
+    flat[len(flat) - unit.sizes[-1] :].zero_()  # the padding
+
+
+def backward(cfg: Config, model: Model, loss: Tensor) -> None:
+    """Backward, during which the ranks sum the gradients of each unit as soon as all of them have made them."""
+    waiting = model.units[::-1]  # for the sum, in the same order on all ranks
+    made = set()  # parameters that have their gradient
+
+    def reduce_made() -> None:
+        while waiting and made.issuperset(waiting[0].parameters):
+            unit = waiting.pop(0)
+            wait(model.stream)
+            flatten(unit, model.memory[dist.get_rank()][: len(unit.full)])
+            if model.stream:
+                model.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(model.stream):
+                model.barrier()  # all have filled theirs; the stream waits, backward goes on
+                reduce_scatter(unit, model.memory)
+                model.barrier()  # all have copied; the stream waits
+
+    def hook(p: Tensor) -> None:
+        made.add(p)
+        reduce_made()
+
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    loss.backward()
+    for handle in hooks:
+        handle.remove()
+    made.update(model.parameters())  # what has no gradient by now will get none
+    reduce_made()
+    wait(model.stream)
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in the units"""
+    tokens = (targets != IGNORE).sum()
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    loss = forward(cfg, model, inputs, targets) / tokens
+    backward(cfg, model, loss)
+    loss = loss.detach()
+    dist.all_reduce(loss)  # one number, for the log; everyone waits
+    return loss
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Shorten the gradient of the whole model to norm --clip if it is longer, and return the norm that it had."""
+    shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
+    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(norm)  # one number, the squares of all shards: they must all scale by the same; everyone waits
+    norm = norm.sqrt()
+    nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
+    return norm
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """One optimizer step on the global batch [b, s]. Returns loss and gradient norm on the device, without waiting."""
+    for unit in model.units:
+        unit.rounded[dist.get_rank()].copy_(unit.shard)  # nobody reads it now: all were done for the norm of last step
+    model.barrier()  # all have rounded theirs; the stream waits
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    return loss, norm
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Forward and backward: 6 per weight in a matmul, and 6 layers x dim x seq in causal attention.
+
+    The embedding is a lookup, attention counts only the unmasked half, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print one line about a step that took so many seconds."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    names, weights = {p: name for name, p in model.named_parameters()}, {}
+    for unit in model.units:
+        full = unit.shard.new_empty(len(unit.full))
+        # one unit after the other, of which rank 0 keeps a copy; everyone waits
+        dist.group.WORLD.allgather_into_tensor_coalesced([full], [unit.shard]).wait()
+        for p, part in zip(unit.parameters, full.split(unit.sizes)):
+            if dist.get_rank() == 0:
+                weights[names[p]] = part.view(p.shape).to("cpu", copy=True)
+    if dist.get_rank() == 0:
+        save_file(weights, cfg.save, metadata)
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build, train, report, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        batch = make_batch(cfg, data, step + 1)  # the GPU is still busy with the step
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the warm-up
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
+    data = load_data(cfg)
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    train(cfg, data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
