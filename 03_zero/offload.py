@@ -139,8 +139,9 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
         unit.mine.copy_(
             unit.shard.to(unit.mine.device, non_blocking=True)
         )  # all its digits: a GPU rounds faster than a CPU
-        # (dp-1)/dp of the bytes of `full` out and in per rank; who reads it waits
-        unit.gathering = dist.group.WORLD.allgather_into_tensor_coalesced([unit.full], [unit.mine])
+        # (dp-1)/dp of the bytes of `full` out and in per rank; who reads it waits. The method, because the function
+        # has a new name in torch 2.13: all_gather_single for all_gather_into_tensor
+        unit.gathering = dist.group.WORLD._allgather_base(unit.full, unit.mine)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, first: bool) -> dist.Work:
@@ -490,7 +491,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
         shard = unit.shard.to(cfg.device)
         full = shard.new_empty(len(unit.full))
         # one unit after the other, of which rank 0 keeps a copy; everyone waits
-        dist.group.WORLD.allgather_into_tensor_coalesced([full], [shard]).wait()
+        dist.group.WORLD._allgather_base(full, shard).wait()
         for p, part in zip(unit.parameters, full.split(unit.sizes)):
             if dist.get_rank() == 0:
                 weights[names[p]] = part.view(p.shape).to("cpu", copy=True)

@@ -130,8 +130,9 @@ class Unit:
 def gather(unit: Unit) -> None:
     """Start to fill `full` with the shards of all ranks, rounded to its dtype."""
     unit.mine.copy_(unit.shard)
-    # (dp-1)/dp of the bytes of `full` out and in per rank; who reads it waits
-    unit.gathering = dist.group.WORLD.allgather_into_tensor_coalesced([unit.full], [unit.mine])
+    # (dp-1)/dp of the bytes of `full` out and in per rank; who reads it waits. The method, because the function
+    # has a new name in torch 2.13: all_gather_single for all_gather_into_tensor
+    unit.gathering = dist.group.WORLD._allgather_base(unit.full, unit.mine)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> None:
@@ -458,7 +459,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # one unit after the other, of which rank 0 keeps a copy; everyone waits
-        dist.group.WORLD.allgather_into_tensor_coalesced([full], [unit.shard]).wait()
+        dist.group.WORLD._allgather_base(full, unit.shard).wait()
         for p, part in zip(unit.parameters, full.split(unit.sizes)):
             if dist.get_rank() == 0:
                 weights[names[p]] = part.view(p.shape).to("cpu", copy=True)

@@ -511,7 +511,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # one unit after the other, of which rank 0 keeps a copy; everyone waits
-        dist.group.WORLD.allgather_into_tensor_coalesced([full], [unit.shard]).wait()
+        dist.group.WORLD._allgather_base(full, unit.shard).wait()
         for p, part in zip(unit.parameters, full.split(unit.sizes)):
             if dist.get_rank() == 0:
                 weights[names[p]] = part.view(p.shape).to("cpu", copy=True)
