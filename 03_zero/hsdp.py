@@ -144,8 +144,8 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
         stream.wait_stream(torch.cuda.current_stream())  # it has read what was there, and written the shard
     with torch.cuda.stream(stream):
         unit.mine.copy_(unit.shard)
-        # (shard-1)/shard of the bytes of `full` out and in per rank; who reads it waits. The method, because the function
-        # has a new name in torch 2.13: all_gather_single for all_gather_into_tensor
+        # (shard-1)/shard of the bytes of `full` out and in per rank; who reads it waits. It is all_gather_into_tensor,
+        # which torch 2.13 renames to all_gather_single
         unit.gathering = unit.group._allgather_base(unit.full, unit.mine)
 
 

@@ -139,8 +139,8 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
         unit.mine.copy_(
             unit.shard.to(unit.mine.device, non_blocking=True)
         )  # all its digits: a GPU rounds faster than a CPU
-        # (dp-1)/dp of the bytes of `full` out and in per rank; who reads it waits. The method, because the function
-        # has a new name in torch 2.13: all_gather_single for all_gather_into_tensor
+        # (dp-1)/dp of the bytes of `full` out and in per rank; who reads it waits. It is all_gather_into_tensor,
+        # which torch 2.13 renames to all_gather_single
         unit.gathering = dist.group.WORLD._allgather_base(unit.full, unit.mine)
 
 

@@ -130,8 +130,8 @@ class Unit:
 def gather(unit: Unit) -> None:
     """Start to fill `full` with the shards of all ranks, rounded to its dtype."""
     unit.mine.copy_(unit.shard)
-    # (dp-1)/dp of the bytes of `full` out and in per rank; who reads it waits. The method, because the function
-    # has a new name in torch 2.13: all_gather_single for all_gather_into_tensor
+    # (dp-1)/dp of the bytes of `full` out and in per rank; who reads it waits. It is all_gather_into_tensor,
+    # which torch 2.13 renames to all_gather_single
     unit.gathering = dist.group.WORLD._allgather_base(unit.full, unit.mine)
 
 
