@@ -130,6 +130,7 @@ class Unit:
     gradient: Tensor  # [n/dp] of the shard, in float32, summed over all ranks, in the memory of the CPU
     matrices: nn.Parameter  # what of the shard is part of a matrix, and
     vectors: nn.Parameter  # ... of a vector; their .grad are views of `gradient`
+    norm: Tensor | None = None  # of `gradient`
     gathering: dist.Work | None = None  # which fills `full`
 
 
@@ -162,6 +163,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, f
         if not first:
             total += unit.gradient.to(total.device, non_blocking=True)  # nor does the CPU wait: the GPU adds
         unit.gradient.copy_(total, non_blocking=True)
+        unit.norm = total.norm()  # here, as a CPU would take another pass over its memory, and lose digits
     return sending
 
 
@@ -442,12 +444,10 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Shorten the gradient of the whole model to norm --clip if it is longer, and return the norm that it had."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
-    if model.stream:
-        model.stream.synchronize()  # else the CPU would read gradients that have not come yet
-    norm = nn.utils.get_total_norm([p.grad for p in shards]).to(cfg.device) ** 2
+    norm = torch.stack([unit.norm for unit in model.units]).norm() ** 2
     dist.all_reduce(norm)  # one number, the squares of all shards: they must all scale by the same; everyone waits
     norm = norm.sqrt()
-    if norm + 1e-6 > cfg.clip:  # else the factor is 1: a CPU's memory is slow, and the process has waited already
+    if norm + 1e-6 > cfg.clip:  # waits for the norm, and so for the gradients, which were on their way before it
         nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm.cpu())
     return norm
 
