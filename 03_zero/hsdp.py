@@ -90,15 +90,12 @@ def check(cfg: Config, world: int) -> None:
         least = 0 if flag in ("steps", "lr", "weight_decay", "eps", "clip", "seed", "compile") else 1
         if isinstance(value, int | float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    each = cfg.batch // max(1, world)
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
-        (
-            cfg.batch // max(1, world) % cfg.microbatches,
-            f"--microbatches {cfg.microbatches}: must divide the "
-            f"{cfg.batch // max(1, world)} sequences of --batch {cfg.batch} that each of {world} processes has",
-        ),
+        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a process"),
         (max(1, world) % cfg.shard, f"--shard {cfg.shard}: must divide the number of processes, {world}"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
@@ -130,23 +127,28 @@ class Unit:
     full: Tensor  # [n] the weights of the model, in the dtype of the matmuls
     mine: Tensor  # [n/shard] this rank's part of `full`
     shard: Tensor  # [n/shard] this rank's part of the weights, in float32: the original
-    gradient: Tensor  # [n/shard] of the shard, in float32, summed over all ranks
     matrices: nn.Parameter  # what of the shard is part of a matrix, and
     vectors: nn.Parameter  # ... of a vector; their .grad are views of `gradient`
-    group: dist.ProcessGroup  # ranks that own the other shards of this copy of the model
-    replicas: dist.ProcessGroup  # ranks that own this shard of the other copies
+    mesh: DeviceMesh  # "shard": ranks with the other shards of this copy, "replica": with this shard of other copies
+    gradient: Tensor | None = None  # [n/shard] of the shard, in float32, summed over all ranks
     gathering: dist.Work | None = None  # which fills `full`
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
     """Start to fill `full` with the shards of the group, rounded to its dtype, beside what computes."""
+    unit.full.untyped_storage().resize_(unit.full.nbytes)
     if stream:
-        stream.wait_stream(torch.cuda.current_stream())  # it has read what was there, and written the shard
+        stream.wait_stream(torch.cuda.current_stream())  # it has read what was in this memory, and written the shard
     with torch.cuda.stream(stream):
         unit.mine.copy_(unit.shard)
         # (shard-1)/shard of the bytes of `full` out and in per rank; who reads it waits. It is all_gather_into_tensor,
         # which torch 2.13 renames to all_gather_single
-        unit.gathering = unit.group._allgather_base(unit.full, unit.mine)
+        unit.gathering = unit.mesh.get_group("shard")._allgather_base(unit.full, unit.mine)
+
+
+def free(unit: Unit) -> None:
+    """Give back the memory of `full`. It and the parameters stay, to see what is gathered next."""
+    unit.full.untyped_storage().resize_(0)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, first: bool, last: bool) -> dist.Work:
@@ -156,20 +158,23 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, f
     would round after every addition, one in float32 would move twice the bytes. `flat` may change after what is
     returned has been waited for.
     """
+    if first:
+        unit.gradient = torch.empty_like(unit.shard)  # before the stream changes: streams do not share memory
+        unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        parts = rearrange(torch.empty_like(flat), "(shard n) -> shard n", shard=unit.group.size())
+        parts = rearrange(torch.empty_like(flat), "(shard n) -> shard n", shard=unit.mesh.size(1))
         # (shard-1)/shard of its bytes out and in per rank; the sum waits, on GPUs backward goes on
-        sending = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
+        sending = dist.all_to_all_single(parts, flat, group=unit.mesh.get_group("shard"), async_op=True)
         sending.wait()
         if first:
-            torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
+            torch.sum(parts, 0, dtype=unit.shard.dtype, out=unit.gradient)
         else:
-            unit.gradient += parts.sum(0, dtype=unit.gradient.dtype)
+            unit.gradient += parts.sum(0, dtype=unit.shard.dtype)
         if last:
             # 2 (r-1)/r of the bytes of the shard out and in per rank, for r replicas; on GPUs backward goes on
-            dist.all_reduce(unit.gradient, group=unit.replicas)
+            dist.all_reduce(unit.gradient, group=unit.mesh.get_group("replica"))
     return sending
 
 
@@ -282,20 +287,24 @@ class Model(nn.Module):
         gather(self.units[1], self.gathers)
         embedding.gathering.wait()  # on GPUs only the stream waits, not this process
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        free(embedding)
         for i, block in enumerate(self.model.layers, 1):  # unit i
             self.units[i].gathering.wait()
-            gather(self.units[i + 1], self.gathers)  # where the block before this was, which has been read
+            gather(self.units[i + 1], self.gathers)
             x = block(x, rope)
+            if i < self.cfg.layers:
+                free(self.units[i])  # but not the last block, which backward needs at once
             x.register_hook(partial(before_backward, self, i))
         head.gathering.wait()
         return self.lm_head(self.model.norm(x))
 
 
 def before_backward(model: Model, i: int, _: Tensor) -> None:
-    """Wait for the weights of unit i, a block, and start to gather those of the block before it."""
+    """Have the weights of unit i, a block, free those after it, and start to gather those of the block before it."""
     model.units[i].gathering.wait()
+    free(model.units[i + 1])
     if i > 1:
-        gather(model.units[i - 1], model.gathers)  # where the block after this was
+        gather(model.units[i - 1], model.gathers)
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
@@ -313,49 +322,42 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
-def make_unit(cfg: Config, model: Model, names: tuple[str, ...], memory: Tensor, mesh: DeviceMesh) -> Unit:
-    """The unit of the parameters whose names begin so, to be gathered there, with its shard filled tensor by tensor."""
-    group, replicas = mesh.get_group("shard"), mesh.get_group("replica")
-    rank, shards = group.rank(), group.size()
+def make_unit(cfg: Config, model: Model, names: tuple[str, ...], mesh: DeviceMesh) -> Unit:
+    """The unit of the parameters whose names begin so, with its shard filled tensor by tensor."""
+    rank, shards = mesh.get_local_rank("shard"), mesh.size(1)
     named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
     named.sort(key=lambda item: -item[1].ndim)
     sizes = [p.numel() for _, p in named]
     each = (sum(sizes) + shards - 1) // shards  # numbers in a shard
     sizes.append(shards * each - sum(sizes))
-    full = memory[: shards * each]
-    shard, gradient = torch.zeros(2, each, device=cfg.device)
-    start, parameters = -rank * each, []  # where a tensor starts in the shard, if it does
+    full = torch.zeros(shards * each, dtype=getattr(torch, cfg.dtype), device=cfg.device)
+    shard = torch.zeros(each, device=cfg.device)
+    start = -rank * each  # of a tensor in the shard, if it is there
     for (name, p), part in zip(named, full.split(sizes)):
         own = full_tensor(cfg, name, p.shape).flatten()[max(0, -start) : max(0, each - start)]
         shard[max(0, start) :][: len(own)] = own
         start += p.numel()
-        parameters.append(nn.Parameter(part.view(p.shape).data))  # .data: autograd shall not see what gather writes
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, parameters[-1])
-    end = sum(p.numel() for p in parameters if p.ndim > 1) - rank * each
+        # .data: autograd shall not see what gather writes
+        torch.utils.swap_tensors(p, nn.Parameter(part.view(p.shape).data))
+    end = sum(p.numel() for _, p in named if p.ndim > 1) - rank * each  # of the matrices
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    matrices.grad, vectors.grad = gradient.tensor_split([max(0, end)])
-    return Unit(parameters, sizes, full, full.chunk(shards)[rank], shard, gradient, matrices, vectors, group, replicas)
+    return Unit([p for _, p in named], sizes, full, full.chunk(shards)[rank], shard, matrices, vectors, mesh)
 
 
 def build_model(cfg: Config) -> Model:
-    """The model before training: no rank ever has all weights. Blocks take turns in two pieces of memory."""
+    """The model before training: no rank ever has all weights."""
     with torch.device("meta"):
         model = Model(cfg)
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
     parts = [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]  # in the order of forward
-    sizes = [sum(p.numel() for name, p in model.named_parameters() if name.startswith(names)) for names in parts]
-    room = dict(dtype=getattr(torch, cfg.dtype), device=cfg.device)
-    ends = torch.zeros(max(sizes[0], sizes[-1]) + dist.get_world_size(), **room)
-    turns = [torch.zeros(max(sizes[1:-1]) + dist.get_world_size(), **room) for _ in range(2)]  # both aligned alike
-    places = [ends, *(turns[i % 2] for i in range(cfg.layers)), ends]
-    mesh = init_device_mesh(
-        cfg.device, (dist.get_world_size() // cfg.shard, cfg.shard), mesh_dim_names=("replica", "shard")
-    )
-    model.units = [make_unit(cfg, model, names, memory, mesh) for names, memory in zip(parts, places)]
+    shape = dist.get_world_size() // cfg.shard, cfg.shard
+    mesh = init_device_mesh(cfg.device, shape, mesh_dim_names=("replica", "shard"))
+    model.units = []
+    for names in parts:
+        model.units.append(make_unit(cfg, model, names, mesh))
+        free(model.units[-1])
     model.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # where weights are rounded to be gathered
     model.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
-    model.leaving = torch.zeros_like(max((unit.full for unit in model.units), key=len)).repeat(2, 1)  # gradients
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()
@@ -411,40 +413,36 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def flatten(unit: Unit, flat: Tensor) -> None:
-    """Move the gradients of a unit to a flat tensor [n], and free them."""
+def flatten(unit: Unit) -> Tensor:
+    """The gradients of a unit, end to end in one tensor [n]; those of the parameters are freed."""
+    flat = torch.empty_like(unit.full)
     for p, part in zip(unit.parameters, flat.split(unit.sizes)):
-        part = part.view_as(p)
-        part.zero_() if p.grad is None else part.copy_(p.grad)  # None: not used by this rank's part of the batch
+        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank's part of the batch has none
         p.grad = None
     flat[len(flat) - unit.sizes[-1] :].zero_()  # the padding
+    return flat
 
 
 def backward(cfg: Config, model: Model, loss: Tensor, first: bool, last: bool) -> None:
     """Backward, during which the ranks sum the gradients of each unit as soon as all of them have made them."""
     waiting = model.units[::-1]  # for the sum, in the same order on all ranks
     made = set()  # parameters that have their gradient
-    sending = [None, None]  # from each half of model.leaving
+    sending = []  # (what to wait for, gradients) of at most two units
 
-    def reduce_made() -> None:
+    def reduce_made(*parameters: Tensor) -> None:
+        made.update(parameters)
         while waiting and made.issuperset(waiting[0].parameters):
-            unit, half = waiting.pop(0), len(waiting) % 2
-            if sending[half]:
-                sending[half].wait()  # for the gradients of the unit before the last; on GPUs only the stream waits
-            flat = model.leaving[half, : len(unit.full)]
-            flatten(unit, flat)
-            sending[half] = reduce_scatter(unit, flat, model.stream, first, last)
+            unit = waiting.pop(0)
+            if len(sending) == 2:
+                sending.pop(0)[0].wait()  # then their memory is used again; on GPUs only the stream waits
+            flat = flatten(unit)
+            sending.append((reduce_scatter(unit, flat, model.stream, first, last), flat))
 
-    def hook(p: Tensor) -> None:
-        made.add(p)
-        reduce_made()
-
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    hooks = [p.register_post_accumulate_grad_hook(reduce_made) for p in model.parameters()]
     loss.backward()
     for handle in hooks:
         handle.remove()
-    made.update(model.parameters())  # what has no gradient by now will get none
-    reduce_made()
+    reduce_made(*model.parameters())  # what has no gradient by now will get none
     if model.stream:
         torch.cuda.current_stream().wait_stream(model.stream)  # only the GPU's stream waits, not this process
 
@@ -458,6 +456,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     for i, (x, y) in enumerate(zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches))):
         loss = forward(cfg, model, x, y) / tokens
         backward(cfg, model, loss, first=i == 0, last=i == cfg.microbatches - 1)
+        free(model.units[1])
         total += loss.detach()
     dist.all_reduce(total)  # one number, for the log; everyone waits
     return total
@@ -468,7 +467,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
     # one number, the squares of all shards of a copy: they must all scale by the same; everyone waits
-    dist.all_reduce(norm, group=model.units[0].group)
+    dist.all_reduce(norm, group=model.units[0].mesh.get_group("shard"))
     norm = norm.sqrt()
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
@@ -479,6 +478,9 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     loss = forward_backward(cfg, model, inputs, targets)
     norm = clip_gradients(cfg, model)
     optimizer.step()
+    optimizer.zero_grad()
+    for unit in model.units:
+        unit.gradient = None
     return loss, norm
 
 
@@ -510,7 +512,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # one unit after the other, of which rank 0 keeps a copy; everyone waits
-        unit.group._allgather_base(full, unit.shard).wait()
+        unit.mesh.get_group("shard")._allgather_base(full, unit.shard).wait()
         for p, part in zip(unit.parameters, full.split(unit.sizes)):
             if dist.get_rank() == 0:
                 weights[names[p]] = part.view(p.shape).to("cpu", copy=True)

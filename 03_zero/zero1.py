@@ -121,9 +121,9 @@ class Unit:
     full: Tensor  # [n] the weights of the model, in the dtype of the matmuls
     mine: Tensor  # [n/dp] this rank's part of `full`
     shard: Tensor  # [n/dp] this rank's part of the weights, in float32: the original
-    gradient: Tensor  # [n/dp] of the shard, in float32, summed over all ranks
     matrices: nn.Parameter  # what of the shard is part of a matrix, and
     vectors: nn.Parameter  # ... of a vector; their .grad are views of `gradient`
+    gradient: Tensor | None = None  # [n/dp] of the shard, in float32, summed over all ranks
     gathering: dist.Work | None = None  # which fills `full`
 
 
@@ -141,12 +141,14 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     Gradients cross the wire in the dtype in which matmuls make them, and are added in float32: a reduce-scatter in bf16
     would round after every addition, one in float32 would move twice the bytes.
     """
+    unit.gradient = torch.empty_like(unit.shard)  # before the stream changes: streams do not share memory
+    unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         parts = rearrange(torch.empty_like(flat), "(dp n) -> dp n", dp=dist.get_world_size())
         dist.all_to_all_single(parts, flat)  # (dp-1)/dp of its bytes out and in per rank; on GPUs backward goes on
-        torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
+        torch.sum(parts, 0, dtype=unit.shard.dtype, out=unit.gradient)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -287,19 +289,17 @@ def make_unit(cfg: Config, model: Model, names: tuple[str, ...]) -> Unit:
     each = (sum(sizes) + dp - 1) // dp  # numbers in a shard
     sizes.append(dp * each - sum(sizes))
     full = torch.zeros(dp * each, dtype=getattr(torch, cfg.dtype), device=cfg.device)
-    shard, gradient = torch.zeros(2, each, device=cfg.device)
-    start, parameters = -rank * each, []  # where a tensor starts in the shard, if it does
+    shard = torch.zeros(each, device=cfg.device)
+    start = -rank * each  # of a tensor in the shard, if it is there
     for (name, p), part in zip(named, full.split(sizes)):
         own = full_tensor(cfg, name, p.shape).flatten()[max(0, -start) : max(0, each - start)]
         shard[max(0, start) :][: len(own)] = own
         start += p.numel()
-        parameters.append(nn.Parameter(part.view(p.shape)))
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, parameters[-1])
-    end = sum(p.numel() for p in parameters if p.ndim > 1) - rank * each
+        # .data: autograd shall not see what gather writes
+        torch.utils.swap_tensors(p, nn.Parameter(part.view(p.shape).data))
+    end = sum(p.numel() for _, p in named if p.ndim > 1) - rank * each  # of the matrices
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    matrices.grad, vectors.grad = gradient.tensor_split([max(0, end)])
-    return Unit(parameters, sizes, full, full.chunk(dp)[rank], shard, gradient, matrices, vectors)
+    return Unit([p for _, p in named], sizes, full, full.chunk(dp)[rank], shard, matrices, vectors)
 
 
 def build_model(cfg: Config) -> Model:
@@ -367,10 +367,11 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 def flatten(unit: Unit) -> Tensor:
     """The gradients of a unit, end to end in one tensor [n] whose views they are from now on."""
-    flat = torch.zeros_like(unit.full)
+    flat = torch.empty_like(unit.full)
     for p, part in zip(unit.parameters, flat.split(unit.sizes)):
         part = part.view_as(p)
-        p.grad = part if p.grad is None else part.copy_(p.grad)  # None: not used by this rank's part of the batch
+        p.grad = part.zero_() if p.grad is None else part.copy_(p.grad)  # None: this rank's part of the batch has none
+    flat[len(flat) - unit.sizes[-1] :].zero_()  # the padding
     return flat
 
 
@@ -379,21 +380,17 @@ def backward(cfg: Config, model: Model, loss: Tensor) -> None:
     waiting = model.units[::-1]  # for the sum, in the same order on all ranks
     made = set()  # parameters that have their gradient
 
-    def reduce_made() -> None:
+    def reduce_made(*parameters: Tensor) -> None:
+        made.update(parameters)
         while waiting and made.issuperset(waiting[0].parameters):
             unit = waiting.pop(0)
             reduce_scatter(unit, flatten(unit), model.stream)
 
-    def hook(p: Tensor) -> None:
-        made.add(p)
-        reduce_made()
-
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    hooks = [p.register_post_accumulate_grad_hook(reduce_made) for p in model.parameters()]
     loss.backward()
     for handle in hooks:
         handle.remove()
-    made.update(model.parameters())  # what has no gradient by now will get none
-    reduce_made()
+    reduce_made(*model.parameters())  # what has no gradient by now will get none
     if model.stream:
         torch.cuda.current_stream().wait_stream(model.stream)  # only the GPU's stream waits, not this process
 
@@ -427,7 +424,10 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     loss = forward_backward(cfg, model, inputs, targets)
     norm = clip_gradients(cfg, model)
     optimizer.step()
+    optimizer.zero_grad()
     model.zero_grad()
+    for unit in model.units:
+        unit.gradient = None
     return loss, norm
 
 

@@ -1,12 +1,12 @@
 """ZeRO stage 2: gradients are sharded too, reduce-scattered and freed unit by unit as soon as backward makes them.
 
 2Ψ bytes for the weights in bf16, 12Ψ/dp for their original and AdamW's moments, 4Ψ/dp for the gradients of the shards.
-Whole gradients exist for two units at a time, on their way: while one is sent the next fills the other. Micro-batches
-add up in the shards, in float32, so each of them communicates, (microbatches + 1)·(dp-1)/dp·Ψ numbers in a step.
+Whole gradients exist for the unit that backward is at, and for at most two that are on their way. Micro-batches add up
+in the shards, in float32, so each of them communicates: (microbatches + 1)·(dp-1)/dp·Ψ numbers out of each rank.
 
 Parent:   03_zero/zero1.py, 01_single_gpu/gradient_accumulation.py
 Lesson:   reduce_scatter, flatten, backward, forward_backward
-Plumbing: Config, check, build_model, train_step
+Plumbing: Config, check, train_step
 Run:      torchrun --nproc_per_node 8 03_zero/zero2.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """
@@ -87,15 +87,12 @@ def check(cfg: Config, world: int) -> None:
         least = 0 if flag in ("steps", "lr", "weight_decay", "eps", "clip", "seed", "compile") else 1
         if isinstance(value, int | float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    each = cfg.batch // max(1, world)
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
-        (
-            cfg.batch // max(1, world) % cfg.microbatches,
-            f"--microbatches {cfg.microbatches}: must divide the "
-            f"{cfg.batch // max(1, world)} sequences of --batch {cfg.batch} that each of {world} processes has",
-        ),
+        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a process"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
@@ -126,9 +123,9 @@ class Unit:
     full: Tensor  # [n] the weights of the model, in the dtype of the matmuls
     mine: Tensor  # [n/dp] this rank's part of `full`
     shard: Tensor  # [n/dp] this rank's part of the weights, in float32: the original
-    gradient: Tensor  # [n/dp] of the shard, in float32, summed over all ranks
     matrices: nn.Parameter  # what of the shard is part of a matrix, and
     vectors: nn.Parameter  # ... of a vector; their .grad are views of `gradient`
+    gradient: Tensor | None = None  # [n/dp] of the shard, in float32, summed over all ranks
     gathering: dist.Work | None = None  # which fills `full`
 
 
@@ -147,6 +144,9 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, f
     would round after every addition, one in float32 would move twice the bytes. `flat` may change after what is
     returned has been waited for.
     """
+    if first:
+        unit.gradient = torch.empty_like(unit.shard)  # before the stream changes: streams do not share memory
+        unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -155,9 +155,9 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, f
         sending = dist.all_to_all_single(parts, flat, async_op=True)
         sending.wait()
         if first:
-            torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
+            torch.sum(parts, 0, dtype=unit.shard.dtype, out=unit.gradient)
         else:
-            unit.gradient += parts.sum(0, dtype=unit.gradient.dtype)
+            unit.gradient += parts.sum(0, dtype=unit.shard.dtype)
     return sending
 
 
@@ -299,19 +299,17 @@ def make_unit(cfg: Config, model: Model, names: tuple[str, ...]) -> Unit:
     each = (sum(sizes) + dp - 1) // dp  # numbers in a shard
     sizes.append(dp * each - sum(sizes))
     full = torch.zeros(dp * each, dtype=getattr(torch, cfg.dtype), device=cfg.device)
-    shard, gradient = torch.zeros(2, each, device=cfg.device)
-    start, parameters = -rank * each, []  # where a tensor starts in the shard, if it does
+    shard = torch.zeros(each, device=cfg.device)
+    start = -rank * each  # of a tensor in the shard, if it is there
     for (name, p), part in zip(named, full.split(sizes)):
         own = full_tensor(cfg, name, p.shape).flatten()[max(0, -start) : max(0, each - start)]
         shard[max(0, start) :][: len(own)] = own
         start += p.numel()
-        parameters.append(nn.Parameter(part.view(p.shape)))
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, parameters[-1])
-    end = sum(p.numel() for p in parameters if p.ndim > 1) - rank * each
+        # .data: autograd shall not see what gather writes
+        torch.utils.swap_tensors(p, nn.Parameter(part.view(p.shape).data))
+    end = sum(p.numel() for _, p in named if p.ndim > 1) - rank * each  # of the matrices
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    matrices.grad, vectors.grad = gradient.tensor_split([max(0, end)])
-    return Unit(parameters, sizes, full, full.chunk(dp)[rank], shard, gradient, matrices, vectors)
+    return Unit([p for _, p in named], sizes, full, full.chunk(dp)[rank], shard, matrices, vectors)
 
 
 def build_model(cfg: Config) -> Model:
@@ -322,7 +320,6 @@ def build_model(cfg: Config) -> Model:
     parts = [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]  # in the order of forward
     model.units = [make_unit(cfg, model, names) for names in parts]
     model.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
-    model.leaving = torch.zeros_like(max((unit.full for unit in model.units), key=len)).repeat(2, 1)  # gradients
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()
@@ -378,40 +375,36 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def flatten(unit: Unit, flat: Tensor) -> None:
-    """Move the gradients of a unit to a flat tensor [n], and free them."""
+def flatten(unit: Unit) -> Tensor:
+    """The gradients of a unit, end to end in one tensor [n]; those of the parameters are freed."""
+    flat = torch.empty_like(unit.full)
     for p, part in zip(unit.parameters, flat.split(unit.sizes)):
-        part = part.view_as(p)
-        part.zero_() if p.grad is None else part.copy_(p.grad)  # None: not used by this rank's part of the batch
+        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank's part of the batch has none
         p.grad = None
     flat[len(flat) - unit.sizes[-1] :].zero_()  # the padding
+    return flat
 
 
 def backward(cfg: Config, model: Model, loss: Tensor, first: bool) -> None:
     """Backward, during which the ranks sum the gradients of each unit as soon as all of them have made them."""
     waiting = model.units[::-1]  # for the sum, in the same order on all ranks
     made = set()  # parameters that have their gradient
-    sending = [None, None]  # from each half of model.leaving
+    sending = []  # (what to wait for, gradients) of at most two units
 
-    def reduce_made() -> None:
+    def reduce_made(*parameters: Tensor) -> None:
+        made.update(parameters)
         while waiting and made.issuperset(waiting[0].parameters):
-            unit, half = waiting.pop(0), len(waiting) % 2
-            if sending[half]:
-                sending[half].wait()  # for the gradients of the unit before the last; on GPUs only the stream waits
-            flat = model.leaving[half, : len(unit.full)]
-            flatten(unit, flat)
-            sending[half] = reduce_scatter(unit, flat, model.stream, first)
+            unit = waiting.pop(0)
+            if len(sending) == 2:
+                sending.pop(0)[0].wait()  # then their memory is used again; on GPUs only the stream waits
+            flat = flatten(unit)
+            sending.append((reduce_scatter(unit, flat, model.stream, first), flat))
 
-    def hook(p: Tensor) -> None:
-        made.add(p)
-        reduce_made()
-
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    hooks = [p.register_post_accumulate_grad_hook(reduce_made) for p in model.parameters()]
     loss.backward()
     for handle in hooks:
         handle.remove()
-    made.update(model.parameters())  # what has no gradient by now will get none
-    reduce_made()
+    reduce_made(*model.parameters())  # what has no gradient by now will get none
     if model.stream:
         torch.cuda.current_stream().wait_stream(model.stream)  # only the GPU's stream waits, not this process
 
@@ -447,6 +440,9 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     loss = forward_backward(cfg, model, inputs, targets)
     norm = clip_gradients(cfg, model)
     optimizer.step()
+    optimizer.zero_grad()
+    for unit in model.units:
+        unit.gradient = None
     return loss, norm
 
 

@@ -7,7 +7,7 @@ run in two waves. Beside what zero3.py holds there are the rounded shards, 2Ψ/d
 
 Parent:   03_zero/zero3.py, 02_data_parallel/copy_engines.py
 Lesson:   Unit, share, gather, wait, reduce_scatter, Model.forward, before_backward, backward, train_step
-Plumbing: Config, check, make_unit, build_model, forward_backward
+Plumbing: Config, check, make_unit, build_model, flatten, forward_backward
 Run:      torchrun --nproc_per_node 8 03_zero/zero3_copy_engines.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """
@@ -19,7 +19,6 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from glob import glob
@@ -126,14 +125,13 @@ class Unit:
     sizes: list[int]  # of the parameters, and of the padding after them
     full: Tensor  # [n] the weights of the model, in the dtype of the matmuls
     shard: Tensor  # [n/dp] this rank's part of the weights, in float32: the original
-    gradient: Tensor  # [n/dp] of the shard, in float32, summed over all ranks
     matrices: nn.Parameter  # what of the shard is part of a matrix, and
-    vectors: nn.Parameter  # ... of a vector; their .grad are views of `gradient`
+    vectors: nn.Parameter  # ... of a vector; their .grad, in float32, are summed over all ranks
     rounded: tuple[Tensor, ...] = ()  # by rank, [n/dp]: the shards in the dtype of `full`, each in its rank's memory
 
 
-def share(cfg: Config, numbers: int) -> tuple[list[Tensor], Callable[[], None]]:
-    """Symmetric memory: so many numbers of each rank, which all can read, and a barrier for the current stream.
+def share(cfg: Config, numbers: int) -> tuple:
+    """Symmetric memory: a list by rank of tensors [numbers], which all can read, and a barrier for the current stream.
 
     On GPUs it is mapped over NVLink, on CPUs it is a file that all ranks map.
     """
@@ -159,20 +157,33 @@ def wait(stream: torch.cuda.Stream | None) -> None:
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
     """Start to fill `full` with the rounded shards of all ranks, beside what computes."""
     rank, dp = dist.get_rank(), dist.get_world_size()
+    unit.full.untyped_storage().resize_(unit.full.nbytes)
     if stream:
-        stream.wait_stream(torch.cuda.current_stream())  # it has read what was there
+        stream.wait_stream(torch.cuda.current_stream())  # it has read what was in this memory
     with torch.cuda.stream(stream):
         for r in [(rank + i) % dp for i in range(dp)]:  # each rank begins elsewhere
             unit.full.chunk(dp)[r].copy_(unit.rounded[r])  # (dp-1)/dp of the bytes of `full` in; who reads it waits
 
 
-def reduce_scatter(unit: Unit, memory: list[Tensor]) -> None:
+def free(unit: Unit) -> None:
+    """Give back the memory of `full`. It and the parameters stay, to see what is gathered next."""
+    unit.full.untyped_storage().resize_(0)
+
+
+def reduce_scatter(unit: Unit, model: nn.Module) -> None:
     """Sum all ranks' gradients of this rank's shard, in float32; they lie at the beginning of each rank's memory."""
     rank, dp = dist.get_rank(), dist.get_world_size()
-    parts = rearrange(torch.empty_like(unit.full), "(dp n) -> dp n", dp=dp)
-    for r in [(rank + i) % dp for i in range(dp)]:
-        parts[r].copy_(memory[r][: len(unit.full)].chunk(dp)[rank])  # (dp-1)/dp of the bytes of a gradient in
-    torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
+    gradient = torch.empty_like(unit.shard)  # before the stream changes: streams do not share memory
+    unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
+    if model.stream:
+        model.stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(model.stream):
+        model.barrier()  # all have filled theirs; the stream waits, backward goes on
+        parts = rearrange(torch.empty_like(unit.full), "(dp n) -> dp n", dp=dp)
+        for r in [(rank + i) % dp for i in range(dp)]:
+            parts[r].copy_(model.memory[r][: len(unit.full)].chunk(dp)[rank])  # (dp-1)/dp of the bytes of a gradient in
+        model.barrier()  # all have copied; the stream waits
+        torch.sum(parts, 0, dtype=unit.shard.dtype, out=gradient)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -282,21 +293,25 @@ class Model(nn.Module):
         gather(self.units[0], self.gathers)
         wait(self.gathers)
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        free(self.units[0])
         gather(self.units[1], self.gathers)
         for i, block in enumerate(self.model.layers, 1):  # unit i
             wait(self.gathers)
-            gather(self.units[i + 1], self.gathers)  # where the block before this was, which has been read
+            gather(self.units[i + 1], self.gathers)
             x = block(x, rope)
+            if i < self.cfg.layers:
+                free(self.units[i])  # but not the last block, which backward needs at once
             x.register_hook(partial(before_backward, self, i))
         wait(self.gathers)
         return self.lm_head(self.model.norm(x))
 
 
 def before_backward(model: Model, i: int, _: Tensor) -> None:
-    """Wait for the weights of unit i, a block, and start to gather those of the block before it."""
+    """Have the weights of unit i, a block, free those after it, and start to gather those of the block before it."""
     wait(model.gathers)
+    free(model.units[i + 1])
     if i > 1:
-        gather(model.units[i - 1], model.gathers)  # where the block after this was
+        gather(model.units[i - 1], model.gathers)
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
@@ -314,42 +329,38 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
-def make_unit(cfg: Config, model: Model, names: tuple[str, ...], memory: Tensor) -> Unit:
-    """The unit of the parameters whose names begin so, to be gathered there, with its shard filled tensor by tensor."""
+def make_unit(cfg: Config, model: Model, names: tuple[str, ...]) -> Unit:
+    """The unit of the parameters whose names begin so, with its shard filled tensor by tensor."""
     rank, dp = dist.get_rank(), dist.get_world_size()
     named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
     named.sort(key=lambda item: -item[1].ndim)
     sizes = [p.numel() for _, p in named]
     each = (sum(sizes) + dp - 1) // dp  # numbers in a shard
     sizes.append(dp * each - sum(sizes))
-    full = memory[: dp * each]
-    shard, gradient = torch.zeros(2, each, device=cfg.device)
-    start, parameters = -rank * each, []  # where a tensor starts in the shard, if it does
+    full = torch.zeros(dp * each, dtype=getattr(torch, cfg.dtype), device=cfg.device)
+    shard = torch.zeros(each, device=cfg.device)
+    start = -rank * each  # of a tensor in the shard, if it is there
     for (name, p), part in zip(named, full.split(sizes)):
         own = full_tensor(cfg, name, p.shape).flatten()[max(0, -start) : max(0, each - start)]
         shard[max(0, start) :][: len(own)] = own
         start += p.numel()
-        parameters.append(nn.Parameter(part.view(p.shape).data))  # .data: autograd shall not see what gather writes
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, parameters[-1])
-    end = sum(p.numel() for p in parameters if p.ndim > 1) - rank * each
+        # .data: autograd shall not see what gather writes
+        torch.utils.swap_tensors(p, nn.Parameter(part.view(p.shape).data))
+    end = sum(p.numel() for _, p in named if p.ndim > 1) - rank * each  # of the matrices
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    matrices.grad, vectors.grad = gradient.tensor_split([max(0, end)])
-    return Unit(parameters, sizes, full, shard, gradient, matrices, vectors)
+    return Unit([p for _, p in named], sizes, full, shard, matrices, vectors)
 
 
 def build_model(cfg: Config) -> Model:
-    """The model before training: no rank ever has all weights. Blocks take turns in two pieces of memory."""
+    """The model before training: no rank ever has all weights."""
     with torch.device("meta"):
         model = Model(cfg)
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
     parts = [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]  # in the order of forward
-    sizes = [sum(p.numel() for name, p in model.named_parameters() if name.startswith(names)) for names in parts]
-    room = dict(dtype=getattr(torch, cfg.dtype), device=cfg.device)
-    ends = torch.zeros(max(sizes[0], sizes[-1]) + dist.get_world_size(), **room)
-    turns = [torch.zeros(max(sizes[1:-1]) + dist.get_world_size(), **room) for _ in range(2)]  # both aligned alike
-    places = [ends, *(turns[i % 2] for i in range(cfg.layers)), ends]
-    model.units = [make_unit(cfg, model, names, memory) for names, memory in zip(parts, places)]
+    model.units = []
+    for names in parts:
+        model.units.append(make_unit(cfg, model, names))
+        free(model.units[-1])
     model.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # where weights are rounded to be gathered
     model.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
     each, largest = [len(unit.shard) for unit in model.units], max(len(unit.full) for unit in model.units)
@@ -414,8 +425,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 def flatten(unit: Unit, flat: Tensor) -> None:
     """Move the gradients of a unit to a flat tensor [n], and free them."""
     for p, part in zip(unit.parameters, flat.split(unit.sizes)):
-        part = part.view_as(p)
-        part.zero_() if p.grad is None else part.copy_(p.grad)  # None: not used by this rank's part of the batch
+        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank's part of the batch has none
         p.grad = None
     flat[len(flat) - unit.sizes[-1] :].zero_()  # the padding
 
@@ -425,28 +435,19 @@ def backward(cfg: Config, model: Model, loss: Tensor) -> None:
     waiting = model.units[::-1]  # for the sum, in the same order on all ranks
     made = set()  # parameters that have their gradient
 
-    def reduce_made() -> None:
+    def reduce_made(*parameters: Tensor) -> None:
+        made.update(parameters)
         while waiting and made.issuperset(waiting[0].parameters):
             unit = waiting.pop(0)
             wait(model.stream)
             flatten(unit, model.memory[dist.get_rank()][: len(unit.full)])
-            if model.stream:
-                model.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(model.stream):
-                model.barrier()  # all have filled theirs; the stream waits, backward goes on
-                reduce_scatter(unit, model.memory)
-                model.barrier()  # all have copied; the stream waits
+            reduce_scatter(unit, model)
 
-    def hook(p: Tensor) -> None:
-        made.add(p)
-        reduce_made()
-
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    hooks = [p.register_post_accumulate_grad_hook(reduce_made) for p in model.parameters()]
     loss.backward()
     for handle in hooks:
         handle.remove()
-    made.update(model.parameters())  # what has no gradient by now will get none
-    reduce_made()
+    reduce_made(*model.parameters())  # what has no gradient by now will get none
     wait(model.stream)
 
 
@@ -457,6 +458,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
     loss = forward(cfg, model, inputs, targets) / tokens
     backward(cfg, model, loss)
+    free(model.units[1])
     loss = loss.detach()
     dist.all_reduce(loss)  # one number, for the log; everyone waits
     return loss
@@ -480,6 +482,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     loss = forward_backward(cfg, model, inputs, targets)
     norm = clip_gradients(cfg, model)
     optimizer.step()
+    optimizer.zero_grad()
     return loss, norm
 
 
