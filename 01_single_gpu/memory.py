@@ -44,7 +44,7 @@ RECIPES = {  # what --measure can predict, and in what a recipe's memory differs
         "selective_checkpointing": dict(recompute="selective"),
     },
     "02_data_parallel": {name: {} for name in ("naive", "overlap", "bucketed", "coalesced", "no_sync")},
-    "03_zero": {"zero1": dict(zero=1), "zero2": dict(zero=2), "zero3": dict(zero=3)},
+    "03_zero": {"zero1": dict(zero=1), "zero2": dict(zero=2), "zero3": dict(zero=3), "torch_fsdp": dict(zero=3)},
     "06_pipeline": {"afab": dict(schedule="afab"), "1f1b": dict(schedule="1f1b")},
 }
 PROCESSES = {"02_data_parallel": "dp", "03_zero": "dp", "06_pipeline": "pp"}  # what the number of processes is
@@ -256,13 +256,13 @@ def resident(cfg: Config) -> dict[str, int]:
     """Bytes that are there all the time. The root: 4N of float32 weights and 8N of AdamW's moments.
 
     ZeRO, which has no autocast: weights in the dtype of the matmuls, with stage 3 only those gathered just then, and
-    shards in float32 of the weights, of the gradient and of the moments, 16N/dp.
+    shards in float32 of the weights and of the moments, 12N/dp.
     """
     n, full = sum(parameters(cfg).values()), weight_item(cfg) * sum(parameters(cfg).values())
     if not cfg.zero:
         return {"weights": full, "optimizer": 2 * full}
     shard = wide(cfg) * n // cfg.dp
-    return {"weights": full if cfg.zero < 3 else 0, "gradients": shard, "optimizer": 3 * shard}
+    return {"weights": full if cfg.zero < 3 else 0, "optimizer": 3 * shard}
 
 
 def gathered(cfg: Config, *units: int) -> int:
@@ -270,12 +270,14 @@ def gathered(cfg: Config, *units: int) -> int:
     return item(cfg) * sum(units) if cfg.zero == 3 else 0
 
 
-def gradients(cfg: Config, done: int, last: int) -> int:
-    """Bytes of gradients once those of `done` parameters are there, `last` of them in the unit before.
+def gradients(cfg: Config, done: int, *leaving: int) -> int:
+    """Bytes of gradients once those of `done` parameters are there.
 
-    ZeRO-2 and 3 reduce a unit while backward makes the next, and hold it twice meanwhile: to send, and to receive.
+    With ZeRO those of the shards are in float32. From stage 2 on, whole ones are only those of the last two units, on
+    their way to other ranks, `leaving`.
     """
-    return weight_item(cfg) * (done if cfg.zero < 2 else 2 * last)
+    shards = wide(cfg) * done // cfg.dp if cfg.zero else 0
+    return weight_item(cfg) * (done if cfg.zero < 2 else sum(leaving)) + shards
 
 
 def in_flight(cfg: Config) -> list[tuple[int, bool]]:
@@ -334,14 +336,15 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
     found = {}
     for flying, accumulating in in_flight(cfg):
         temporary = widest(cfg) - kept + widest_weights(cfg, accumulating and cfg.zero < 2)
-        widest_block = {"weights": gathered(cfg, 2 * block), "temporary": temporary}
         here = head_moments(cfg) if n["head"] else {}
-        here["last block"] = {**widest_block, "gradients": gradients(cfg, top, top)}
-        below = gradients(cfg, every - n["embedding"] - block, block if layers > 1 else top)
-        here["first block"] = {**widest_block, "gradients": below}
+        two = gathered(cfg, 2 * block)  # the last and the one before it; the first is the last to be gathered
+        here["last block"] = {"weights": two, "gradients": gradients(cfg, top, top), "temporary": temporary}
+        below = gradients(cfg, every - n["embedding"] - block, *([block, block if layers > 2 else top][: layers - 1]))
+        here["first block"] = {"weights": gathered(cfg, block), "gradients": below, "temporary": temporary}
         embedding = per_token(cfg, weight_item(cfg) * d, 0) * (n["embedding"] > 0)
-        here["embedding"] = {"gradients": gradients(cfg, every, n["embedding"]), "temporary": embedding}
-        here["optimizer"] = {"gradients": gradients(cfg, every, 0)}
+        last = gradients(cfg, every, block, n["embedding"])
+        here["embedding"] = {"weights": gathered(cfg, block), "gradients": last, "temporary": embedding}
+        here["optimizer"] = {"gradients": gradients(cfg, every)}
         for name, parts in here.items():
             blocks = {"first block": 1, "embedding": 0, "optimizer": 0}.get(name, layers)  # not yet through backward
             others = (flying - 1) * layers if name != "optimizer" else 0
@@ -349,8 +352,8 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
             outputs = per_token(cfg, item(cfg) * d, 0) * passing * (name != "optimizer")
             total = {kind: parts.get(kind, 0) + resident(cfg).get(kind, 0) for kind in KINDS}
             if accumulating and cfg.zero < 2:
-                total["gradients"] = resident(cfg).get("gradients", 0) + gradients(cfg, every, 0)
-                total["temporary"] += gradients(cfg, n["embedding"], 0) * (name == "embedding")  # about to be added
+                total["gradients"] = gradients(cfg, every)
+                total["temporary"] += gradients(cfg, n["embedding"]) * (name == "embedding")  # about to be added
             total["activations"] += (blocks + others) * kept + outputs
             total["weight copies"] += (blocks + others) * copies
             total["temporary"] += tables + WORKSPACE

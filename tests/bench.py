@@ -33,7 +33,7 @@ RESULTS = ROOT / "tests" / "results" / "speed.json"
 SMOLLM = "--preset smollm_1_7b --seq 2048 --dtype bfloat16 --compile --steps 25"
 PARALLEL = SMOLLM.replace("--steps 25", "--steps 15")
 ZERO = f"{PARALLEL} --batch 16"
-LARGE = "--preset llama3_8b --seq 8192 --dtype bfloat16 --compile --steps 10"
+LARGE = "--preset llama3_8b --seq 8192 --dtype bfloat16 --compile --steps 8"
 PIPELINE = "--preset smollm_1_7b --layers 27 --seq 4096 --batch 16 --microbatches 16 --dtype bfloat16 --compile"
 SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
     "single": (
@@ -102,20 +102,18 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
     ),
     "zero_8b": (
         4,
-        3,
+        2,
         [
             ("03_zero/torch_fsdp.py", f"{LARGE} --batch 4"),
             ("03_zero/zero3.py", f"{LARGE} --batch 4 --microbatches 1"),
-            ("03_zero/zero3_copy_engines.py", f"{LARGE} --batch 4"),
         ],
     ),
     "zero_8b_two": (
         4,
-        3,
+        2,
         [
             ("03_zero/torch_fsdp.py", f"{LARGE} --batch 8"),
             ("03_zero/zero3.py", f"{LARGE} --batch 8 --microbatches 1"),
-            ("03_zero/zero3_copy_engines.py", f"{LARGE} --batch 8"),
         ],
     ),
     "four": (
@@ -134,7 +132,6 @@ PROFILED = {
         f"02_data_parallel/{name}.py" for name in ("naive", "overlap", "bucketed", "coalesced", "copy_engines")
     ],
     "zero": ["03_zero/torch_fsdp.py", "03_zero/zero3.py", "03_zero/zero3_copy_engines.py"],
-    "zero_8b": ["03_zero/zero3.py"],
 }
 TIMELINES = RESULTS.parent / "timelines"
 COLLECTIVES = "--largest 268435456"
