@@ -235,10 +235,11 @@ def test_zero():
         assert sum(kinds.values()) - kinds["temporary"] == size
     full = replace(SMOLLM, zero=3, dp=dp)
     block = MEMORY.matrices(SMOLLM) + 2 * 2048
-    assert MEMORY.moments(full)["first block"]["weights"] == 2 * 2 * block
+    assert MEMORY.moments(full)["last block"]["weights"] == 2 * 2 * block
+    assert MEMORY.moments(full)["first block"]["weights"] == 2 * block
     assert MEMORY.moments(full)["loss"]["weights"] == 2 * (block + 2048 + 49152 * 2048)
-    bucket = MEMORY.moments(replace(full, zero=2))["first block"]["gradients"] - 4 * n // dp
-    assert bucket == 2 * 2 * block
+    shards = 4 * (n - 49152 * 2048 - block) // dp  # of all that comes after the first block
+    assert MEMORY.moments(replace(full, zero=2))["first block"]["gradients"] - shards == 2 * 2 * block
     assert not any(kinds["weight copies"] for kinds in MEMORY.moments(full).values())
 
 

@@ -87,14 +87,21 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
     ),
     "zero": (
         4,
-        9,
+        5,
         [
             ("03_zero/torch_fsdp.py", ZERO),
-            ("03_zero/accelerate_fsdp.py", ZERO),
             ("03_zero/zero1.py", ZERO),
             ("03_zero/zero2.py", f"{ZERO} --microbatches 1"),
             ("03_zero/zero3.py", f"{ZERO} --microbatches 1"),
             ("03_zero/zero3_copy_engines.py", ZERO),
+        ],
+    ),
+    "zero_more": (
+        4,
+        5,
+        [
+            ("03_zero/torch_fsdp.py", ZERO),
+            ("03_zero/accelerate_fsdp.py", ZERO),
             ("03_zero/hsdp.py", f"{ZERO} --microbatches 1 --shard 2"),
             ("03_zero/offload.py", f"{ZERO} --microbatches 1 --steps 8"),
             ("01_single_gpu/train.py", f"{PARALLEL} --batch 4"),
