@@ -540,8 +540,8 @@ def compare(recipe: str, flags: list[str], file: str | None) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- main
-def draw(picture: str, bars: dict[str, dict[str, int]], measured: list[int], title: str) -> None:
-    """A bar per moment or run, stacked by kind; a tick is what was measured."""
+def draw(picture: str, bars: dict[str, dict[str, int]], measured: list[int | None], title: str) -> None:
+    """A bar per moment or run, stacked by kind; a tick is what was measured, if it was."""
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "memory", "font.size": 9})
     figure, axis = pyplot.subplots(figsize=(10, 0.4 * len(bars) + 1.4))
     for place, kinds in enumerate(bars.values()):
@@ -549,8 +549,9 @@ def draw(picture: str, bars: dict[str, dict[str, int]], measured: list[int], tit
         for kind, color in KINDS.items():
             axis.barh(place, kinds[kind] / GIB, left=left, height=0.7, color=color, label=None if place else kind)
             left += kinds[kind] / GIB
-    if measured:
-        axis.scatter([b / GIB for b in measured], range(len(measured)), 400, "black", marker="|", label="measured")
+    ticks = [(size / GIB, place) for place, size in enumerate(measured) if size]
+    if ticks:
+        axis.scatter(*zip(*ticks), 400, "black", marker="|", label="measured")
     axis.set_yticks(range(len(bars)), bars)
     axis.invert_yaxis()
     axis.set_xlabel("GiB per rank")
@@ -584,7 +585,7 @@ def main() -> None:
         if missing := [file for file in args.draw[1:] if not Path(file).is_file()]:
             raise SystemExit(f"--draw {missing[0]}: no such file")
         rows = [row for file in args.draw[1:] for row in json.loads(Path(file).read_text())["rows"]]
-        bars = {Path(row["file"]).stem: row["predicted"] for row in rows}
+        bars = {row.get("label", Path(row["file"]).stem): row["predicted"] for row in rows}
         title = f"predicted by kind, and measured peak; {rows[0]['gpus']} x {rows[0]['gpu']}, {rows[0]['flags']}"
         return draw(args.draw[0], bars, [row["measured"] for row in rows], title)
     check(run)

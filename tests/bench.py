@@ -11,7 +11,9 @@ other cannot surpass.
 computes nothing. `profiled` runs 01_single_gpu/profiling.py and keeps the slowest rank's timeline; from these, on any
 machine, `python 01_single_gpu/profiling.py --draw 02_data_parallel/overlap.svg
 tests/results/timelines/{naive,overlap,bucketed}.json` draws the picture.
-`collectives` stores what 02_data_parallel/collectives.py prints.
+`collectives` stores what 02_data_parallel/collectives.py prints. `memory` needs no GPU: it puts the measured peaks of
+naive data parallelism and of ZeRO beside what 01_single_gpu/memory.py predicts, for `python 01_single_gpu/memory.py
+--draw 03_zero/memory.svg tests/results/memory.json`.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from launch import ROOT, isolated, launch
+from launch import ROOT, isolated, launch, load
 
 RESULTS = ROOT / "tests" / "results" / "speed.json"
 SMOLLM = "--preset smollm_1_7b --seq 2048 --dtype bfloat16 --compile --steps 25"
@@ -140,6 +142,7 @@ PROFILED = {
     ],
     "zero": ["03_zero/torch_fsdp.py", "03_zero/zero3.py", "03_zero/zero3_copy_engines.py"],
 }
+STAGES = [f"03_zero/zero{stage}.py" for stage in (1, 2, 3)]
 TIMELINES = RESULTS.parent / "timelines"
 COLLECTIVES = "--largest 268435456"
 NUMBER = {"tokens": r"tokens/s/GPU ([\d,]+)", "mfu": r"MFU ([\d.]+)%", "memory": r"memory ([\d.]+) GiB"}
@@ -257,6 +260,24 @@ def collectives(gpus: int) -> dict[str, object]:
     return {**where(gpus), "table": table, "command": f"torchrun --nproc_per_node {gpus} {' '.join(words)}"}
 
 
+def memory(stored: dict[str, dict]) -> list[dict[str, object]]:
+    """Bytes by kind at the peak, with what was measured, and at the optimizer's step, of recipes by what they shard."""
+    predict, rows = load("01_single_gpu/memory.py"), {"peak": [], "optimizer": []}
+    for suite, file in [("data_parallel", "02_data_parallel/naive.py"), *(("zero", f) for f in STAGES)]:
+        row = next(row for row in stored[suite]["rows"] if row["file"] == file)
+        sys.argv = [file, *row["flags"].split()]
+        gpus, gpu = stored[suite]["gpu"].split(" x ")
+        cfg = predict.config_of(file, load(file).parse_config(), 0, int(gpus))
+        moment, kinds = predict.peak(cfg)
+        peak = round(max(turn["memory"] for turn in row["rounds"]) * 2**30)
+        row = {"file": file, "flags": row["flags"], "gpus": int(gpus), "gpu": gpu}
+        name = Path(file).stem
+        rows["peak"].append({**row, "label": f"{name}, {moment}", "predicted": kinds, "measured": peak})
+        later = predict.moments(cfg)["optimizer"]
+        rows["optimizer"].append({**row, "label": f"{name}, optimizer", "predicted": later, "measured": None})
+    return rows["peak"] + rows["optimizer"]
+
+
 def where(gpus: int) -> dict[str, str]:
     """Date, GPUs and version of torch."""
     name = isolated(torch.cuda.get_device_name)  # CUDA in this process would forbid it to fork
@@ -289,15 +310,17 @@ def measure(suite: str, rounds: int) -> Iterator[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}, collectives")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}, collectives, memory")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     present = torch.cuda.device_count()
     suites = args.suites or [name for name, (gpus, *_) in SUITES.items() if gpus <= present]
     suites += ["collectives"] if present > 1 and not args.suites else []
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if suites == ["memory"]:
+        return (RESULTS.parent / "memory.json").write_text(json.dumps({"rows": memory(stored)}, indent=1) + "\n")
     if not suites:
         raise SystemExit(f"no suite fits {present} GPUs")
-    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     RESULTS.parent.mkdir(exist_ok=True)
     for suite in suites:
         for result in [collectives(present)] if suite == "collectives" else measure(suite, args.rounds):
