@@ -346,7 +346,7 @@ def build_model(cfg: Config) -> Model:
     sizes = [sum(p.numel() for name, p in model.named_parameters() if name.startswith(names)) for names in parts]
     room = dict(dtype=getattr(torch, cfg.dtype), device=cfg.device)
     ends = torch.zeros(max(sizes[0], sizes[-1]) + dist.get_world_size(), **room)
-    turns = torch.zeros(2, max(sizes[1:-1]) + dist.get_world_size(), **room)
+    turns = [torch.zeros(max(sizes[1:-1]) + dist.get_world_size(), **room) for _ in range(2)]  # both aligned alike
     places = [ends, *(turns[i % 2] for i in range(cfg.layers)), ends]
     mesh = init_device_mesh(
         cfg.device, (dist.get_world_size() // cfg.shard, cfg.shard), mesh_dim_names=("replica", "shard")
