@@ -303,7 +303,8 @@ def streams(when: str) -> Callable[[ModuleType], Report]:
         dist.ProcessGroup.allgather_into_tensor_coalesced = lambda group, outputs, inputs: Work(
             group, outputs, lambda: gather(group, outputs, inputs)
         )
-        dist.all_to_all_single, dist.all_reduce = deferred(dist.all_to_all_single), deferred(dist.all_reduce)
+        for name in "all_gather_into_tensor", "all_to_all_single", "all_reduce":
+            setattr(dist, name, deferred(getattr(dist, name)))
         torch.cuda.stream, torch.cuda.current_stream = on, Main
         torch.nn.Module.compile = lambda part: compile_(part, backend="aot_eager")
         module.build_model = build
