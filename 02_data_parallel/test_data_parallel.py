@@ -57,31 +57,10 @@ def test_replicas_agree_to_the_bit(recipe):
     assert all(replica == first for replica in others)
 
 
-def one_sequence_alone_runs_a_block(module):
-    """A probe: one sequence of a global batch, the first or the last in turns, goes through block 2; others skip it."""
-    batches, train_step, ran = [], module.train_step, [0]
-    module.train_step = lambda *args: batches.append(args[-2]) or train_step(*args)
-
-    def forward(self, ids):
-        rope = module.rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
-        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))
-        chosen = (ids == batches[-1][-(len(batches) % 2 == 0)]).all(1)
-        for i, block in enumerate(self.model.layers):
-            if i != 2:
-                x = block(x, rope)
-            elif chosen.any():
-                ran[0] += 1
-                x = torch.where(chosen[:, None, None], block(x, rope), x)
-        return self.lm_head(self.model.norm(x))
-
-    module.Model.forward = forward
-    return lambda: ran[0]
-
-
 @functools.cache
 def root_with_one_sequence_alone(flags):
     """The root's run with that probe."""
-    return launch("01_single_gpu/train.py", 1, flags, probe=one_sequence_alone_runs_a_block)
+    return launch("01_single_gpu/train.py", 1, flags, probe=probes.one_sequence_alone_runs_a_block)
 
 
 @pytest.mark.parametrize("mode, ran", [(equivalence.GRADIENT, [1, 0, 0]), (equivalence.TRAINING, [2, 0, 2])])
@@ -91,7 +70,7 @@ def test_parameters_without_gradient_on_some_ranks(recipe, mode, ran):
     init = equivalence.start(equivalence.root_of(recipe), equivalence.SHAPE)
     common = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} --init {init} {mode}"
     theirs = root_with_one_sequence_alone(common)
-    ours = launch(recipe, 3, f"{common} {FLAGS[recipe]}", probe=one_sequence_alone_runs_a_block, timeout=60)
+    ours = launch(recipe, 3, f"{common} {FLAGS[recipe]}", probe=probes.one_sequence_alone_runs_a_block, timeout=60)
     assert theirs.probes == [sum(ran)] and ours.probes == ran
     errors = compare.relative_errors(ours.weights, theirs.weights, compare.read(init)[0])
     compare.assert_close(errors, equivalence.TOLERANCE["float64"], recipe)

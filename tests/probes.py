@@ -1,12 +1,15 @@
 """Probes for launch(): each is called with a recipe's module before main, and returns a function that reports after."""
 
+import contextlib
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Report = Callable[[], Any]
 
@@ -141,6 +144,171 @@ def reductions(when: str) -> Callable[[ModuleType], Report]:
         dist.ProcessGroup.allreduce_coalesced = lambda group, tensors: Work(lambda: coalesced(group, tensors))
         torch.nn.Module.compile = lambda part: compile_(part, backend="aot_eager")
         return lambda: None
+
+    return probe
+
+
+def one_sequence_alone_runs_a_block(module: ModuleType) -> Report:
+    """One sequence of a global batch, the first or the last in turns, goes through block 2; the others skip it."""
+    batches, ran = [], [0]
+    train_step, forward, block_forward = module.train_step, module.Model.forward, module.Block.forward
+    module.train_step = lambda *args: batches.append(args[-2]) or train_step(*args)
+
+    def chosen_forward(self, ids):
+        self.model.layers[2].chosen = (ids == batches[-1][-(len(batches) % 2 == 0)]).all(1)
+        return forward(self, ids)
+
+    def chosen_block(self, x, rope):
+        chosen = getattr(self, "chosen", None)
+        if chosen is None:
+            return block_forward(self, x, rope)
+        if not chosen.any():
+            return x + 0  # a tensor of its own, as from every block
+        ran[0] += 1
+        return torch.where(chosen[:, None, None], block_forward(self, x, rope), x)
+
+    module.Model.forward, module.Block.forward = chosen_forward, chosen_block
+    return lambda: ran[0]
+
+
+class Queue:
+    """Work in its order, done when it is put there, or as late as it is asked for."""
+
+    def __init__(self, late: bool):
+        self.late, self.todo, self.done = late, [], 0
+
+    def put(self, work: Callable[[], None]) -> int:
+        """Its number."""
+        self.todo.append(work)
+        if not self.late:
+            self.run()
+        return self.done + len(self.todo)
+
+    def run(self, number: int | None = None) -> None:
+        """Do all work, or that up to a number."""
+        while self.todo and (number is None or self.done < number):
+            work = self.todo.pop(0)
+            self.done += 1
+            work()
+
+
+class Stream(Queue):
+    """What recipes do with a side stream of a GPU. Counts how often it is used, and waits for the main stream."""
+
+    uses = waits = 0
+
+    def wait_stream(self, main) -> None:
+        self.waits += 1
+
+    def synchronize(self) -> None:
+        self.run()
+
+
+def writing(tensors: list[torch.Tensor], work: Callable[[], None]) -> Callable[[], None]:
+    """The work that will write them. Autograd takes them for written now, as when a GPU is told to."""
+    tensors = tuple(tensors)
+    torch.autograd.graph.increment_version(tensors)
+
+    def then() -> None:
+        with torch.autograd._unsafe_preserve_version_counter(tensors):
+            work()
+
+    return then
+
+
+class OnStream(TorchDispatchMode):
+    """Puts the operations on tensors into a stream. What gives a new tensor gives it now, and fills it then."""
+
+    def __init__(self, stream: Stream):
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs, schema = kwargs or {}, function._schema
+        given = {**{a.name: value for a, value in zip(schema.arguments, args)}, **kwargs}
+        written = [given[a.name] for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        if written:
+            self.stream.put(writing(written, lambda: function(*args, **kwargs)))
+            return written[0]
+        out = function(*args, **kwargs)
+        if not any(r.alias_info for r in schema.returns):  # else a view
+            self.stream.put(lambda: out.copy_(function(*args, **kwargs)))
+        return out
+
+
+def streams(when: str) -> Callable[[ModuleType], Report]:
+    """A probe: a GPU's side streams at their extremes. What is put on them, and every collective, happens "at once", or
+    "late": when the main stream waits for it, or for what comes after it on the same stream or in the same group.
+
+    What is compiled goes through the first half of the compiler alone, which is quick.
+    Reports [uses, waits for the main stream before] of each side stream.
+    """
+    late = {"late": True, "at once": False}[when]
+
+    def probe(module: ModuleType) -> Report:
+        dist, current, made = module.dist, [None], []  # the stream in use, None for the main one
+        groups = defaultdict(lambda: Queue(late))  # by name
+        build_model, compile_ = module.build_model, torch.nn.Module.compile
+
+        class Work:
+            """A collective, put in its group's queue by the stream in use, which others may wait for."""
+
+            def __init__(self, group, outputs, start):
+                stream = current[0]
+                before = stream.done + len(stream.todo) if stream else 0  # on its stream
+
+                def work():
+                    if stream:
+                        stream.run(before)
+                    start().wait()
+
+                self.queue = groups[(group or dist.group.WORLD).group_name]
+                self.number = self.queue.put(writing(outputs, work))
+
+            def wait(self):
+                if current[0]:
+                    current[0].put(lambda: self.queue.run(self.number))
+                else:
+                    self.queue.run(self.number)
+
+        def deferred(original):
+            def collective(*tensors, group=None, async_op=False):
+                work = Work(group, tensors[:1], lambda: original(*tensors, group=group, async_op=True))
+                return work if async_op else work.wait()
+
+            return collective
+
+        @contextlib.contextmanager
+        def on(stream):
+            previous, current[0] = current[0], stream
+            if stream:
+                stream.uses += 1
+            with OnStream(stream) if stream and late else contextlib.nullcontext():
+                yield
+            current[0] = previous
+
+        class Main:
+            def wait_stream(self, stream):
+                stream.run()
+
+        def build(*args):
+            model = build_model(*args)
+            for name in "gathers", "stream":
+                if hasattr(model, name):
+                    made.append(Stream(late))
+                    setattr(model, name, made[-1])
+            return model
+
+        gather = dist.ProcessGroup.allgather_into_tensor_coalesced
+        dist.ProcessGroup.allgather_into_tensor_coalesced = lambda group, outputs, inputs: Work(
+            group, outputs, lambda: gather(group, outputs, inputs)
+        )
+        for name in "all_gather_into_tensor", "all_to_all_single", "all_reduce":
+            setattr(dist, name, deferred(getattr(dist, name)))
+        torch.cuda.stream, torch.cuda.current_stream = on, Main
+        torch.nn.Module.compile = lambda part: compile_(part, backend="aot_eager")
+        module.build_model = build
+        return lambda: [[stream.uses, stream.waits] for stream in made]
 
     return probe
 

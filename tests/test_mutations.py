@@ -35,11 +35,13 @@ NAIVE, OVERLAP, BUCKETED = (f"02_data_parallel/{name}.py" for name in ("naive", 
 COALESCED, NO_SYNC, DILOCO = (f"02_data_parallel/{name}.py" for name in ("coalesced", "no_sync", "diloco"))
 COPY_ENGINES = "02_data_parallel/copy_engines.py"
 TORCH_DDP, ACCELERATE_DDP = "02_data_parallel/torch_ddp.py", "02_data_parallel/accelerate_ddp.py"
+ZERO1, ZERO2, ZERO3, HSDP, OFFLOAD = (f"03_zero/{name}.py" for name in ("zero1", "zero2", "zero3", "hsdp", "offload"))
 TORCH_FSDP, ACCELERATE_FSDP = "03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py"
 AFAB, ONE_F_ONE_B = "06_pipeline/afab.py", "06_pipeline/1f1b.py"
 MICRO = dict(flags="--microbatches 4")
 SMALL_BUCKETS = dict(world=2, flags="--bucket_mb 0.05")
 ACCUMULATED = dict(world=2, flags="--bucket_mb 0.05 --microbatches 3")
+GROUPS = dict(world=4, flags="--shard 2 --microbatches 3")
 PIPELINE = dict(world=3, flags="--microbatches 4")
 
 BUGS = [
@@ -144,6 +146,77 @@ BUGS = [
     Bug("an average of what is to be summed", ACCELERATE_DDP, "backward(loss * dp)", "backward(loss)", world=2),
     Bug("the loss of a part for the log", ACCELERATE_DDP, "    dist.all_reduce(loss)", "    pass", world=2),
     # ZeRO
+    Bug(
+        "nothing leaves a rank",
+        ZERO1,
+        "dist.all_to_all_single(parts, flat)",
+        "parts.copy_(flat.view_as(parts))",
+        world=2,
+    ),
+    Bug("sum without one rank", ZERO1, "torch.sum(parts, 0,", "torch.sum(parts[1:], 0,", world=2),
+    Bug(
+        "the shard of another rank", ZERO1, "start, parameters = -rank * each", "start, parameters = -0 * each", world=2
+    ),
+    Bug("norm of the own shard alone", ZERO1, "dist.all_reduce(norm)", "pass", world=2),
+    Bug("weight decay on vectors", ZERO1, "if p.ndim > 1) - rank", "if p.ndim > 0) - rank", world=2),
+    Bug("every rank splits as the first does", ZERO1, "if p.ndim > 1) - rank * each", "if p.ndim > 1)", world=2),
+    Bug(
+        "weights of the first step",
+        ZERO1,
+        "unit.mine.copy_(unit.shard)",
+        "unit.gathering or unit.mine.copy_(unit.shard)",
+        world=2,
+    ),
+    Bug("gradients of the step before", ZERO1, "    model.zero_grad()", "    pass", world=2),
+    Bug("the sum of the last micro-batch", ZERO2, "first=i == 0", "first=True", world=2),
+    Bug("the sum of the step before", ZERO2, "first=i == 0", "first=False", world=2),
+    Bug("a gradient that was sent is sent again", ZERO2, "        p.grad = None", "        pass", world=2),
+    Bug("the padding counts", ZERO2, "flat[len(flat) - unit.sizes[-1] :].zero_()", "pass", world=5, flags="--batch 10"),
+    Bug("the shard of another rank", ZERO2, "parameters = -rank * each", "parameters = -(rank ^ 1) * each", world=2),
+    Bug("another block is gathered for backward", ZERO3, "gather(model.units[i - 1]", "gather(model.units[i]", world=2),
+    Bug("nothing is gathered for backward", ZERO3, "    if i > 1:", "    if False:", world=2),
+    Bug(
+        "the last block is not kept",
+        ZERO3,
+        "for i in range(cfg.layers)), ends]",
+        "for i in range(cfg.layers)), turns[(cfg.layers - 1) % 2]]",
+        world=2,
+    ),
+    Bug("norm of the own shard alone", ZERO3, "dist.all_reduce(norm)", "pass", world=2),
+    Bug("replicas are never summed", HSDP, "        if last:", "        if False:", **GROUPS),
+    Bug("replicas are summed with every micro-batch", HSDP, "        if last:", "        if True:", **GROUPS),
+    Bug("replicas are summed with the first", HSDP, "last=i == cfg.microbatches - 1", "last=i == 0", **GROUPS),
+    Bug("different shards are summed", HSDP, "group=unit.replicas", "group=unit.group", **GROUPS),
+    Bug(
+        "every replica counts in the norm",
+        HSDP,
+        "dist.all_reduce(norm, group=model.units[0].group)",
+        "dist.all_reduce(norm)",
+        **GROUPS,
+    ),
+    Bug(
+        "one replica alone in the norm, of its own shard",
+        HSDP,
+        "dist.all_reduce(norm, group=model.units[0].group)",
+        "pass",
+        **GROUPS,
+    ),
+    Bug("gradients of micro-batches before are lost", OFFLOAD, "if not first:", "if False:", world=2),
+    Bug(
+        "gathered before the step",
+        OFFLOAD,
+        "        optimizer.step()\n        gather(unit, model.stream)",
+        "        gather(unit, model.stream)\n        optimizer.step()",
+        world=2,
+    ),
+    Bug(
+        "one unit is not stepped",
+        OFFLOAD,
+        "zip(model.units, optimizers)",
+        "zip(model.units[1:], optimizers[1:])",
+        world=2,
+    ),
+    Bug("only short gradients are clipped", OFFLOAD, "norm + 1e-6 > cfg.clip", "norm + 1e-6 < cfg.clip", world=2),
     Bug("an average of what is to be summed", TORCH_FSDP, "unit.set_gradient_divide_factor(1.0)", "pass", world=2),
     Bug(
         "norm of the own slices alone",
@@ -214,6 +287,48 @@ ORDER_BUGS = [  # seen where reductions happen at once, or late, and gradients c
     ),
     Bug("only the first is waited for", OVERLAP, "in reductions:", "in reductions[:1]:"),
     Bug("the last is not waited for", COALESCED, "in reductions:", "in reductions[:-1]:", flags="--bucket_mb 0.05"),
+]
+
+WAIT, BLOCK_WAIT = "            unit.gathering.wait()\n", "            self.units[i].gathering.wait()\n"
+LAST_WAIT = "torch.cuda.current_stream().wait_stream(model.stream)"
+LATE_BUGS = [  # seen where side streams and collectives are as late as they may be
+    Bug("a block does not wait for its weights", ZERO1, WAIT, "", world=2),
+    Bug("the head does not wait for its weights", ZERO1, "        head.gathering.wait()\n", "", world=2),
+    Bug("the last sum is not waited for", ZERO1, LAST_WAIT, "pass", world=2),
+    Bug("gradients are overwritten before they left", ZERO2, "sending[half].wait()", "pass", world=2),
+    Bug("the two halves are one", ZERO2, "model.leaving[half,", "model.leaving[0,", world=2),
+    Bug("the last sum is not waited for", ZERO2, LAST_WAIT, "pass", world=2),
+    Bug("a sum of what has not come", ZERO2, "        sending.wait()\n", "", world=2),
+    Bug("a block does not wait for its weights", ZERO3, BLOCK_WAIT, "", world=2),
+    Bug("... in backward", ZERO3, "    model.units[i].gathering.wait()\n", "", world=2),
+    Bug("the sum over replicas is not waited for", HSDP, LAST_WAIT, "pass", **GROUPS),
+    Bug("a block does not wait for its weights", OFFLOAD, WAIT, "", world=2),
+]
+
+GATHER_NEXT, GATHER_LAST = "gather(self.units[i + 1], self.gathers)", "gather(model.units[i - 1], model.gathers)"
+AT_ONCE_BUGS = [  # seen where they run ahead as far as they may
+    Bug("blocks take no turns", ZERO3, "turns[i % 2] for", "turns[0] for", world=2),
+    Bug(
+        "gathered one too early",
+        ZERO3,
+        GATHER_NEXT,
+        "_ = [gather(unit, self.gathers) for unit in self.units[i + 1 : i + 3]]",
+        world=2,
+    ),
+    Bug(
+        "gathered one too early in backward",
+        ZERO3,
+        GATHER_LAST,
+        "_ = [gather(unit, model.gathers) for unit in model.units[max(1, i - 2) : i]]",
+        world=2,
+    ),
+    Bug(
+        "the head where the embedding is still read",
+        ZERO3,
+        "        embedding.gathering.wait()",
+        "        gather(head, self.gathers), embedding.gathering.wait()",
+        world=2,
+    ),
 ]
 
 DILOCO_BUGS = [  # seen by comparison with a simulation of the workers
@@ -287,6 +402,18 @@ def test_equivalence_sees_order(bug, tmp_path):
     probe = probes.together(equivalence.unfused_attention, probes.reductions(when))
     with pytest.raises(AssertionError, match="is off by"):
         equivalence.check(mutate(bug, tmp_path), 2, f"{bug.flags} --compile", ROOT_RECIPE, probe)
+
+
+@pytest.mark.parametrize("bug", LATE_BUGS, ids=[f"{bug.recipe}: {bug.what}" for bug in LATE_BUGS])
+def test_equivalence_sees_what_is_late(bug, tmp_path):
+    with pytest.raises(AssertionError, match="is off by"):
+        equivalence.check(mutate(bug, tmp_path), bug.world, bug.flags, ROOT_RECIPE, probes.streams("late"))
+
+
+@pytest.mark.parametrize("bug", AT_ONCE_BUGS, ids=[f"{bug.recipe}: {bug.what}" for bug in AT_ONCE_BUGS])
+def test_equivalence_sees_what_is_early(bug, tmp_path):
+    with pytest.raises(AssertionError, match="is off by"):
+        equivalence.check(mutate(bug, tmp_path), bug.world, bug.flags, ROOT_RECIPE, probes.streams("at once"))
 
 
 def test_the_log_does_not_see_the_scale(tmp_path):
