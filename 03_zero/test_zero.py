@@ -4,6 +4,7 @@ import functools
 import gc
 import itertools
 import subprocess
+import tempfile
 
 import compare
 import equivalence
@@ -19,13 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT_RECIPE = "01_single_gpu/train.py"
 ZERO1, ZERO2, ZERO3, HSDP, OFFLOAD = (f"03_zero/{name}.py" for name in ("zero1", "zero2", "zero3", "hsdp", "offload"))
+COPY_ENGINES = "03_zero/zero3_copy_engines.py"
 TORCH_FSDP, ACCELERATE_FSDP = "03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py"
 LAYERS = 4
 SMALL = f"--device cpu --layers {LAYERS} --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 12"
 FLAGS = {ZERO1: "", ZERO2: "", ZERO3: "", HSDP: "--shard 3", OFFLOAD: ""}  # for 3 ranks, which divide no block
-every_recipe = pytest.mark.parametrize("recipe", FLAGS)
-accumulating = pytest.mark.parametrize("recipe", [ZERO2, ZERO3, HSDP, OFFLOAD])
-in_places = pytest.mark.parametrize("recipe", [ZERO3, HSDP])  # where blocks take turns in two places
+ONCE = (ZERO1, COPY_ENGINES)  # without micro-batches
+every_recipe = pytest.mark.parametrize("recipe", [*FLAGS, COPY_ENGINES])
+by_collectives = pytest.mark.parametrize("recipe", FLAGS)
+freeing_gradients = pytest.mark.parametrize("recipe", [ZERO2, ZERO3, HSDP, OFFLOAD, COPY_ENGINES])
+freeing_weights = pytest.mark.parametrize("recipe", [ZERO3, HSDP, COPY_ENGINES])
 
 
 @pytest.mark.parametrize("recipe, world, flags", [case for case in equivalence.CASES if case[0].startswith("03")])
@@ -89,14 +93,21 @@ def sizes_by_hand(weights: dict[str, torch.Tensor], shards: int) -> list[int]:
 
 
 def shards_of_this_rank(module):
-    """A probe: names of the parameters, sizes with padding, shard and its gradient of each unit, after training."""
-    models, original = [], module.build_model
-    module.build_model = lambda cfg: models.append(original(cfg)) or models[0]
+    """A probe: of each unit the names of its parameters, its sizes, shard after training, and last gradient of that."""
+    models, gradients, build_model, clip = [], [], module.build_model, module.clip_gradients
+    module.build_model = lambda cfg: models.append(build_model(cfg)) or models[0]
+
+    def before_clipping(cfg, model):
+        pieces = [(unit.matrices.grad, unit.vectors.grad) for unit in model.units]
+        gradients[:] = [torch.cat(pair).numpy() for pair in pieces]
+        return clip(cfg, model)
+
+    module.clip_gradients = before_clipping
 
     def report():
         names = {p: name for name, p in models[0].named_parameters()}
-        units = models[0].units
-        return [([names[p] for p in u.parameters], u.sizes, u.shard.numpy(), u.gradient.numpy()) for u in units]
+        units = zip(models[0].units, gradients or [None] * len(models[0].units))
+        return [([names[p] for p in u.parameters], u.sizes, u.shard.numpy(), gradient) for u, gradient in units]
 
     return report
 
@@ -109,13 +120,6 @@ def joined(ranks) -> dict[str, torch.Tensor]:
         flat = torch.cat([torch.from_numpy(shard) for _, _, shard, _ in unit])
         whole.update(zip([*names, f"padding {i}"], flat.split(sizes)))
     return whole
-
-
-def places_of_units(module):
-    """A probe: the address to which each unit is gathered."""
-    models, original = [], module.build_model
-    module.build_model = lambda cfg: models.append(original(cfg)) or models[0]
-    return lambda: [unit.full.data_ptr() for unit in models[0].units]
 
 
 def norms(module):
@@ -136,9 +140,9 @@ def hooks_left(module):
 
 @functools.cache
 def trained(recipe, steps=3):
-    """A run with these four probes."""
-    probe = probes.together(shards_of_this_rank, norms, hooks_left, places_of_units)
-    return launch(recipe, 3, f"{SMALL} {FLAGS[recipe]} --steps {steps}", probe=probe)
+    """A run with these three probes."""
+    probe = probes.together(shards_of_this_rank, norms, hooks_left)
+    return launch(recipe, 3, f"{SMALL} {FLAGS.get(recipe, '')} --steps {steps}", probe=probe)
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -173,9 +177,10 @@ def test_cases_of_equivalence_have_padding(recipe):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replicas_agree_to_the_bit(dtype):
-    """Shards of hsdp.py and their gradients, on all ranks that own the same."""
+    """Shards of hsdp.py and their gradients, on all ranks that own the same, and the norm on all ranks."""
     flags = f"{SMALL} --shard 2 --microbatches 1 --steps 3 --dtype {dtype}"
-    ranks = launch(HSDP, 6, flags, probe=shards_of_this_rank).probes
+    ranks, logged = zip(*launch(HSDP, 6, flags, probe=probes.together(shards_of_this_rank, norms)).probes)
+    assert len(logged[0]) == 3 and all(rank == logged[0] for rank in logged)
     for rank in range(2, 6):
         for ours, theirs in zip(ranks[rank], ranks[rank % 2], strict=True):
             assert all((a == b).all() for a, b in zip(ours[2:], theirs[2:]))
@@ -209,9 +214,9 @@ def weights_that_compute(module):
 @every_recipe
 def test_weights_that_compute_are_rounded_shards(recipe):
     """In every forward of every step, to the bit, on every rank."""
-    flags = f"{SMALL} {FLAGS[recipe]} --dtype bfloat16 --steps 2"
+    flags = f"{SMALL} {FLAGS.get(recipe, '')} --dtype bfloat16 --steps 2"
     ranks = launch(recipe, 3, flags, probe=weights_that_compute).probes
-    micro = 1 if recipe == ZERO1 else 2
+    micro = 1 if recipe in ONCE else 2
     for steps in zip(*ranks):
         whole = joined([start for start, _ in steps])
         for _, used in steps:
@@ -331,6 +336,7 @@ def bytes_held(module):
         (ZERO3, 6, 6, ""),
         (HSDP, 6, 3, "--shard 3"),
         (OFFLOAD, 3, 3, ""),
+        (COPY_ENGINES, 3, 3, ""),
     ],
 )
 def test_bytes_held(recipe, world, shards, flags):
@@ -338,13 +344,13 @@ def test_bytes_held(recipe, world, shards, flags):
     run = launch(recipe, world, f"{SMALL} {flags} --dtype bfloat16 --steps 2", probe=bytes_held)
     sizes = sizes_by_hand(run.weights, shards)
     everything, largest = sum(sizes), max(sizes)
-    exact = [sum(run.weights[name].numel() for name in names) for names in units_by_hand(run.weights)]
-    places = 2 * (max(exact[0], exact[-1]) + 2 * exact[1] + 3 * world)  # room for an end of the model and two blocks
-    weights = places if recipe in (ZERO3, HSDP) else 2 * everything
-    gradients = 2 * everything if recipe == ZERO1 else 2 * 2 * largest  # all of them, or two units on their way
+    weights = 0 if recipe in (ZERO3, HSDP, COPY_ENGINES) else 2 * everything
+    if recipe == COPY_ENGINES:  # what all ranks share, of which each has mapped all
+        weights += 2 * (world * largest + everything)
+    gradients = 2 * everything if recipe == ZERO1 else 0
     original, moments, gradient = (times * everything // shards for times in (4, 8, 4))
     formula = [weights + gradients + original + moments + gradient]  # when the gradients are there
-    formula += [formula[0] - (gradients if recipe == ZERO1 else 0)]  # zero1.py frees them after the step
+    formula += [weights + original + moments + (gradient if recipe == OFFLOAD else 0)]  # after the step
     for *bytes_in_memory, batch in run.probes:
         for ours, wanted in zip(bytes_in_memory, formula, strict=True):
             # the rest: batches and a part of them, the optimizer's count of steps, and what is logged
@@ -377,36 +383,33 @@ def while_it_is_built(module):
 @every_recipe
 def test_no_rank_ever_has_the_whole_model(recipe):
     """... in float32, nor, in stage 3, at all: not while it is built either."""
-    flags = f"{SMALL} {FLAGS[recipe]} --layers 12 --dtype bfloat16 --steps 0"
+    flags = f"{SMALL} {FLAGS.get(recipe, '')} --layers 12 --dtype bfloat16 --steps 0"
     run = launch(recipe, 3, flags, probe=while_it_is_built)
     sizes = sizes_by_hand(run.weights, 3)
     largest = 4 * max(tensor.numel() for tensor in run.weights.values())
+    unit = 2 * max(sizes)
     for whole, peak, after in run.probes:
-        assert whole == 2  # one is drawn while `own` is still a part of the one before
-        assert peak <= after + 2 * largest
-        shards = 2 * 4 * sum(sizes) // 3  # weights and gradients
-        buffers = 2 * 2 * max(sizes) + (2 * 3 * max(sizes) if recipe in (ZERO3, HSDP) else 2 * sum(sizes))
-        assert shards < after < shards + buffers + 1000
-        if recipe in (ZERO3, HSDP):
-            assert peak - shards < 2 * sum(sizes)  # whole weights would have this in bfloat16 alone
+        assert whole <= 2  # one is drawn while `own` is still a part of the one before
+        shards = (2 if recipe == OFFLOAD else 1) * 4 * sum(sizes) // 3  # offload.py's gradients are there as well
+        weights = 2 * sum(sizes) if recipe in (ZERO1, ZERO2, OFFLOAD) else 0
+        shared = 2 * 3 * max(sizes) + 2 * sum(sizes) if recipe == COPY_ENGINES else 0
+        assert shards + weights + shared <= after < shards + weights + shared + 1000
+        assert peak - shared <= shards + weights + unit + 2 * largest
 
 
-@in_places
-def test_blocks_take_turns_in_two_places(recipe):
-    """... neighbours in different ones, and a third is for the embedding or the head."""
-    for _, _, _, places in trained(recipe).probes:
-        (end, *blocks, head), distinct = places, len(set(places))
-        assert end == head and distinct == 3 and all(a != b for a, b in itertools.pairwise(blocks))
+@freeing_weights
+def test_two_blocks_at_a_time(recipe):
+    """... have their weights, and of embedding and head one; none between the steps."""
+    run = launch(recipe, 3, f"{SMALL} {FLAGS.get(recipe, '')} --steps 2", probe=probes.gathered_at_a_time)
+    assert run.probes == [[2, 1, 0]] * 3
 
 
 # --------------------------------------------------------------------------------------------------------------- order
 def timeline(module):
-    """A probe: what happens in the last step, in order: (what, unit); hidden is what starts while backward runs."""
-    events, running, models = [], [False], []
-    build_model, train_step, gather, backward = (
-        getattr(module, name) for name in ("build_model", "train_step", "gather", "backward")
-    )
-    reduce_scatter, autograd = module.reduce_scatter, torch.Tensor.backward
+    """A probe: (what happens, to which unit) in the last step, in order; of reductions, whether backward is running."""
+    events, hidden, running, models = [], [], [False], []
+    build_model, train_step = module.build_model, module.train_step
+    gather, reduce_scatter, backward = module.gather, module.reduce_scatter, torch.Tensor.backward
 
     class Watched:
         def __init__(self, work, number):
@@ -451,14 +454,13 @@ def timeline(module):
         hidden.clear()
         return train_step(*args)
 
-    def watched_autograd(*args, **kwargs):
+    def watched_backward(loss):
         running[0] = True
-        autograd(*args, **kwargs)
+        backward(loss)
         running[0] = False
 
-    hidden = []
     module.build_model, module.train_step, module.gather, module.reduce_scatter = build, step, gathered, reduced
-    torch.Tensor.backward = watched_autograd
+    torch.Tensor.backward = watched_backward
     return lambda: (events, hidden)
 
 
@@ -469,13 +471,13 @@ BLOCKS = range(1, HEAD)
 @functools.cache
 def order(recipe):
     """The events of one step, which are the same on all ranks, and whether each reduction is beside backward."""
-    micro = "" if recipe == ZERO1 else "--microbatches 1"
-    runs = launch(recipe, 3, f"{SMALL} {FLAGS[recipe]} {micro} --steps 2", probe=timeline).probes
+    micro = "" if recipe in ONCE else "--microbatches 1"
+    runs = launch(recipe, 3, f"{SMALL} {FLAGS.get(recipe, '')} {micro} --steps 2", probe=timeline).probes
     assert all(run == runs[0] for run in runs)
     return runs[0]
 
 
-@every_recipe
+@by_collectives
 def test_order_of_forward(recipe):
     """Stages 1 and 2 gather all units first, stage 3 a block during the one before it. Each waits for its own."""
     events, _ = order(recipe)
@@ -495,10 +497,10 @@ def test_order_of_forward(recipe):
         assert ("gather", 0) not in events[: -HEAD - 1]
 
 
-@in_places
+@pytest.mark.parametrize("recipe", [ZERO3, HSDP])
 def test_order_of_backward(recipe):
-    """A block is gathered while the one after it is backward, in whose place the one after that has been read. The
-    embedding, the last block and the head are not gathered again."""
+    """A block is gathered while the one after it is backward, and the one after that has been. The embedding, the last
+    block and the head are not gathered again."""
     events, _ = order(recipe)
     events = events[events.index(("backward", HEAD)) :]
     when = {event: place for place, event in enumerate(events)}
@@ -512,7 +514,7 @@ def test_order_of_backward(recipe):
             assert when["backward done", i + 1] < when["gather", i - 1]
 
 
-@every_recipe
+@by_collectives
 def test_reductions_run_beside_backward(recipe):
     """Of all units, from the last to the first on all ranks, each before the block before it is backward."""
     events, hidden = order(recipe)
@@ -545,10 +547,10 @@ def gradients_alive(module):
     return lambda: [most[0], left[0]]
 
 
-@accumulating
+@freeing_gradients
 def test_gradients_are_freed_at_once(recipe):
     """One unit's at a time: when its reduction starts they have moved, and none is left."""
-    run = launch(recipe, 3, f"{SMALL} {FLAGS[recipe]} --steps 2", probe=gradients_alive)
+    run = launch(recipe, 3, f"{SMALL} {FLAGS.get(recipe, '')} --steps 2", probe=gradients_alive)
     assert run.probes == [[1, 0]] * 3
 
 
@@ -557,10 +559,10 @@ def test_gradients_of_stage_1_stay():
     assert most == LAYERS + 2
 
 
-@every_recipe
+@by_collectives
 def test_side_streams_wait_for_the_main_one(recipe):
     """... whenever they are used: else they would read weights or gradients that are not there yet."""
-    run = launch(recipe, 3, f"{SMALL} {FLAGS[recipe]} --steps 2", probe=probes.streams("late"))
+    run = launch(recipe, 3, f"{SMALL} {FLAGS.get(recipe, '')} --steps 2", probe=probes.streams("late"))
     units, micro = LAYERS + 2, 1 if recipe == ZERO1 else 2
     reductions = 2 * micro * units
     uses = [[reductions] * 2]
@@ -572,34 +574,61 @@ def test_side_streams_wait_for_the_main_one(recipe):
     assert run.probes == [uses] * 3
 
 
-def offload_and_the_cpu(module):
-    """A probe: when the last gradient is reduced, when the CPU waits for the GPU and when it reads gradients."""
-    events, build_model, reduce_scatter = [], module.build_model, module.reduce_scatter
-    norm = module.nn.utils.get_total_norm
+# -------------------------------------------------------------------------------------------------------- copy engines
+def copies_and_barriers(module):
+    """A probe of one step: numbers copied from the memory of other ranks, whose memory is read first, barriers."""
+    copied, firsts, barriers, shared, in_step = [0], [], [0], [], [False]
+    share, gather, reduce_scatter = module.share, module.gather, module.reduce_scatter
+    train_step, copy = module.train_step, torch.Tensor.copy_
 
-    class Watched(probes.Stream):
-        def synchronize(self):
-            events.append("synchronize")
-            super().synchronize()
+    def watched(cfg, numbers):
+        memory, barrier = share(cfg, numbers)
+        shared.extend(memory)
+        return memory, lambda: barriers.append(1) or barrier()
 
-    streams = probes.streams("late")(module)
-    build_model = module.build_model
+    def counting(self, other, *args):
+        starts = [numbers.data_ptr() for numbers in shared]
+        owner = [r for r, start in enumerate(starts) if start <= other.data_ptr() < start + shared[0].nbytes]
+        if owner and in_step[0]:
+            firsts[-1] = firsts[-1] or owner
+            copied[0] += other.numel() * (owner[0] != module.dist.get_rank())
+        return copy(self, other, *args)
 
-    def build(cfg):
-        model = build_model(cfg)
-        model.stream = Watched(True)
-        return model
+    def first_of(function):
+        return lambda *args: firsts.append(None) or function(*args)
 
-    module.build_model = build
-    module.reduce_scatter = lambda *args: events.append("reduce") or reduce_scatter(*args)
-    module.nn.utils.get_total_norm = lambda *args: events.append("norm") or norm(*args)
-    return lambda: (events, streams())[0]
+    def step(*args):
+        in_step[0] = True
+        barriers[0] = len(barriers)
+        return train_step(*args)
+
+    module.share, module.gather, module.reduce_scatter = watched, first_of(gather), first_of(reduce_scatter)
+    module.train_step, torch.Tensor.copy_ = step, counting
+    return lambda: [copied[0], firsts, len(barriers) - barriers[0]]
 
 
-def test_the_cpu_waits_for_the_gpu():
-    """A wait of the main stream does not stop the CPU, which reads the gradients."""
-    for events in launch(OFFLOAD, 2, f"{SMALL} --steps 2", probe=offload_and_the_cpu).probes:
-        assert events == 2 * [*["reduce"] * 2 * (LAYERS + 2), "synchronize", "norm"]
+def test_copies_of_copy_engines():
+    """As many numbers as zero3.py's; each rank begins with its own memory; two barriers per unit, and one per step."""
+    run = launch(COPY_ENGINES, 3, f"{SMALL} --steps 1", probe=copies_and_barriers)
+    sizes = sizes_by_hand(run.weights, 3)
+    numbers = 3 * sum(sizes) - sizes[0] - sizes[-2] - sizes[-1]
+    for rank, (copied, firsts, barriers) in enumerate(run.probes):
+        assert copied == 2 * numbers // 3
+        assert firsts == [[rank]] * (3 * (LAYERS + 2) - 3)
+        assert barriers == 2 * (LAYERS + 2) + 1
+
+
+def test_no_file_of_copy_engines_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    launch(COPY_ENGINES, 3, f"{SMALL} --steps 1")
+    assert [path for path in tmp_path.rglob("*") if path.name in "012"] == []
+
+
+def test_copy_engines_need_one_host(monkeypatch):
+    module = load(COPY_ENGINES)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="--nnodes 2"):
+        module.check(module.Config(device="cpu"), 4)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rest
@@ -614,7 +643,7 @@ def test_all_ranks_have_the_same_norm(recipe):
 @every_recipe
 def test_padding_has_no_gradient(recipe):
     """... when the norm is taken, though buffers have been used for other units before."""
-    flags = f"{SMALL} --batch 10 {FLAGS[recipe].replace('3', '5')} --steps 2"
+    flags = f"{SMALL} --batch 10 {FLAGS.get(recipe, '').replace('3', '5')} --steps 2"
     run = launch(recipe, 5, flags, probe=shards_of_this_rank)
     for unit in zip(*run.probes):
         padding = unit[0][1][-1]
@@ -624,15 +653,15 @@ def test_padding_has_no_gradient(recipe):
 
 @every_recipe
 def test_no_hook_is_left(recipe):
-    assert [hooks for _, _, hooks, _ in trained(recipe).probes] == [0] * 3
+    assert [hooks for _, _, hooks in trained(recipe).probes] == [0] * 3
 
 
 def test_transformers_loads_what_they_save(tmp_path):
     """Strictly, and computes the loss with which the root continues."""
     shape, files = witness.FLAGS.replace("float64", "float32"), {}
-    for recipe in [*FLAGS, TORCH_FSDP, ACCELERATE_FSDP]:
+    for recipe in [*FLAGS, COPY_ENGINES, TORCH_FSDP, ACCELERATE_FSDP]:
         file = tmp_path / f"{recipe[8:-3]}.safetensors"
-        flags = "--microbatches 1" if recipe in FLAGS and recipe != ZERO1 else ""
+        flags = "--microbatches 1" if recipe in FLAGS and recipe not in ONCE else ""
         save_file(launch(recipe, 4, f"{shape} {flags} --steps 2 --lr 1e-2").weights, file)
         files[str(file)] = launch(ROOT_RECIPE, 1, f"{shape} --steps 1 --init {file}").history[0][0]
 
@@ -655,11 +684,11 @@ def test_transformers_loads_what_they_save(tmp_path):
     [
         *(
             (recipe, 3, "--batch 16", ["--batch 16", "processes, 3"])
-            for recipe in [*FLAGS, TORCH_FSDP, ACCELERATE_FSDP]
+            for recipe in [*FLAGS, COPY_ENGINES, TORCH_FSDP, ACCELERATE_FSDP]
         ),
-        (ZERO2, 2, "--microbatches 3", ["--microbatches 3", "8 sequences", "--batch 16"]),
+        (ZERO2, 2, "--microbatches 3", ["--microbatches 3", "8 sequences"]),
         (ZERO3, 2, "--microbatches 0", ["--microbatches 0", "at least 1"]),
-        (OFFLOAD, 4, "--microbatches 3", ["--microbatches 3", "4 sequences", "--batch 16"]),
+        (OFFLOAD, 4, "--microbatches 3", ["--microbatches 3", "4 sequences"]),
         (HSDP, 4, "--shard 3", ["--shard 3", "processes, 4"]),
         (HSDP, 2, "--shard 4", ["--shard 4", "processes, 2"]),
         (HSDP, 2, "--shard 0", ["--shard 0", "at least 1"]),
@@ -676,7 +705,7 @@ def test_bad_flags(recipe, world, flags, words):
 @every_recipe
 def test_a_failing_rank_ends_the_run(recipe):
     with pytest.raises(RankFailed, match="rank 1 has had enough|Connection closed"):
-        launch(recipe, 3, f"{SMALL} {FLAGS[recipe]} --steps 9", probe=dies_after_the_first_step, timeout=60)
+        launch(recipe, 3, f"{SMALL} {FLAGS.get(recipe, '')} --steps 9", probe=dies_after_the_first_step, timeout=60)
 
 
 def dies_after_the_first_step(module):

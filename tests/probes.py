@@ -299,11 +299,11 @@ def streams(when: str) -> Callable[[ModuleType], Report]:
                     setattr(model, name, made[-1])
             return model
 
-        gather = dist.ProcessGroup.allgather_into_tensor_coalesced
-        dist.ProcessGroup.allgather_into_tensor_coalesced = lambda group, outputs, inputs: Work(
-            group, outputs, lambda: gather(group, outputs, inputs)
+        gather = dist.ProcessGroup._allgather_base
+        dist.ProcessGroup._allgather_base = lambda group, output, mine: Work(
+            group, [output], lambda: gather(group, output, mine)
         )
-        for name in "all_gather_into_tensor", "all_to_all_single", "all_reduce":
+        for name in "all_to_all_single", "all_reduce":
             setattr(dist, name, deferred(getattr(dist, name)))
         torch.cuda.stream, torch.cuda.current_stream = on, Main
         torch.nn.Module.compile = lambda part: compile_(part, backend="aot_eager")
@@ -311,6 +311,34 @@ def streams(when: str) -> Callable[[ModuleType], Report]:
         return lambda: [[stream.uses, stream.waits] for stream in made]
 
     return probe
+
+
+def gathered_at_a_time(module: ModuleType) -> Report:
+    """Most blocks whose weights are in memory when a part of the model computes, and of other units; after."""
+    models, blocks, ends, build_model, train_step = [], [0], [0], module.build_model, module.train_step
+    after = []
+
+    def here():
+        return [unit.full.untyped_storage().nbytes() > 0 for unit in models[0].units]
+
+    def count(*_):
+        first, *middle, last = here()
+        blocks[0], ends[0] = max(blocks[0], sum(middle)), max(ends[0], first + last)
+
+    def build(cfg):
+        models.append(build_model(cfg))
+        for part in models[0].modules():
+            part.register_forward_pre_hook(count)
+            part.register_full_backward_pre_hook(count)
+        return models[0]
+
+    def step(*args):
+        result = train_step(*args)
+        after.append(sum(here()))
+        return result
+
+    module.build_model, module.train_step = build, step
+    return lambda: [blocks[0], ends[0], max(after)]
 
 
 def never_a_process_group(module: ModuleType) -> Report:
