@@ -5,6 +5,7 @@ once, in the parent, and a process is a fork: eight gloo ranks start in well und
 """
 
 import contextlib
+import faulthandler
 import importlib.util
 import json
 import multiprocessing
@@ -146,6 +147,7 @@ def run_rank(recipe, argv, rank, world, port, folder, probe) -> None:
         MASTER_PORT=str(port),
     )
     sys.argv = argv
+    faulthandler.disable()  # pytest's: what a rank says goes into its own output
     torch.set_num_threads(1)  # again: the parent's pool is gone, and autograd's threads would race to make the new one
     code = 1
     with open(f"{folder}/output{rank}", "w", buffering=1) as out, contextlib.redirect_stdout(out):
