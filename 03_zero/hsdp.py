@@ -303,6 +303,7 @@ def before_backward(model: Model, i: int, _: Tensor) -> None:
     """Have the weights of unit i, a block, free those after it, and start to gather those of the block before it."""
     model.units[i].gathering.wait()
     free(model.units[i + 1])
+    model.reduce_made(*model.units[i + 1].parameters)  # before the gather on all ranks, gradients or not
     if i > 1:
         gather(model.units[i - 1], model.gathers)
 
@@ -334,8 +335,8 @@ def make_unit(cfg: Config, model: Model, names: tuple[str, ...], mesh: DeviceMes
     shard = torch.zeros(each, device=cfg.device)
     start = -rank * each  # of a tensor in the shard, if it is there
     for (name, p), part in zip(named, full.split(sizes)):
-        own = full_tensor(cfg, name, p.shape).flatten()[max(0, -start) : max(0, each - start)]
-        shard[max(0, start) :][: len(own)] = own
+        own = shard[max(0, start) : max(0, start + p.numel())]
+        own.copy_(full_tensor(cfg, name, p.shape).flatten()[max(0, -start) :][: len(own)])
         start += p.numel()
         # .data: autograd shall not see what gather writes
         torch.utils.swap_tensors(p, nn.Parameter(part.view(p.shape).data))
@@ -438,6 +439,7 @@ def backward(cfg: Config, model: Model, loss: Tensor, first: bool, last: bool) -
             flat = flatten(unit)
             sending.append((reduce_scatter(unit, flat, model.stream, first, last), flat))
 
+    model.reduce_made = reduce_made  # for before_backward
     hooks = [p.register_post_accumulate_grad_hook(reduce_made) for p in model.parameters()]
     loss.backward()
     for handle in hooks:
@@ -456,7 +458,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     for i, (x, y) in enumerate(zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches))):
         loss = forward(cfg, model, x, y) / tokens
         backward(cfg, model, loss, first=i == 0, last=i == cfg.microbatches - 1)
-        free(model.units[1])
+        free(model.units[1])  # the first block's, which no backward of a block follows
         total += loss.detach()
     dist.all_reduce(total)  # one number, for the log; everyone waits
     return total

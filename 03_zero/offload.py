@@ -134,9 +134,8 @@ class Unit:
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
     """Start to fill `full` with the shards of all ranks, rounded to its dtype, beside the CPU."""
     with torch.cuda.stream(stream):
-        unit.mine.copy_(
-            unit.shard.to(unit.mine.device, non_blocking=True)
-        )  # all its digits: a GPU rounds faster than a CPU
+        # all its digits travel: a GPU rounds faster than a CPU
+        unit.mine.copy_(unit.shard.to(unit.mine.device, non_blocking=True))
         # (dp-1)/dp of the bytes of `full` out and in per rank; who reads it waits. It is all_gather_into_tensor,
         # which torch 2.13 renames to all_gather_single
         unit.gathering = dist.group.WORLD._allgather_base(unit.full, unit.mine)
@@ -306,8 +305,8 @@ def make_unit(cfg: Config, model: Model, names: tuple[str, ...]) -> Unit:
     shard, gradient = torch.zeros(2, each, pin_memory=cfg.device == "cuda", device="cpu")
     start = -rank * each  # of a tensor in the shard, if it is there
     for (name, p), part in zip(named, full.split(sizes)):
-        own = full_tensor(cfg, name, p.shape).flatten()[max(0, -start) : max(0, each - start)]
-        shard[max(0, start) :][: len(own)] = own
+        own = shard[max(0, start) : max(0, start + p.numel())]
+        own.copy_(full_tensor(cfg, name, p.shape).flatten()[max(0, -start) :][: len(own)])
         start += p.numel()
         # .data: autograd shall not see what gather writes
         torch.utils.swap_tensors(p, nn.Parameter(part.view(p.shape).data))

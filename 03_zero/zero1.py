@@ -292,8 +292,8 @@ def make_unit(cfg: Config, model: Model, names: tuple[str, ...]) -> Unit:
     shard = torch.zeros(each, device=cfg.device)
     start = -rank * each  # of a tensor in the shard, if it is there
     for (name, p), part in zip(named, full.split(sizes)):
-        own = full_tensor(cfg, name, p.shape).flatten()[max(0, -start) : max(0, each - start)]
-        shard[max(0, start) :][: len(own)] = own
+        own = shard[max(0, start) : max(0, start + p.numel())]
+        own.copy_(full_tensor(cfg, name, p.shape).flatten()[max(0, -start) :][: len(own)])
         start += p.numel()
         # .data: autograd shall not see what gather writes
         torch.utils.swap_tensors(p, nn.Parameter(part.view(p.shape).data))

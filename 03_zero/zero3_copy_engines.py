@@ -341,8 +341,8 @@ def make_unit(cfg: Config, model: Model, names: tuple[str, ...]) -> Unit:
     shard = torch.zeros(each, device=cfg.device)
     start = -rank * each  # of a tensor in the shard, if it is there
     for (name, p), part in zip(named, full.split(sizes)):
-        own = full_tensor(cfg, name, p.shape).flatten()[max(0, -start) : max(0, each - start)]
-        shard[max(0, start) :][: len(own)] = own
+        own = shard[max(0, start) : max(0, start + p.numel())]
+        own.copy_(full_tensor(cfg, name, p.shape).flatten()[max(0, -start) :][: len(own)])
         start += p.numel()
         # .data: autograd shall not see what gather writes
         torch.utils.swap_tensors(p, nn.Parameter(part.view(p.shape).data))
@@ -458,7 +458,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
     loss = forward(cfg, model, inputs, targets) / tokens
     backward(cfg, model, loss)
-    free(model.units[1])
+    free(model.units[1])  # the first block's, which no backward of a block follows
     loss = loss.detach()
     dist.all_reduce(loss)  # one number, for the log; everyone waits
     return loss
