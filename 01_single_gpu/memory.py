@@ -339,7 +339,9 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
         here = head_moments(cfg) if n["head"] else {}
         two = gathered(cfg, 2 * block)  # the last and the one before it; the first is the last to be gathered
         here["last block"] = {"weights": two, "gradients": gradients(cfg, top, top), "temporary": temporary}
-        below = gradients(cfg, every - n["embedding"] - block, *([block, block if layers > 2 else top][: layers - 1]))
+        done = {"last norm": n["head"], "last block": top, "first block": every - n["embedding"] - block}
+        done |= {"embedding": every, "optimizer": every}  # parameters that have been through backward
+        below = gradients(cfg, done["first block"], *([block, block if layers > 2 else top][: layers - 1]))
         here["first block"] = {"weights": gathered(cfg, block), "gradients": below, "temporary": temporary}
         embedding = per_token(cfg, weight_item(cfg) * d, 0) * (n["embedding"] > 0)
         last = gradients(cfg, every, block, n["embedding"])
@@ -351,9 +353,9 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
             passing = flying * (cfg.stage < cfg.pp - 1) + (cfg.microbatches - flying) * (cfg.stage > 0) * accumulating
             outputs = per_token(cfg, item(cfg) * d, 0) * passing * (name != "optimizer")
             total = {kind: parts.get(kind, 0) + resident(cfg).get(kind, 0) for kind in KINDS}
-            if accumulating and cfg.zero < 2:
-                total["gradients"] = gradients(cfg, every)
-                total["temporary"] += gradients(cfg, n["embedding"]) * (name == "embedding")  # about to be added
+            if accumulating:  # into gradients, of shards from stage 2 on, that are there before backward comes to them
+                total["gradients"] += gradients(cfg, every) - gradients(cfg, done.get(name, 0))
+                total["temporary"] += gradients(cfg, n["embedding"]) * (name == "embedding" and cfg.zero < 2)
             total["activations"] += (blocks + others) * kept + outputs
             total["weight copies"] += (blocks + others) * copies
             total["temporary"] += tables + WORKSPACE

@@ -240,6 +240,13 @@ def test_zero():
     assert MEMORY.moments(full)["loss"]["weights"] == 2 * (block + 2048 + 49152 * 2048)
     shards = 4 * (n - 49152 * 2048 - block) // dp  # of all that comes after the first block
     assert MEMORY.moments(replace(full, zero=2))["first block"]["gradients"] - shards == 2 * 2 * block
+    embedding = MEMORY.moments(full)["embedding"]["gradients"]
+    assert embedding == 2 * (block + 49152 * 2048) + 4 * n // dp
+    assert MEMORY.moments(full)["last norm"]["weights"] == 2 * (block + 2048 + 49152 * 2048)
+    once, twice = (MEMORY.moments(replace(full, batch=m * full.batch, microbatches=m)) for m in (1, 2))
+    more = {name: sum(twice[name].values()) - sum(once[name].values()) for name in once}
+    assert more["loss"] == more["head"] == 4 * n // dp  # from the second on, those of all shards are there
+    assert more["optimizer"] == 0 < more["last block"] < more["loss"]
     assert not any(kinds["weight copies"] for kinds in MEMORY.moments(full).values())
 
 

@@ -282,12 +282,11 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
-        embedding, head = self.units[0], self.units[-1]
-        gather(embedding, self.gathers)
+        gather(self.units[0], self.gathers)
         gather(self.units[1], self.gathers)
-        embedding.gathering.wait()  # on GPUs only the stream waits, not this process
+        self.units[0].gathering.wait()  # on GPUs only the stream waits, not this process
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        free(embedding)
+        free(self.units[0])
         for i, block in enumerate(self.model.layers, 1):  # unit i
             self.units[i].gathering.wait()
             gather(self.units[i + 1], self.gathers)
@@ -295,7 +294,7 @@ class Model(nn.Module):
             if i < self.cfg.layers:
                 free(self.units[i])  # but not the last block, which backward needs at once
             x.register_hook(partial(before_backward, self, i))
-        head.gathering.wait()
+        self.units[-1].gathering.wait()
         return self.lm_head(self.model.norm(x))
 
 
@@ -445,6 +444,7 @@ def backward(cfg: Config, model: Model, loss: Tensor, first: bool, last: bool) -
     for handle in hooks:
         handle.remove()
     reduce_made(*model.parameters())  # what has no gradient by now will get none
+    del model.reduce_made  # and the gradients that it holds
     if model.stream:
         torch.cuda.current_stream().wait_stream(model.stream)  # only the GPU's stream waits, not this process
 
@@ -468,9 +468,8 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Shorten the gradient of the whole model to norm --clip if it is longer, and return the norm that it had."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    # one number, the squares of all shards of a copy: they must all scale by the same; everyone waits
-    dist.all_reduce(norm, group=model.units[0].mesh.get_group("shard"))
-    norm = norm.sqrt()
+    dist.all_reduce(norm)  # one number, the squares of all shards of all copies: to the bit the same; everyone waits
+    norm = (norm / model.units[0].mesh.size(0)).sqrt()
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 

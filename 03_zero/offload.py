@@ -1,9 +1,10 @@
 """ZeRO-Offload: the optimizer's state and its step move to the CPU, whose memory is larger and cheaper.
 
-A GPU keeps 2Ψ bytes, the weights in bf16; (4 + 4 + 8)Ψ/dp are in pinned memory of the host: original weights, gradients
-and moments. Gradients go there while backward goes on, 4Ψ/dp bytes; the CPU steps unit by unit, and while it works on
-one the unit before goes back and is gathered. The step of the CPU itself is not hidden: it needs the norm of the whole
-gradient first. It reads and writes 28 bytes per parameter of the shard, from memory far slower than a GPU's.
+A GPU keeps 2Ψ bytes, the weights in bf16. In the memory of the host are (4 + 4)Ψ/dp, original weights and gradients,
+pinned, and 8Ψ/dp, the moments. Gradients go there while backward goes on, 4Ψ/dp bytes; the CPU steps unit by unit, and
+while it works on one the unit before goes back and is gathered. The step of the CPU itself is not hidden: it needs the
+norm of the whole gradient first. It reads and writes 28 bytes per parameter of the shard, in memory far slower than a
+GPU's.
 
 Parent:   03_zero/zero2.py
 Lesson:   gather, reduce_scatter, make_unit, make_optimizer, clip_gradients, train_step
@@ -133,9 +134,11 @@ class Unit:
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
     """Start to fill `full` with the shards of all ranks, rounded to its dtype, beside the CPU."""
+    if stream:
+        stream.wait_stream(torch.cuda.current_stream())  # it has read what was in this memory
     with torch.cuda.stream(stream):
-        # all its digits travel: a GPU rounds faster than a CPU
-        unit.mine.copy_(unit.shard.to(unit.mine.device, non_blocking=True))
+        exact = unit.shard.to(unit.mine.device, non_blocking=True)
+        unit.mine.copy_(exact)  # rounded here: a GPU does so faster than a CPU
         # (dp-1)/dp of the bytes of `full` out and in per rank; who reads it waits. It is all_gather_into_tensor,
         # which torch 2.13 renames to all_gather_single
         unit.gathering = dist.group.WORLD._allgather_base(unit.full, unit.mine)
@@ -317,7 +320,7 @@ def make_unit(cfg: Config, model: Model, names: tuple[str, ...]) -> Unit:
 
 
 def build_model(cfg: Config) -> Model:
-    """The model before training: no GPU has any weight in float32."""
+    """The model before training: no GPU ever has all weights in float32."""
     with torch.device("meta"):
         model = Model(cfg)
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
@@ -516,7 +519,8 @@ def main() -> None:
     data = load_data(cfg)
     if cfg.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))  # torchrun leaves it 1
+        cores = len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])
+        torch.set_num_threads(max(1, cores))  # torchrun has made it 1
     dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
     train(cfg, data)
     dist.destroy_process_group()

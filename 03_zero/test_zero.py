@@ -46,6 +46,7 @@ def test_equals_root(recipe, world, flags):
         (ZERO3, 2, "--microbatches 3"),
         (HSDP, 4, "--microbatches 3"),
         (OFFLOAD, 2, "--microbatches 3"),
+        (COPY_ENGINES, 2, ""),
     ],
 )
 def test_whenever_streams_get_to_it(recipe, world, flags, when):
@@ -177,14 +178,14 @@ def test_cases_of_equivalence_have_padding(recipe):
     assert all(size % 5 for size in sizes)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replicas_agree_to_the_bit(dtype):
+@pytest.mark.parametrize("dtype, shard", [("float32", 2), ("bfloat16", 3)])
+def test_replicas_agree_to_the_bit(dtype, shard):
     """Shards of hsdp.py and their gradients, on all ranks that own the same, and the norm on all ranks."""
-    flags = f"{SMALL} --shard 2 --microbatches 1 --steps 3 --dtype {dtype}"
+    flags = f"{SMALL} --shard {shard} --microbatches 1 --steps 3 --dtype {dtype}"
     ranks, logged = zip(*launch(HSDP, 6, flags, probe=probes.together(shards_of_this_rank, norms)).probes)
     assert len(logged[0]) == 3 and all(rank == logged[0] for rank in logged)
-    for rank in range(2, 6):
-        for ours, theirs in zip(ranks[rank], ranks[rank % 2], strict=True):
+    for rank in range(shard, 6):
+        for ours, theirs in zip(ranks[rank], ranks[rank % shard], strict=True):
             assert all((a == b).all() for a, b in zip(ours[2:], theirs[2:]))
     assert any((a[2] != b[2]).any() for a, b in zip(ranks[0], ranks[1]))  # these own others
 
@@ -301,7 +302,7 @@ def test_numbers_and_bytes_that_leave_a_rank(recipe, world, shards, micro, dtype
         assert {given for kind, given, *_ in seen if kind != "allreduce"} == {f"torch.{dtype}"}
         sums = [(given, numbers, group) for kind, given, numbers, group in seen if kind == "allreduce"]
         replicas = [("torch.float32", size // shards, world // shards) for size in reversed(sizes)]
-        loss, norm = ("torch.float32", 1, world), ("torch.float32", 1, shards if recipe == HSDP else world)
+        loss = norm = ("torch.float32", 1, world)
         assert sums == [*(replicas if recipe == HSDP else []), loss, norm]
 
 
@@ -549,6 +550,67 @@ def gradients_alive(module):
     return lambda: [most[0], left[0]]
 
 
+def on_their_way(module):
+    """A probe: most flat gradients of a backward that have been launched and not waited for, when one more is made."""
+    most, launched, waited = [0], [0], set()
+    flatten, reduce_scatter, backward = module.flatten, module.reduce_scatter, module.backward
+
+    class Watched:
+        def __init__(self, work):
+            self.work, self.number = work, launched[0]
+            launched[0] += 1
+
+        def wait(self):
+            waited.add(self.number)
+            return self.work.wait()
+
+    def counted(*args):
+        most[0] = max(most[0], launched[0] - len(waited) + 1)
+        return flatten(*args)
+
+    def again(*args, **kwargs):
+        launched[0] = 0
+        waited.clear()
+        return backward(*args, **kwargs)
+
+    module.flatten, module.reduce_scatter = counted, lambda *args: Watched(reduce_scatter(*args))
+    module.backward = again
+    return lambda: most[0]
+
+
+@pytest.mark.parametrize("recipe", [ZERO2, ZERO3, HSDP, OFFLOAD])
+def test_gradients_of_two_units_are_on_their_way(recipe):
+    """... at most: the memory of the one before is waited for, and used again."""
+    run = launch(recipe, 3, f"{SMALL} {FLAGS[recipe]} --steps 1", probe=on_their_way)
+    assert run.probes == [2] * 3
+
+
+def error_of_sums(module):
+    """A probe: relative error of gradients as reduce_scatter adds them, one micro-batch and two, in bfloat16."""
+    models, build_model = [], module.build_model
+    module.build_model = lambda cfg: models.append(build_model(cfg)) or models[0]
+
+    def report():
+        dist, unit, alone = module.dist, models[0].units[1], module.__name__.endswith("zero1")  # without micro-batches
+        rank, world, errors = dist.get_rank(), dist.get_world_size(), []
+        flats = torch.randn(2, world, len(unit.full), generator=torch.Generator().manual_seed(0)).bfloat16()
+        for i, flat in enumerate(flats):
+            module.reduce_scatter(unit, flat[rank].clone(), None, *([] if alone else [i == 0]))
+            exact = flats[i if alone else 0 : i + 1].double().sum((0, 1)).chunk(world)[rank]
+            errors.append(((unit.gradient - exact).norm() / exact.norm()).item())
+        return errors
+
+    module.dist.destroy_process_group = lambda: None  # the report needs it
+    return report
+
+
+@pytest.mark.parametrize("recipe", [ZERO1, ZERO2, ZERO3, OFFLOAD])
+def test_sums_are_in_float32(recipe):
+    """bfloat16 alone would be wrong by 1e-3."""
+    run = launch(recipe, 3, f"{SMALL} --dtype bfloat16 --steps 0", probe=error_of_sums)
+    assert all(max(errors) < 1e-6 for errors in run.probes)
+
+
 @freeing_gradients
 def test_gradients_are_freed_at_once(recipe):
     """One unit's at a time: when its reduction starts they have moved, and none is left."""
@@ -572,7 +634,7 @@ def test_side_streams_wait_for_the_main_one(recipe):
         gathers = 2 * micro * (2 * units - 3)
         uses = [[gathers] * 2, *uses]
     if recipe == OFFLOAD:
-        uses = [[reductions + 2 * units, reductions]]  # the CPU starts these gathers when all gradients have been read
+        uses = [[reductions + 2 * units] * 2]  # gathers after each step
     assert run.probes == [uses] * 3
 
 

@@ -1,8 +1,9 @@
 """ZeRO stage 2: gradients are sharded too, reduce-scattered and freed unit by unit as soon as backward makes them.
 
 2Ψ bytes for the weights in bf16, 12Ψ/dp for their original and AdamW's moments, 4Ψ/dp for the gradients of the shards.
-Whole gradients exist for the unit that backward is at, and for at most two that are on their way. Micro-batches add up
-in the shards, in float32, so each of them communicates: (microbatches + 1)·(dp-1)/dp·Ψ numbers out of each rank.
+Whole gradients exist for the unit that backward is at and for at most two that are on their way, beside room for one to
+arrive. Micro-batches add up in the shards, in float32, so each of them communicates, and (microbatches + 1)·(dp-1)/dp·Ψ
+numbers go out of each rank.
 
 Parent:   03_zero/zero1.py, 01_single_gpu/gradient_accumulation.py
 Lesson:   reduce_scatter, flatten, backward, forward_backward

@@ -276,12 +276,11 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
-        embedding, head = self.units[0], self.units[-1]
-        gather(embedding, self.gathers)
+        gather(self.units[0], self.gathers)
         gather(self.units[1], self.gathers)
-        embedding.gathering.wait()  # on GPUs only the stream waits, not this process
+        self.units[0].gathering.wait()  # on GPUs only the stream waits, not this process
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        free(embedding)
+        free(self.units[0])
         for i, block in enumerate(self.model.layers, 1):  # unit i
             self.units[i].gathering.wait()
             gather(self.units[i + 1], self.gathers)
@@ -289,7 +288,7 @@ class Model(nn.Module):
             if i < self.cfg.layers:
                 free(self.units[i])  # but not the last block, which backward needs at once
             x.register_hook(partial(before_backward, self, i))
-        head.gathering.wait()
+        self.units[-1].gathering.wait()
         return self.lm_head(self.model.norm(x))
 
 
@@ -437,6 +436,7 @@ def backward(cfg: Config, model: Model, loss: Tensor, first: bool) -> None:
     for handle in hooks:
         handle.remove()
     reduce_made(*model.parameters())  # what has no gradient by now will get none
+    del model.reduce_made  # and the gradients that it holds
     if model.stream:
         torch.cuda.current_stream().wait_stream(model.stream)  # only the GPU's stream waits, not this process
 

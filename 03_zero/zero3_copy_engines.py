@@ -3,7 +3,8 @@
 Every rank can read the others' memory (symmetric memory, over NVLink). To gather a block is to copy its rounded shards
 from there; nobody has to be asked, for they change once per step. To reduce gradients each rank copies its part of the
 others' and adds. As many bytes as in zero3.py, but no NCCL kernel takes multiprocessors from a matmul, which would then
-run in two waves. Beside what zero3.py holds there are the rounded shards, 2Ψ/dp bytes. GPUs of one host only.
+run in two waves. Beside what zero3.py holds there are the rounded shards, 2Ψ/dp bytes, and room for the gradients of
+the largest unit. GPUs of one host only.
 
 Parent:   03_zero/zero3.py, 02_data_parallel/copy_engines.py
 Lesson:   Unit, share, gather, wait, reduce_scatter, Model.forward, before_backward, backward, train_step
@@ -361,7 +362,7 @@ def build_model(cfg: Config) -> Model:
     for names in parts:
         model.units.append(make_unit(cfg, model, names))
         free(model.units[-1])
-    model.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # where weights are rounded to be gathered
+    model.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of gathers
     model.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
     each, largest = [len(unit.shard) for unit in model.units], max(len(unit.full) for unit in model.units)
     model.memory, model.barrier = share(cfg, largest + sum(each))  # by rank: gradients on their way, rounded shards

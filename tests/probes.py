@@ -299,6 +299,14 @@ def streams(when: str) -> Callable[[ModuleType], Report]:
                     setattr(model, name, made[-1])
             return model
 
+        share = getattr(module, "share", None)
+
+        def shared(*args):
+            memory, barrier = share(*args)
+            return memory, lambda: current[0].put(barrier) if current[0] else barrier()
+
+        if share:
+            module.share = shared
         gather = dist.ProcessGroup._allgather_base
         dist.ProcessGroup._allgather_base = lambda group, output, mine: Work(
             group, [output], lambda: gather(group, output, mine)
@@ -314,9 +322,9 @@ def streams(when: str) -> Callable[[ModuleType], Report]:
 
 
 def gathered_at_a_time(module: ModuleType) -> Report:
-    """Most blocks whose weights are in memory when a part of the model computes, and of other units; after."""
+    """Most blocks whose weights are in memory when one is gathered or a part computes, and of other units; after."""
     models, blocks, ends, build_model, train_step = [], [0], [0], module.build_model, module.train_step
-    after = []
+    after, gather = [], module.gather
 
     def here():
         return [unit.full.untyped_storage().nbytes() > 0 for unit in models[0].units]
@@ -337,6 +345,7 @@ def gathered_at_a_time(module: ModuleType) -> Report:
         after.append(sum(here()))
         return result
 
+    module.gather = lambda *args: gather(*args) or count()
     module.build_model, module.train_step = build, step
     return lambda: [blocks[0], ends[0], max(after)]
 

@@ -181,14 +181,14 @@ BUGS = [
     Bug(
         "every replica counts in the norm",
         HSDP,
-        'dist.all_reduce(norm, group=model.units[0].mesh.get_group("shard"))',
-        "dist.all_reduce(norm)",
+        "norm = (norm / model.units[0].mesh.size(0)).sqrt()",
+        "norm = norm.sqrt()",
         **GROUPS,
     ),
     Bug(
         "one replica alone in the norm, of its own shard",
         HSDP,
-        'dist.all_reduce(norm, group=model.units[0].mesh.get_group("shard"))',
+        "dist.all_reduce(norm)",
         "pass",
         **GROUPS,
     ),
@@ -298,6 +298,7 @@ ORDER_BUGS = [  # seen where reductions happen at once, or late, and gradients c
 
 WAIT, BLOCK_WAIT = "            unit.gathering.wait()\n", "            self.units[i].gathering.wait()\n"
 LAST_WAIT = "torch.cuda.current_stream().wait_stream(model.stream)"
+BESIDE = dict(recipe=COPY_ENGINES_3, world=2)
 LATE_BUGS = [  # seen where side streams and collectives are as late as they may be
     Bug("a block does not wait for its weights", ZERO1, WAIT, "", world=2),
     Bug("the head does not wait for its weights", ZERO1, "        head.gathering.wait()\n", "", world=2),
@@ -308,6 +309,15 @@ LATE_BUGS = [  # seen where side streams and collectives are as late as they may
     Bug("... in backward", ZERO3, "    model.units[i].gathering.wait()\n", "", world=2),
     Bug("the sum over replicas is not waited for", HSDP, LAST_WAIT, "pass", **GROUPS),
     Bug("a block does not wait for its weights", OFFLOAD, WAIT, "", world=2),
+    Bug("a block does not wait for its weights", old="            wait(self.gathers)\n", new="", **BESIDE),
+    Bug("... in backward", old="    wait(model.gathers)\n", new="", **BESIDE),
+    Bug(
+        "gradients are overwritten before all have copied them",
+        old="            wait(model.stream)\n",
+        new="",
+        **BESIDE,
+    ),
+    Bug("the last sum is not waited for", old="\n    wait(model.stream)\n", new="\n", **BESIDE),
 ]
 
 GATHER_NEXT = "gather(self.units[i + 1], self.gathers)"
@@ -317,15 +327,21 @@ FREED_BUGS = [  # seen because weights are read that have no memory, which ends 
     Bug("the last block is not kept", ZERO3, "if i < self.cfg.layers:", "if True:", world=2),
 ]
 HELD_BUGS = [  # seen by counting the units that have memory
-    Bug("the embedding is kept", ZERO3, "        free(embedding)\n", ""),
+    Bug("the embedding is kept", ZERO3, "        free(self.units[0])\n", ""),
     Bug("blocks are kept", ZERO3, "if i < self.cfg.layers:", "if False:"),
     Bug("... in backward", ZERO3, "    free(model.units[i + 1])\n", ""),
-    Bug("the first block is kept for the next step", ZERO3, "        free(model.units[1])\n", ""),
+    Bug("the first block is kept for the next step", ZERO3, "        free(model.units[1])  #", "        #"),
     Bug(
         "gathered one too early",
         ZERO3,
         GATHER_NEXT,
         f"{GATHER_NEXT}; gather(self.units[min(i + 2, len(self.units) - 1)], self.gathers)",
+    ),
+    Bug(
+        "gathered before the block after it is freed",
+        ZERO3,
+        "    free(model.units[i + 1])\n",
+        "    gather(model.units[max(1, i - 1)], model.gathers); free(model.units[i + 1])\n",
     ),
     Bug("the embedding is kept", COPY_ENGINES_3, "        free(self.units[0])\n", ""),
 ]
