@@ -245,9 +245,7 @@ def profiled(file: str, flags: str, gpus: int) -> list[dict[str, float]]:
         reports = [json.loads(Path(folder, f"{Path(file).stem}.rank{rank}.json").read_text()) for rank in range(gpus)]
     slowest = max(reports, key=lambda report: report["ms"]["compute"])
     TIMELINES.mkdir(parents=True, exist_ok=True)
-    preset = re.search(r"--preset (\w+)", flags)[1]
-    stem = Path(file).stem + ("" if preset == "smollm_1_7b" else f".{preset}")
-    Path(TIMELINES, f"{stem}.json").write_text(json.dumps(slowest) + "\n")
+    Path(TIMELINES, f"{Path(file).stem}.json").write_text(json.dumps(slowest) + "\n")
     return [report["ms"] for report in reports]
 
 
@@ -318,7 +316,8 @@ def main() -> None:
     suites += ["collectives"] if present > 1 and not args.suites else []
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if suites == ["memory"]:
-        return (RESULTS.parent / "memory.json").write_text(json.dumps({"rows": memory(stored)}, indent=1) + "\n")
+        (RESULTS.parent / "memory.json").write_text(json.dumps({"rows": memory(stored)}, indent=1) + "\n")
+        return
     if not suites:
         raise SystemExit(f"no suite fits {present} GPUs")
     RESULTS.parent.mkdir(exist_ok=True)
