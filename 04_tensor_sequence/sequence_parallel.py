@@ -10,7 +10,7 @@ while it computes the gradient of the weights. A norm's weights are the same on 
 the ranks sum their gradients. All activations of a block take 1/tp.
 
 Parent:   04_tensor_sequence/vocab_parallel.py
-Lesson:   gather, reduce_scatter, ColumnParallel, RowParallel, Scatter, column_parallel, row_parallel, Attention.forward, MLP.forward, Model.forward, sum_replicas
+Lesson:   gather, reduce_scatter, ColumnParallel, RowParallel, Scatter, Attention, MLP, Model, sum_replicas
 Plumbing: check
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/sequence_parallel.py
 Source:   Korthikanti et al. 2022, arXiv:2205.05198
@@ -37,6 +37,11 @@ from torch import Tensor, nn
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
 WORDS = "model.embed_tokens.weight", "lm_head.weight"  # the tensors with a row per word
+SPLIT = {  # along which axis of a weight [out, in]: by 0 column-parallel, by 1 row-parallel; others are not
+    **dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1),
+    **dict(gate_proj=0, up_proj=0, down_proj=1),
+    **dict(embed_tokens=0, lm_head=0),  # by words
+}
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for laptops, is the defaults below
     "tiny": dict(),
@@ -125,6 +130,7 @@ class Leave(torch.autograd.Function):
     """Where split weights end (Megatron's g): sums all ranks' outputs, and hands on the gradient, which is whole."""
 
     @staticmethod
+    @torch.compiler.disable  # compiled, it has no gradient with torch 2.11
     def forward(ctx, x: Tensor) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(x)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
@@ -136,22 +142,23 @@ class Leave(torch.autograd.Function):
 
 
 def gather(x: Tensor) -> tuple[Tensor, dist.Work]:
-    """Start to put the tokens of all ranks together, [n/tp, d] -> [n, d], which are there when the work is waited for."""
+    """Start to put the tokens of all ranks together, [n/tp, d] -> [n, d]; they are there when the work is done."""
     rows = x.new_empty(dist.get_world_size() * x.shape[0], *x.shape[1:])
     # a method of the group, because dist.all_gather_into_tensor has another name from one version of torch to the next
     return rows, dist.group.WORLD._allgather_base(rows, x.contiguous())  # (tp-1)/tp of the bytes of rows in and out
 
 
 def reduce_scatter(rows: Tensor) -> tuple[Tensor, dist.Work]:
-    """Start to sum all ranks' [n, d] and to give each rank its tokens, [n/tp, d]."""
+    """Start to sum the ranks' [n, d], of which each gets the sums of its own tokens, [n/tp, d]."""
     x = rows.new_empty(rows.shape[0] // dist.get_world_size(), *rows.shape[1:])
     return x, dist.group.WORLD._reduce_scatter_base(x, rows.contiguous())  # (tp-1)/tp of the bytes of rows out and in
 
 
 class ColumnParallel(torch.autograd.Function):
-    """The tokens of all ranks times weights that are split by their outputs: x [n/tp, d], weight [f/tp, d] -> [n, f/tp]."""
+    """Tokens of all ranks times weights split by their outputs: x [n/tp, d], weight [f/tp, d] -> [n, f/tp]."""
 
     @staticmethod
+    @torch.compiler.disable  # a compiler would wait for communication where it begins
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)  # this rank's tokens alone
         rows, gathered = gather(x)
@@ -170,9 +177,10 @@ class ColumnParallel(torch.autograd.Function):
 
 
 class RowParallel(torch.autograd.Function):
-    """Inputs of which each rank has its columns times weights that are split likewise: x [n, f/tp], weight [d, f/tp] -> [n/tp, d]."""
+    """Columns of the tokens times weights split by their inputs: x [n, f/tp], weight [d, f/tp] -> [n/tp, d]."""
 
     @staticmethod
+    @torch.compiler.disable
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         x, scattered = reduce_scatter(x @ weight.T)
@@ -188,7 +196,7 @@ class RowParallel(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """The sum of all ranks' tokens, of which each gets its own: [n, d] -> [n/tp, d]."""
+    """The sum of the ranks' tokens, of which each gets its own: [n, d] -> [n/tp, d]."""
 
     @staticmethod
     def forward(ctx, rows: Tensor) -> Tensor:
@@ -203,34 +211,8 @@ class Scatter(torch.autograd.Function):
         return rows
 
 
-@torch.compiler.disable  # compiled code ends before, and begins again after what runs beside communication
-def column_parallel(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n/tp, d], weight [f/tp, d] -> [n, f/tp], in the dtype of x."""
-    return ColumnParallel.apply(x, weight)
-
-
-@torch.compiler.disable
-def row_parallel(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, f/tp], weight [d, f/tp] -> [n/tp, d], in the dtype of x."""
-    return RowParallel.apply(x, weight)
-
-
 # ------------------------------------------------------------------------------------------------------------- model
 # Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
-
-
-def placement(cfg: Config, name: str) -> tuple[int, int]:
-    """Along which axis a tensor is split, and into how many parts; tp / parts ranks in a row hold the same part."""
-    tp, layer = dist.get_world_size(), name.split(".")[-2]
-    if layer in ("q_proj", "gate_proj", "up_proj"):  # column-parallel: [out/tp, in]
-        return 0, tp
-    if name in WORDS:  # [v/tp, d], rounded up
-        return 0, tp
-    if layer in ("k_proj", "v_proj"):  # ... but heads stay whole
-        return 0, min(tp, cfg.kv_heads)
-    if layer in ("o_proj", "down_proj"):  # row-parallel: [out, in/tp]
-        return 1, tp
-    return 0, 1  # all ranks hold it, give it the same inputs, and get the same gradient
 
 
 class RMSNorm(nn.Module):
@@ -276,13 +258,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         weights = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
-        x = column_parallel(x, torch.cat(weights).to(x.dtype))  # (b s) (q k v)/tp, gathered and multiplied once
+        x = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype))  # (b s) (q k v)/tp, gathered and multiplied once
         q, k, v = x.split([len(weight) for weight in weights], dim=-1)
         q = rotate(rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)  # b h/tp s k
         k = rotate(rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)
         v = rearrange(v, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k).contiguous()  # a view would keep x
         o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return row_parallel(rearrange(o, "b h s k -> (b s) (h k)"), self.o_proj.weight.to(x.dtype))  # (b s)/tp d
+        return RowParallel.apply(rearrange(o, "b h s k -> (b s) (h k)"), self.o_proj.weight.to(x.dtype))  # (b s)/tp d
 
 
 class MLP(nn.Module):
@@ -297,8 +279,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = [self.gate_proj.weight, self.up_proj.weight]
-        gate, up = column_parallel(x, torch.cat(weights).to(x.dtype)).chunk(2, dim=-1)  # (b s) f/tp
-        return row_parallel(nn.functional.silu(gate) * up, self.down_proj.weight.to(x.dtype))  # (b s)/tp d
+        gate, up = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype)).chunk(2, dim=-1)  # (b s) f/tp
+        return RowParallel.apply(nn.functional.silu(gate) * up, self.down_proj.weight.to(x.dtype))  # (b s)/tp d
 
 
 class Block(nn.Module):
@@ -373,7 +355,7 @@ class Model(nn.Module):
         x = Scatter.apply(rearrange(x, "b s d -> (b s) d"))  # (b s)/tp d
         for block in self.model.layers:
             x = block(x, rope)
-        logits = column_parallel(self.model.norm(x), self.lm_head.weight.to(x.dtype))
+        logits = ColumnParallel.apply(self.model.norm(x), self.lm_head.weight.to(x.dtype))
         return rearrange(logits, "(b s) v -> b s v", s=ids.shape[1])
 
 
@@ -390,6 +372,14 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
         return torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def placement(cfg: Config, name: str) -> tuple[int, int]:
+    """Along which axis a tensor is split, and into how many parts: tp / parts ranks in a row hold the same part."""
+    tp, layer = dist.get_world_size(), name.split(".")[-2]
+    if layer in ("k_proj", "v_proj"):
+        return SPLIT[layer], min(tp, cfg.kv_heads)  # heads stay whole
+    return (SPLIT[layer], tp) if layer in SPLIT else (0, 1)
 
 
 def build_model(cfg: Config) -> Model:
@@ -464,17 +454,15 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def sum_replicas(cfg: Config, model: Model) -> None:
-    """Sum the gradients of norms over all ranks, which have each their tokens, and of key and value heads over those
-    that hold the same, each for its own query heads."""
-    tp, parameters = dist.get_world_size(), dict(model.named_parameters())
-    norms = [p.grad for p in parameters.values() if p.ndim == 1]
-    heads = [p.grad for name, p in parameters.items() if "k_proj" in name or "v_proj" in name]
-    for gradients, group in [(norms, dist.group.WORLD), (heads if cfg.kv_heads < tp else [], model.replicas)]:
-        if gradients:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=group)  # 2 (n-1)/n of their bytes out and in, n ranks; everyone waits
-            for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
-                gradient.copy_(part.view_as(gradient))
+    """Sum the gradients of norms, each of a rank's own tokens, and of key and value heads that several ranks hold."""
+    # methods of the groups, because dist.all_reduce_coalesced around them warns that it will be deprecated
+    norms = [p.grad for p in model.parameters() if p.ndim == 1]
+    dist.group.WORLD.allreduce_coalesced(norms).wait()  # 2 (tp-1)/tp of their bytes out and in per rank; everyone waits
+    if cfg.kv_heads < dist.get_world_size():
+        layers = [block.self_attn for block in model.model.layers]
+        gradients = [part.weight.grad for layer in layers for part in (layer.k_proj, layer.v_proj)]
+        # 2 (n-1)/n of their bytes out and in per rank, with n replicas, who wait
+        model.replicas.allreduce_coalesced(gradients).wait()
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:

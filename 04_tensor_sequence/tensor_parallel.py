@@ -8,8 +8,8 @@ fewer key heads than ranks, several ranks hold the same one. Per rank the weight
 AdamW's moments take 1/tp, and of a block's activations what is between the first and the last weights.
 
 Parent:   01_single_gpu/train.py
-Lesson:   Enter, Leave, placement, Attention, MLP, build_model, sum_replicas, forward_backward, clip_gradients, save
-Plumbing: check, log, main
+Lesson:   SPLIT, Enter, Leave, placement, Attention, MLP, build_model, sum_replicas, clip_gradients, save
+Plumbing: check, forward_backward, log, main
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/tensor_parallel.py
 Source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
@@ -34,6 +34,10 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
+SPLIT = {  # along which axis of a weight [out, in]: by 0 column-parallel, by 1 row-parallel; others are not
+    **dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1),
+    **dict(gate_proj=0, up_proj=0, down_proj=1),
+}
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for laptops, is the defaults below
     "tiny": dict(),
@@ -121,6 +125,7 @@ class Enter(torch.autograd.Function):
     """Where split weights begin (Megatron's f): hands x on, and sums its gradients, to which each rank's part adds."""
 
     @staticmethod
+    @torch.compiler.disable
     def forward(ctx, x: Tensor) -> Tensor:
         return x.view_as(x)
 
@@ -135,6 +140,7 @@ class Leave(torch.autograd.Function):
     """Where split weights end (Megatron's g): sums all ranks' outputs, and hands on the gradient, which is whole."""
 
     @staticmethod
+    @torch.compiler.disable  # compiled, it has no gradient with torch 2.11
     def forward(ctx, x: Tensor) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(x)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
@@ -147,18 +153,6 @@ class Leave(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------------------------------------- model
 # Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
-
-
-def placement(cfg: Config, name: str) -> tuple[int, int]:
-    """Along which axis a tensor is split, and into how many parts; tp / parts ranks in a row hold the same part."""
-    tp, layer = dist.get_world_size(), name.split(".")[-2]
-    if layer in ("q_proj", "gate_proj", "up_proj"):  # column-parallel: [out/tp, in]
-        return 0, tp
-    if layer in ("k_proj", "v_proj"):  # ... but heads stay whole
-        return 0, min(tp, cfg.kv_heads)
-    if layer in ("o_proj", "down_proj"):  # row-parallel: [out, in/tp]
-        return 1, tp
-    return 0, 1  # all ranks hold it, give it the same inputs, and get the same gradient
 
 
 class RMSNorm(nn.Module):
@@ -287,6 +281,14 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
+def placement(cfg: Config, name: str) -> tuple[int, int]:
+    """Along which axis a tensor is split, and into how many parts: tp / parts ranks in a row hold the same part."""
+    tp, layer = dist.get_world_size(), name.split(".")[-2]
+    if layer in ("k_proj", "v_proj"):
+        return SPLIT[layer], min(tp, cfg.kv_heads)  # heads stay whole
+    return (SPLIT[layer], tp) if layer in SPLIT else (0, 1)
+
+
 def build_model(cfg: Config) -> Model:
     """This rank's part of the model before training, cut tensor by tensor: no rank ever has the whole model."""
     rank, tp = dist.get_rank(), dist.get_world_size()
@@ -359,10 +361,9 @@ def sum_replicas(cfg: Config, model: Model) -> None:
     if cfg.kv_heads < dist.get_world_size():
         layers = [block.self_attn for block in model.model.layers]
         gradients = [part.weight.grad for layer in layers for part in (layer.k_proj, layer.v_proj)]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=model.replicas)  # 2 (n-1)/n of their bytes out and in, n replicas; everyone waits
-        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
-            gradient.copy_(part.view_as(gradient))
+        # a method of the group, because dist.all_reduce_coalesced around it warns that it will be deprecated
+        # 2 (n-1)/n of their bytes out and in per rank, with n replicas, who wait
+        model.replicas.allreduce_coalesced(gradients).wait()
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ GRADIENT = (
 )
 LOW_GRADIENT = GRADIENT.replace("--lr 1e12", "--lr 1e14")  # rate 100: float32 weights must not round the change away
 TRAINING = "--steps 4 --lr 1e-2 --clip 0.5"
+MODEL = "--layers --batch --seq --vocab --dim --heads --kv_heads --ffn".split()  # what is trained: the root's flags too
 RESULTS = ROOT / "tests" / "results" / "equivalence.json"
 
 # Recipe, number of ranks, flags of its own; more layers where 8 stages need them.
@@ -139,7 +140,7 @@ def documents() -> str:
 def shared(flags: str) -> str:
     """Those of the flags that decide what is trained, not how: the root's run has these alone."""
     words = flags.split()
-    return " ".join(f"{a} {b}" for a, b in zip(words, words[1:]) if a in ("--layers", "--batch", "--seq", "--vocab"))
+    return " ".join(f"{a} {b}" for a, b in zip(words, words[1:]) if a in MODEL)
 
 
 @functools.cache
