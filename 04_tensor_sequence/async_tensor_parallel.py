@@ -6,7 +6,7 @@ its own. As many bytes as in sequence_parallel.py, but their time is added to th
 the matmul's: the wider the layer, the more of it is hidden. Copy engines move them, between memories that all ranks can
 read and write (symmetric memory, over NVLink); an NCCL kernel would take multiprocessors from the matmul beside it. The
 parts of a sum are added at once, in float32, where NCCL rounds each on its way. Beside what sequence_parallel.py holds
-there are five times n·d activations, for what comes and goes. GPUs of one host only.
+there is memory for 3 + 2/tp times n·d activations, for what comes and goes. GPUs of one host only.
 
 Parent:   04_tensor_sequence/sequence_parallel.py, 03_zero/zero3_copy_engines.py
 Lesson:   Shared, pull, push, multiply, ColumnParallel, RowParallel
@@ -179,14 +179,15 @@ def reduce_scatter(rows: Tensor) -> tuple[Tensor, dist.Work]:
 
 @dataclass(eq=False)
 class Shared:
-    """Memory that all ranks of a host read and write: two rooms [tp, n/tp, d] of each rank, used in turn.
+    """Memory that all ranks of a host read and write, of each rank two rooms, which operations use in turn.
 
-    Every operation has one barrier, of the streams that copy. Past it all ranks are done with the room of the operation
-    before, so that the next one may fill it.
+    In a room [tp + 1, n/tp, d] the ranks leave what this one has to sum, and it leaves, in the last place, its tokens
+    for them. Every operation has one barrier, of the streams that copy. Past it all ranks are done with the room of the
+    operation before, so that the next one may fill it.
     """
 
     rooms: list[tuple[Tensor, ...]]  # by turn and rank
-    leaving: Tensor  # [tp, n/tp, d], of this rank alone: products on their way to the others' rooms
+    leaving: Tensor  # [tp, n/tp, d], of this rank alone: products on their way to the others
     barrier: Callable[[], None]
     device: ModuleType  # torch.cuda; or torch.cpu, whose streams and events do nothing, since all is done at once
     stream: torch.Stream  # of copies and barriers
@@ -198,12 +199,12 @@ def pull(x: Tensor, shared: Shared) -> tuple[Tensor, dict[int, torch.Event]]:
     rank, tp = dist.get_rank(), dist.get_world_size()
     shared.turn ^= 1
     room, rows, arrivals = shared.rooms[shared.turn], x.new_empty(tp, *x.shape), {}
-    room[rank][rank].copy_(x)
+    room[rank][tp].copy_(x)
     shared.stream.wait_stream(shared.device.current_stream())
     with shared.device.stream(shared.stream):
         shared.barrier()  # all have put theirs into their rooms
         for r in [(rank + i) % tp for i in range(1, tp)]:  # each rank begins elsewhere
-            rows[r].copy_(room[r][r])  # in all (tp-1)/tp of the bytes of rows in; what multiplies them waits
+            rows[r].copy_(room[r][tp])  # in all (tp-1)/tp of the bytes of rows in; what multiplies them waits
             arrivals[r] = shared.stream.record_event()
     return rows, arrivals
 
@@ -211,7 +212,7 @@ def pull(x: Tensor, shared: Shared) -> tuple[Tensor, dict[int, torch.Event]]:
 def push(x: Tensor, weight: Tensor, shared: Shared) -> tuple[Tensor, torch.Event]:
     """Multiply x [tp, n/tp, f] by weight [f, d], and start to copy the products to the ranks whose tokens they are.
 
-    Returns room for what comes from all ranks, [tp, n/tp, d], to be summed, and the event after which it is there.
+    Returns what comes from all ranks, [tp, n/tp, d], to be summed, and the event after which it is there.
     """
     rank, tp = dist.get_rank(), dist.get_world_size()
     shared.turn ^= 1
@@ -225,7 +226,7 @@ def push(x: Tensor, weight: Tensor, shared: Shared) -> tuple[Tensor, torch.Event
     shared.stream.wait_stream(shared.device.current_stream())
     with shared.device.stream(shared.stream):
         shared.barrier()  # all have brought theirs; who sums them waits
-    return room[rank], shared.stream.record_event()
+    return room[rank][:tp], shared.stream.record_event()
 
 
 def multiply(x: Tensor, rows: Tensor, weight: Tensor, arrivals: dict[int, torch.Event], shared: Shared) -> Tensor:
@@ -487,9 +488,9 @@ def build_model(cfg: Config) -> Model:
                 full = nn.functional.pad(full, (0, 0, 0, shape[0] - rows))
             p.copy_(full.chunk(parts, axis)[rank * parts // tp])
     model.replicas, _ = dist.new_subgroups(max(1, tp // cfg.kv_heads))  # the ranks with the same key heads
-    memory, barrier = share(cfg, 2 * cfg.batch * cfg.seq * cfg.dim)
-    rooms, device = list(zip(*(m.view(2, tp, -1, cfg.dim) for m in memory))), torch.get_device_module(cfg.device)
-    model.shared = Shared(rooms, torch.empty_like(rooms[0][rank]), barrier, device, device.Stream())
+    memory, barrier = share(cfg, 2 * (tp + 1) * cfg.batch * cfg.seq // tp * cfg.dim)
+    rooms, device = list(zip(*(m.view(2, tp + 1, -1, cfg.dim) for m in memory))), torch.get_device_module(cfg.device)
+    model.shared = Shared(rooms, torch.empty_like(rooms[0][rank][:tp]), barrier, device, device.Stream())
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()

@@ -200,6 +200,11 @@ class Stream(Queue):
     def wait_stream(self, main) -> None:
         self.waits += 1
 
+    def record_event(self) -> Callable[[], None]:
+        """What waits for all that is here by now."""
+        number = self.done + len(self.todo)
+        return lambda: self.run(number)
+
     def synchronize(self) -> None:
         self.run()
 
@@ -291,6 +296,9 @@ def streams(when: str) -> Callable[[ModuleType], Report]:
             def wait_stream(self, stream):
                 stream.run()
 
+            def wait_event(self, event):
+                event()
+
         def build(*args):
             model = build_model(*args)
             for name in "gathers", "stream":
@@ -307,13 +315,17 @@ def streams(when: str) -> Callable[[ModuleType], Report]:
 
         if share:
             module.share = shared
-        gather = dist.ProcessGroup._allgather_base
-        dist.ProcessGroup._allgather_base = lambda group, output, mine: Work(
-            group, [output], lambda: gather(group, output, mine)
-        )
+
+        def of_a_group(original):
+            return lambda group, output, mine: Work(group, [output], lambda: original(group, output, mine))
+
+        for name in "_allgather_base", "_reduce_scatter_base":
+            setattr(dist.ProcessGroup, name, of_a_group(getattr(dist.ProcessGroup, name)))
         for name in "all_to_all_single", "all_reduce":
             setattr(dist, name, deferred(getattr(dist, name)))
-        torch.cuda.stream, torch.cuda.current_stream = on, Main
+        for device in torch.cuda, torch.cpu:
+            device.stream, device.current_stream = on, Main
+        torch.cpu.Stream = lambda: made.append(Stream(late)) or made[-1]
         torch.nn.Module.compile = lambda part: compile_(part, backend="aot_eager")
         module.build_model = build
         return lambda: [[stream.uses, stream.waits] for stream in made]

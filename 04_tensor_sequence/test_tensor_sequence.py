@@ -1,0 +1,213 @@
+"""The tensor-parallel recipes train as the root does, split what they say, and communicate and keep what they say."""
+
+import functools
+import subprocess
+from collections import Counter
+
+import equivalence
+import probes
+import pytest
+import torch
+import witness
+from launch import ROOT, launch, load
+
+TENSOR, VOCAB, SEQUENCE, ASYNC, TWIN = (
+    f"04_tensor_sequence/{name}.py"
+    for name in ("tensor_parallel", "vocab_parallel", "sequence_parallel", "async_tensor_parallel", "torch_dtensor")
+)
+OURS = (TENSOR, VOCAB, SEQUENCE, ASYNC)
+BY_TOKENS = (SEQUENCE, ASYNC)  # the residual stream is split too
+D, H, KV, F, V, S, B = 32, 8, 2, 64, 256, 16, 4
+SMALL = f"--device cpu --layers 3 --dim {D} --heads {H} --kv_heads {KV} --ffn {F} --seq {S} --batch {B} --steps 1"
+
+
+@pytest.mark.parametrize("recipe, world, flags", [case for case in equivalence.CASES if case[0].startswith("04")])
+def test_equals_root(recipe, world, flags):
+    equivalence.check(recipe, world, flags)
+
+
+@pytest.mark.parametrize("when", ["at once", "late"])
+@pytest.mark.parametrize("recipe", BY_TOKENS)
+def test_whenever_streams_get_to_it(recipe, when):
+    """A collective writes at some time between its start and the end of the wait for it, a side stream likewise."""
+    equivalence.check(recipe, 4, "--heads 4 --kv_heads 2", probe=probes.streams(when))
+
+
+# -------------------------------------------------------------------------------------------------------------- shapes
+def shapes(module):
+    """A probe: shapes of this rank's parameters by name, and of what blocks hand on and the loss is given."""
+    seen, build_model = {}, module.build_model
+
+    def build(cfg):
+        model = build_model(cfg)
+        seen.update((name, list(p.shape)) for name, p in model.named_parameters())
+        model.model.layers[0].register_forward_hook(lambda part, args, out: seen.update(block=list(out.shape)))
+        model.loss.register_forward_hook(lambda part, args, out: seen.update(logits=list(args[0].shape)))
+        return model
+
+    module.build_model = build
+    return lambda: seen
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("recipe", OURS)
+def test_local_shapes(recipe, tp):
+    """Every matrix of a block takes 1/tp; key heads are whole; so are norms."""
+    k, by_words = D // H, recipe != TENSOR
+    kv = max(1, KV // tp) * k
+    wanted = {"self_attn.q_proj": [D // tp, D], "self_attn.k_proj": [kv, D], "self_attn.v_proj": [kv, D]}
+    wanted |= {"self_attn.o_proj": [D, D // tp], "mlp.gate_proj": [F // tp, D], "mlp.up_proj": [F // tp, D]}
+    wanted |= {"mlp.down_proj": [D, F // tp], "input_layernorm": [D], "post_attention_layernorm": [D]}
+    wanted = {f"model.layers.{i}.{name}.weight": shape for i in range(3) for name, shape in wanted.items()}
+    words = V // tp if by_words else V
+    wanted |= {f"{name}.weight": [words, D] for name in ("model.embed_tokens", "lm_head")} | {"model.norm.weight": [D]}
+    wanted |= {"block": [B * S // tp, D] if recipe in BY_TOKENS else [B, S, D], "logits": [B, S, words]}
+    assert launch(recipe, tp, SMALL, probe=shapes).probes == [wanted] * tp
+
+
+@pytest.mark.parametrize("recipe", OURS)
+def test_replicas_stay_identical(recipe):
+    """Norms, and key heads that several ranks hold, are the same to the bit after training."""
+
+    def weights(module):
+        models, build_model = [], module.build_model
+        module.build_model = lambda cfg: models.append(build_model(cfg)) or models[0]
+        return lambda: {name: p.detach().numpy() for name, p in models[0].named_parameters()}
+
+    ranks = launch(recipe, 4, f"{SMALL} --steps 4 --clip 0.5", probe=weights).probes
+    for name, mine in ranks[0].items():
+        for rank in range(1, 4):
+            if "norm" in name or ("k_proj" in name or "v_proj" in name) and rank < 4 // KV:
+                assert (mine == ranks[rank][name]).all(), (name, rank)
+    key = "model.layers.0.self_attn.k_proj.weight"
+    assert (ranks[2][key] == ranks[3][key]).all() and (ranks[0][key] != ranks[2][key]).any()
+
+
+# ------------------------------------------------------------------------------------------------------- communication
+def traffic(module):
+    """A probe: bytes of every collective, and of every copy into or out of shared memory, by kind and by whether it is
+    forward or backward."""
+    seen, dist = {}, module.dist
+
+    def count(kind, tensor):
+        phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+        seen.setdefault((kind, phase), []).append(tensor.numel() * tensor.element_size())
+
+    def counted(kind, original, which):
+        def wrapper(*args, **kwargs):
+            count(kind, args[which])
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    dist.all_reduce = counted("all-reduce", dist.all_reduce, 0)
+    group = dist.ProcessGroup
+    group._allgather_base = counted("all-gather", group._allgather_base, 1)  # of the whole
+    group._reduce_scatter_base = counted("reduce-scatter", group._reduce_scatter_base, 2)
+    for name, which in ("pull", 0), ("push", 0):
+        if hasattr(module, name):
+            setattr(module, name, counted(name, getattr(module, name), which))
+    return lambda: seen
+
+
+@functools.cache
+def per_block(recipe, tp):
+    """(kind, phase) -> bytes of each operation that one more layer adds."""
+    few, many = (launch(recipe, tp, f"{SMALL} --layers {layers}", probe=traffic).probes[0] for layers in (2, 3))
+    more = {key: sorted((Counter(sizes) - Counter(few[key])).elements()) for key, sizes in many.items()}
+    return {key: sizes for key, sizes in more.items() if sizes}
+
+
+@pytest.mark.parametrize("recipe", OURS)
+def test_collectives_per_block(recipe):
+    """Tensor: 2 all-reduces forward and 2 backward. Sequence: 2 all-gathers and 2 reduce-scatters, and in backward the
+    same and 2 gathers of kept inputs. All of b·s·d activations; asynchronous ones copy the parts of which these are."""
+    size, tp = B * S * D * 4, 4
+    if recipe in (TENSOR, VOCAB):
+        wanted = {("all-reduce", phase): [size] * 2 for phase in ("forward", "backward")}
+    elif recipe == SEQUENCE:
+        wanted = {(kind, "forward"): [size] * 2 for kind in ("all-gather", "reduce-scatter")}
+        wanted |= {("all-gather", "backward"): [size] * 4, ("reduce-scatter", "backward"): [size] * 2}
+    else:  # what is pulled is a rank's part, [n/tp, d]; what is pushed are inputs of a matmul, all columns of the rank
+        wanted = {("pull", "forward"): [size // tp] * 2, ("pull", "backward"): [size // tp] * 4}
+        kv = max(1, KV // tp) * D // H
+        widths = {"forward": [D // tp, F // tp], "backward": [2 * F // tp, D // tp + 2 * kv]}
+        wanted |= {("push", phase): sorted(B * S * width * 4 for width in wide) for phase, wide in widths.items()}
+    assert per_block(recipe, tp) == wanted
+
+
+def copies(module):
+    """A probe: bytes copied from and to other ranks' memory, in steps."""
+    seen, foreign, share, copy = [0], [], module.share, torch.Tensor.copy_
+
+    def shared(*args):
+        memory, barrier = share(*args)
+        foreign.extend(m.untyped_storage().data_ptr() for r, m in enumerate(memory) if r != module.dist.get_rank())
+        return memory, barrier
+
+    def copy_(self, source, *args):
+        if {self.untyped_storage().data_ptr(), source.untyped_storage().data_ptr()} & set(foreign):
+            seen[0] += self.nbytes
+        return copy(self, source, *args)
+
+    module.share, torch.Tensor.copy_ = shared, copy_
+    return lambda: seen[0]
+
+
+def test_bytes_copied():
+    """(tp-1)/tp of b·s·d activations out or in: 4 per block forward, 6 backward; for the head 1 and 2."""
+    for tp in 2, 4:
+        operations = 3 * 10 + 3
+        wanted = operations * (tp - 1) * (B * S * D * 4) // tp
+        assert launch(ASYNC, tp, SMALL, probe=copies).probes == [wanted] * tp
+
+
+def test_logits_are_never_gathered():
+    """The loss sends three numbers per token, whatever the vocabulary: their maximum, then sum and target in one."""
+    for recipe in VOCAB, SEQUENCE:
+        seen = launch(recipe, 2, f"{SMALL} --vocab 2048", probe=traffic).probes[0]
+        sizes = seen["all-reduce", "forward"]
+        embedding = [B * S * D * 4] * (1 + 2 * 3) if recipe == VOCAB else []
+        assert sorted(sizes) == sorted([*embedding, B * S * 4, 2 * B * S * 4, 4])  # the last is the gradient norm
+        assert max(max(sizes) for sizes in seen.values()) == B * S * D * 4 < B * S * 2048 * 4
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+def kept(module):
+    """A probe: bytes of activations that the first block keeps for its backward, each storage once."""
+    kept, Block = {}, module.Block
+    forward = Block.forward
+
+    def watched(self, x, *args):
+        if kept:
+            return forward(self, x, *args)
+        weights = {p.untyped_storage().data_ptr() for p in self.parameters()}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights and not (tensor.ndim == 2 and tensor.shape[-1] == self.k_of_rope):
+                kept[storage.data_ptr()] = storage.nbytes(), list(tensor.shape)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return forward(self, x, *args)
+
+    Block.k_of_rope, Block.forward = D // H, watched
+    return lambda: sorted(kept.values())
+
+
+def test_run_as_a_user_does():
+    """torchrun, all defaults but the number of steps."""
+    command = f"torchrun --nproc_per_node 2 {ROOT / SEQUENCE} --device cpu --steps 3"
+    run = subprocess.run(command.split(), capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.count("step") == 3 and "median" in run.stdout and "Error" not in run.stderr
+
+
+@pytest.mark.parametrize("recipe", OURS)
+def test_transformers_loads_what_they_save(recipe):
+    pass
+
+
+def test_placement_has_all():
+    load(TENSOR)
+    assert witness
