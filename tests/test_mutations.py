@@ -38,11 +38,20 @@ TORCH_DDP, ACCELERATE_DDP = "02_data_parallel/torch_ddp.py", "02_data_parallel/a
 ZERO1, ZERO2, ZERO3, HSDP, OFFLOAD = (f"03_zero/{name}.py" for name in ("zero1", "zero2", "zero3", "hsdp", "offload"))
 COPY_ENGINES_3 = "03_zero/zero3_copy_engines.py"
 TORCH_FSDP, ACCELERATE_FSDP = "03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py"
+TENSOR, VOCAB, SEQUENCE, ASYNC = (
+    f"04_tensor_sequence/{name}.py"
+    for name in ("tensor_parallel", "vocab_parallel", "sequence_parallel", "async_tensor_parallel")
+)
 AFAB, ONE_F_ONE_B = "06_pipeline/afab.py", "06_pipeline/1f1b.py"
 MICRO = dict(flags="--microbatches 4")
 SMALL_BUCKETS = dict(world=2, flags="--bucket_mb 0.05")
 ACCUMULATED = dict(world=2, flags="--bucket_mb 0.05 --microbatches 3")
 GROUPS = dict(world=4, flags="--shard 2 --microbatches 3")
+REPLICAS = dict(world=4, flags="--heads 4 --kv_heads 2")  # two ranks hold a key head
+OWN_WORDS = """        words = torch.arange(rows.shape[1], device=rows.device) + dist.get_rank() * rows.shape[1]
+        rows = rows.masked_fill(words >= self.vocab, -torch.inf)  # the padding
+"""
+PADDED = dict(world=2, flags="--vocab 259")
 PIPELINE = dict(world=3, flags="--microbatches 4")
 
 BUGS = [
@@ -247,6 +256,118 @@ BUGS = [
         "nn.utils.get_total_norm([p.grad.to_local() for p in model.parameters()])",
         world=2,
     ),
+    # tensor and sequence parallelism
+    Bug("outputs of the own heads alone", TENSOR, "        dist.all_reduce(x)  #", "        #", world=2),
+    Bug("gradients of the own columns alone", TENSOR, "        dist.all_reduce(gradient)  #", "        #", world=2),
+    Bug(
+        "the gradient of a sum is summed again",
+        TENSOR,
+        "    def backward(ctx, gradient: Tensor) -> Tensor:\n        return gradient",
+        "    def backward(ctx, gradient: Tensor) -> Tensor:\n        return Leave.apply(gradient)",
+        world=2,
+    ),
+    Bug("key heads that two ranks hold are not summed", TENSOR, "    sum_replicas(cfg, model)\n", "", **REPLICAS),
+    Bug("... but by all ranks", TENSOR, "max(1, tp // cfg.kv_heads)", "tp", **REPLICAS),
+    Bug("the wrong key heads", TENSOR, "[rank * parts // tp]", "[rank % parts]", **REPLICAS),
+    Bug("what all ranks hold counts tp times in the norm", TENSOR, "** 2 / ranks for", "** 2 for", world=2),
+    Bug(
+        "what two ranks hold counts twice",
+        TENSOR,
+        "** 2 / ranks for",
+        "** 2 / (ranks if ranks > 2 else 1) for",
+        **REPLICAS,
+    ),
+    Bug("norm of the own part alone", TENSOR, "    dist.all_reduce(norm)  #", "    #", world=2),
+    Bug("a part twice, and another never", TENSOR, "shards[:: tp // parts]", "[shards[0]] * parts", world=2),
+    Bug("the padding is in the softmax", VOCAB, "words >= self.vocab, -torch.inf", "words < 0, -torch.inf", **PADDED),
+    Bug(
+        "gathered logits in the loss of split ones, which the mask of the padding would hide",
+        VOCAB,
+        OWN_WORDS,
+        "        rows = torch.cat(dist.nn.functional.all_gather(rows), 1)\n" + OWN_WORDS.splitlines()[0] + "\n",
+        world=2,
+    ),
+    Bug(
+        "each rank subtracts its own maximum",
+        VOCAB,
+        "        dist.all_reduce(top, dist.ReduceOp.MAX)  #",
+        "        #",
+        world=2,
+    ),
+    Bug(
+        "words of the first rank everywhere",
+        VOCAB,
+        "device=rows.device) + dist.get_rank()",
+        "device=rows.device) + 0",
+        world=2,
+    ),
+    Bug("words of others are not zero", VOCAB, ".masked_fill(~here[..., None], 0)", "", world=2),
+    Bug(
+        "the head's input has a gradient of the own words",
+        VOCAB,
+        "Enter.apply(self.model.norm(x))",
+        "self.model.norm(x)",
+        world=2,
+    ),
+    Bug(
+        "gradients of norms are not summed",
+        SEQUENCE,
+        "dist.group.WORLD.allreduce_coalesced(norms).wait()",
+        "pass",
+        world=2,
+    ),
+    Bug(
+        "key heads that two ranks hold are not summed",
+        SEQUENCE,
+        "model.replicas.allreduce_coalesced(gradients).wait()",
+        "pass",
+        **REPLICAS,
+    ),
+    Bug(
+        "gradients of all but the own tokens are lost",
+        SEQUENCE,
+        "gradient @ weight)",
+        "gradient @ weight * 0 + gradient @ weight / dist.get_world_size())",
+        world=2,
+    ),
+    Bug(
+        "the gradient is of the own tokens",
+        SEQUENCE,
+        "rows, gathered = gather(x)  # beside",
+        "rows, gathered = gather(x * 0 + x.mean())  # beside",
+        world=2,
+    ),
+    Bug("what all ranks hold counts tp times in the norm", SEQUENCE, "** 2 / ranks for", "** 2 for", world=2),
+    Bug(
+        "tokens of the first rank twice",
+        ASYNC,
+        "rows[r].copy_(room[r][tp])",
+        "rows[r].copy_(room[(r + 1) % tp][tp])",
+        world=3,
+        flags="--kv_heads 3 --ffn 96",
+    ),
+    Bug(
+        "products for another rank",
+        ASYNC,
+        "room[r][rank].copy_(shared.leaving[r])",
+        "room[r][rank].copy_(shared.leaving[r - 1])",
+        world=3,
+        flags="--kv_heads 3 --ffn 96",
+    ),
+    Bug(
+        "the own tokens are left out of the weights' gradient",
+        ASYNC,
+        "        rows[dist.get_rank()].copy_(gradient)\n",
+        "        rows[dist.get_rank()].zero_()\n",
+        world=2,
+    ),
+    Bug(
+        "gradients of norms are not summed",
+        ASYNC,
+        "dist.group.WORLD.allreduce_coalesced(norms).wait()",
+        "pass",
+        world=2,
+    ),
     # pipelines
     Bug(
         "the loss is divided for the log and not for backward, shipped by picotron",
@@ -318,6 +439,57 @@ LATE_BUGS = [  # seen where side streams and collectives are as late as they may
         **BESIDE,
     ),
     Bug("the last sum is not waited for", old="\n    wait(model.stream)\n", new="\n", **BESIDE),
+    Bug(
+        "gradients are multiplied before they are there",
+        SEQUENCE,
+        "gathered.wait()  # everyone waits\n        return rows @ weight, rows",
+        "return rows @ weight, rows",
+        world=2,
+    ),
+    Bug(
+        "... in the gradient of the weights",
+        SEQUENCE,
+        "        gathered.wait()\n        gradient",
+        "        gradient",
+        world=2,
+    ),
+    Bug(
+        "a sum that is not there",
+        SEQUENCE,
+        "        scattered.wait()\n        return x, gradient",
+        "        return x, gradient",
+        world=2,
+    ),
+    Bug(
+        "tokens are multiplied before they have come",
+        ASYNC,
+        "        shared.device.current_stream().wait_event(arrival)\n        torch.mm",
+        "        torch.mm",
+        world=2,
+    ),
+    Bug(
+        "... in the gradient of the weights",
+        ASYNC,
+        "            shared.device.current_stream().wait_event(arrival)\n",
+        "            pass\n",
+        world=2,
+    ),
+    Bug(
+        "sums before all parts have come",
+        ASYNC,
+        "        shared.device.current_stream().wait_event(arrived)\n        return parts.sum(0, dtype=x.dtype), ",
+        "        return parts.sum(0, dtype=x.dtype), ",
+        world=2,
+    ),
+    Bug(
+        "a room that the others still read",
+        ASYNC,
+        "room[rank][tp].copy_(x)",
+        "room[rank][rank].copy_(x)",
+        world=4,
+        flags="--heads 4 --kv_heads 2",
+    ),
+    Bug("one room for all operations", ASYNC, "Shared(rooms,", "Shared([rooms[0]] * 2,", world=2),
 ]
 
 GATHER_NEXT = "gather(self.units[i + 1], self.gathers)"
