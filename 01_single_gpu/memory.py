@@ -48,12 +48,8 @@ RECIPES = {  # what --measure can predict, and in what a recipe's memory differs
     "04_tensor_sequence": {"vocab_parallel": {}, "sequence_parallel": dict(sequence_parallel=True)},
     "06_pipeline": {"afab": dict(schedule="afab"), "1f1b": dict(schedule="1f1b")},
 }
-PROCESSES = {
-    "02_data_parallel": "dp",
-    "03_zero": "dp",
-    "04_tensor_sequence": "tp",
-    "06_pipeline": "pp",
-}  # what the number of processes is
+# what the number of processes is
+PROCESSES = {"02_data_parallel": "dp", "03_zero": "dp", "04_tensor_sequence": "tp", "06_pipeline": "pp"}
 WORKSPACE = 2 * 32 * 2**20  # of cuBLAS on Hopper: 32 MiB for the thread of forward, as many for that of backward
 STEPS = 4  # of a measured run; the first two compile kernels, and tune them on copies of their arguments
 KINDS = {

@@ -195,13 +195,15 @@ class Shared:
 
 
 def pull(x: Tensor, shared: Shared) -> tuple[Tensor, dict[int, torch.Event]]:
-    """Start to copy the others' tokens, x [n/tp, d] -> rows [tp, n/tp, d]; by rank the events of their arrival."""
+    """Start to put all tokens together, x [n/tp, d] -> rows [tp, n/tp, d]; by rank the events of their arrival."""
     rank, tp = dist.get_rank(), dist.get_world_size()
     shared.turn ^= 1
-    room, rows, arrivals = shared.rooms[shared.turn], x.new_empty(tp, *x.shape), {}
+    room, rows = shared.rooms[shared.turn], x.new_empty(tp, *x.shape)
     room[rank][tp].copy_(x)
     shared.stream.wait_stream(shared.device.current_stream())
     with shared.device.stream(shared.stream):
+        rows[rank].copy_(x)
+        arrivals = {rank: shared.stream.record_event()}
         shared.barrier()  # all have put theirs into their rooms
         for r in [(rank + i) % tp for i in range(1, tp)]:  # each rank begins elsewhere
             rows[r].copy_(room[r][tp])  # in all (tp-1)/tp of the bytes of rows in; what multiplies them waits
@@ -235,7 +237,8 @@ def multiply(x: Tensor, rows: Tensor, weight: Tensor, arrivals: dict[int, torch.
     torch.mm(x, weight, out=out[dist.get_rank()])
     for r, arrival in arrivals.items():
         shared.device.current_stream().wait_event(arrival)
-        torch.mm(rows[r], weight, out=out[r])
+        if r != dist.get_rank():
+            torch.mm(rows[r], weight, out=out[r])
     return out.flatten(0, 1)
 
 
@@ -255,7 +258,6 @@ class ColumnParallel(torch.autograd.Function):
         (x, weight), shared = ctx.saved_tensors, ctx.shared
         rows, arrivals = pull(x, shared)  # beside the next matmul
         parts, arrived = push(gradient.view(len(rows), -1, len(weight)), weight, shared)  # ... and the one after it
-        rows[dist.get_rank()].copy_(x)
         for arrival in arrivals.values():
             shared.device.current_stream().wait_event(arrival)
         gradient = gradient.T @ rows.flatten(0, 1)
@@ -279,9 +281,7 @@ class RowParallel(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         rows, arrivals = pull(gradient, ctx.shared)
-        x_gradient = multiply(gradient, rows, weight, arrivals, ctx.shared)
-        rows[dist.get_rank()].copy_(gradient)
-        return x_gradient, rows.flatten(0, 1).T @ x, None
+        return multiply(gradient, rows, weight, arrivals, ctx.shared), rows.flatten(0, 1).T @ x, None
 
 
 class Scatter(torch.autograd.Function):

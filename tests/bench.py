@@ -7,6 +7,7 @@ asked, so that a GPU that grows warm slows all of them. What is measured is stor
 process in a suite for several GPUs runs on each of them at once, and the slowest counts: what ranks that wait for each
 other cannot surpass.
 
+`blocks` measures forward and backward of the model's blocks alone, with CUDA events, on what a step gives the first.
 `idle` runs a pipeline recipe with CUDA events around every forward and backward: the share of the time in which a stage
 computes nothing. `profiled` runs 01_single_gpu/profiling.py and keeps the slowest rank's timeline; from these, on any
 machine, `python 01_single_gpu/profiling.py --draw 02_data_parallel/overlap.svg
@@ -36,6 +37,10 @@ SMOLLM = "--preset smollm_1_7b --seq 2048 --dtype bfloat16 --compile --steps 25"
 PARALLEL = SMOLLM.replace("--steps 25", "--steps 15")
 ZERO = f"{PARALLEL} --batch 16"
 LARGE = "--preset llama3_8b --seq 8192 --dtype bfloat16 --compile --steps 8"
+TENSOR = f"{LARGE} --batch 2"  # for all ranks together
+FEW = (
+    f"{TENSOR.replace('--steps 8', '--steps 15')} --layers 4 --vocab 8192"  # a step of which a picture shows something
+)
 PIPELINE = "--preset smollm_1_7b --layers 27 --seq 4096 --batch 16 --microbatches 16 --dtype bfloat16 --compile"
 SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
     "single": (
@@ -125,6 +130,26 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
             ("03_zero/zero3.py", f"{LARGE} --batch 8 --microbatches 1"),
         ],
     ),
+    "tensor": (
+        4,
+        5,
+        [
+            ("04_tensor_sequence/torch_dtensor.py", TENSOR),
+            ("04_tensor_sequence/sequence_parallel.py", TENSOR),
+            ("04_tensor_sequence/async_tensor_parallel.py", TENSOR),
+            ("04_tensor_sequence/vocab_parallel.py", TENSOR),
+            ("04_tensor_sequence/tensor_parallel.py", TENSOR),
+        ],
+    ),
+    "tensor_few_layers": (
+        4,
+        3,
+        [
+            ("04_tensor_sequence/torch_dtensor.py", FEW),
+            ("04_tensor_sequence/sequence_parallel.py", FEW),
+            ("04_tensor_sequence/async_tensor_parallel.py", FEW),
+        ],
+    ),
     "four": (
         4,
         1,
@@ -136,11 +161,15 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
     ),
 }
 IDLE = {"four": [("06_pipeline/afab.py", f"{PIPELINE} --steps 8"), ("06_pipeline/1f1b.py", f"{PIPELINE} --steps 8")]}
+BLOCKS = {"tensor_few_layers"}  # suites of which the blocks are measured alone, too
 PROFILED = {
     "data_parallel": [
         f"02_data_parallel/{name}.py" for name in ("naive", "overlap", "bucketed", "coalesced", "copy_engines")
     ],
     "zero": ["03_zero/torch_fsdp.py", "03_zero/zero3.py", "03_zero/zero3_copy_engines.py"],
+    "tensor_few_layers": [
+        f"04_tensor_sequence/{name}.py" for name in ("torch_dtensor", "sequence_parallel", "async_tensor_parallel")
+    ],
 }
 STAGES = [f"03_zero/zero{stage}.py" for stage in (1, 2, 3)]
 TIMELINES = RESULTS.parent / "timelines"
@@ -238,6 +267,52 @@ def idle(file: str, flags: str, gpus: int) -> dict[str, object]:
     }
 
 
+def events_around_blocks(module):
+    """A probe: for each of the last steps [milliseconds of forward, of backward] of all blocks, per block."""
+    given, measured, train_step = [], [], module.train_step
+
+    def run_blocks(cfg, model):
+        blocks, (x, *others) = model.model.layers, given
+        x = x.detach().requires_grad_()
+        start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        with torch.autocast("cuda", torch.bfloat16):
+            start.record()
+            out = x
+            for block in blocks:
+                out = block(out, *others)
+            middle.record()
+        out.backward(torch.ones_like(out))
+        end.record()
+        measured.append((start, middle, end, len(blocks)))
+        model.zero_grad()
+
+    def step(cfg, model, *args):
+        if not given:
+            hook = torch.compiler.disable(lambda part, args: given.extend(args))
+            handle = model.model.layers[0].register_forward_pre_hook(hook)
+            result = train_step(cfg, model, *args)
+            handle.remove()
+            return result
+        result = train_step(cfg, model, *args)
+        run_blocks(cfg, model)
+        return result
+
+    def report():
+        torch.cuda.synchronize()  # the events of the last step
+        return [[a.elapsed_time(b) / blocks, b.elapsed_time(c) / blocks] for a, b, c, blocks in measured]
+
+    module.train_step = step
+    return report
+
+
+def blocks(file: str, flags: str, gpus: int) -> dict[str, float]:
+    """Milliseconds of forward and of backward per block, of the slowest rank, median over the steps after warm-up."""
+    ranks = launch(file, gpus, flags, probe=events_around_blocks, timeout=500, save=False).probes
+    settled = [rank[len(rank) // 2 :] for rank in ranks]
+    forward, backward = (max(statistics.median(step[i] for step in rank) for rank in settled) for i in range(2))
+    return {"forward": forward, "backward": backward}
+
+
 def profiled(file: str, flags: str, gpus: int) -> list[dict[str, float]]:
     """Milliseconds of a step by what the GPU does, by rank. Keeps the timeline of the one that computes longest."""
     with tempfile.TemporaryDirectory() as folder:
@@ -297,6 +372,10 @@ def measure(suite: str, rounds: int) -> Iterator[dict[str, object]]:
         row = next(row for row in rows if row["file"] == file)
         row["pipeline"] = idle(file, flags, gpus)
         print(f"idle     {file:45} {row['pipeline']}", flush=True)
+        yield result
+    for row in rows if suite in BLOCKS else []:
+        row["block_ms"] = blocks(row["file"], row["flags"], gpus)
+        print(f"blocks   {row['file']:45} {row['block_ms']}", flush=True)
         yield result
     for file in PROFILED.get(suite, []):
         row = next(row for row in rows if row["file"] == file)

@@ -357,8 +357,8 @@ BUGS = [
     Bug(
         "the own tokens are left out of the weights' gradient",
         ASYNC,
-        "        rows[dist.get_rank()].copy_(gradient)\n",
-        "        rows[dist.get_rank()].zero_()\n",
+        "        rows[rank].copy_(x)\n",
+        "        rows[rank].zero_()\n",
         world=2,
     ),
     Bug(
@@ -463,8 +463,8 @@ LATE_BUGS = [  # seen where side streams and collectives are as late as they may
     Bug(
         "tokens are multiplied before they have come",
         ASYNC,
-        "        shared.device.current_stream().wait_event(arrival)\n        torch.mm",
-        "        torch.mm",
+        "        shared.device.current_stream().wait_event(arrival)\n        if r",
+        "        if r",
         world=2,
     ),
     Bug(

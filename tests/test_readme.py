@@ -155,6 +155,7 @@ def speed() -> str:
                     f"{max(memory):.1f} GiB" if memory else "",
                     exposed(row),
                     f"{pipeline['idle']:.1%} ({pipeline['formula']:.1%})" if pipeline else "",
+                    "{forward:.2f} + {backward:.2f}".format(**row["block_ms"]) if "block_ms" in row else "",
                 ]
             )
         head = [
@@ -166,6 +167,7 @@ def speed() -> str:
             "memory",
             "exposed communication",
             "idle (formula)",
+            "block, ms forward + backward",
         ]
         filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
         text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
