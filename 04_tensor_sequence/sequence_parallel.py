@@ -130,7 +130,7 @@ class Leave(torch.autograd.Function):
     """Where split weights end (Megatron's g): sums all ranks' outputs, and hands on the gradient, which is whole."""
 
     @staticmethod
-    @torch.compiler.disable  # compiled, it has no gradient with torch 2.11
+    @torch.compiler.disable  # torch 2.11 gives a sum that it has compiled no gradient
     def forward(ctx, x: Tensor) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(x)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
