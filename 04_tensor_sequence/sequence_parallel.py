@@ -37,11 +37,8 @@ from torch import Tensor, nn
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
 WORDS = "model.embed_tokens.weight", "lm_head.weight"  # the tensors with a row per word
-SPLIT = {  # along which axis of a weight [out, in]: by 0 column-parallel, by 1 row-parallel; others are not
-    **dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1),
-    **dict(gate_proj=0, up_proj=0, down_proj=1),
-    **dict(embed_tokens=0, lm_head=0),  # by words
-}
+# along which axis of a weight [out, in] a layer is split: by 0 column-parallel, or by words; by 1 row-parallel
+SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1, embed_tokens=0, lm_head=0)
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for laptops, is the defaults below
     "tiny": dict(),
@@ -322,13 +319,17 @@ class Loss(nn.Module):
         super().__init__()
         self.vocab = cfg.vocab
 
+    def wide(self, rows: Tensor, words: Tensor) -> Tensor:
+        """Logits in float32, of the padding -inf."""
+        return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(words >= self.vocab, -torch.inf)
+
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v").to(torch.promote_types(logits.dtype, torch.float32))
-        words = torch.arange(rows.shape[1], device=rows.device) + dist.get_rank() * rows.shape[1]
-        rows = rows.masked_fill(words >= self.vocab, -torch.inf)  # the padding
-        top = rows.detach().amax(1)
+        rows, targets = rearrange(logits, "b s v -> (b s) v"), targets.flatten().int()  # 64 bits take a GPU longer
+        words = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + dist.get_rank() * rows.shape[1]
+        top = self.wide(rows.detach(), words).amax(1)
+        torch._dynamo.graph_break()  # compiled as one, the logits in float32 would be kept
         dist.all_reduce(top, dist.ReduceOp.MAX)  # b·s numbers; everyone waits
-        targets = targets.flatten()
+        rows = self.wide(rows, words)
         exponentials = (rows - top[:, None]).exp().sum(1)
         wanted = rows.where(words == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
         exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]))  # 2·b·s numbers in one; everyone waits

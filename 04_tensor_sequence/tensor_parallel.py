@@ -34,10 +34,8 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
-SPLIT = {  # along which axis of a weight [out, in]: by 0 column-parallel, by 1 row-parallel; others are not
-    **dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1),
-    **dict(gate_proj=0, up_proj=0, down_proj=1),
-}
+# along which axis of a weight [out, in] a layer is split: by 0 column-parallel, by 1 row-parallel
+SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1)
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for laptops, is the defaults below
     "tiny": dict(),

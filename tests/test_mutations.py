@@ -48,9 +48,6 @@ SMALL_BUCKETS = dict(world=2, flags="--bucket_mb 0.05")
 ACCUMULATED = dict(world=2, flags="--bucket_mb 0.05 --microbatches 3")
 GROUPS = dict(world=4, flags="--shard 2 --microbatches 3")
 REPLICAS = dict(world=4, flags="--heads 4 --kv_heads 2")  # two ranks hold a key head
-OWN_WORDS = """        words = torch.arange(rows.shape[1], device=rows.device) + dist.get_rank() * rows.shape[1]
-        rows = rows.masked_fill(words >= self.vocab, -torch.inf)  # the padding
-"""
 PADDED = dict(world=2, flags="--vocab 259")
 PIPELINE = dict(world=3, flags="--microbatches 4")
 
@@ -283,8 +280,9 @@ BUGS = [
     Bug(
         "gathered logits in the loss of split ones, which the mask of the padding would hide",
         VOCAB,
-        OWN_WORDS,
-        "        rows = torch.cat(dist.nn.functional.all_gather(rows), 1)\n" + OWN_WORDS.splitlines()[0] + "\n",
+        "        rows = self.wide(rows, words)\n",
+        "        rows = torch.cat(dist.nn.functional.all_gather(rows), 1)\n"
+        "        words = torch.arange(rows.shape[1]) + dist.get_rank() * rows.shape[1]\n",
         world=2,
     ),
     Bug(
