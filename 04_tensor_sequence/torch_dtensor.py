@@ -27,6 +27,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
@@ -292,6 +293,8 @@ def build_model(cfg: Config) -> Model:
             full = full_tensor(cfg, name, p.shape)
             p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None))  # None: nothing is sent
     if cfg.compile:
+        # the keys of this cache do not tell ranks apart: torch 2.13 would compute a rank's loss with another's words
+        torch._functorch.config.enable_autograd_cache = False
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()
     return model

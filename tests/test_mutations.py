@@ -42,6 +42,7 @@ TENSOR, VOCAB, SEQUENCE, ASYNC = (
     f"04_tensor_sequence/{name}.py"
     for name in ("tensor_parallel", "vocab_parallel", "sequence_parallel", "async_tensor_parallel")
 )
+TORCH_DTENSOR = "04_tensor_sequence/torch_dtensor.py"
 AFAB, ONE_F_ONE_B = "06_pipeline/afab.py", "06_pipeline/1f1b.py"
 MICRO = dict(flags="--microbatches 4")
 SMALL_BUCKETS = dict(world=2, flags="--bucket_mb 0.05")
@@ -364,6 +365,36 @@ BUGS = [
         ASYNC,
         "dist.group.WORLD.allreduce_coalesced(norms).wait()",
         "pass",
+        world=2,
+    ),
+    Bug(
+        "norms learn from the own tokens alone",
+        TORCH_DTENSOR,
+        "        if p.grad.placements != p.placements:\n",
+        "        if p.ndim == 1:\n"
+        "            p.grad = type(p.grad).from_local(p.grad.to_local(), p.device_mesh, p.placements)\n"
+        "        if p.grad.placements != p.placements:\n",
+        world=2,
+    ),
+    Bug(
+        "norm of the own parts alone",
+        TORCH_DTENSOR,
+        "nn.utils.clip_grad_norm_(model.parameters(), cfg.clip).full_tensor()",
+        "nn.utils.get_total_norm([p.grad.to_local() for p in model.parameters()])",
+        world=2,
+    ),
+    Bug(
+        "all ranks begin with the first part",
+        TORCH_DTENSOR,
+        "p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None))",
+        "p.to_local().copy_(full[tuple(slice(n) for n in p.to_local().shape)])",
+        world=2,
+    ),
+    Bug(
+        "an average, as if each rank had its own sequences",
+        TORCH_DTENSOR,
+        "        loss.backward()",
+        "        (loss / dist.get_world_size()).backward()",
         world=2,
     ),
     # pipelines
