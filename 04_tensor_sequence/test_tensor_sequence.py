@@ -112,7 +112,8 @@ def traffic(module):
 @functools.cache
 def per_block(recipe, tp):
     """(kind, phase) -> bytes of each operation that one more layer adds."""
-    few, many = (launch(recipe, tp, f"{SMALL} --layers {layers}", probe=traffic).probes[0] for layers in (2, 3))
+    flags = f"{SMALL} --dtype bfloat16 --layers"
+    few, many = (launch(recipe, tp, f"{flags} {layers}", probe=traffic).probes[0] for layers in (2, 3))
     more = {key: sorted((Counter(sizes) - Counter(few[key])).elements()) for key, sizes in many.items()}
     return {key: sizes for key, sizes in more.items() if sizes}
 
@@ -121,7 +122,7 @@ def per_block(recipe, tp):
 def test_collectives_per_block(recipe):
     """Tensor: 2 all-reduces forward and 2 backward. Sequence: 2 all-gathers and 2 reduce-scatters, and in backward the
     same and 2 gathers of kept inputs. All of b·s·d activations; asynchronous ones copy the parts of which these are."""
-    size, tp = B * S * D * 4, 4
+    size, tp = B * S * D * 2, 4  # in bfloat16
     if recipe in (TENSOR, VOCAB):
         wanted = {("all-reduce", phase): [size] * 2 for phase in ("forward", "backward")}
     elif recipe == SEQUENCE:
@@ -131,7 +132,7 @@ def test_collectives_per_block(recipe):
         wanted = {("pull", "forward"): [size // tp] * 2, ("pull", "backward"): [size // tp] * 4}
         kv = max(1, KV // tp) * D // H
         widths = {"forward": [D // tp, F // tp], "backward": [2 * F // tp, D // tp + 2 * kv]}
-        wanted |= {("push", phase): sorted(B * S * width * 4 for width in wide) for phase, wide in widths.items()}
+        wanted |= {("push", phase): sorted(B * S * width * 2 for width in wide) for phase, wide in widths.items()}
     assert per_block(recipe, tp) == wanted
 
 
@@ -164,11 +165,75 @@ def test_bytes_copied():
 def test_logits_are_never_gathered():
     """The loss sends three numbers per token, whatever the vocabulary: their maximum, then sum and target in one."""
     for recipe in VOCAB, SEQUENCE:
-        seen = launch(recipe, 2, f"{SMALL} --vocab 2048", probe=traffic).probes[0]
+        seen = launch(recipe, 2, f"{SMALL} --dtype bfloat16 --vocab 2048", probe=traffic).probes[0]
         sizes = seen["all-reduce", "forward"]
-        embedding = [B * S * D * 4] * (1 + 2 * 3) if recipe == VOCAB else []
+        embedding = [B * S * D * 2] * (1 + 2 * 3) if recipe == VOCAB else []  # and two per block
         assert sorted(sizes) == sorted([*embedding, B * S * 4, 2 * B * S * 4, 4])  # the last is the gradient norm
-        assert max(max(sizes) for sizes in seen.values()) == B * S * D * 4 < B * S * 2048 * 4
+        assert max(max(sizes) for sizes in seen.values()) == B * S * D * 2 < B * S * 2048 * 2
+
+
+# ------------------------------------------------------------------------------------------------------------- overlap
+def order(module):
+    """A probe: what the first rank does in backward of the first column-parallel weights, in its order."""
+    seen, group, backward = [], module.dist.ProcessGroup, module.ColumnParallel.backward
+
+    class Work:
+        def __init__(self, name, work):
+            self.name, self.work = name, work
+            seen.append(name)
+
+        def wait(self):
+            seen.append(f"{self.name} is there")
+            self.work.wait()
+
+    for name in "_allgather_base", "_reduce_scatter_base":
+        original = getattr(group, name)
+        setattr(group, name, lambda *args, name=name, original=original: Work(name.split("_")[1], original(*args)))
+    matmul, barrier, mm = torch.Tensor.__matmul__, module.dist.barrier, torch.mm
+    torch.Tensor.__matmul__ = lambda *args: seen.append("matmul") or matmul(*args)
+    torch.mm = lambda *args, **kwargs: seen.append("piece") or mm(*args, **kwargs)
+    module.dist.barrier = lambda: seen.append("barrier") or barrier()
+    kept = []
+
+    def watched(ctx, gradient):
+        seen.clear()
+        result = backward(ctx, gradient)
+        kept.append(list(seen))
+        return result
+
+    module.ColumnParallel.backward = staticmethod(watched)
+    forward = module.ColumnParallel.forward
+
+    def watched_forward(*args):
+        seen.clear()
+        result = forward(*args)
+        kept.append(list(seen))
+        return result
+
+    module.ColumnParallel.forward = staticmethod(watched_forward)
+    return lambda: [kept[0], kept[-1]]
+
+
+def test_sequence_parallel_communicates_beside_matmuls():
+    forward, backward = launch(SEQUENCE, 2, SMALL, probe=order).probes[0]
+    assert forward == ["allgather", "allgather is there", "matmul"]
+    beside = ["allgather", "matmul", "reduce", "allgather is there", "matmul", "reduce is there"]
+    assert backward == beside
+
+
+def test_asynchronous_multiplies_while_tokens_travel():
+    """The side stream, as late as it may be, begins when own tokens are multiplied; sums come at the end of backward."""
+    forward, backward = launch(ASYNC, 2, SMALL, probe=probes.together(order, probes.streams("late"))).probes[0][0]
+    assert forward == ["piece", "barrier", "piece"]
+    assert backward == ["piece", "piece", "barrier", "matmul", "barrier"]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_side_stream_waits_for_what_it_copies(tp):
+    """Whenever it is given work, it waits for the main stream first: once per pull, tp times per push."""
+    pulls, pushes = 3 * 6 + 2, 3 * 4 + 1
+    uses = pulls + tp * pushes
+    assert launch(ASYNC, tp, SMALL, probe=probes.streams("late")).probes == [[[uses, uses]]] * tp
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
@@ -222,6 +287,45 @@ def test_activations_of_a_large_model(tp):
         assert abs(kept - (whole + 26 / tp)) < 0.04  # 1/rms of the norms and log-sum-exp of attention
         books = predict.book_activations(1, 4096, 32, 8192, "selective", tp, by_tokens, once=False) / (8192 * 4096)
         assert books == book + 24 / tp
+
+
+@pytest.mark.parametrize("recipe", [*OURS, TWIN])
+def test_bad_sizes(recipe, monkeypatch):
+    """What cannot be split ends with one line that names the flag, whatever the number of processes."""
+    module = load(recipe)
+    bad = [(3, "--heads 8 --dim 96 --kv_heads 1 --ffn 96", "--heads 8"), (4, "--ffn 386", "--ffn 386")]
+    bad += [(3, "--heads 6 --dim 96 --kv_heads 2 --ffn 96", "--kv_heads 2")]
+    if recipe not in (TENSOR, VOCAB):
+        bad += [(4, "--seq 127 --batch 1", "--seq 127")]
+    for world, flags, words in bad:
+        monkeypatch.setattr("sys.argv", [recipe, "--device", "cpu", *flags.split()])
+        with pytest.raises(SystemExit) as end:
+            module.check(module.parse_config(), world)
+        assert words in end.value.code and str(world) in end.value.code and "\n" not in end.value.code
+
+
+def rows_beyond_the_words(module):
+    """A probe: the largest number in the rows of the tables that no word has, before and after training."""
+    models, seen, build_model = [], [], module.build_model
+
+    def look():
+        tables = models[0].model.embed_tokens.weight, models[0].lm_head.weight
+        used = max(0, min(130, 259 - 130 * module.dist.get_rank()))
+        seen.append(max(table[used:].abs().sum().item() for table in tables))
+
+    def build(cfg):
+        models.append(build_model(cfg))
+        look()
+        return models[0]
+
+    module.build_model = build
+    destroy = module.dist.destroy_process_group
+    module.dist.destroy_process_group = lambda: look() or destroy()
+    return lambda: seen
+
+
+def test_padding_is_zero_and_stays_zero():
+    assert launch(VOCAB, 2, f"{SMALL} --vocab 259 --steps 3", probe=rows_beyond_the_words).probes == [[0, 0]] * 2
 
 
 def test_run_as_a_user_does():
