@@ -222,7 +222,7 @@ def test_sequence_parallel_communicates_beside_matmuls():
 
 
 def test_asynchronous_multiplies_while_tokens_travel():
-    """The side stream, as late as it may be, begins when own tokens are multiplied; sums come at the end of backward."""
+    """The side stream, as late as it may be, begins when own tokens are multiplied; sums are waited for last."""
     forward, backward = launch(ASYNC, 2, SMALL, probe=probes.together(order, probes.streams("late"))).probes[0][0]
     assert forward == ["piece", "barrier", "piece"]
     assert backward == ["piece", "piece", "barrier", "matmul", "barrier"]
