@@ -357,11 +357,12 @@ def where(gpus: int) -> dict[str, str]:
     return {"date": datetime.date.today().isoformat(), "gpu": f"{gpus} x {name}", "torch": torch.__version__}
 
 
-def measure(suite: str, rounds: int) -> Iterator[dict[str, object]]:
+def measure(suite: str, rounds: int, gpus: int | None) -> Iterator[dict[str, object]]:
     """All lines of a suite, taking turns; then what is looked at more closely. Yields all there is after each part."""
-    gpus, alike, lines = SUITES[suite]
+    usual, alike, lines = SUITES[suite]
+    gpus = gpus or usual
     rows = [{"file": file, "flags": flags, "rounds": []} for file, flags in lines]
-    command = f"python tests/bench.py {suite} --rounds {rounds}"
+    command = f"python tests/bench.py {suite} --rounds {rounds}" + (f" --gpus {gpus}" if gpus != usual else "")
     result = {**where(gpus), "command": command, "alike": alike, "rows": rows}
     for turn in range(rounds):
         for row in rows:
@@ -389,6 +390,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}, collectives, memory")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--gpus", type=int, help="other than the number that a suite is made for")
     args = parser.parse_args()
     present = torch.cuda.device_count()
     suites = args.suites or [name for name, (gpus, *_) in SUITES.items() if gpus <= present]
@@ -401,7 +403,7 @@ def main() -> None:
         raise SystemExit(f"no suite fits {present} GPUs")
     RESULTS.parent.mkdir(exist_ok=True)
     for suite in suites:
-        for result in [collectives(present)] if suite == "collectives" else measure(suite, args.rounds):
+        for result in [collectives(present)] if suite == "collectives" else measure(suite, args.rounds, args.gpus):
             stored[suite] = result
             RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
 
