@@ -45,6 +45,7 @@ RECIPES = {  # what --measure can predict, and in what a recipe's memory differs
     },
     "02_data_parallel": {name: {} for name in ("naive", "overlap", "bucketed", "coalesced", "no_sync")},
     "03_zero": {"zero1": dict(zero=1), "zero2": dict(zero=2), "zero3": dict(zero=3), "torch_fsdp": dict(zero=3)},
+    # uncompiled, their loss keeps more than the root's, which is what is predicted
     "04_tensor_sequence": {"vocab_parallel": {}, "sequence_parallel": dict(sequence_parallel=True)},
     "06_pipeline": {"afab": dict(schedule="afab"), "1f1b": dict(schedule="1f1b")},
 }

@@ -5,11 +5,12 @@ row-parallel weights begin with the tokens of the others, whose sums travel whil
 its own. As many bytes as in sequence_parallel.py, but their time is added to the step only as far as it is longer than
 the matmul's: the wider the layer, the more of it is hidden. Copy engines move them, between memories that all ranks can
 read and write (symmetric memory, over NVLink); an NCCL kernel would take multiprocessors from the matmul beside it. The
-parts of a sum are added at once, in float32, where NCCL rounds each on its way. Beside what sequence_parallel.py holds
+parts of a sum, as their matmuls round them, are added in float32, where NCCL rounds again at every hop. Beside what
+sequence_parallel.py holds
 there is memory for 3 + 2/tp times n·d activations, for what comes and goes. GPUs of one host only.
 
 Parent:   04_tensor_sequence/sequence_parallel.py, 03_zero/zero3_copy_engines.py
-Lesson:   Shared, pull, push, multiply, ColumnParallel, RowParallel
+Lesson:   Shared, total, pull, push, multiply, ColumnParallel, RowParallel
 Plumbing: check, Attention, MLP, Block, Model, build_model
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/async_tensor_parallel.py
 Source:   Wang et al. 2023, ASPLOS, doi:10.1145/3567955.3567959; Jangda et al. 2022, CoCoNet, arXiv:2105.05720
@@ -162,7 +163,7 @@ def share(cfg: Config, numbers: int) -> tuple:
 
 
 def gather(x: Tensor) -> tuple[Tensor, dist.Work]:
-    """Start to put the tokens of all ranks together, [n/tp, d] -> [n, d]; they are there when the work is done."""
+    """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; they are there when the work is done."""
     rows = x.new_empty(dist.get_world_size() * x.shape[0], *x.shape[1:])
     # a method of the group, because dist.all_gather_into_tensor has another name from one version of torch to the next
     return rows, dist.group.WORLD._allgather_base(rows, x.contiguous())  # (tp-1)/tp of the bytes of rows in and out
@@ -180,7 +181,8 @@ class Shared:
 
     In a room [tp + 1, n/tp, d] the ranks leave what this one has to sum, and it leaves, in the last place, its tokens
     for them. Every operation has one barrier, of the streams that copy. Past it all ranks are done with the room of the
-    operation before, so that the next one may fill it.
+    operation before, so that the next one may fill it. Backward begins a push before its pull has passed the barrier,
+    and fills its own part of the sum then: nobody else may read that place, hence the last one for tokens.
     """
 
     rooms: list[tuple[Tensor, ...]]  # by turn and rank
@@ -188,23 +190,29 @@ class Shared:
     barrier: Callable[[], None]
     device: ModuleType  # torch.cuda; or torch.cpu, whose streams and events do nothing, since all is done at once
     stream: torch.Stream  # of copies and barriers
+    total: Callable[[Tensor], Tensor]
     turn: int = 0
+
+
+def total(parts: Tensor) -> Tensor:
+    """The sum of all ranks' parts, [tp, n/tp, d] -> [n/tp, d], rounded once."""
+    return parts.sum(0, dtype=parts.dtype)  # without it, on GPUs, autocast would return float32
 
 
 def pull(x: Tensor, shared: Shared) -> tuple[Tensor, dict[int, torch.Event]]:
     """Start to put all tokens together, x [n/tp, d] -> rows [tp, n/tp, d]; by rank the events of their arrival."""
     rank, tp = dist.get_rank(), dist.get_world_size()
     shared.turn ^= 1
-    room, rows = shared.rooms[shared.turn], x.new_empty(tp, *x.shape)
+    room, rows, arrivals = shared.rooms[shared.turn], x.new_empty(tp, *x.shape), {}
     room[rank][tp].copy_(x)
     shared.stream.wait_stream(shared.device.current_stream())
     with shared.device.stream(shared.stream):
-        rows[rank].copy_(x)
-        arrivals = {rank: shared.stream.record_event()}
         shared.barrier()  # all have put theirs into their rooms
         for r in [(rank + i) % tp for i in range(1, tp)]:  # each rank begins elsewhere
             rows[r].copy_(room[r][tp])  # in all (tp-1)/tp of the bytes of rows in; what multiplies them waits
             arrivals[r] = shared.stream.record_event()
+        rows[rank].copy_(x)
+        arrivals[rank] = shared.stream.record_event()
     return rows, arrivals
 
 
@@ -221,8 +229,7 @@ def push(x: Tensor, weight: Tensor, shared: Shared) -> tuple[Tensor, torch.Event
         shared.stream.wait_stream(shared.device.current_stream())
         with shared.device.stream(shared.stream):
             room[r][rank].copy_(shared.leaving[r])  # (tp-1)/tp of the bytes of leaving out, beside the next matmul
-    torch.mm(x[rank], weight, out=room[rank][rank])
-    shared.stream.wait_stream(shared.device.current_stream())
+    torch.mm(x[rank], weight, out=room[rank][rank])  # no other rank reads it, and so the barrier does not wait for it
     with shared.device.stream(shared.stream):
         shared.barrier()  # all have brought theirs; who sums them waits
     return room[rank][:tp], shared.stream.record_event()
@@ -259,7 +266,7 @@ class ColumnParallel(torch.autograd.Function):
             shared.device.current_stream().wait_event(arrival)
         gradient = gradient.T @ rows.flatten(0, 1)
         shared.device.current_stream().wait_event(arrived)
-        return parts.sum(0, dtype=x.dtype), gradient, None
+        return shared.total(parts), gradient, None
 
 
 class RowParallel(torch.autograd.Function):
@@ -272,7 +279,7 @@ class RowParallel(torch.autograd.Function):
         ctx.shared = shared
         parts, arrived = push(x.view(dist.get_world_size(), -1, x.shape[1]), weight.T, shared)
         shared.device.current_stream().wait_event(arrived)
-        return parts.sum(0, dtype=x.dtype)  # on GPUs autocast would make it float32
+        return shared.total(parts)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -418,11 +425,11 @@ class Loss(nn.Module):
         words = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + dist.get_rank() * rows.shape[1]
         top = self.wide(rows.detach(), words).amax(1)
         torch._dynamo.graph_break()  # compiled as one, the logits in float32 would be kept
-        dist.all_reduce(top, dist.ReduceOp.MAX)  # b·s numbers; everyone waits
+        dist.all_reduce(top, dist.ReduceOp.MAX)  # 2 (tp-1)/tp of 4 bytes per token out and in; everyone waits
         rows = self.wide(rows, words)
         exponentials = (rows - top[:, None]).exp().sum(1)
         wanted = rows.where(words == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]))  # 2·b·s numbers in one; everyone waits
+        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]))  # 8 bytes per token likewise, in one
         return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
 
 
@@ -491,7 +498,8 @@ def build_model(cfg: Config) -> Model:
     model.replicas, _ = dist.new_subgroups(max(1, tp // cfg.kv_heads))  # the ranks with the same key heads
     memory, barrier = share(cfg, 2 * (tp + 1) * cfg.batch * cfg.seq // tp * cfg.dim)
     rooms, device = list(zip(*(m.view(2, tp + 1, -1, cfg.dim) for m in memory))), torch.get_device_module(cfg.device)
-    model.shared = Shared(rooms, torch.empty_like(rooms[0][rank][:tp]), barrier, device, device.Stream())
+    leaving, add = torch.empty_like(rooms[0][rank][:tp]), torch.compile(total) if cfg.compile else total
+    model.shared = Shared(rooms, leaving, barrier, device, device.Stream(), add)
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()
@@ -555,7 +563,7 @@ def sum_replicas(cfg: Config, model: Model) -> None:
     if cfg.kv_heads < dist.get_world_size():
         layers = [block.self_attn for block in model.model.layers]
         gradients = [part.weight.grad for layer in layers for part in (layer.k_proj, layer.v_proj)]
-        # 2 (n-1)/n of their bytes out and in per rank, with n replicas, who wait
+        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, who wait
         model.replicas.allreduce_coalesced(gradients).wait()
 
 

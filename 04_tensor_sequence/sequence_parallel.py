@@ -7,7 +7,7 @@ backward, (tp-1)/tp of their bytes out and in each, no more than with all-reduce
 part alone, gathered again when it is needed, which costs two more all-gathers, but beside matmuls: backward of
 column-parallel weights gathers their input while it computes the gradient of that input, and sums this over the ranks
 while it computes the gradient of the weights. A norm's weights are the same on all ranks, but each sees its own tokens:
-the ranks sum their gradients. All activations of a block take 1/tp.
+the ranks sum their gradients. All activations that a block keeps take 1/tp.
 
 Parent:   04_tensor_sequence/vocab_parallel.py
 Lesson:   gather, reduce_scatter, ColumnParallel, RowParallel, Scatter, Attention, MLP, Model, sum_replicas
@@ -139,7 +139,7 @@ class Leave(torch.autograd.Function):
 
 
 def gather(x: Tensor) -> tuple[Tensor, dist.Work]:
-    """Start to put the tokens of all ranks together, [n/tp, d] -> [n, d]; they are there when the work is done."""
+    """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; they are there when the work is done."""
     rows = x.new_empty(dist.get_world_size() * x.shape[0], *x.shape[1:])
     # a method of the group, because dist.all_gather_into_tensor has another name from one version of torch to the next
     return rows, dist.group.WORLD._allgather_base(rows, x.contiguous())  # (tp-1)/tp of the bytes of rows in and out
@@ -328,11 +328,11 @@ class Loss(nn.Module):
         words = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + dist.get_rank() * rows.shape[1]
         top = self.wide(rows.detach(), words).amax(1)
         torch._dynamo.graph_break()  # compiled as one, the logits in float32 would be kept
-        dist.all_reduce(top, dist.ReduceOp.MAX)  # b·s numbers; everyone waits
+        dist.all_reduce(top, dist.ReduceOp.MAX)  # 2 (tp-1)/tp of 4 bytes per token out and in; everyone waits
         rows = self.wide(rows, words)
         exponentials = (rows - top[:, None]).exp().sum(1)
         wanted = rows.where(words == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]))  # 2·b·s numbers in one; everyone waits
+        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]))  # 8 bytes per token likewise, in one
         return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
 
 
@@ -462,7 +462,7 @@ def sum_replicas(cfg: Config, model: Model) -> None:
     if cfg.kv_heads < dist.get_world_size():
         layers = [block.self_attn for block in model.model.layers]
         gradients = [part.weight.grad for layer in layers for part in (layer.k_proj, layer.v_proj)]
-        # 2 (n-1)/n of their bytes out and in per rank, with n replicas, who wait
+        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, who wait
         model.replicas.allreduce_coalesced(gradients).wait()
 
 

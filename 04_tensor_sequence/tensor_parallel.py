@@ -2,10 +2,10 @@
 
 The first weights of a layer are split by their outputs (column-parallel), the last by their inputs (row-parallel), so
 that what is between needs no other rank: a rank computes its heads, or its part of the ffn, and the ranks' outputs are
-summed. Per block that is one all-reduce after attention and one after the MLP, and one before each in backward, of
-b·s·d activations: 2·(tp-1)/tp of their bytes out of each rank and as many in, while nothing computes. Where there are
-fewer key heads than ranks, several ranks hold the same one. Per rank the weights of the blocks, their gradients and
-AdamW's moments take 1/tp, and of a block's activations what is between the first and the last weights.
+summed. Per block that is one all-reduce of b·s·d activations after attention and one after the MLP, and in backward
+one for the gradient of each one's input: 2·(tp-1)/tp of their bytes out of each rank and as many in, while nothing
+computes. Where there are fewer key heads than ranks, several ranks hold the same one. The other matrices of a block
+take 1/tp per rank, with their gradients and AdamW's moments; so do the activations between split weights.
 
 Parent:   01_single_gpu/train.py
 Lesson:   SPLIT, Enter, Leave, placement, Attention, MLP, build_model, sum_replicas, clip_gradients, save
@@ -120,7 +120,7 @@ def check(cfg: Config, world: int) -> None:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class Enter(torch.autograd.Function):
-    """Where split weights begin (Megatron's f): hands x on, and sums its gradients, to which each rank's part adds."""
+    """Where split weights begin (Megatron's f): hands x on, and sums its gradient, of which each rank has a part."""
 
     @staticmethod
     @torch.compiler.disable  # as in Leave
@@ -129,7 +129,7 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # it may be another's too, and is changed here
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd may use it elsewhere
         dist.all_reduce(gradient)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
         return gradient
 
@@ -360,7 +360,7 @@ def sum_replicas(cfg: Config, model: Model) -> None:
         layers = [block.self_attn for block in model.model.layers]
         gradients = [part.weight.grad for layer in layers for part in (layer.k_proj, layer.v_proj)]
         # a method of the group, because dist.all_reduce_coalesced around it warns that it will be deprecated
-        # 2 (n-1)/n of their bytes out and in per rank, with n replicas, who wait
+        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, who wait
         model.replicas.allreduce_coalesced(gradients).wait()
 
 

@@ -193,6 +193,8 @@ def order(module):
     torch.Tensor.__matmul__ = lambda *args: seen.append("matmul") or matmul(*args)
     torch.mm = lambda *args, **kwargs: seen.append("piece") or mm(*args, **kwargs)
     module.dist.barrier = lambda: seen.append("barrier") or barrier()
+    copy = torch.Tensor.copy_
+    torch.Tensor.copy_ = lambda *args: seen.append("copy") or copy(*args)
     kept = []
 
     def watched(ctx, gradient):
@@ -224,16 +226,21 @@ def test_sequence_parallel_communicates_beside_matmuls():
 def test_asynchronous_multiplies_while_tokens_travel():
     """The side stream, as late as it may be, begins when own tokens are multiplied; sums are waited for last."""
     forward, backward = launch(ASYNC, 2, SMALL, probe=probes.together(order, probes.streams("late"))).probes[0][0]
-    assert forward == ["piece", "barrier", "piece"]
-    assert backward == ["piece", "piece", "barrier", "matmul", "barrier"]
+    late = [[step for step in steps if step != "copy"] for steps in (forward, backward)]
+    assert late == [["piece", "barrier", "piece"], ["piece", "piece", "barrier", "matmul", "barrier"]]
+    forward, backward = launch(
+        ASYNC, 3, f"{SMALL} --heads 6 --dim 24 --kv_heads 3 --ffn 96 --batch 3", probe=order
+    ).probes[0]
+    pull, push = ["copy", "barrier", "copy", "copy", "copy"], ["piece", "copy", "piece", "copy", "piece", "barrier"]
+    assert forward == [*pull, "piece", "piece", "piece"] and backward == [*pull, *push, "matmul"]
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_side_stream_waits_for_what_it_copies(tp):
-    """Whenever it is given work, it waits for the main stream first: once per pull, tp times per push."""
+    """Whenever it is given copies, it waits for the main stream first: once per pull, tp-1 times per push."""
     pulls, pushes = 3 * 6 + 2, 3 * 4 + 1
-    uses = pulls + tp * pushes
-    assert launch(ASYNC, tp, SMALL, probe=probes.streams("late")).probes == [[[uses, uses]]] * tp
+    waits = pulls + (tp - 1) * pushes
+    assert launch(ASYNC, tp, SMALL, probe=probes.streams("late")).probes == [[[waits + pushes, waits]]] * tp
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

@@ -1,10 +1,11 @@
 """Vocabulary parallelism: embedding, head and loss are split over the words too: no rank has all logits.
 
 A rank holds v/tp rows of both tables. It looks up its own words, zeros stand for the others', and the ranks' sum is the
-embedding. Its logits are [b s v/tp]; the softmax needs only the largest of a row and the sum of its exponentials, so
-that 12 bytes per token cross the wire, in two all-reduces, where gathered logits would be 4·v. Words that are added so
+embedding: one all-reduce of b·s·d activations, and in backward one for the gradient of the head's input. Its logits are
+[b s v/tp]; the softmax needs only the largest of a row and the sum of its exponentials, so that the loss takes two
+all-reduces, of 4 and 8 bytes per token, where a row of gathered logits has 2·v in bfloat16. Words that are added so
 that tp divides their number get a logit of -inf: they would count in the softmax otherwise. What every rank still holds
-are the norms.
+whole are the norms.
 
 Parent:   04_tensor_sequence/tensor_parallel.py
 Lesson:   WORDS, SPLIT, Embedding, Loss, Model
@@ -120,7 +121,7 @@ def check(cfg: Config, world: int) -> None:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class Enter(torch.autograd.Function):
-    """Where split weights begin (Megatron's f): hands x on, and sums its gradients, to which each rank's part adds."""
+    """Where split weights begin (Megatron's f): hands x on, and sums its gradient, of which each rank has a part."""
 
     @staticmethod
     @torch.compiler.disable  # as in Leave
@@ -129,7 +130,7 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # it may be another's too, and is changed here
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd may use it elsewhere
         dist.all_reduce(gradient)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
         return gradient
 
@@ -267,11 +268,11 @@ class Loss(nn.Module):
         words = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + dist.get_rank() * rows.shape[1]
         top = self.wide(rows.detach(), words).amax(1)
         torch._dynamo.graph_break()  # compiled as one, the logits in float32 would be kept
-        dist.all_reduce(top, dist.ReduceOp.MAX)  # b·s numbers; everyone waits
+        dist.all_reduce(top, dist.ReduceOp.MAX)  # 2 (tp-1)/tp of 4 bytes per token out and in; everyone waits
         rows = self.wide(rows, words)
         exponentials = (rows - top[:, None]).exp().sum(1)
         wanted = rows.where(words == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]))  # 2·b·s numbers in one; everyone waits
+        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]))  # 8 bytes per token likewise, in one
         return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
 
 
@@ -292,7 +293,7 @@ class Model(nn.Module):
         """ids [b, s] -> logits [b, s, v/tp]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        x = Leave.apply(x)
+        x = Leave.apply(x)  # of zeros on all ranks but one
         for block in self.model.layers:
             x = block(x, rope)
         return self.lm_head(Enter.apply(self.model.norm(x)))
@@ -398,7 +399,7 @@ def sum_replicas(cfg: Config, model: Model) -> None:
         layers = [block.self_attn for block in model.model.layers]
         gradients = [part.weight.grad for layer in layers for part in (layer.k_proj, layer.v_proj)]
         # a method of the group, because dist.all_reduce_coalesced around it warns that it will be deprecated
-        # 2 (n-1)/n of their bytes out and in per rank, with n replicas, who wait
+        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, who wait
         model.replicas.allreduce_coalesced(gradients).wait()
 
 

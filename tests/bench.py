@@ -268,7 +268,7 @@ def idle(file: str, flags: str, gpus: int) -> dict[str, object]:
 
 
 def events_around_blocks(module):
-    """A probe: for each of the last steps [milliseconds of forward, of backward] of all blocks, per block."""
+    """A probe: for each step but the first [milliseconds of forward, of backward] of all blocks, per block."""
     given, measured, train_step = [], [], module.train_step
 
     def run_blocks(cfg, model):

@@ -49,6 +49,8 @@ SMALL_BUCKETS = dict(world=2, flags="--bucket_mb 0.05")
 ACCUMULATED = dict(world=2, flags="--bucket_mb 0.05 --microbatches 3")
 GROUPS = dict(world=4, flags="--shard 2 --microbatches 3")
 REPLICAS = dict(world=4, flags="--heads 4 --kv_heads 2")  # two ranks hold a key head
+PULL = (ROOT / ASYNC).read_text()
+FROM_OWN_TOKENS = PULL[PULL.index("    room[rank][tp].copy_(x)") : PULL.index("  # in all (tp-1)/tp")]
 PADDED = dict(world=2, flags="--vocab 259")
 PIPELINE = dict(world=3, flags="--microbatches 4")
 
@@ -397,6 +399,7 @@ BUGS = [
         "        (loss / dist.get_world_size()).backward()",
         world=2,
     ),
+    Bug("one room for all operations", ASYNC, "Shared(rooms,", "Shared([rooms[0]] * 2,", world=2),
     # pipelines
     Bug(
         "the loss is divided for the log and not for backward, shipped by picotron",
@@ -506,19 +509,18 @@ LATE_BUGS = [  # seen where side streams and collectives are as late as they may
     Bug(
         "sums before all parts have come",
         ASYNC,
-        "        shared.device.current_stream().wait_event(arrived)\n        return parts.sum(0, dtype=x.dtype), ",
-        "        return parts.sum(0, dtype=x.dtype), ",
+        "        shared.device.current_stream().wait_event(arrived)\n        return shared.total(parts), ",
+        "        return shared.total(parts), ",
         world=2,
     ),
     Bug(
-        "a room that the others still read",
+        "one place for tokens and for the own part of a sum, which the others may still read",
         ASYNC,
-        "room[rank][tp].copy_(x)",
-        "room[rank][rank].copy_(x)",
+        FROM_OWN_TOKENS,
+        FROM_OWN_TOKENS.replace("[tp]", "[rank]", 1).replace("room[r][tp]", "room[r][r]"),
         world=4,
         flags="--heads 4 --kv_heads 2",
     ),
-    Bug("one room for all operations", ASYNC, "Shared(rooms,", "Shared([rooms[0]] * 2,", world=2),
 ]
 
 GATHER_NEXT = "gather(self.units[i + 1], self.gathers)"
