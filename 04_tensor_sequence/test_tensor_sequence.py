@@ -309,6 +309,11 @@ def test_bad_sizes(recipe, monkeypatch):
         with pytest.raises(SystemExit) as end:
             module.check(module.parse_config(), world)
         assert words in end.value.code and str(world) in end.value.code and "\n" not in end.value.code
+    if recipe == ASYNC:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        monkeypatch.setattr("sys.argv", [recipe, "--device", "cpu"])
+        with pytest.raises(SystemExit, match="--nnodes 2: must be 1"):
+            module.check(module.parse_config(), 4)
 
 
 def rows_beyond_the_words(module):
