@@ -25,8 +25,7 @@ def test_equals_root(recipe, world, flags):
     equivalence.check(recipe, world, flags)
 
 
-@pytest.mark.parametrize("when", ["at once", "late"])
-@pytest.mark.parametrize("recipe", BY_TOKENS)
+@pytest.mark.parametrize("recipe, when", [(SEQUENCE, "at once"), (SEQUENCE, "late"), (ASYNC, "late")])
 def test_whenever_streams_get_to_it(recipe, when):
     """A collective writes at some time between its start and the end of the wait for it, a side stream likewise."""
     equivalence.check(recipe, 4, "--heads 4 --kv_heads 2", probe=probes.streams(when))
