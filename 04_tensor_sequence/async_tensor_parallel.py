@@ -6,8 +6,8 @@ its own. As many bytes as in sequence_parallel.py, but their time is added to th
 the matmul's: the wider the layer, the more of it is hidden. Copy engines move them, between memories that all ranks can
 read and write (symmetric memory, over NVLink); an NCCL kernel would take multiprocessors from the matmul beside it. The
 parts of a sum, as their matmuls round them, are added in float32, where NCCL rounds again at every hop. Beside what
-sequence_parallel.py holds
-there is memory for 3 + 2/tp times n·d activations, for what comes and goes. GPUs of one host only.
+sequence_parallel.py holds there is memory for 3 + 2/tp times n·d activations, for what comes and goes. GPUs of one host
+only.
 
 Parent:   04_tensor_sequence/sequence_parallel.py, 03_zero/zero3_copy_engines.py
 Lesson:   Shared, total, pull, push, multiply, ColumnParallel, RowParallel
@@ -190,7 +190,7 @@ class Shared:
     barrier: Callable[[], None]
     device: ModuleType  # torch.cuda; or torch.cpu, whose streams and events do nothing, since all is done at once
     stream: torch.Stream  # of copies and barriers
-    total: Callable[[Tensor], Tensor]
+    total: Callable[[Tensor], Tensor]  # the function below, compiled if the blocks are
     turn: int = 0
 
 
