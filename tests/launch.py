@@ -28,6 +28,7 @@ import einops  # noqa: F401  what recipes import is imported here, once, and not
 import numpy  # noqa: F401
 import torch
 import torch._dynamo  # noqa: F401  the first optimizer step imports it
+import torch._inductor.compile_fx  # noqa: F401  --compile imports it
 import torch.distributed
 from safetensors import safe_open
 from safetensors.torch import load_file
