@@ -6,6 +6,7 @@ once, in the parent, and a process is a fork: eight gloo ranks start in well und
 
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -149,6 +150,7 @@ def run_rank(recipe, argv, rank, world, port, folder, probe) -> None:
     )
     sys.argv = argv
     faulthandler.disable()  # pytest's: what a rank says goes into its own output
+    gc.freeze()  # what the parent has imported: to look at it for garbage would copy it
     torch.set_num_threads(1)  # again: the parent's pool is gone, and autograd's threads would race to make the new one
     code = 1
     with open(f"{folder}/output{rank}", "w", buffering=1) as out, contextlib.redirect_stdout(out):
