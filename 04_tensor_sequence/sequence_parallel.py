@@ -4,10 +4,10 @@ An all-reduce is a reduce-scatter and an all-gather. Tensor parallelism runs bot
 the norms come in between, on 1/tp of the tokens: a rank sums what it needs, and tokens are gathered where the next
 split weights begin. Per block that is two all-gathers and two reduce-scatters of b·s·d activations forward, as many
 backward, (tp-1)/tp of their bytes out and in each, no more than with all-reduces. What is kept for backward is a rank's
-part alone, gathered again when it is needed, which costs two more all-gathers, but beside matmuls: backward of
-column-parallel weights gathers their input while it computes the gradient of that input, and sums this over the ranks
-while it computes the gradient of the weights. A norm's weights are the same on all ranks, but each sees its own tokens:
-the ranks sum their gradients. All activations that a block keeps take 1/tp.
+part alone, gathered again when it is needed, which costs two more all-gathers. Those may hide behind matmuls: backward
+of column-parallel weights starts to gather their input before it computes the gradient of that input, and to sum this
+over the ranks before it computes the gradient of the weights. A norm's weights are the same on all ranks, but each sees
+its own tokens: the ranks sum their gradients. All activations that a block keeps take 1/tp.
 
 Parent:   04_tensor_sequence/vocab_parallel.py
 Lesson:   gather, reduce_scatter, ColumnParallel, RowParallel, Scatter, Attention, MLP, Model, sum_replicas
@@ -63,7 +63,7 @@ class Config:
     rope_factor: float = 1.0  # by which Llama 3.1 and 3.2 stretch the long wavelengths
     seq: int = 128
     batch: int = 16  # sequences per step, of all ranks together
-    steps: int = 20  # eight processes on two cores wait long for each other
+    steps: int = 20  # half the root's: on two cores processes wait long for each other, in every layer
     lr: float = 3e-3
     weight_decay: float = 0.1
     eps: float = 1e-8

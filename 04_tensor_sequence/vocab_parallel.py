@@ -61,7 +61,7 @@ class Config:
     rope_factor: float = 1.0  # by which Llama 3.1 and 3.2 stretch the long wavelengths
     seq: int = 128
     batch: int = 16  # sequences per step, of all ranks together
-    steps: int = 20  # eight processes on two cores wait long for each other
+    steps: int = 20  # half the root's: on two cores processes wait long for each other, in every layer
     lr: float = 3e-3
     weight_decay: float = 0.1
     eps: float = 1e-8

@@ -38,9 +38,8 @@ PARALLEL = SMOLLM.replace("--steps 25", "--steps 15")
 ZERO = f"{PARALLEL} --batch 16"
 LARGE = "--preset llama3_8b --seq 8192 --dtype bfloat16 --compile --steps 8"
 TENSOR = f"{LARGE} --batch 2"  # for all ranks together
-FEW = (
-    f"{TENSOR.replace('--steps 8', '--steps 15')} --layers 4 --vocab 8192"  # a step of which a picture shows something
-)
+# a step of which a picture shows something
+FEW = f"{TENSOR.replace('--steps 8', '--steps 15')} --layers 4 --vocab 8192"
 PIPELINE = "--preset smollm_1_7b --layers 27 --seq 4096 --batch 16 --microbatches 16 --dtype bfloat16 --compile"
 SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
     "single": (

@@ -43,9 +43,7 @@ def test_bfloat16_is_the_dtype_of_everything_but_the_loss(recipe, world, flags):
     low = dict.fromkeys(("Block", "Attention", "MLP", "RMSNorm"), ["torch.bfloat16"])
     for rank in seen:
         assert low.items() <= rank.items(), rank
-        assert rank.get("Linear", ["torch.bfloat16"]) == [
-            "torch.bfloat16"
-        ]  # not called where functions take its weight
+        assert rank.get("Linear", low["MLP"]) == low["MLP"]  # it is not called where functions take its weight
     assert seen[-1]["Loss"] == ["torch.float32"]
 
 
