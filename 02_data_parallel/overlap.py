@@ -1,18 +1,20 @@
-"""Data parallelism, overlapped: each gradient's all-reduce starts as soon as backward has made it.
+"""Data parallelism, overlapped: each gradient's all-reduce starts as soon as backward has computed it.
 
-A hook on every parameter starts the all-reduce, which runs while backward goes on. The bytes are naive's, 2·(dp-1)/dp·4
-per parameter out of each rank, but most of their time is hidden. That is not free: both compete for multiprocessors and
-memory, and backward is slower. A compiled graph hands all its gradients over when its backward ends, so a block is cut
-in two. Still one collective per tensor: small ones move few bytes in the time that it takes to start one.
+A hook on every parameter starts the all-reduce, which overlaps with the rest of backward. A rank sends as many bytes as
+in naive.py, 2·(dp-1)/dp·4 per parameter, but most of their time is hidden. Hidden is not free: NCCL takes SMs and
+memory bandwidth from backward, which gets slower. A compiled graph returns all its gradients at its end, so each block
+is compiled as two graphs. Still one collective per tensor: for small tensors, starting it costs more than the bytes.
 
 Parent:   02_data_parallel/naive.py
 Lesson:   Block, backward, forward_backward
+Copy:     backward (call it instead of loss.backward(), once per step)
 Run:      torchrun --nproc_per_node 8 02_data_parallel/overlap.py
 Source:   Ultra-Scale Playbook, "First optimization: Overlap gradient synchronization with backward pass"
 """
 
 import argparse
 import json
+import math
 import os
 import time
 import zlib
@@ -30,10 +32,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
-IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
-PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for laptops, is the defaults below
-    "tiny": dict(),
+# Shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two tie their embedding and head; here all are untied.
+PRESETS = {
+    "tiny": dict(),  # the defaults below: for laptops
     "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
     "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
     "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
@@ -42,7 +45,7 @@ PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for l
 
 @dataclass(frozen=True)
 class Config:
-    """Every field is a flag. What the command line lacks comes from the preset, and what that lacks from here."""
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
 
     preset: Literal[tuple(PRESETS)] = "tiny"
     layers: int = 8
@@ -52,62 +55,22 @@ class Config:
     ffn: int = 384
     vocab: int = 256
     theta: float = 5e5  # base of the RoPE wavelengths
-    rope_factor: float = 1.0  # by which Llama 3.1 and 3.2 stretch the long wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
-    batch: int = 16  # sequences per step, of all ranks together
+    batch: int = 16  # sequences per step, over all ranks
     steps: int = 40
+    warmup: int = 10  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
     weight_decay: float = 0.1
     eps: float = 1e-8
-    clip: float = 1.0
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
     seed: int = 0
-    data: str = os.path.dirname(os.__file__)  # a file or a folder's files, read as bytes; or a .bin file of token ids
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
     init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
     save: str = ""  # write the trained weights to this .safetensors file
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
     compile: bool = False
-
-
-def parse_config() -> Config:
-    """Turn the command line into a Config."""
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for f in fields(Config):
-        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
-        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
-    flags = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
-    return Config(**{**PRESETS[flags.get("preset", "tiny")], **flags})
-
-
-def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
-    for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("steps", "lr", "weight_decay", "eps", "clip", "seed", "compile") else 1
-        if isinstance(value, int | float) and not value >= least:
-            raise SystemExit(f"--{flag} {value}: must be at least {least}")
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    problems = [
-        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
-        (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
-        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
-        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
-        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
-        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
-        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
-        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
-    ]
-    for wrong, problem in problems:
-        if wrong:
-            raise SystemExit(problem)
-    for file in glob(cfg.init):
-        try:
-            names = safe_open(file, "pt").keys()
-        except (OSError, SafetensorError):
-            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
-        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
-            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -122,28 +85,28 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # a mean of squares needs more digits than bf16 has
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
 def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
     k = cfg.dim // cfg.heads
     frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
-    turns = 8192 * frequency / (2 * torch.pi)  # full turns within the context that Llama 3 was first trained on
-    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: as they are; 1 or less: slowed down by rope_factor
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
     angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
     return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
     low, high = x.chunk(2, dim=-1)
     return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal attention in which heads / kv_heads query heads share a key and a value head (arXiv:2305.13245)."""
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -175,7 +138,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual stream after."""
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -186,7 +149,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
-        torch._dynamo.graph_break()  # compiled, gradients come when the backward of a graph ends: the MLP's come sooner
+        torch._dynamo.graph_break()  # the gradients of the MLP's graph are there while attention's is backward
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -199,7 +162,7 @@ class Loss(nn.Module):
 
 
 class Model(nn.Module):
-    """Llama 3 with an untied head. Its parameters have the names and shapes of transformers.LlamaForCausalLM's."""
+    """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -220,15 +183,24 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
+def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Read one tensor from the files of --init. Published models that tie their head store it as the embedding."""
+    tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []
+    for stored in [name, *tied]:
+        for path in glob(cfg.init):
+            with safe_open(path, "pt") as file:
+                if stored in file.keys():
+                    tensor = file.get_tensor(stored)
+                    if tensor.shape == shape:
+                        return tensor
+                    raise SystemExit(f"--init {cfg.init}: {stored} has shape {list(tensor.shape)}, not {list(shape)}")
+    raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+
+
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """The whole tensor before training: from --init, else from a generator of the device that (seed, name) seeds."""
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name)."""
     if cfg.init:
-        tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []  # as in some published models
-        files = [safe_open(file, "pt") for file in glob(cfg.init)]
-        found = (file.get_tensor(key) for key in [name, *tied] for file in files if key in file.keys())
-        if (tensor := next(found, None)) is None or tensor.shape != shape:
-            raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
-        return tensor
+        return read_tensor(cfg, name, shape)
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
@@ -236,7 +208,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 
 def build_model(cfg: Config) -> Model:
-    """The model before training, filled tensor by tensor: never are all weights in memory twice."""
+    """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice."""
     with torch.device("meta"):
         model = Model(cfg)
     model.to_empty(device=cfg.device)
@@ -251,14 +223,15 @@ def build_model(cfg: Config) -> Model:
 
 # -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of all documents end to end, and the offsets at which documents start.
+    """Return the token ids of all documents end to end, and the offset at which each document starts.
 
-    A .bin file has uint16 ids, or uint32 ids if --vocab needs these or the upper halves are all 0.
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
     """
     path = Path(cfg.data)
     if path.suffix == ".bin" and path.stat().st_size > 1:
         ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
-        if cfg.vocab > 2**16 or not ids[1::2].any():  # the upper halves of uint32 ids
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
             ids = ids[: len(ids) // 2 * 2].view(np.uint32)
     else:
         files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
@@ -268,28 +241,41 @@ def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
         starts = lengths.cumsum() - lengths
     if len(ids) <= cfg.seq:
         raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
-    if ids.max() >= cfg.vocab:
-        raise SystemExit(f"--vocab {cfg.vocab}: must be above {ids.max()}, the largest {ids.dtype} in {cfg.data}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
     return ids, starts
 
 
 def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [b, s] of the global batch: windows of the text that (seed, step) alone picks."""
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
     ids, starts = data
     first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
     where = first + np.arange(cfg.seq + 1)  # b s+1
     window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
     unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
 # ---------------------------------------------------------------------------------------------------------- training
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
-    """AdamW, with weight decay only on matrices."""
+    """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
 
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -298,31 +284,31 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def backward(cfg: Config, model: Model, loss: Tensor) -> None:
-    """Backward, during which the ranks sum each gradient as soon as all of them have it."""
-    order = list(model.parameters())[::-1]  # about backward's; reductions must start in the same order on all ranks
-    made, reductions = set(), []
+def backward(model: Model, loss: Tensor) -> None:
+    """Run backward; sum each gradient over the ranks as soon as all of them have it. Call it once per step."""
+    order = list(model.parameters())[::-1]  # about backward's; all ranks must start their reductions in one order
+    ready, reductions = set(), []
 
-    def reduce_made() -> None:
-        while len(reductions) < len(order) and order[len(reductions)] in made:
+    def reduce_ready() -> None:
+        while len(reductions) < len(order) and order[len(reductions)] in ready:
             p = order[len(reductions)]
-            if p.grad is None:  # not used by this rank's part of the batch; the others would wait for it forever
+            if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
                 p.grad = torch.zeros_like(p)
             # 2 (dp-1)/dp of its bytes out and in per rank; nobody waits, backward goes on
             reductions.append(dist.all_reduce(p.grad, async_op=True))
 
     def hook(p: Tensor) -> None:
-        made.add(p)
-        reduce_made()
+        ready.add(p)
+        reduce_ready()
 
     hooks = [p.register_post_accumulate_grad_hook(hook) for p in order]
     loss.backward()
     for handle in hooks:
         handle.remove()
-    made.update(order)  # what has no gradient by now will get none
-    reduce_made()
+    ready.update(order)  # parameters that this rank did not use, too
+    reduce_ready()
     for reduction in reductions:
-        reduction.wait()  # on GPUs only the stream waits, not this process
+        reduction.wait()  # on GPUs the stream waits, not this process
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -331,19 +317,19 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     rank, dp = dist.get_rank(), dist.get_world_size()
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
     loss = forward(cfg, model, inputs, targets) / tokens
-    backward(cfg, model, loss)
+    backward(model, loss)
     loss = loss.detach()
-    dist.all_reduce(loss)  # one number, for the log; everyone waits
+    dist.all_reduce(loss)  # one element, for the log; everyone waits
     return loss
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Shorten the gradient of the whole model to norm --clip if it is longer, and return the norm that it had."""
+    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
     return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
 
 
 def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
-    """One optimizer step on the global batch [b, s]. Returns loss and gradient norm on the device, without waiting."""
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
     loss = forward_backward(cfg, model, inputs, targets)
     norm = clip_gradients(cfg, model)
     optimizer.step()
@@ -352,9 +338,9 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 
 
 def flops_per_token(cfg: Config) -> float:
-    """Forward and backward: 6 per weight in a matmul, and 6 layers x dim x seq in causal attention.
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
 
-    The embedding is a lookup, attention counts only the unmasked half, and recomputation does not count.
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
@@ -362,7 +348,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds."""
+    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -375,12 +361,12 @@ def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> No
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
-    if dist.get_rank() == 0:  # the replicas are identical
+    if dist.get_rank() == 0:  # all replicas are the same
         save_file(model.state_dict(), cfg.save, metadata)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
-    """Build, train, report, save."""
+    """Build the model, train it, log every step, save."""
     torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
     model = build_model(cfg)
     optimizer = make_optimizer(cfg, model)
@@ -388,18 +374,72 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
     batch = make_batch(cfg, data, 0)
     for step in range(cfg.steps):
         start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
         loss, norm = train_step(cfg, model, optimizer, *batch)
-        batch = make_batch(cfg, data, step + 1)  # the GPU is still busy with the step
+        batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
     if history:
-        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the warm-up
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
     if cfg.save:
         save(cfg, model, history)
 
 
 # -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+    )
+    for field in fields(Config):
+        flag, text = f"--{field.name}", f"default: {field.default}"
+        if field.type is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            choices = get_args(field.type) or None
+            parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+    given = vars(parser.parse_args())
+    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    preset = PRESETS[given.get("preset", "tiny")]
+    return Config(**{**defaults, **preset, **given})
+
+
+def check(cfg: Config, world: int) -> None:
+    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    for flag, value in asdict(cfg).items():
+        may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
+        least = 0 if may_be_zero else 1
+        if isinstance(value, int | float) and not value >= least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
+        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
+        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
+        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
+    for file in glob(cfg.init):
+        try:
+            names = safe_open(file, "pt").keys()
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
+        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
+            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+
+
 def main() -> None:
     cfg = parse_config()
     check(cfg, int(os.environ.get("WORLD_SIZE", 0)))

@@ -1,21 +1,26 @@
-"""Hybrid sharding (HSDP): ZeRO-3 inside groups of --shard ranks, such as the GPUs of a node, and replicas across them.
+"""Hybrid sharding (HSDP): ZeRO-3 inside groups of --shard ranks, such as the GPUs of a host, and replicas across them.
 
-Weights are gathered over the fast links of a group alone. Gradients are first reduce-scattered there; then the ranks
-that own the same shard, one per group, sum it in float32: once per step 2·(r-1)/r·4·Ψ/shard bytes out of each rank, for
-r groups. The price is memory: 16Ψ/shard bytes per rank instead of 16Ψ/dp.
+Weights are gathered over the fast links of a group alone. Gradients are first reduced there; then the ranks that own
+the same shard, one per group, sum it in fp32. Once per step a rank sends 2·(r-1)/r·4·Ψ/shard bytes for that, with r
+groups: per host that is what a ring over all ranks would send, where the all-to-all of zero3.py sends --shard times as
+much across hosts. The price is memory: 16Ψ/shard bytes per rank instead of 16Ψ/dp.
 
 Parent:   03_zero/zero3.py
-Lesson:   Unit, gather, reduce_scatter, build_model
-Plumbing: Config, check, make_unit, backward, forward_backward, clip_gradients, save
+Lesson:   Unit, reduce_scatter, build_model
+Plumbing: Config, reduce, Model.__init__, make_unit, forward_backward, clip_gradients, check
+Copy:     Unit, gather, free, reduce_scatter, flatten, reduce, enter, leave, after_backward, make_unit (as zero3.py
+          says, and set model.requires_all_reduce with the last micro-batch)
 Run:      torchrun --nproc_per_node 8 03_zero/hsdp.py --shard 4
 Source:   Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277, section 3.2.2
 """
 
 import argparse
 import json
+import math
 import os
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from glob import glob
@@ -29,13 +34,14 @@ from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 # ------------------------------------------------------------------------------------------------------------ config
-IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
-PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for laptops, is the defaults below
-    "tiny": dict(),
+# Shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two tie their embedding and head; here all are untied.
+PRESETS = {
+    "tiny": dict(),  # the defaults below: for laptops
     "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
     "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
     "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
@@ -44,7 +50,7 @@ PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for l
 
 @dataclass(frozen=True)
 class Config:
-    """Every field is a flag. What the command line lacks comes from the preset, and what that lacks from here."""
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
 
     preset: Literal[tuple(PRESETS)] = "tiny"
     layers: int = 8
@@ -54,128 +60,141 @@ class Config:
     ffn: int = 384
     vocab: int = 256
     theta: float = 5e5  # base of the RoPE wavelengths
-    rope_factor: float = 1.0  # by which Llama 3.1 and 3.2 stretch the long wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
-    batch: int = 16  # sequences per step, of all ranks together
+    batch: int = 16  # sequences per step, over all ranks
     steps: int = 40
+    warmup: int = 10  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
     weight_decay: float = 0.1
     eps: float = 1e-8
-    clip: float = 1.0
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
     seed: int = 0
-    data: str = os.path.dirname(os.__file__)  # a file or a folder's files, read as bytes; or a .bin file of token ids
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
     init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
     save: str = ""  # write the trained weights to this .safetensors file
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
     compile: bool = False
     microbatches: int = 2  # parts of a rank's batch that go through the model one after another
-    shard: int = 2  # ranks, one after another, that have one copy of the model together
-
-
-def parse_config() -> Config:
-    """Turn the command line into a Config."""
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for f in fields(Config):
-        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
-        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
-    flags = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
-    return Config(**{**PRESETS[flags.get("preset", "tiny")], **flags})
-
-
-def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
-    for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("steps", "lr", "weight_decay", "eps", "clip", "seed", "compile") else 1
-        if isinstance(value, int | float) and not value >= least:
-            raise SystemExit(f"--{flag} {value}: must be at least {least}")
-    each = cfg.batch // max(1, world)
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    problems = [
-        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
-        (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
-        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a process"),
-        (max(1, world) % cfg.shard, f"--shard {cfg.shard}: must divide the number of processes, {world}"),
-        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
-        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
-        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
-        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
-        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
-        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
-    ]
-    for wrong, problem in problems:
-        if wrong:
-            raise SystemExit(problem)
-    for file in glob(cfg.init):
-        try:
-            names = safe_open(file, "pt").keys()
-        except (OSError, SafetensorError):
-            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
-        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
-            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+    shard: int = 2  # neighbouring ranks that hold one copy of the model together
 
 
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together. Of their n numbers, padded with zeros, a rank owns n/shard."""
+    """Parameters that are gathered and reduced together: n elements, zeros at the end so that dp divides n."""
 
-    parameters: list[nn.Parameter]  # views of `full`, end to end: matrices first, then vectors, which do not decay
-    sizes: list[int]  # of the parameters, and of the padding after them
-    full: Tensor  # [n] the weights of the model, in the dtype of the matmuls
-    mine: Tensor  # [n/shard] this rank's part of `full`
-    shard: Tensor  # [n/shard] this rank's part of the weights, in float32: the original
-    matrices: nn.Parameter  # what of the shard is part of a matrix, and
-    vectors: nn.Parameter  # ... of a vector; their .grad are views of `gradient`
-    mesh: DeviceMesh  # "shard": ranks with the other shards of this copy, "replica": with this shard of other copies
-    gradient: Tensor | None = None  # [n/shard] of the shard, in float32, summed over all ranks
-    gathering: dist.Work | None = None  # which fills `full`
+    dp: dist.ProcessGroup  # the ranks that share the unit; each owns, and updates, n/dp elements
+    replicas: dist.ProcessGroup  # the ranks that own the same elements of the other copies of the model
+    parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
+    sizes: list[int]  # elements of the parameters, and of the padding after them
+    full: Tensor  # [n] the weights, in the dtype of the matmuls
+    shard: Tensor  # [n/dp] this rank's fp32 master weights
+    matrices: nn.Parameter  # matrix elements of the shard (decayed)
+    vectors: nn.Parameter  # vector elements of the shard (not decayed)
+    gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gradient: Tensor | None = None  # [n/dp] fp32, summed over ranks and micro-batches; what the .grad are views of
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
-    """Start to fill `full` with the shards of the group, rounded to its dtype, beside what computes."""
-    unit.full.untyped_storage().resize_(unit.full.nbytes)
-    if stream:
-        stream.wait_stream(torch.cuda.current_stream())  # it has read what was in this memory, and written the shard
-    with torch.cuda.stream(stream):
-        unit.mine.copy_(unit.shard)
-        # (shard-1)/shard of the bytes of `full` out and in per rank; who reads it waits. It is all_gather_into_tensor,
-        # which torch 2.13 renames to all_gather_single
-        unit.gathering = unit.mesh.get_group("shard")._allgather_base(unit.full, unit.mine)
+    """Start the all-gather of `full` unless it is up to date; wait on `unit.gathering` before reading it."""
+    if unit.gathering is None:
+        unit.full.untyped_storage().resize_(unit.full.nbytes)
+        if stream:
+            stream.wait_stream(torch.cuda.current_stream())  # what was in this memory is read, the shard is written
+        with torch.cuda.stream(stream):
+            mine = unit.full.chunk(unit.dp.size())[unit.dp.rank()].copy_(unit.shard)  # rounded
+            # (dp-1)/dp of the bytes of `full` out and in per rank; the unit's forward waits. A method of the group: the
+            # function around it, dist.all_gather_into_tensor, has another name in torch 2.13
+            unit.gathering = unit.dp._allgather_base(unit.full, mine)
 
 
 def free(unit: Unit) -> None:
-    """Give back the memory of `full`. It and the parameters stay, to see what is gathered next."""
+    """Free the memory of `full`. The tensor stays, and so do the parameters, to be filled by the next gather."""
     unit.full.untyped_storage().resize_(0)
+    unit.gathering = None
 
 
-def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, first: bool, last: bool) -> dist.Work:
-    """Sum the gradients flat [n] of all ranks and add the part of this rank's shard to those of micro-batches before.
+def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, last: bool) -> dist.Work:
+    """Start to sum the gradients flat [n] over the ranks; each rank adds the sums of its shard to unit.gradient.
 
-    Gradients cross the wire in the dtype in which matmuls make them, and are added in float32: a reduce-scatter in bf16
-    would round after every addition, one in float32 would move twice the bytes. `flat` may change after what is
-    returned has been waited for.
+    Keep flat until the returned work is done. Gradients travel in the dtype in which backward computed them, and are
+    added in fp32: a bf16 reduce-scatter would round after every addition, an fp32 one would send twice the bytes. That
+    is inside one host. Of N ranks on hosts of G GPUs, this sends G·(N-G)/N·Ψ bf16 elements out of every host, 2 to 4
+    times the bytes of an fp32 ring: across hosts use hsdp.py.
     """
-    if first:
-        unit.gradient = torch.empty_like(unit.shard)  # before the stream changes: streams do not share memory
+    if first := unit.gradient is None:
+        unit.gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
         unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
-        parts = rearrange(torch.empty_like(flat), "(shard n) -> shard n", shard=unit.mesh.size(1))
-        # (shard-1)/shard of its bytes out and in per rank; the sum waits, on GPUs backward goes on
-        sending = dist.all_to_all_single(parts, flat, group=unit.mesh.get_group("shard"), async_op=True)
+        parts = rearrange(torch.empty_like(flat), "(dp n) -> dp n", dp=unit.dp.size())
+        # (dp-1)/dp of its bytes out and in per rank; the sum waits, on GPUs backward goes on
+        sending = dist.all_to_all_single(parts, flat, group=unit.dp, async_op=True)
         sending.wait()
         if first:
-            torch.sum(parts, 0, dtype=unit.shard.dtype, out=unit.gradient)
+            torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
         else:
-            unit.gradient += parts.sum(0, dtype=unit.shard.dtype)
+            unit.gradient += parts.sum(0, dtype=unit.gradient.dtype)
         if last:
-            # 2 (r-1)/r of the bytes of the shard out and in per rank, for r replicas; on GPUs backward goes on
-            dist.all_reduce(unit.gradient, group=unit.mesh.get_group("replica"))
+            # 2 (r-1)/r of the bytes of the shard out and in per rank, with r replicas; on GPUs backward goes on
+            dist.all_reduce(unit.gradient, group=unit.replicas)
     return sending
+
+
+def flatten(unit: Unit) -> Tensor:
+    """Move the gradients of a unit into one tensor [n]: those of the parameters are freed."""
+    flat = torch.empty_like(unit.full)
+    *parts, padding = flat.split(unit.sizes)
+    for p, part in zip(unit.parameters, parts):
+        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank did not use it
+        p.grad = None
+    padding.zero_()
+    return flat
+
+
+def reduce(model: nn.Module, i: int) -> None:
+    """Start to reduce the gradients of unit i, which backward has finished."""
+    if len(model.sending) == 2:  # gradients in flight, whose memory can then be used again
+        model.sending.pop(0)[0].wait()  # on GPUs the stream waits, not this process
+    unit = model.units[i]
+    flat = flatten(unit)
+    model.sending.append((reduce_scatter(unit, flat, model.stream, model.requires_all_reduce), flat))
+    if i == 0:  # backward ends here
+        if model.stream:
+            torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
+        model.sending.clear()
+
+
+def enter(model: nn.Module, i: int, x: Tensor) -> None:
+    """Wait for the weights of unit i, which will read x, and prefetch the next unit's.
+
+    When backward has the gradient of x, it has finished unit i.
+    """
+    for unit in model.units[i : i + 2]:
+        gather(unit, model.gathers)
+    model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
+    if x.requires_grad:  # not under torch.no_grad(), and not the ids
+        x.register_hook(lambda gradient: after_backward(model, i))
+
+
+def leave(model: nn.Module, i: int, x: Tensor) -> None:
+    """Free the weights of unit i, which has computed x. Backward needs those of the last two units first: they stay."""
+    if i < len(model.units) - 2 or not x.requires_grad:
+        free(model.units[i])
+
+
+def after_backward(model: nn.Module, i: int) -> None:
+    """Free the weights of unit i, which backward has finished; wait for those before it; prefetch those before that."""
+    if i > 1:  # the embedding's backward needs no weights
+        gather(model.units[i - 1], model.gathers)  # has started already, but for a forward in between
+        model.units[i - 1].gathering.wait()
+    free(model.units[i])
+    reduce(model, i)
+    if i > 2:
+        gather(model.units[i - 2], model.gathers)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -190,28 +209,28 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # a mean of squares needs more digits than bf16 has
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
 def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
     k = cfg.dim // cfg.heads
     frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
-    turns = 8192 * frequency / (2 * torch.pi)  # full turns within the context that Llama 3 was first trained on
-    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: as they are; 1 or less: slowed down by rope_factor
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
     angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
     return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
     low, high = x.chunk(2, dim=-1)
     return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal attention in which heads / kv_heads query heads share a key and a value head (arXiv:2305.13245)."""
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -243,7 +262,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual stream after."""
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -254,7 +273,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
-        torch._dynamo.graph_break()  # compiled, gradients come when the backward of a graph ends: the MLP's come sooner
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -267,11 +285,17 @@ class Loss(nn.Module):
 
 
 class Model(nn.Module):
-    """Llama 3 with an untied head. Its parameters have the names and shapes of transformers.LlamaForCausalLM's."""
+    """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, dp: dist.ProcessGroup):
         super().__init__()
         self.cfg = cfg
+        self.dp = dp  # the ranks that share the batch
+        self.units: list[Unit] = []  # filled by build_model, in the order of forward
+        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
+        self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
+        self.requires_all_reduce = True  # whether backward sums over the replicas: with the last micro-batch
+        self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
@@ -282,82 +306,86 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
-        gather(self.units[0], self.gathers)
-        gather(self.units[1], self.gathers)
-        self.units[0].gathering.wait()  # on GPUs only the stream waits, not this process
+        enter(self, 0, ids)
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        free(self.units[0])
-        for i, block in enumerate(self.model.layers, 1):  # unit i
-            self.units[i].gathering.wait()
-            gather(self.units[i + 1], self.gathers)
+        leave(self, 0, x)
+        for i, block in enumerate(self.model.layers, 1):
+            enter(self, i, x)
             x = block(x, rope)
-            if i < self.cfg.layers:
-                free(self.units[i])  # but not the last block, which backward needs at once
-            x.register_hook(partial(before_backward, self, i))
-        self.units[-1].gathering.wait()
-        return self.lm_head(self.model.norm(x))
+            leave(self, i, x)
+        enter(self, len(self.units) - 1, x)
+        logits = self.lm_head(self.model.norm(x))
+        leave(self, len(self.units) - 1, logits)
+        return logits
 
 
-def before_backward(model: Model, i: int, _: Tensor) -> None:
-    """Have the weights of unit i, a block, free those after it, and start to gather those of the block before it."""
-    model.units[i].gathering.wait()
-    free(model.units[i + 1])
-    model.reduce_made(*model.units[i + 1].parameters)  # before the gather on all ranks, gradients or not
-    if i > 1:
-        gather(model.units[i - 1], model.gathers)
+def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Read one tensor from the files of --init. Published models that tie their head store it as the embedding."""
+    tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []
+    for stored in [name, *tied]:
+        for path in glob(cfg.init):
+            with safe_open(path, "pt") as file:
+                if stored in file.keys():
+                    tensor = file.get_tensor(stored)
+                    if tensor.shape == shape:
+                        return tensor
+                    raise SystemExit(f"--init {cfg.init}: {stored} has shape {list(tensor.shape)}, not {list(shape)}")
+    raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """The whole tensor before training: from --init, else from a generator of the device that (seed, name) seeds."""
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name)."""
     if cfg.init:
-        tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []  # as in some published models
-        files = [safe_open(file, "pt") for file in glob(cfg.init)]
-        found = (file.get_tensor(key) for key in [name, *tied] for file in files if key in file.keys())
-        if (tensor := next(found, None)) is None or tensor.shape != shape:
-            raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
-        return tensor
+        return read_tensor(cfg, name, shape)
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
-def make_unit(cfg: Config, model: Model, names: tuple[str, ...], mesh: DeviceMesh) -> Unit:
-    """The unit of the parameters whose names begin so, with its shard filled tensor by tensor."""
-    rank, shards = mesh.get_local_rank("shard"), mesh.size(1)
+def make_unit(
+    model: nn.Module,
+    names: tuple[str, ...],
+    initial: Callable[[str, torch.Size], Tensor],
+    dp: dist.ProcessGroup,
+    replicas: dist.ProcessGroup,
+    device: str,
+    dtype: torch.dtype,
+) -> Unit:
+    """Build a unit from the parameters whose names start with `names`. initial(name, shape) returns a full tensor."""
     named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
-    named.sort(key=lambda item: -item[1].ndim)
+    named.sort(key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
-    each = (sum(sizes) + shards - 1) // shards  # numbers in a shard
-    sizes.append(shards * each - sum(sizes))
-    full = torch.zeros(shards * each, dtype=getattr(torch, cfg.dtype), device=cfg.device)
-    shard = torch.zeros(each, device=cfg.device)
-    start = -rank * each  # of a tensor in the shard, if it is there
-    for (name, p), part in zip(named, full.split(sizes)):
+    each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
+    sizes.append(dp.size() * each - sum(sizes))  # the padding
+    full = torch.zeros(dp.size() * each, dtype=dtype, device=device)
+    shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    start = -dp.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    for (name, p), weight in zip(named, full.split(sizes)):
         own = shard[max(0, start) : max(0, start + p.numel())]
-        own.copy_(full_tensor(cfg, name, p.shape).flatten()[max(0, -start) :][: len(own)])
+        own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
+        # .data: autograd must not notice that gather overwrites the weights
+        torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
-        # .data: autograd shall not see what gather writes
-        torch.utils.swap_tensors(p, nn.Parameter(part.view(p.shape).data))
-    end = sum(p.numel() for _, p in named if p.ndim > 1) - rank * each  # of the matrices
+    end = sum(p.numel() for _, p in named if p.ndim > 1) - dp.rank() * each  # of the matrices, in the shard
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit([p for _, p in named], sizes, full, full.chunk(shards)[rank], shard, matrices, vectors, mesh)
+    return Unit(dp, replicas, [p for _, p in named], sizes, full, shard, matrices, vectors)
 
 
 def build_model(cfg: Config) -> Model:
-    """The model before training: no rank ever has all weights."""
+    """Build the model unit by unit, filled tensor by tensor: no rank ever has all weights."""
+    dp = dist.group.WORLD
+    shape = dp.size() // cfg.shard, cfg.shard
+    mesh = init_device_mesh(cfg.device, shape, mesh_dim_names=("replicas", "shard"))
     with torch.device("meta"):
-        model = Model(cfg)
+        model = Model(cfg, dp)
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
-    parts = [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]  # in the order of forward
-    shape = dist.get_world_size() // cfg.shard, cfg.shard
-    mesh = init_device_mesh(cfg.device, shape, mesh_dim_names=("replica", "shard"))
-    model.units = []
-    for names in parts:
-        model.units.append(make_unit(cfg, model, names, mesh))
+    for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
+        groups = mesh["shard"].get_group(), mesh["replicas"].get_group()
+        dtype = getattr(torch, cfg.dtype)
+        model.units.append(make_unit(model, names, partial(full_tensor, cfg), *groups, cfg.device, dtype))
         free(model.units[-1])
-    model.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # where weights are rounded to be gathered
-    model.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
+    model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(model, 0))  # the last gradient
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()
@@ -366,14 +394,15 @@ def build_model(cfg: Config) -> Model:
 
 # -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of all documents end to end, and the offsets at which documents start.
+    """Return the token ids of all documents end to end, and the offset at which each document starts.
 
-    A .bin file has uint16 ids, or uint32 ids if --vocab needs these or the upper halves are all 0.
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
     """
     path = Path(cfg.data)
     if path.suffix == ".bin" and path.stat().st_size > 1:
         ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
-        if cfg.vocab > 2**16 or not ids[1::2].any():  # the upper halves of uint32 ids
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
             ids = ids[: len(ids) // 2 * 2].view(np.uint32)
     else:
         files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
@@ -383,28 +412,41 @@ def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
         starts = lengths.cumsum() - lengths
     if len(ids) <= cfg.seq:
         raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
-    if ids.max() >= cfg.vocab:
-        raise SystemExit(f"--vocab {cfg.vocab}: must be above {ids.max()}, the largest {ids.dtype} in {cfg.data}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
     return ids, starts
 
 
 def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [b, s] of the global batch: windows of the text that (seed, step) alone picks."""
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
     ids, starts = data
     first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
     where = first + np.arange(cfg.seq + 1)  # b s+1
     window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
     unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
 # ---------------------------------------------------------------------------------------------------------- training
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
-    """AdamW of this rank's shards, with weight decay only on matrices."""
+    """Return AdamW for this rank's shards, with weight decay on matrices only."""
     matrices = [unit.matrices for unit in model.units]
     vectors = [unit.vectors for unit in model.units]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
 
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -413,82 +455,47 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def flatten(unit: Unit) -> Tensor:
-    """The gradients of a unit, end to end in one tensor [n]; those of the parameters are freed."""
-    flat = torch.empty_like(unit.full)
-    for p, part in zip(unit.parameters, flat.split(unit.sizes)):
-        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank's part of the batch has none
-        p.grad = None
-    flat[len(flat) - unit.sizes[-1] :].zero_()  # the padding
-    return flat
-
-
-def backward(cfg: Config, model: Model, loss: Tensor, first: bool, last: bool) -> None:
-    """Backward, during which the ranks sum the gradients of each unit as soon as all of them have made them."""
-    waiting = model.units[::-1]  # for the sum, in the same order on all ranks
-    made = set()  # parameters that have their gradient
-    sending = []  # (what to wait for, gradients) of at most two units
-
-    def reduce_made(*parameters: Tensor) -> None:
-        made.update(parameters)
-        while waiting and made.issuperset(waiting[0].parameters):
-            unit = waiting.pop(0)
-            if len(sending) == 2:
-                sending.pop(0)[0].wait()  # then their memory is used again; on GPUs only the stream waits
-            flat = flatten(unit)
-            sending.append((reduce_scatter(unit, flat, model.stream, first, last), flat))
-
-    model.reduce_made = reduce_made  # for before_backward
-    hooks = [p.register_post_accumulate_grad_hook(reduce_made) for p in model.parameters()]
-    loss.backward()
-    for handle in hooks:
-        handle.remove()
-    reduce_made(*model.parameters())  # what has no gradient by now will get none
-    del model.reduce_made  # and the gradients that it holds
-    if model.stream:
-        torch.cuda.current_stream().wait_stream(model.stream)  # only the GPU's stream waits, not this process
-
-
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in the units"""
     tokens = (targets != IGNORE).sum()
-    rank, dp = dist.get_rank(), dist.get_world_size()
+    rank, dp = model.dp.rank(), model.dp.size()
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
     total = 0
     for i, (x, y) in enumerate(zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches))):
+        model.requires_all_reduce = i == cfg.microbatches - 1
         loss = forward(cfg, model, x, y) / tokens
-        backward(cfg, model, loss, first=i == 0, last=i == cfg.microbatches - 1)
-        free(model.units[1])  # the first block's, which no backward of a block follows
+        loss.backward()  # reduces the gradients of a unit when it has finished it, see enter
         total += loss.detach()
-    dist.all_reduce(total)  # one number, for the log; everyone waits
+    dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
     return total
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Shorten the gradient of the whole model to norm --clip if it is longer, and return the norm that it had."""
+    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm)  # one number, the squares of all shards of all copies: to the bit the same; everyone waits
-    norm = (norm / model.units[0].mesh.size(0)).sqrt()
+    dist.all_reduce(norm, group=model.dp)  # one element, the squares of all shards of all copies; everyone waits
+    norm = (norm / model.units[0].replicas.size()).sqrt()  # the same bits on all ranks, which must scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
 
 def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
-    """One optimizer step on the global batch [b, s]. Returns loss and gradient norm on the device, without waiting."""
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
     loss = forward_backward(cfg, model, inputs, targets)
     norm = clip_gradients(cfg, model)
     optimizer.step()
     optimizer.zero_grad()
     for unit in model.units:
+        unit.gathering = None  # the shards have changed: the next forward gathers them
         unit.gradient = None
     return loss, norm
 
 
 def flops_per_token(cfg: Config) -> float:
-    """Forward and backward: 6 per weight in a matmul, and 6 layers x dim x seq in causal attention.
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
 
-    The embedding is a lookup, attention counts only the unmasked half, and recomputation does not count.
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
@@ -496,7 +503,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds."""
+    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -512,17 +519,17 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     names, weights = {p: name for name, p in model.named_parameters()}, {}
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
-        # one unit after the other, of which rank 0 keeps a copy; everyone waits
-        unit.mesh.get_group("shard")._allgather_base(full, unit.shard).wait()
-        for p, part in zip(unit.parameters, full.split(unit.sizes)):
-            if dist.get_rank() == 0:
-                weights[names[p]] = part.view(p.shape).to("cpu", copy=True)
+        # (dp-1)/dp of the bytes of a unit out and in per rank; everyone waits. Rank 0 keeps a copy on the CPU
+        unit.dp._allgather_base(full, unit.shard).wait()
+        if dist.get_rank() == 0:
+            for p, weight in zip(unit.parameters, full.split(unit.sizes)):
+                weights[names[p]] = weight.view(p.shape).to("cpu", copy=True)
     if dist.get_rank() == 0:
         save_file(weights, cfg.save, metadata)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
-    """Build, train, report, save."""
+    """Build the model, train it, log every step, save."""
     torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
     model = build_model(cfg)
     optimizer = make_optimizer(cfg, model)
@@ -530,18 +537,75 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
     batch = make_batch(cfg, data, 0)
     for step in range(cfg.steps):
         start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
         loss, norm = train_step(cfg, model, optimizer, *batch)
-        batch = make_batch(cfg, data, step + 1)  # the GPU is still busy with the step
+        batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
     if history:
-        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the warm-up
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
     if cfg.save:
         save(cfg, model, history)
 
 
 # -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+    )
+    for field in fields(Config):
+        flag, text = f"--{field.name}", f"default: {field.default}"
+        if field.type is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            choices = get_args(field.type) or None
+            parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+    given = vars(parser.parse_args())
+    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    preset = PRESETS[given.get("preset", "tiny")]
+    return Config(**{**defaults, **preset, **given})
+
+
+def check(cfg: Config, world: int) -> None:
+    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    for flag, value in asdict(cfg).items():
+        may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
+        least = 0 if may_be_zero else 1
+        if isinstance(value, int | float) and not value >= least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    each = cfg.batch // max(1, world)
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
+        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a process"),
+        (max(1, world) % cfg.shard, f"--shard {cfg.shard}: must divide the number of processes, {world}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
+        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
+        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
+        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
+    for file in glob(cfg.init):
+        try:
+            names = safe_open(file, "pt").keys()
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
+        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
+            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+
+
 def main() -> None:
     cfg = parse_config()
     check(cfg, int(os.environ.get("WORLD_SIZE", 0)))

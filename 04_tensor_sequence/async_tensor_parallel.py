@@ -1,23 +1,24 @@
-"""Asynchronous tensor parallelism: matmuls in pieces, one of which computes while the tokens of the next one travel.
+"""Asynchronous tensor parallelism: matmuls in pieces; one piece computes while the tokens of the next one travel.
 
-A piece is the tokens of one rank. Column-parallel weights multiply a rank's own tokens while those of the others come;
-row-parallel weights begin with the tokens of the others, whose sums travel while the next are computed, and end with
-its own. As many bytes as in sequence_parallel.py, but their time is added to the step only as far as it is longer than
-the matmul's: the wider the layer, the more of it is hidden. Copy engines move them, between memories that all ranks can
-read and write (symmetric memory, over NVLink); an NCCL kernel would take multiprocessors from the matmul beside it. The
-parts of a sum, as their matmuls round them, are added in float32, where NCCL rounds again at every hop. Beside what
-sequence_parallel.py holds there is memory for 3 + 2/tp times n·d activations, for what comes and goes. GPUs of one host
-only.
+A piece is the tokens of one rank. Column-parallel weights multiply a rank's own tokens while the others' arrive;
+row-parallel weights begin with the others' tokens, whose products travel while the next ones are computed, and end with
+their own. A rank sends as many bytes as in sequence_parallel.py, but their time is exposed only where it exceeds that
+of the matmuls: the wider the layer, the more is hidden. Copy engines move them between memories that all ranks can read
+and write (symmetric memory, over NVLink); an NCCL kernel would take SMs from the matmul that it overlaps with. The
+parts of a sum, as their matmuls round them, are added in fp32, where NCCL rounds again at every hop. Memory beside that
+of sequence_parallel.py: 3 + 2/tp times n·d activations, for what comes and goes. For GPUs of one host.
 
-Parent:   04_tensor_sequence/sequence_parallel.py, 03_zero/zero3_copy_engines.py
-Lesson:   Shared, total, pull, push, multiply, ColumnParallel, RowParallel
-Plumbing: check, Attention, MLP, Block, Model, build_model
+Parent:   04_tensor_sequence/sequence_parallel.py, 02_data_parallel/copy_engines.py
+Lesson:   Shared, total, pull, push, multiply, ColumnParallel, RowParallel, make_shared
+Plumbing: Attention, MLP, Block.__init__, Model, build_model, check
+Copy:     share, Shared, total, pull, push, multiply, ColumnParallel, RowParallel (make_shared shows how to make Shared)
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/async_tensor_parallel.py
 Source:   Wang et al. 2023, ASPLOS, doi:10.1145/3567955.3567959; Jangda et al. 2022, CoCoNet, arXiv:2105.05720
 """
 
 import argparse
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -25,6 +26,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from glob import glob
 from pathlib import Path
 from types import ModuleType
@@ -40,13 +42,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
-IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
-WORDS = "model.embed_tokens.weight", "lm_head.weight"  # the tensors with a row per word
-# along which axis of a weight [out, in] a layer is split: by 0 column-parallel, or by words; by 1 row-parallel
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"  # tensors with a row per vocabulary id
+# The axis of a weight [out, in] along which a layer is split: 0 is column-parallel, 1 is row-parallel.
 SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1, embed_tokens=0, lm_head=0)
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
-PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for laptops, is the defaults below
-    "tiny": dict(),
+# Shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two tie their embedding and head; here all are untied.
+PRESETS = {
+    "tiny": dict(),  # the defaults below: for laptops
     "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
     "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
     "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
@@ -55,7 +58,7 @@ PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for l
 
 @dataclass(frozen=True)
 class Config:
-    """Every field is a flag. What the command line lacks comes from the preset, and what that lacks from here."""
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
 
     preset: Literal[tuple(PRESETS)] = "tiny"
     layers: int = 8
@@ -65,151 +68,116 @@ class Config:
     ffn: int = 384
     vocab: int = 256
     theta: float = 5e5  # base of the RoPE wavelengths
-    rope_factor: float = 1.0  # by which Llama 3.1 and 3.2 stretch the long wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
-    batch: int = 16  # sequences per step, of all ranks together
-    steps: int = 20  # half the root's: on two cores processes wait long for each other, in every layer
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 20  # half the root's: on two cores, processes wait long for each other in every layer
+    warmup: int = 10  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
     weight_decay: float = 0.1
     eps: float = 1e-8
-    clip: float = 1.0
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
     seed: int = 0
-    data: str = os.path.dirname(os.__file__)  # a file or a folder's files, read as bytes; or a .bin file of token ids
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
     init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
     save: str = ""  # write the trained weights to this .safetensors file
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
     compile: bool = False
-
-
-def parse_config() -> Config:
-    """Turn the command line into a Config."""
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for f in fields(Config):
-        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
-        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
-    flags = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
-    return Config(**{**PRESETS[flags.get("preset", "tiny")], **flags})
-
-
-def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
-    for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("steps", "lr", "weight_decay", "eps", "clip", "seed", "compile") else 1
-        if isinstance(value, int | float) and not value >= least:
-            raise SystemExit(f"--{flag} {value}: must be at least {least}")
-    tp = max(1, world)
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    problems = [
-        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
-        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
-        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (cfg.heads % tp, f"--heads {cfg.heads}: must be divisible by the number of processes, {tp}"),
-        (cfg.kv_heads % tp and tp % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: must divide, or be divisible by, {tp}"),
-        (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by the number of processes, {tp}"),
-        (cfg.batch * cfg.seq % tp, f"--seq {cfg.seq}: times --batch {cfg.batch}, must be divisible by {tp} processes"),
-        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
-        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
-        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
-        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
-        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
-        (world > max(1, local), f"--nnodes {world // local}: must be 1, all processes share the memory of one host"),
-    ]
-    for wrong, problem in problems:
-        if wrong:
-            raise SystemExit(problem)
-    for file in glob(cfg.init):
-        try:
-            names = safe_open(file, "pt").keys()
-        except (OSError, SafetensorError):
-            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
-        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
-            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
 
 
 # ----------------------------------------------------------------------------------------------------- communication
 class Leave(torch.autograd.Function):
-    """Where split weights end (Megatron's g): sums all ranks' outputs, and hands on the gradient, which is whole."""
+    """Where split weights end (Megatron's g): sum the ranks' outputs; pass the gradient on, which is whole.
+
+    A bias of the row-parallel layer before it is added after the sum: before it, it would count tp times.
+    """
 
     @staticmethod
-    @torch.compiler.disable  # torch 2.11 gives a sum that it has compiled no gradient
-    def forward(ctx, x: Tensor) -> Tensor:
+    @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
         return x
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
-def share(cfg: Config, numbers: int) -> tuple:
-    """Symmetric memory: a list by rank of tensors [numbers], which all can read, and a barrier for the current stream.
+def share(
+    elements: int, dtype: torch.dtype, device: str, group: dist.ProcessGroup
+) -> tuple[list[Tensor], Callable[[], None]]:
+    """Allocate symmetric memory: by rank a tensor [elements], which all ranks can read and write, and a barrier.
 
-    On GPUs it is mapped over NVLink, on CPUs it is a file that all ranks map.
+    On GPUs the others' tensors are mapped over NVLink, and the barrier holds the current stream. On CPUs each tensor is
+    a file that all ranks map, and the barrier holds the process. All ranks of the group must be on one host.
     """
-    rank, dp, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, cfg.dtype)
-    if cfg.device == "cuda":
-        mine = symmetric_memory.empty(numbers, dtype=dtype, device=f"cuda:{torch.cuda.current_device()}")
-        handle = symmetric_memory.rendezvous(mine, dist.group.WORLD)
-        return [handle.get_buffer(r, mine.shape, dtype) for r in range(dp)], handle.barrier
-    folder = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folder)  # a path, from rank 0; all wait for it
-    buffers = [torch.from_file(f"{folder[0]}/{r}", shared=True, size=numbers, dtype=dtype) for r in range(dp)]
-    dist.barrier()  # nothing is sent: all have opened the files, whose names may go
+    if device == "cuda":
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(gpu)):  # counted by torch.cuda.memory_allocated
+            mine = torch.empty(elements, dtype=dtype, device=gpu)
+        handle = symmetric_memory.rendezvous(mine, group)
+        others = [handle.get_buffer(r, mine.shape, dtype) for r in range(group.size())]
+        return [mine if r == group.rank() else other for r, other in enumerate(others)], handle.barrier
+    folder = [tempfile.mkdtemp() if group.rank() == 0 else None]
+    dist.broadcast_object_list(folder, group=group, group_src=0)  # a path, from rank 0; all wait for it
+    files = [f"{folder[0]}/{r}" for r in range(group.size())]
+    tensors = [torch.from_file(file, shared=True, size=elements, dtype=dtype) for file in files]
+    dist.barrier(group)  # sends nothing: all have opened the files, whose names may go
     shutil.rmtree(folder[0], ignore_errors=True)
-    return buffers, dist.barrier
+    return tensors, partial(dist.barrier, group)
 
 
-def gather(x: Tensor) -> tuple[Tensor, dist.Work]:
-    """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; they are there when the work is done."""
-    rows = x.new_empty(dist.get_world_size() * x.shape[0], *x.shape[1:])
-    # a method of the group, because dist.all_gather_into_tensor has another name from one version of torch to the next
-    return rows, dist.group.WORLD._allgather_base(rows, x.contiguous())  # (tp-1)/tp of the bytes of rows in and out
+def gather(x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; wait on the work before reading them."""
+    rows = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
+    # a method of the group: the function around it, dist.all_gather_into_tensor, has another name in torch 2.13
+    return rows, tp._allgather_base(rows, x.contiguous())  # (tp-1)/tp of the bytes of rows in and out
 
 
-def reduce_scatter(rows: Tensor) -> tuple[Tensor, dist.Work]:
-    """Start to sum the ranks' [n, d], of which each gets the sums of its own tokens, [n/tp, d]."""
-    x = rows.new_empty(rows.shape[0] // dist.get_world_size(), *rows.shape[1:])
-    return x, dist.group.WORLD._reduce_scatter_base(x, rows.contiguous())  # (tp-1)/tp of the bytes of rows out and in
+def reduce_scatter(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to sum the ranks' [n, d]; each rank gets the sums of its own tokens, [n/tp, d]. Wait before reading."""
+    x = rows.new_empty(rows.shape[0] // tp.size(), *rows.shape[1:])
+    return x, tp._reduce_scatter_base(x, rows.contiguous())  # (tp-1)/tp of the bytes of rows out and in
 
 
 @dataclass(eq=False)
 class Shared:
-    """Memory that all ranks of a host read and write, of each rank two rooms, which operations use in turn.
+    """Symmetric memory in which the ranks exchange tokens: of each rank two rooms, which operations use in turn.
 
-    In a room [tp + 1, n/tp, d] the ranks leave what this one has to sum, and it leaves, in the last place, its tokens
-    for them. Every operation has one barrier, of the streams that copy. Past it all ranks are done with the room of the
-    operation before, so that the next one may fill it. Backward begins a push before its pull has passed the barrier,
-    and fills its own part of the sum then: nobody else may read that place, hence the last one for tokens.
+    In a room [tp + 1, n/tp, d] the others leave what this rank has to sum. In its last place the rank leaves its own
+    tokens for them. Every operation has one barrier, on the stream that copies. Past it, all ranks are done with the
+    room of the operation before, so the next operation may fill that one. Backward starts a push before its pull has
+    passed the barrier, and then fills its own part of the sum: no other rank may read that place, hence the last one.
     """
 
+    tp: dist.ProcessGroup
     rooms: list[tuple[Tensor, ...]]  # by turn and rank
     leaving: Tensor  # [tp, n/tp, d], of this rank alone: products on their way to the others
     barrier: Callable[[], None]
-    device: ModuleType  # torch.cuda; or torch.cpu, whose streams and events do nothing, since all is done at once
+    device: ModuleType  # torch.cuda; or torch.cpu, whose streams and events do nothing: there everything is immediate
     stream: torch.Stream  # of copies and barriers
     total: Callable[[Tensor], Tensor]  # the function below, compiled if the blocks are
     turn: int = 0
 
 
 def total(parts: Tensor) -> Tensor:
-    """The sum of all ranks' parts, [tp, n/tp, d] -> [n/tp, d], rounded once."""
-    return parts.sum(0, dtype=parts.dtype)  # without it, on GPUs, autocast would return float32
+    """Sum the ranks' parts, [tp, n/tp, d] -> [n/tp, d], rounded once."""
+    return parts.sum(0, dtype=parts.dtype)  # without dtype, autocast on GPUs would return fp32
 
 
 def pull(x: Tensor, shared: Shared) -> tuple[Tensor, dict[int, torch.Event]]:
-    """Start to put all tokens together, x [n/tp, d] -> rows [tp, n/tp, d]; by rank the events of their arrival."""
-    rank, tp = dist.get_rank(), dist.get_world_size()
+    """Start to put all tokens together, x [n/tp, d] -> rows [tp, n/tp, d]; by rank, the events of their arrival."""
+    rank, tp = shared.tp.rank(), shared.tp.size()
     shared.turn ^= 1
     room, rows, arrivals = shared.rooms[shared.turn], x.new_empty(tp, *x.shape), {}
-    room[rank][tp].copy_(x)
+    room[rank][tp, : len(x)].copy_(x)
     shared.stream.wait_stream(shared.device.current_stream())
     with shared.device.stream(shared.stream):
         shared.barrier()  # all have put theirs into their rooms
-        for r in [(rank + i) % tp for i in range(1, tp)]:  # each rank begins elsewhere
-            rows[r].copy_(room[r][tp])  # in all (tp-1)/tp of the bytes of rows in; what multiplies them waits
+        for r in [(rank + i) % tp for i in range(1, tp)]:  # each rank begins with another one
+            rows[r].copy_(room[r][tp, : len(x)])  # in all (tp-1)/tp of the bytes of rows in; their matmul waits
             arrivals[r] = shared.stream.record_event()
         rows[rank].copy_(x)
         arrivals[rank] = shared.stream.record_event()
@@ -219,29 +187,30 @@ def pull(x: Tensor, shared: Shared) -> tuple[Tensor, dict[int, torch.Event]]:
 def push(x: Tensor, weight: Tensor, shared: Shared) -> tuple[Tensor, torch.Event]:
     """Multiply x [tp, n/tp, f] by weight [f, d], and start to copy the products to the ranks whose tokens they are.
 
-    Returns what comes from all ranks, [tp, n/tp, d], to be summed, and the event after which it is there.
+    Return what comes from all ranks, [tp, n/tp, d], to be summed, and the event after which it is there.
     """
-    rank, tp = dist.get_rank(), dist.get_world_size()
+    rank, tp, tokens = shared.tp.rank(), shared.tp.size(), x.shape[1]
     shared.turn ^= 1
-    room = shared.rooms[shared.turn]
+    room, leaving = shared.rooms[shared.turn], shared.leaving[:, :tokens]
     for r in [(rank + i) % tp for i in range(1, tp)]:
-        torch.mm(x[r], weight, out=shared.leaving[r])
+        torch.mm(x[r], weight, out=leaving[r])
         shared.stream.wait_stream(shared.device.current_stream())
         with shared.device.stream(shared.stream):
-            room[r][rank].copy_(shared.leaving[r])  # (tp-1)/tp of the bytes of leaving out, beside the next matmul
-    torch.mm(x[rank], weight, out=room[rank][rank])  # no other rank reads it, and so the barrier does not wait for it
+            # in all (tp-1)/tp of the bytes of leaving out, while the next matmul computes
+            room[r][rank, :tokens].copy_(leaving[r])
+    torch.mm(x[rank], weight, out=room[rank][rank, :tokens])  # no other rank reads it: the barrier need not wait for it
     with shared.device.stream(shared.stream):
-        shared.barrier()  # all have brought theirs; who sums them waits
-    return room[rank][:tp], shared.stream.record_event()
+        shared.barrier()  # all have brought theirs; their sum waits
+    return room[rank][:tp, :tokens], shared.stream.record_event()
 
 
 def multiply(x: Tensor, rows: Tensor, weight: Tensor, arrivals: dict[int, torch.Event], shared: Shared) -> Tensor:
-    """rows [tp, n/tp, d] times weight [d, f] -> [n, f]: at first this rank's x, then the others' as they arrive."""
+    """Multiply rows [tp, n/tp, d] by weight [d, f] -> [n, f]: first this rank's x, then the others' as they arrive."""
     out = rows.new_empty(*rows.shape[:2], weight.shape[1])
-    torch.mm(x, weight, out=out[dist.get_rank()])
+    torch.mm(x, weight, out=out[shared.tp.rank()])
     for r, arrival in arrivals.items():
         shared.device.current_stream().wait_event(arrival)
-        if r != dist.get_rank():
+        if r != shared.tp.rank():
             torch.mm(rows[r], weight, out=out[r])
     return out.flatten(0, 1)
 
@@ -260,8 +229,8 @@ class ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (x, weight), shared = ctx.saved_tensors, ctx.shared
-        rows, arrivals = pull(x, shared)  # beside the next matmul
-        parts, arrived = push(gradient.view(len(rows), -1, len(weight)), weight, shared)  # ... and the one after it
+        rows, arrivals = pull(x, shared)  # overlaps with the next matmul
+        parts, arrived = push(gradient.view(len(rows), -1, len(weight)), weight, shared)  # and with the one after it
         for arrival in arrivals.values():
             shared.device.current_stream().wait_event(arrival)
         gradient = gradient.T @ rows.flatten(0, 1)
@@ -277,7 +246,7 @@ class RowParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, shared: Shared) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.shared = shared
-        parts, arrived = push(x.view(dist.get_world_size(), -1, x.shape[1]), weight.T, shared)
+        parts, arrived = push(x.view(shared.tp.size(), -1, x.shape[1]), weight.T, shared)
         shared.device.current_stream().wait_event(arrived)
         return shared.total(parts)
 
@@ -289,19 +258,20 @@ class RowParallel(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """The sum of the ranks' tokens, of which each gets its own: [n, d] -> [n/tp, d]."""
+    """The sum of the ranks' tokens, of which each rank gets its own: [n, d] -> [n/tp, d]."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor) -> Tensor:
-        x, scattered = reduce_scatter(rows)
+    def forward(ctx, rows: Tensor, tp: dist.ProcessGroup) -> Tensor:
+        ctx.tp = tp
+        x, scattered = reduce_scatter(rows, tp)
         scattered.wait()  # everyone waits
         return x
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        rows, gathered = gather(gradient)
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        rows, gathered = gather(gradient, ctx.tp)
         gathered.wait()  # everyone waits
-        return rows
+        return rows, None
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -316,91 +286,94 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # a mean of squares needs more digits than bf16 has
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
 def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
     k = cfg.dim // cfg.heads
     frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
-    turns = 8192 * frequency / (2 * torch.pi)  # full turns within the context that Llama 3 was first trained on
-    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: as they are; 1 or less: slowed down by rope_factor
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
     angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
     return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
     low, high = x.chunk(2, dim=-1)
     return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal attention in which heads / kv_heads query heads share a key and a value head (arXiv:2305.13245)."""
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup, shared: Shared):
         super().__init__()
-        tp = dist.get_world_size()
+        self.shared = shared
         self.k = cfg.dim // cfg.heads
-        heads, kv_heads = cfg.heads // tp, max(1, cfg.kv_heads // tp)  # of this rank
+        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
         self.q_proj = nn.Linear(cfg.dim, heads * self.k, bias=False)
         self.k_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
         self.v_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
         self.o_proj = nn.Linear(heads * self.k, cfg.dim, bias=False)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], shared: Shared) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         weights = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
-        x = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), shared)  # (b s) (q k v)/tp
+        x = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), self.shared)  # (b s) (q k v)/tp
         q, k, v = x.split([len(weight) for weight in weights], dim=-1)
         q = rotate(rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)  # b h/tp s k
         k = rotate(rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)
         v = rearrange(v, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k).contiguous()  # a view would keep x
         o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         o = rearrange(o, "b h s k -> (b s) (h k)")
-        return RowParallel.apply(o, self.o_proj.weight.to(x.dtype), shared)  # (b s)/tp d
+        return RowParallel.apply(o, self.o_proj.weight.to(x.dtype), self.shared)  # (b s)/tp d
 
 
 class MLP(nn.Module):
     """SwiGLU (arXiv:2002.05202)."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup, shared: Shared):
         super().__init__()
-        ffn = cfg.ffn // dist.get_world_size()  # of this rank
+        self.shared = shared
+        ffn = cfg.ffn // tp.size()  # of this rank
         self.gate_proj = nn.Linear(cfg.dim, ffn, bias=False)
         self.up_proj = nn.Linear(cfg.dim, ffn, bias=False)
         self.down_proj = nn.Linear(ffn, cfg.dim, bias=False)
 
-    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         weights = [self.gate_proj.weight, self.up_proj.weight]
-        gate, up = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), shared).chunk(2, dim=-1)  # (b s) f/tp
-        return RowParallel.apply(nn.functional.silu(gate) * up, self.down_proj.weight.to(x.dtype), shared)  # (b s)/tp d
+        gate, up = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), self.shared).chunk(2, dim=-1)  # (b s) f/tp
+        x = nn.functional.silu(gate) * up
+        return RowParallel.apply(x, self.down_proj.weight.to(x.dtype), self.shared)  # (b s)/tp d
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual stream after."""
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup, shared: Shared):
         super().__init__()
         self.input_layernorm = RMSNorm(cfg)
-        self.self_attn = Attention(cfg)
+        self.self_attn = Attention(cfg, tp, shared)
         self.post_attention_layernorm = RMSNorm(cfg)
-        self.mlp = MLP(cfg)
+        self.mlp = MLP(cfg, tp, shared)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], shared: Shared) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, shared)
-        return x + self.mlp(self.post_attention_layernorm(x), shared)
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Embedding(nn.Module):
-    """The words of which this rank has the rows, [v/tp, d], and zeros for the others."""
+    """The vocabulary rows of this rank, [v/tp, d], and zeros for the ids of the others."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(-(-cfg.vocab // dist.get_world_size()), cfg.dim))
+        self.tp = tp
+        self.weight = nn.Parameter(torch.empty(-(-cfg.vocab // tp.size()), cfg.dim))
 
     def forward(self, ids: Tensor) -> Tensor:
-        row = ids - dist.get_rank() * len(self.weight)
+        row = ids - self.tp.rank() * len(self.weight)
         here = (row >= 0) & (row < len(self.weight))
         return nn.functional.embedding(row.where(here, 0), self.weight).masked_fill(~here[..., None], 0)  # b s d
 
@@ -408,98 +381,121 @@ class Embedding(nn.Module):
 class Loss(nn.Module):
     """Cross-entropy of logits [b, s, v/tp], summed over the valid targets [b, s].
 
-    Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y; each rank has a part of the sum, and one
-    of them has z_y. Its gradient needs no communication, for sums leave the split region as activations do.
+    Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
+    of them has z_y. The gradient needs no communication: like activations, both sums pass through Leave.
     """
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
         super().__init__()
+        self.tp = tp
         self.vocab = cfg.vocab
 
-    def wide(self, rows: Tensor, words: Tensor) -> Tensor:
-        """Logits in float32, of the padding -inf."""
-        return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(words >= self.vocab, -torch.inf)
+    def wide(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Logits in fp32; those of the padding are -inf."""
+        return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(ids >= self.vocab, -torch.inf)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows, targets = rearrange(logits, "b s v -> (b s) v"), targets.flatten().int()  # 64 bits take a GPU longer
-        words = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + dist.get_rank() * rows.shape[1]
-        top = self.wide(rows.detach(), words).amax(1)
-        torch._dynamo.graph_break()  # compiled as one, the logits in float32 would be kept
-        dist.all_reduce(top, dist.ReduceOp.MAX)  # 2 (tp-1)/tp of 4 bytes per token out and in; everyone waits
-        rows = self.wide(rows, words)
+        rows, targets = rearrange(logits, "b s v -> (b s) v"), targets.flatten().int()  # 64 bits are slower on a GPU
+        ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
+        top = self.wide(rows.detach(), ids).amax(1)
+        torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
+        dist.all_reduce(top, dist.ReduceOp.MAX, self.tp)  # 2 (tp-1)/tp of 4 bytes per token out and in; everyone waits
+        rows = self.wide(rows, ids)
         exponentials = (rows - top[:, None]).exp().sum(1)
-        wanted = rows.where(words == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]))  # 8 bytes per token likewise, in one
+        wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
+        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token likewise
         return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
 
 
 class Model(nn.Module):
-    """Llama 3 with an untied head. Its parameters have the names and shapes of transformers.LlamaForCausalLM's."""
+    """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup, replicas: dist.ProcessGroup, shared: Shared):
         super().__init__()
         self.cfg = cfg
+        self.tp = tp  # the ranks that share every block
+        self.replicas = replicas  # those of them that hold the same key heads
+        self.shared = shared
         self.model = nn.Module()
-        self.model.embed_tokens = Embedding(cfg)
-        self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.model.embed_tokens = Embedding(cfg, tp)
+        self.model.layers = nn.ModuleList(Block(cfg, tp, shared) for _ in range(cfg.layers))
         self.model.norm = RMSNorm(cfg)
-        self.lm_head = nn.Linear(cfg.dim, -(-cfg.vocab // dist.get_world_size()), bias=False)
-        self.loss = Loss(cfg)
+        self.lm_head = nn.Linear(cfg.dim, -(-cfg.vocab // tp.size()), bias=False)
+        self.loss = Loss(cfg, tp)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v/tp]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        x = Scatter.apply(rearrange(x, "b s d -> (b s) d"))  # (b s)/tp d
+        x = Scatter.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
         for block in self.model.layers:
-            x = block(x, rope, self.shared)
+            x = block(x, rope)
         logits = ColumnParallel.apply(self.model.norm(x), self.lm_head.weight.to(x.dtype), self.shared)
         return rearrange(logits, "(b s) v -> b s v", s=ids.shape[1])
 
 
+def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Read one tensor from the files of --init. Published models that tie their head store it as the embedding."""
+    tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []
+    for stored in [name, *tied]:
+        for path in glob(cfg.init):
+            with safe_open(path, "pt") as file:
+                if stored in file.keys():
+                    tensor = file.get_tensor(stored)
+                    if tensor.shape == shape:
+                        return tensor
+                    raise SystemExit(f"--init {cfg.init}: {stored} has shape {list(tensor.shape)}, not {list(shape)}")
+    raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+
+
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """The whole tensor before training: from --init, else from a generator of the device that (seed, name) seeds."""
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name)."""
     if cfg.init:
-        tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []  # as in some published models
-        files = [safe_open(file, "pt") for file in glob(cfg.init)]
-        found = (file.get_tensor(key) for key in [name, *tied] for file in files if key in file.keys())
-        if (tensor := next(found, None)) is None or tensor.shape != shape:
-            raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
-        return tensor
+        return read_tensor(cfg, name, shape)
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
-def placement(cfg: Config, name: str) -> tuple[int, int]:
-    """Along which axis a tensor is split, and into how many parts: tp / parts ranks in a row hold the same part."""
-    tp, layer = dist.get_world_size(), name.split(".")[-2]
+def placement(cfg: Config, name: str, tp: int) -> tuple[int, int]:
+    """Return the axis along which a tensor is split and the number of parts: tp / parts neighbours hold the same one.
+
+    This model has no biases. Split those of column-parallel layers along axis 0, never those of row-parallel ones. A
+    fused qkv weight holds three tensors: cut q, k and v each, not their concatenation.
+    """
+    layer = name.split(".")[-2]
     if layer in ("k_proj", "v_proj"):
-        return SPLIT[layer], min(tp, cfg.kv_heads)  # heads stay whole
+        return SPLIT[layer], min(tp, cfg.kv_heads)  # key and value heads stay whole
     return (SPLIT[layer], tp) if layer in SPLIT else (0, 1)
 
 
+def make_shared(cfg: Config, tp: dist.ProcessGroup) -> Shared:
+    """Allocate the memory in which the ranks exchange the tokens of a batch."""
+    elements = 2 * (tp.size() + 1) * cfg.batch * cfg.seq // tp.size() * cfg.dim
+    memory, barrier = share(elements, getattr(torch, cfg.dtype), cfg.device, tp)
+    rooms = list(zip(*(m.view(2, tp.size() + 1, -1, cfg.dim) for m in memory)))
+    leaving, device = torch.empty_like(rooms[0][tp.rank()][: tp.size()]), torch.get_device_module(cfg.device)
+    return Shared(tp, rooms, leaving, barrier, device, device.Stream(), torch.compile(total) if cfg.compile else total)
+
+
 def build_model(cfg: Config) -> Model:
-    """This rank's part of the model before training, cut tensor by tensor: no rank ever has the whole model."""
-    rank, tp = dist.get_rank(), dist.get_world_size()
+    """Build this rank's part of the model and fill it tensor by tensor: no rank ever has the whole model."""
+    tp = dist.group.WORLD
+    replicas, _ = dist.new_subgroups(max(1, tp.size() // cfg.kv_heads))  # neighbours, as placement says
+    shared = make_shared(cfg, tp)
     with torch.device("meta"):
-        model = Model(cfg)
+        model = Model(cfg, tp, replicas, shared)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            axis, parts = placement(cfg, name)
+            axis, parts = placement(cfg, name, tp.size())
             shape = [n * parts if i == axis else n for i, n in enumerate(p.shape)]
-            rows = cfg.vocab if name in WORDS else shape[0]
+            rows = cfg.vocab if name in VOCABULARY else shape[0]
             full = full_tensor(cfg, name, torch.Size([rows, *shape[1:]]))
             if rows < shape[0]:
                 full = nn.functional.pad(full, (0, 0, 0, shape[0] - rows))
-            p.copy_(full.chunk(parts, axis)[rank * parts // tp])
-    model.replicas, _ = dist.new_subgroups(max(1, tp // cfg.kv_heads))  # the ranks with the same key heads
-    memory, barrier = share(cfg, 2 * (tp + 1) * cfg.batch * cfg.seq // tp * cfg.dim)
-    rooms, device = list(zip(*(m.view(2, tp + 1, -1, cfg.dim) for m in memory))), torch.get_device_module(cfg.device)
-    leaving, add = torch.empty_like(rooms[0][rank][:tp]), torch.compile(total) if cfg.compile else total
-    model.shared = Shared(rooms, leaving, barrier, device, device.Stream(), add)
+            p.copy_(full.chunk(parts, axis)[tp.rank() * parts // tp.size()])
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()
@@ -508,14 +504,15 @@ def build_model(cfg: Config) -> Model:
 
 # -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of all documents end to end, and the offsets at which documents start.
+    """Return the token ids of all documents end to end, and the offset at which each document starts.
 
-    A .bin file has uint16 ids, or uint32 ids if --vocab needs these or the upper halves are all 0.
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
     """
     path = Path(cfg.data)
     if path.suffix == ".bin" and path.stat().st_size > 1:
         ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
-        if cfg.vocab > 2**16 or not ids[1::2].any():  # the upper halves of uint32 ids
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
             ids = ids[: len(ids) // 2 * 2].view(np.uint32)
     else:
         files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
@@ -525,28 +522,41 @@ def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
         starts = lengths.cumsum() - lengths
     if len(ids) <= cfg.seq:
         raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
-    if ids.max() >= cfg.vocab:
-        raise SystemExit(f"--vocab {cfg.vocab}: must be above {ids.max()}, the largest {ids.dtype} in {cfg.data}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
     return ids, starts
 
 
 def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [b, s] of the global batch: windows of the text that (seed, step) alone picks."""
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
     ids, starts = data
     first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
     where = first + np.arange(cfg.seq + 1)  # b s+1
     window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
     unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
 # ---------------------------------------------------------------------------------------------------------- training
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
-    """AdamW, with weight decay only on matrices."""
+    """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
 
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -555,15 +565,15 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def sum_replicas(cfg: Config, model: Model) -> None:
+def sum_replicas(model: Model) -> None:
     """Sum the gradients of norms, each of a rank's own tokens, and of key and value heads that several ranks hold."""
-    # methods of the groups, because dist.all_reduce_coalesced around them warns that it will be deprecated
+    # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
     norms = [p.grad for p in model.parameters() if p.ndim == 1]
-    dist.group.WORLD.allreduce_coalesced(norms).wait()  # 2 (tp-1)/tp of their bytes out and in per rank; everyone waits
-    if cfg.kv_heads < dist.get_world_size():
+    model.tp.allreduce_coalesced(norms).wait()  # 2 (tp-1)/tp of their bytes out and in per rank; everyone waits
+    if model.replicas.size() > 1:
         layers = [block.self_attn for block in model.model.layers]
         gradients = [part.weight.grad for layer in layers for part in (layer.k_proj, layer.v_proj)]
-        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, who wait
+        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, which wait
         model.replicas.allreduce_coalesced(gradients).wait()
 
 
@@ -573,25 +583,25 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
-    sum_replicas(cfg, model)
+    sum_replicas(model)
     return loss.detach()
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Shorten the gradient of the whole model to norm --clip if it is longer, and return the norm that it had."""
-    held_by = {}  # number of ranks -> gradients
+    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    held_by = {}  # number of ranks -> gradients that so many ranks hold
     for name, p in model.named_parameters():
-        held_by.setdefault(dist.get_world_size() // placement(cfg, name)[1], []).append(p.grad)
+        held_by.setdefault(model.tp.size() // placement(cfg, name, model.tp.size())[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
     norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
-    dist.all_reduce(norm)  # one number: all ranks must scale by the same; everyone waits
-    norm = norm.sqrt()
+    dist.all_reduce(norm, group=model.tp)  # one element; everyone waits
+    norm = norm.sqrt()  # the same bits on all ranks, which must scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
 
 def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
-    """One optimizer step on the global batch [b, s]. Returns loss and gradient norm on the device, without waiting."""
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
     loss = forward_backward(cfg, model, inputs, targets)
     norm = clip_gradients(cfg, model)
     optimizer.step()
@@ -600,9 +610,9 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 
 
 def flops_per_token(cfg: Config) -> float:
-    """Forward and backward: 6 per weight in a matmul, and 6 layers x dim x seq in causal attention.
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
 
-    The embedding is a lookup, attention counts only the unmasked half, and recomputation does not count.
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
@@ -610,7 +620,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds."""
+    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -623,20 +633,20 @@ def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> No
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
-    rank, tp, weights = dist.get_rank(), dist.get_world_size(), {}
+    tp, weights = model.tp, {}
     for name, p in model.named_parameters():
-        axis, parts = placement(cfg, name)
-        shards = [torch.empty_like(p) for _ in range(tp)] if rank == 0 else None
-        dist.gather(p.detach(), shards)  # the bytes of a part out of each rank, into rank 0; everyone waits
-        if rank == 0:
-            whole = torch.cat(shards[:: tp // parts], axis)
-            weights[name] = (whole[: cfg.vocab] if name in WORDS else whole).cpu()  # without the padding
-    if rank == 0:
+        axis, parts = placement(cfg, name, tp.size())
+        shards = [torch.empty_like(p) for _ in range(tp.size())] if tp.rank() == 0 else None
+        dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one; everyone waits
+        if dist.get_rank() == 0:
+            whole = torch.cat(shards[:: tp.size() // parts], axis)
+            weights[name] = (whole[: cfg.vocab] if name in VOCABULARY else whole).cpu()  # without the padding
+    if dist.get_rank() == 0:
         save_file(weights, cfg.save, metadata)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
-    """Build, train, report, save."""
+    """Build the model, train it, log every step, save."""
     torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
     model = build_model(cfg)
     optimizer = make_optimizer(cfg, model)
@@ -644,18 +654,77 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
     batch = make_batch(cfg, data, 0)
     for step in range(cfg.steps):
         start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
         loss, norm = train_step(cfg, model, optimizer, *batch)
-        batch = make_batch(cfg, data, step + 1)  # the GPU is still busy with the step
+        batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
     if history:
-        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the warm-up
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
     if cfg.save:
         save(cfg, model, history)
 
 
 # -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+    )
+    for field in fields(Config):
+        flag, text = f"--{field.name}", f"default: {field.default}"
+        if field.type is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            choices = get_args(field.type) or None
+            parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+    given = vars(parser.parse_args())
+    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    preset = PRESETS[given.get("preset", "tiny")]
+    return Config(**{**defaults, **preset, **given})
+
+
+def check(cfg: Config, world: int) -> None:
+    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    for flag, value in asdict(cfg).items():
+        may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
+        least = 0 if may_be_zero else 1
+        if isinstance(value, int | float) and not value >= least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    tp = max(1, world)
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.heads % tp, f"--heads {cfg.heads}: must be divisible by the number of processes, {tp}"),
+        (cfg.kv_heads % tp and tp % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: must divide, or be divisible by, {tp}"),
+        (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by the number of processes, {tp}"),
+        (cfg.batch * cfg.seq % tp, f"--seq {cfg.seq}: times --batch {cfg.batch}, must be divisible by {tp} processes"),
+        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
+        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
+        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
+        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+        (world > max(1, local), f"--nnodes {world // local}: must be 1, all processes share the memory of one host"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
+    for file in glob(cfg.init):
+        try:
+            names = safe_open(file, "pt").keys()
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
+        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
+            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+
+
 def main() -> None:
     cfg = parse_config()
     check(cfg, int(os.environ.get("WORLD_SIZE", 0)))

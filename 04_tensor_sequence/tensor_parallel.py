@@ -1,21 +1,24 @@
 """Tensor parallelism: every matmul of a block is split over the ranks, by heads in attention, by columns in the MLP.
 
 The first weights of a layer are split by their outputs (column-parallel), the last by their inputs (row-parallel), so
-that what is between needs no other rank: a rank computes its heads, or its part of the ffn, and the ranks' outputs are
-summed. Per block that is one all-reduce of b·s·d activations after attention and one after the MLP, and in backward
-one for the gradient of each one's input: 2·(tp-1)/tp of their bytes out of each rank and as many in, while nothing
-computes. Where there are fewer key heads than ranks, several ranks hold the same one. The other matrices of a block
-take 1/tp per rank, with their gradients and AdamW's moments; so do the activations between split weights.
+that nothing in between needs another rank: each rank computes its heads, or its part of the ffn, and the ranks' outputs
+are summed. Per block that is one all-reduce of b·s·d activations after attention and one after the MLP, and in backward
+one for the gradient of each one's input: a rank sends 2·(tp-1)/tp of their bytes and receives as many, while nothing
+computes. With fewer key heads than ranks, several ranks hold the same one. The other matrices of a block take 1/tp per
+rank, with their gradients and AdamW's moments; so do the activations between split weights.
 
-Parent:   01_single_gpu/train.py
-Lesson:   SPLIT, Enter, Leave, placement, Attention, MLP, build_model, sum_replicas, clip_gradients, save
-Plumbing: Config, check, forward_backward, log, main
+Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
+Lesson:   SPLIT, Enter, Leave, Attention, MLP, placement, build_model, sum_replicas, clip_gradients, save
+Plumbing: Config, Block.__init__, Model.__init__, forward_backward, check
+Copy:     SPLIT, Enter, Leave, placement, sum_replicas (Attention and MLP show where Enter and Leave stand, build_model
+          how weights are cut, clip_gradients what counts in the norm)
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/tensor_parallel.py
 Source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
 
 import argparse
 import json
+import math
 import os
 import time
 import zlib
@@ -33,12 +36,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
-IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
-# along which axis of a weight [out, in] a layer is split: by 0 column-parallel, by 1 row-parallel
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+# The axis of a weight [out, in] along which a layer is split: 0 is column-parallel, 1 is row-parallel.
 SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1)
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
-PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for laptops, is the defaults below
-    "tiny": dict(),
+# Shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two tie their embedding and head; here all are untied.
+PRESETS = {
+    "tiny": dict(),  # the defaults below: for laptops
     "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
     "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
     "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
@@ -47,7 +51,7 @@ PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for l
 
 @dataclass(frozen=True)
 class Config:
-    """Every field is a flag. What the command line lacks comes from the preset, and what that lacks from here."""
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
 
     preset: Literal[tuple(PRESETS)] = "tiny"
     layers: int = 8
@@ -57,96 +61,57 @@ class Config:
     ffn: int = 384
     vocab: int = 256
     theta: float = 5e5  # base of the RoPE wavelengths
-    rope_factor: float = 1.0  # by which Llama 3.1 and 3.2 stretch the long wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
-    batch: int = 16  # sequences per step, of all ranks together
-    steps: int = 20  # half the root's: on two cores processes wait long for each other, in every layer
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 20  # half the root's: on two cores, processes wait long for each other in every layer
+    warmup: int = 10  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
     weight_decay: float = 0.1
     eps: float = 1e-8
-    clip: float = 1.0
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
     seed: int = 0
-    data: str = os.path.dirname(os.__file__)  # a file or a folder's files, read as bytes; or a .bin file of token ids
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
     init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
     save: str = ""  # write the trained weights to this .safetensors file
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
     compile: bool = False
-
-
-def parse_config() -> Config:
-    """Turn the command line into a Config."""
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for f in fields(Config):
-        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
-        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
-    flags = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
-    return Config(**{**PRESETS[flags.get("preset", "tiny")], **flags})
-
-
-def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
-    for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("steps", "lr", "weight_decay", "eps", "clip", "seed", "compile") else 1
-        if isinstance(value, int | float) and not value >= least:
-            raise SystemExit(f"--{flag} {value}: must be at least {least}")
-    tp = max(1, world)
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    problems = [
-        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
-        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
-        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (cfg.heads % tp, f"--heads {cfg.heads}: must be divisible by the number of processes, {tp}"),
-        (cfg.kv_heads % tp and tp % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: must divide, or be divisible by, {tp}"),
-        (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by the number of processes, {tp}"),
-        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
-        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
-        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
-        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
-        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
-    ]
-    for wrong, problem in problems:
-        if wrong:
-            raise SystemExit(problem)
-    for file in glob(cfg.init):
-        try:
-            names = safe_open(file, "pt").keys()
-        except (OSError, SafetensorError):
-            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
-        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
-            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
 
 
 # ----------------------------------------------------------------------------------------------------- communication
 class Enter(torch.autograd.Function):
-    """Where split weights begin (Megatron's f): hands x on, and sums its gradient, of which each rank has a part."""
+    """Where split weights begin (Megatron's f): pass x on; sum its gradient, of which each rank has a part."""
 
     @staticmethod
     @torch.compiler.disable  # as in Leave
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
+        ctx.tp = tp
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd may use it elsewhere
-        dist.all_reduce(gradient)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
-        return gradient
+        dist.all_reduce(gradient, group=ctx.tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        return gradient, None
 
 
 class Leave(torch.autograd.Function):
-    """Where split weights end (Megatron's g): sums all ranks' outputs, and hands on the gradient, which is whole."""
+    """Where split weights end (Megatron's g): sum the ranks' outputs; pass the gradient on, which is whole.
+
+    A bias of the row-parallel layer before it is added after the sum: before it, it would count tp times.
+    """
 
     @staticmethod
-    @torch.compiler.disable  # torch 2.11 gives a sum that it has compiled no gradient
-    def forward(ctx, x: Tensor) -> Tensor:
+    @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
         return x
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -161,73 +126,74 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # a mean of squares needs more digits than bf16 has
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
 def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
     k = cfg.dim // cfg.heads
     frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
-    turns = 8192 * frequency / (2 * torch.pi)  # full turns within the context that Llama 3 was first trained on
-    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: as they are; 1 or less: slowed down by rope_factor
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
     angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
     return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
     low, high = x.chunk(2, dim=-1)
     return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal attention in which heads / kv_heads query heads share a key and a value head (arXiv:2305.13245)."""
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
         super().__init__()
-        tp = dist.get_world_size()
+        self.tp = tp
         self.k = cfg.dim // cfg.heads
-        heads, kv_heads = cfg.heads // tp, max(1, cfg.kv_heads // tp)  # of this rank
+        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
         self.q_proj = nn.Linear(cfg.dim, heads * self.k, bias=False)
         self.k_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
         self.v_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
         self.o_proj = nn.Linear(heads * self.k, cfg.dim, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        x = Enter.apply(x)
+        x = Enter.apply(x, self.tp)
         q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)  # b h/tp s k
         k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
         v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
         o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return Leave.apply(self.o_proj(rearrange(o, "b h s k -> b s (h k)")))  # b s d
+        return Leave.apply(self.o_proj(rearrange(o, "b h s k -> b s (h k)")), self.tp)  # b s d
 
 
 class MLP(nn.Module):
     """SwiGLU (arXiv:2002.05202)."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
         super().__init__()
-        ffn = cfg.ffn // dist.get_world_size()  # of this rank
+        self.tp = tp
+        ffn = cfg.ffn // tp.size()  # of this rank
         self.gate_proj = nn.Linear(cfg.dim, ffn, bias=False)
         self.up_proj = nn.Linear(cfg.dim, ffn, bias=False)
         self.down_proj = nn.Linear(ffn, cfg.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = Enter.apply(x)
+        x = Enter.apply(x, self.tp)
         x = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)  # b s f/tp
-        return Leave.apply(self.down_proj(x))  # b s d
+        return Leave.apply(self.down_proj(x), self.tp)  # b s d
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual stream after."""
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
         super().__init__()
         self.input_layernorm = RMSNorm(cfg)
-        self.self_attn = Attention(cfg)
+        self.self_attn = Attention(cfg, tp)
         self.post_attention_layernorm = RMSNorm(cfg)
-        self.mlp = MLP(cfg)
+        self.mlp = MLP(cfg, tp)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
@@ -243,14 +209,16 @@ class Loss(nn.Module):
 
 
 class Model(nn.Module):
-    """Llama 3 with an untied head. Its parameters have the names and shapes of transformers.LlamaForCausalLM's."""
+    """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup, replicas: dist.ProcessGroup):
         super().__init__()
         self.cfg = cfg
+        self.tp = tp  # the ranks that share every block
+        self.replicas = replicas  # those of them that hold the same key heads
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
-        self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.model.layers = nn.ModuleList(Block(cfg, tp) for _ in range(cfg.layers))
         self.model.norm = RMSNorm(cfg)
         self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.loss = Loss()
@@ -264,41 +232,54 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
+def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Read one tensor from the files of --init. Published models that tie their head store it as the embedding."""
+    tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []
+    for stored in [name, *tied]:
+        for path in glob(cfg.init):
+            with safe_open(path, "pt") as file:
+                if stored in file.keys():
+                    tensor = file.get_tensor(stored)
+                    if tensor.shape == shape:
+                        return tensor
+                    raise SystemExit(f"--init {cfg.init}: {stored} has shape {list(tensor.shape)}, not {list(shape)}")
+    raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+
+
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """The whole tensor before training: from --init, else from a generator of the device that (seed, name) seeds."""
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name)."""
     if cfg.init:
-        tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []  # as in some published models
-        files = [safe_open(file, "pt") for file in glob(cfg.init)]
-        found = (file.get_tensor(key) for key in [name, *tied] for file in files if key in file.keys())
-        if (tensor := next(found, None)) is None or tensor.shape != shape:
-            raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
-        return tensor
+        return read_tensor(cfg, name, shape)
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
-def placement(cfg: Config, name: str) -> tuple[int, int]:
-    """Along which axis a tensor is split, and into how many parts: tp / parts ranks in a row hold the same part."""
-    tp, layer = dist.get_world_size(), name.split(".")[-2]
+def placement(cfg: Config, name: str, tp: int) -> tuple[int, int]:
+    """Return the axis along which a tensor is split and the number of parts: tp / parts neighbours hold the same one.
+
+    This model has no biases. Split those of column-parallel layers along axis 0, never those of row-parallel ones. A
+    fused qkv weight holds three tensors: cut q, k and v each, not their concatenation.
+    """
+    layer = name.split(".")[-2]
     if layer in ("k_proj", "v_proj"):
-        return SPLIT[layer], min(tp, cfg.kv_heads)  # heads stay whole
+        return SPLIT[layer], min(tp, cfg.kv_heads)  # key and value heads stay whole
     return (SPLIT[layer], tp) if layer in SPLIT else (0, 1)
 
 
 def build_model(cfg: Config) -> Model:
-    """This rank's part of the model before training, cut tensor by tensor: no rank ever has the whole model."""
-    rank, tp = dist.get_rank(), dist.get_world_size()
+    """Build this rank's part of the model and fill it tensor by tensor: no rank ever has the whole model."""
+    tp = dist.group.WORLD
+    replicas, _ = dist.new_subgroups(max(1, tp.size() // cfg.kv_heads))  # neighbours, as placement says
     with torch.device("meta"):
-        model = Model(cfg)
+        model = Model(cfg, tp, replicas)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            axis, parts = placement(cfg, name)
+            axis, parts = placement(cfg, name, tp.size())
             shape = torch.Size(n * parts if i == axis else n for i, n in enumerate(p.shape))
-            p.copy_(full_tensor(cfg, name, shape).chunk(parts, axis)[rank * parts // tp])
-    model.replicas, _ = dist.new_subgroups(max(1, tp // cfg.kv_heads))  # the ranks with the same key heads
+            p.copy_(full_tensor(cfg, name, shape).chunk(parts, axis)[tp.rank() * parts // tp.size()])
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()
@@ -307,14 +288,15 @@ def build_model(cfg: Config) -> Model:
 
 # -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of all documents end to end, and the offsets at which documents start.
+    """Return the token ids of all documents end to end, and the offset at which each document starts.
 
-    A .bin file has uint16 ids, or uint32 ids if --vocab needs these or the upper halves are all 0.
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
     """
     path = Path(cfg.data)
     if path.suffix == ".bin" and path.stat().st_size > 1:
         ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
-        if cfg.vocab > 2**16 or not ids[1::2].any():  # the upper halves of uint32 ids
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
             ids = ids[: len(ids) // 2 * 2].view(np.uint32)
     else:
         files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
@@ -324,28 +306,41 @@ def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
         starts = lengths.cumsum() - lengths
     if len(ids) <= cfg.seq:
         raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
-    if ids.max() >= cfg.vocab:
-        raise SystemExit(f"--vocab {cfg.vocab}: must be above {ids.max()}, the largest {ids.dtype} in {cfg.data}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
     return ids, starts
 
 
 def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [b, s] of the global batch: windows of the text that (seed, step) alone picks."""
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
     ids, starts = data
     first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
     where = first + np.arange(cfg.seq + 1)  # b s+1
     window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
     unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
 # ---------------------------------------------------------------------------------------------------------- training
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
-    """AdamW, with weight decay only on matrices."""
+    """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
 
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -354,13 +349,13 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def sum_replicas(cfg: Config, model: Model) -> None:
+def sum_replicas(model: Model) -> None:
     """Sum the gradients of the key and value heads that several ranks hold, each for its own query heads."""
-    if cfg.kv_heads < dist.get_world_size():
+    if model.replicas.size() > 1:
         layers = [block.self_attn for block in model.model.layers]
         gradients = [part.weight.grad for layer in layers for part in (layer.k_proj, layer.v_proj)]
-        # a method of the group, because dist.all_reduce_coalesced around it warns that it will be deprecated
-        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, who wait
+        # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, which wait
         model.replicas.allreduce_coalesced(gradients).wait()
 
 
@@ -370,25 +365,25 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
-    sum_replicas(cfg, model)
+    sum_replicas(model)
     return loss.detach()
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Shorten the gradient of the whole model to norm --clip if it is longer, and return the norm that it had."""
-    held_by = {}  # number of ranks -> gradients
+    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    held_by = {}  # number of ranks -> gradients that so many ranks hold
     for name, p in model.named_parameters():
-        held_by.setdefault(dist.get_world_size() // placement(cfg, name)[1], []).append(p.grad)
+        held_by.setdefault(model.tp.size() // placement(cfg, name, model.tp.size())[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
     norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
-    dist.all_reduce(norm)  # one number: all ranks must scale by the same; everyone waits
-    norm = norm.sqrt()
+    dist.all_reduce(norm, group=model.tp)  # one element; everyone waits
+    norm = norm.sqrt()  # the same bits on all ranks, which must scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
 
 def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
-    """One optimizer step on the global batch [b, s]. Returns loss and gradient norm on the device, without waiting."""
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
     loss = forward_backward(cfg, model, inputs, targets)
     norm = clip_gradients(cfg, model)
     optimizer.step()
@@ -397,9 +392,9 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 
 
 def flops_per_token(cfg: Config) -> float:
-    """Forward and backward: 6 per weight in a matmul, and 6 layers x dim x seq in causal attention.
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
 
-    The embedding is a lookup, attention counts only the unmasked half, and recomputation does not count.
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
@@ -407,7 +402,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds."""
+    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -420,19 +415,19 @@ def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> No
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
-    rank, tp, weights = dist.get_rank(), dist.get_world_size(), {}
+    tp, weights = model.tp, {}
     for name, p in model.named_parameters():
-        axis, parts = placement(cfg, name)
-        shards = [torch.empty_like(p) for _ in range(tp)] if rank == 0 else None
-        dist.gather(p.detach(), shards)  # the bytes of a part out of each rank, into rank 0; everyone waits
-        if rank == 0:
-            weights[name] = torch.cat(shards[:: tp // parts], axis).cpu()
-    if rank == 0:
+        axis, parts = placement(cfg, name, tp.size())
+        shards = [torch.empty_like(p) for _ in range(tp.size())] if tp.rank() == 0 else None
+        dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one; everyone waits
+        if dist.get_rank() == 0:
+            weights[name] = torch.cat(shards[:: tp.size() // parts], axis).cpu()
+    if dist.get_rank() == 0:
         save_file(weights, cfg.save, metadata)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
-    """Build, train, report, save."""
+    """Build the model, train it, log every step, save."""
     torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
     model = build_model(cfg)
     optimizer = make_optimizer(cfg, model)
@@ -440,18 +435,75 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
     batch = make_batch(cfg, data, 0)
     for step in range(cfg.steps):
         start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
         loss, norm = train_step(cfg, model, optimizer, *batch)
-        batch = make_batch(cfg, data, step + 1)  # the GPU is still busy with the step
+        batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
     if history:
-        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the warm-up
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
     if cfg.save:
         save(cfg, model, history)
 
 
 # -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+    )
+    for field in fields(Config):
+        flag, text = f"--{field.name}", f"default: {field.default}"
+        if field.type is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            choices = get_args(field.type) or None
+            parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+    given = vars(parser.parse_args())
+    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    preset = PRESETS[given.get("preset", "tiny")]
+    return Config(**{**defaults, **preset, **given})
+
+
+def check(cfg: Config, world: int) -> None:
+    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    for flag, value in asdict(cfg).items():
+        may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
+        least = 0 if may_be_zero else 1
+        if isinstance(value, int | float) and not value >= least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    tp = max(1, world)
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.heads % tp, f"--heads {cfg.heads}: must be divisible by the number of processes, {tp}"),
+        (cfg.kv_heads % tp and tp % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: must divide, or be divisible by, {tp}"),
+        (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by the number of processes, {tp}"),
+        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
+        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
+        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
+        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
+    for file in glob(cfg.init):
+        try:
+            names = safe_open(file, "pt").keys()
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
+        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
+            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+
+
 def main() -> None:
     cfg = parse_config()
     check(cfg, int(os.environ.get("WORLD_SIZE", 0)))

@@ -1,22 +1,24 @@
 """Tensor, vocabulary and sequence parallelism by torch's DTensor: what sequence_parallel.py writes out, as a library.
 
-A plan says how each part's weights are split and how what goes in and comes out is laid out over the ranks; where that
-is not how it lies, the library communicates. Between the split matmuls a rank has s/tp of the tokens: per block two
+A plan says how each part's weights are split, and how its inputs and outputs are laid out over the ranks; where tensors
+are laid out otherwise, the library communicates. Between the split matmuls a rank has s/tp of the tokens: per block two
 all-gathers and two reduce-scatters of b·s·d activations forward and as many backward, (tp-1)/tp of their bytes out of
 each rank and as many in, while nothing computes. What is gathered is kept for backward, 2·b·s·d activations per block,
-where sequence_parallel.py gathers again beside matmuls. Logits stay split by words, and their loss takes three
-all-reduces of b·s numbers. All weights but the norms, with gradients and AdamW's moments, take 1/tp; only the gradient
-of the embedding is whole on each rank at the end of backward. There are no replicas of heads: tp divides kv_heads.
+where sequence_parallel.py gathers again. Logits stay split by vocabulary, and their loss takes three all-reduces of b·s
+elements. All weights but the norms, with gradients and AdamW's moments, take 1/tp; only the gradient of the embedding
+is whole on each rank at the end of backward. No head is held by several ranks: tp must divide kv_heads.
 
-Parent:   01_single_gpu/train.py
-Lesson:   split, build_model, sum_replicas, forward_backward, clip_gradients, save
-Plumbing: Config, check, Loss.forward, log, main
+Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
+Lesson:   split, build_model, sum_replicas, forward, forward_backward, clip_gradients, save
+Plumbing: Config, Loss.forward, check
+Copy:     split, sum_replicas (call sum_replicas after backward; forward_backward shows where loss_parallel stands)
 Run:      torchrun --nproc_per_node 4 04_tensor_sequence/torch_dtensor.py
 Source:   documentation of torch.distributed.tensor.parallel; Korthikanti et al. 2022, arXiv:2205.05198
 """
 
 import argparse
 import json
+import math
 import os
 import time
 import zlib
@@ -33,7 +35,7 @@ from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -45,10 +47,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 # ------------------------------------------------------------------------------------------------------------ config
-IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
-PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for laptops, is the defaults below
-    "tiny": dict(),
+# Shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two tie their embedding and head; here all are untied.
+PRESETS = {
+    "tiny": dict(),  # the defaults below: for laptops
     "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
     "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
     "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
@@ -57,7 +60,7 @@ PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for l
 
 @dataclass(frozen=True)
 class Config:
-    """Every field is a flag. What the command line lacks comes from the preset, and what that lacks from here."""
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
 
     preset: Literal[tuple(PRESETS)] = "tiny"
     layers: int = 8
@@ -67,68 +70,22 @@ class Config:
     ffn: int = 384
     vocab: int = 256
     theta: float = 5e5  # base of the RoPE wavelengths
-    rope_factor: float = 1.0  # by which Llama 3.1 and 3.2 stretch the long wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
-    batch: int = 16  # sequences per step, of all ranks together
-    steps: int = 20  # half the root's: on two cores processes wait long for each other, in every layer
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 20  # half the root's: on two cores, processes wait long for each other in every layer
+    warmup: int = 10  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
     weight_decay: float = 0.1
     eps: float = 1e-8
-    clip: float = 1.0
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
     seed: int = 0
-    data: str = os.path.dirname(os.__file__)  # a file or a folder's files, read as bytes; or a .bin file of token ids
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
     init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
     save: str = ""  # write the trained weights to this .safetensors file
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
     compile: bool = False
-
-
-def parse_config() -> Config:
-    """Turn the command line into a Config."""
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for f in fields(Config):
-        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
-        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
-    flags = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
-    return Config(**{**PRESETS[flags.get("preset", "tiny")], **flags})
-
-
-def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
-    for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("steps", "lr", "weight_decay", "eps", "clip", "seed", "compile") else 1
-        if isinstance(value, int | float) and not value >= least:
-            raise SystemExit(f"--{flag} {value}: must be at least {least}")
-    tp = max(1, world)
-    others = (tp - 1) * -(-cfg.vocab // tp)  # words of all ranks but the last, which has what is left
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    problems = [
-        (world < 1, f"start it with torchrun --nproc_per_node 4 {os.path.relpath(__file__)}"),
-        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
-        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (cfg.heads % tp, f"--heads {cfg.heads}: must be divisible by the number of processes, {tp}"),
-        (cfg.kv_heads % tp, f"--kv_heads {cfg.kv_heads}: must be divisible by the number of processes, {tp}"),
-        (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by the number of processes, {tp}"),
-        (cfg.seq % tp, f"--seq {cfg.seq}: must be divisible by the number of processes, {tp}"),
-        (cfg.vocab <= others, f"--vocab {cfg.vocab}: must be above {others}, for each of {tp} processes to have words"),
-        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
-        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
-        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
-        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
-        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
-    ]
-    for wrong, problem in problems:
-        if wrong:
-            raise SystemExit(problem)
-    for file in glob(cfg.init):
-        try:
-            names = safe_open(file, "pt").keys()
-        except (OSError, SafetensorError):
-            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
-        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
-            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -143,28 +100,28 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # a mean of squares needs more digits than bf16 has
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
 def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
     k = cfg.dim // cfg.heads
     frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
-    turns = 8192 * frequency / (2 * torch.pi)  # full turns within the context that Llama 3 was first trained on
-    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: as they are; 1 or less: slowed down by rope_factor
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
     angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
     return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
     low, high = x.chunk(2, dim=-1)
     return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal attention in which heads / kv_heads query heads share a key and a value head (arXiv:2305.13245)."""
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -196,7 +153,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual stream after."""
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -214,12 +171,12 @@ class Loss(nn.Module):
     """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = logits.flatten(0, 1)  # einops would note a new type, and blocks be compiled again for step 2
+        rows = logits.flatten(0, 1)  # einops would register a new type, and step 2 would compile the blocks again
         return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 class Model(nn.Module):
-    """Llama 3 with an untied head. Its parameters have the names and shapes of transformers.LlamaForCausalLM's."""
+    """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -240,24 +197,32 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
+def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Read one tensor from the files of --init. Published models that tie their head store it as the embedding."""
+    tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []
+    for stored in [name, *tied]:
+        for path in glob(cfg.init):
+            with safe_open(path, "pt") as file:
+                if stored in file.keys():
+                    tensor = file.get_tensor(stored)
+                    if tensor.shape == shape:
+                        return tensor
+                    raise SystemExit(f"--init {cfg.init}: {stored} has shape {list(tensor.shape)}, not {list(shape)}")
+    raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+
+
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """The whole tensor before training: from --init, else from a generator of the device that (seed, name) seeds."""
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name)."""
     if cfg.init:
-        tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []  # as in some published models
-        files = [safe_open(file, "pt") for file in glob(cfg.init)]
-        found = (file.get_tensor(key) for key in [name, *tied] for file in files if key in file.keys())
-        if (tensor := next(found, None)) is None or tensor.shape != shape:
-            raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
-        return tensor
+        return read_tensor(cfg, name, shape)
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
-def split(cfg: Config, model: Model) -> None:
-    """Make the weights DTensors, split as Megatron-LM does, and have the parts gather and scatter the tokens."""
-    mesh = init_device_mesh(cfg.device, (dist.get_world_size(),))
+def split(model: Model, mesh: DeviceMesh) -> None:
+    """Make the weights DTensors, split as in Megatron-LM, and have the parts gather and scatter the tokens."""
     part, whole = Shard(1), Replicate()  # layouts of b s d: s/tp of it on each rank, or all
     # outputs stay DTensors: with a local one, still on its way to a compiled block, torch 2.13 fails in backward
     scatter = dict(output_layouts=part, use_local_output=False)
@@ -283,17 +248,17 @@ def split(cfg: Config, model: Model) -> None:
 
 
 def build_model(cfg: Config) -> Model:
-    """The model before training, split before it has memory, then filled tensor by tensor: no rank ever has it all."""
+    """Build the model, split it before it has memory, then fill it tensor by tensor: no rank ever has it all."""
     with torch.device("meta"):
         model = Model(cfg)
-    split(cfg, model)
+    split(model, DeviceMesh.from_group(dist.group.WORLD, cfg.device))
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
             full = full_tensor(cfg, name, p.shape)
             p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None))  # None: nothing is sent
     if cfg.compile:
-        # the keys of this cache do not tell ranks apart: torch 2.13 would compute a rank's loss with another's words
+        # the keys of this cache do not tell ranks apart: torch 2.13 would compute a rank's loss with another's ids
         torch._functorch.config.enable_autograd_cache = False
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()
@@ -302,14 +267,15 @@ def build_model(cfg: Config) -> Model:
 
 # -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of all documents end to end, and the offsets at which documents start.
+    """Return the token ids of all documents end to end, and the offset at which each document starts.
 
-    A .bin file has uint16 ids, or uint32 ids if --vocab needs these or the upper halves are all 0.
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
     """
     path = Path(cfg.data)
     if path.suffix == ".bin" and path.stat().st_size > 1:
         ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
-        if cfg.vocab > 2**16 or not ids[1::2].any():  # the upper halves of uint32 ids
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
             ids = ids[: len(ids) // 2 * 2].view(np.uint32)
     else:
         files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
@@ -319,43 +285,59 @@ def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
         starts = lengths.cumsum() - lengths
     if len(ids) <= cfg.seq:
         raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
-    if ids.max() >= cfg.vocab:
-        raise SystemExit(f"--vocab {cfg.vocab}: must be above {ids.max()}, the largest {ids.dtype} in {cfg.data}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
     return ids, starts
 
 
 def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [b, s] of the global batch: windows of the text that (seed, step) alone picks."""
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
     ids, starts = data
     first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
     where = first + np.arange(cfg.seq + 1)  # b s+1
     window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
     unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
 # ---------------------------------------------------------------------------------------------------------- training
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
-    """AdamW, with weight decay only on matrices."""
+    """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 
 
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> sum of the losses of the valid targets"""
-    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+    # three all-reduces of b·s elements: largest logits, sums of exponentials, logits of targets; everyone waits
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"), loss_parallel():
         return model.loss(model(inputs), targets)
 
 
 def sum_replicas(model: Model) -> None:
-    """Lay gradients out as their weights are: once, which norm and optimizer would else both do, and before the clip,
-    which in torch 2.11 shortens a mere copy of a gradient that is not summed yet."""
+    """Lay out every gradient as its weight: once, before norm and optimizer would each do it.
+
+    And before the clip, which in torch 2.11 shortens a mere copy of a gradient that is not summed yet.
+    """
     for p in model.parameters():
         if p.grad.placements != p.placements:
-            # of a norm, the sum over all tokens: 2 (tp-1)/tp of the bytes of d numbers out and in per rank, for which
-            # the clip waits; of the embedding, which is whole, the own rows: nothing moves
+            # of a norm, the sum over all tokens: 2 (tp-1)/tp of the bytes of d elements out and in per rank, for which
+            # the clip waits; of the embedding, whose gradient is whole, this rank's rows: nothing moves
             p.grad = p.grad.redistribute(placements=p.placements, async_op=True)
 
 
@@ -363,22 +345,21 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
-    with loss_parallel():  # backward, too, has to know of it
-        # three all-reduces of b·s numbers: largest logits, sums of exponentials, logits of targets; everyone waits
-        loss = forward(cfg, model, inputs, targets) / tokens
+    loss = forward(cfg, model, inputs, targets) / tokens
+    with loss_parallel():  # its backward, too, is the library's
         loss.backward()
     sum_replicas(model)
     return loss.detach().to_local()  # the same on all ranks
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Shorten the gradient of the whole model to norm --clip if it is longer, and return the norm that it had."""
-    # one all-reduce of the norms of the parts, a number per tensor, out and in per rank; everyone waits
+    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    # one all-reduce of the norms of the parts, an element per tensor, out and in per rank; everyone waits
     return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip).full_tensor()
 
 
 def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
-    """One optimizer step on the global batch [b, s]. Returns loss and gradient norm on the device, without waiting."""
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
     loss = forward_backward(cfg, model, inputs, targets)
     norm = clip_gradients(cfg, model)
     optimizer.step()
@@ -387,9 +368,9 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 
 
 def flops_per_token(cfg: Config) -> float:
-    """Forward and backward: 6 per weight in a matmul, and 6 layers x dim x seq in causal attention.
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
 
-    The embedding is a lookup, attention counts only the unmasked half, and recomputation does not count.
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
@@ -397,7 +378,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds."""
+    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -420,7 +401,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
-    """Build, train, report, save."""
+    """Build the model, train it, log every step, save."""
     torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
     model = build_model(cfg)
     optimizer = make_optimizer(cfg, model)
@@ -428,18 +409,78 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
     batch = make_batch(cfg, data, 0)
     for step in range(cfg.steps):
         start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
         loss, norm = train_step(cfg, model, optimizer, *batch)
-        batch = make_batch(cfg, data, step + 1)  # the GPU is still busy with the step
+        batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
     if history:
-        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the warm-up
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
     if cfg.save:
         save(cfg, model, history)
 
 
 # -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+    )
+    for field in fields(Config):
+        flag, text = f"--{field.name}", f"default: {field.default}"
+        if field.type is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            choices = get_args(field.type) or None
+            parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+    given = vars(parser.parse_args())
+    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    preset = PRESETS[given.get("preset", "tiny")]
+    return Config(**{**defaults, **preset, **given})
+
+
+def check(cfg: Config, world: int) -> None:
+    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    for flag, value in asdict(cfg).items():
+        may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
+        least = 0 if may_be_zero else 1
+        if isinstance(value, int | float) and not value >= least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    tp = max(1, world)
+    others = (tp - 1) * -(-cfg.vocab // tp)  # vocabulary ids of all ranks but the last, which has the remainder
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 4 {os.path.relpath(__file__)}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.heads % tp, f"--heads {cfg.heads}: must be divisible by the number of processes, {tp}"),
+        (cfg.kv_heads % tp, f"--kv_heads {cfg.kv_heads}: must be divisible by the number of processes, {tp}"),
+        (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by the number of processes, {tp}"),
+        (cfg.seq % tp, f"--seq {cfg.seq}: must be divisible by the number of processes, {tp}"),
+        (cfg.vocab <= others, f"--vocab {cfg.vocab}: must be above {others}, for each of {tp} processes to have ids"),
+        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
+        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
+        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
+        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
+    for file in glob(cfg.init):
+        try:
+            names = safe_open(file, "pt").keys()
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
+        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
+            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+
+
 def main() -> None:
     cfg = parse_config()
     check(cfg, int(os.environ.get("WORLD_SIZE", 0)))

@@ -1,21 +1,22 @@
-"""Vocabulary parallelism: embedding, head and loss are split over the words too: no rank has all logits.
+"""Vocabulary parallelism: embedding, head and loss are split over the vocabulary too: no rank has all logits.
 
-A rank holds v/tp rows of both tables. It looks up its own words, zeros stand for the others', and the ranks' sum is the
-embedding: one all-reduce of b·s·d activations, and in backward one for the gradient of the head's input. Its logits are
-[b s v/tp]; the softmax needs only the largest of a row and the sum of its exponentials, so that the loss takes two
-all-reduces, of 4 and 8 bytes per token, where a row of gathered logits has 2·v in bfloat16. Words that are added so
-that tp divides their number get a logit of -inf: they would count in the softmax otherwise. What every rank still holds
-whole are the norms.
+A rank holds v/tp vocabulary rows of both tables. It looks up its own ids, zeros stand for the others', and the ranks'
+sum is the embedding: one all-reduce of b·s·d activations, and in backward one for the gradient of the head's input. Its
+logits are [b s v/tp]. The softmax needs only the largest logit of a row and the sum of the exponentials, so the loss
+takes two all-reduces, of 4 and 8 bytes per token, where a row of gathered logits has 2·v in bfloat16. Rows that are
+added so that tp divides their number get a logit of -inf: they would count in the softmax. Only norms are still whole.
 
 Parent:   04_tensor_sequence/tensor_parallel.py
-Lesson:   WORDS, SPLIT, Embedding, Loss, Model
+Lesson:   VOCABULARY, SPLIT, Embedding, Loss, Model
 Plumbing: build_model, save
+Copy:     Embedding, Enter, Leave, Loss (Model shows where Enter and Leave stand; pad both tables with zeros)
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/vocab_parallel.py
 Source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
 
 import argparse
 import json
+import math
 import os
 import time
 import zlib
@@ -33,13 +34,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
-IGNORE = -100  # the target of a token that nothing predicts: the first one of a document
-WORDS = "model.embed_tokens.weight", "lm_head.weight"  # the tensors with a row per word
-# along which axis of a weight [out, in] a layer is split: by 0 column-parallel, or by words; by 1 row-parallel
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"  # tensors with a row per vocabulary id
+# The axis of a weight [out, in] along which a layer is split: 0 is column-parallel, 1 is row-parallel.
 SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1, embed_tokens=0, lm_head=0)
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
-PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for laptops, is the defaults below
-    "tiny": dict(),
+# Shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two tie their embedding and head; here all are untied.
+PRESETS = {
+    "tiny": dict(),  # the defaults below: for laptops
     "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
     "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
     "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
@@ -48,7 +50,7 @@ PRESETS = {  # shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B; tiny, for l
 
 @dataclass(frozen=True)
 class Config:
-    """Every field is a flag. What the command line lacks comes from the preset, and what that lacks from here."""
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
 
     preset: Literal[tuple(PRESETS)] = "tiny"
     layers: int = 8
@@ -58,38 +60,460 @@ class Config:
     ffn: int = 384
     vocab: int = 256
     theta: float = 5e5  # base of the RoPE wavelengths
-    rope_factor: float = 1.0  # by which Llama 3.1 and 3.2 stretch the long wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
-    batch: int = 16  # sequences per step, of all ranks together
-    steps: int = 20  # half the root's: on two cores processes wait long for each other, in every layer
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 20  # half the root's: on two cores, processes wait long for each other in every layer
+    warmup: int = 10  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
     weight_decay: float = 0.1
     eps: float = 1e-8
-    clip: float = 1.0
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
     seed: int = 0
-    data: str = os.path.dirname(os.__file__)  # a file or a folder's files, read as bytes; or a .bin file of token ids
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
     init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
     save: str = ""  # write the trained weights to this .safetensors file
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
     compile: bool = False
 
 
+# ----------------------------------------------------------------------------------------------------- communication
+class Enter(torch.autograd.Function):
+    """Where split weights begin (Megatron's f): pass x on; sum its gradient, of which each rank has a part."""
+
+    @staticmethod
+    @torch.compiler.disable  # as in Leave
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd may use it elsewhere
+        dist.all_reduce(gradient, group=ctx.tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        return gradient, None
+
+
+class Leave(torch.autograd.Function):
+    """Where split weights end (Megatron's g): sum the ranks' outputs; pass the gradient on, which is whole.
+
+    A bias of the row-parallel layer before it is added after the sum: before it, it would count tp times.
+    """
+
+    @staticmethod
+    @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.tp = tp
+        self.k = cfg.dim // cfg.heads
+        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
+        self.q_proj = nn.Linear(cfg.dim, heads * self.k, bias=False)
+        self.k_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
+        self.v_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
+        self.o_proj = nn.Linear(heads * self.k, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = Enter.apply(x, self.tp)
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)  # b h/tp s k
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return Leave.apply(self.o_proj(rearrange(o, "b h s k -> b s (h k)")), self.tp)  # b s d
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.tp = tp
+        ffn = cfg.ffn // tp.size()  # of this rank
+        self.gate_proj = nn.Linear(cfg.dim, ffn, bias=False)
+        self.up_proj = nn.Linear(cfg.dim, ffn, bias=False)
+        self.down_proj = nn.Linear(ffn, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Enter.apply(x, self.tp)
+        x = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)  # b s f/tp
+        return Leave.apply(self.down_proj(x), self.tp)  # b s d
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg, tp)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg, tp)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Embedding(nn.Module):
+    """The vocabulary rows of this rank, [v/tp, d], and zeros for the ids of the others."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.tp = tp
+        self.weight = nn.Parameter(torch.empty(-(-cfg.vocab // tp.size()), cfg.dim))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        row = ids - self.tp.rank() * len(self.weight)
+        here = (row >= 0) & (row < len(self.weight))
+        return nn.functional.embedding(row.where(here, 0), self.weight).masked_fill(~here[..., None], 0)  # b s d
+
+
+class Loss(nn.Module):
+    """Cross-entropy of logits [b, s, v/tp], summed over the valid targets [b, s].
+
+    Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
+    of them has z_y. The gradient needs no communication: like activations, both sums pass through Leave.
+    """
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.tp = tp
+        self.vocab = cfg.vocab
+
+    def wide(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Logits in fp32; those of the padding are -inf."""
+        return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(ids >= self.vocab, -torch.inf)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        rows, targets = rearrange(logits, "b s v -> (b s) v"), targets.flatten().int()  # 64 bits are slower on a GPU
+        ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
+        top = self.wide(rows.detach(), ids).amax(1)
+        torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
+        dist.all_reduce(top, dist.ReduceOp.MAX, self.tp)  # 2 (tp-1)/tp of 4 bytes per token out and in; everyone waits
+        rows = self.wide(rows, ids)
+        exponentials = (rows - top[:, None]).exp().sum(1)
+        wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
+        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token likewise
+        return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
+
+
+class Model(nn.Module):
+    """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup, replicas: dist.ProcessGroup):
+        super().__init__()
+        self.cfg = cfg
+        self.tp = tp  # the ranks that share every block
+        self.replicas = replicas  # those of them that hold the same key heads
+        self.model = nn.Module()
+        self.model.embed_tokens = Embedding(cfg, tp)
+        self.model.layers = nn.ModuleList(Block(cfg, tp) for _ in range(cfg.layers))
+        self.model.norm = RMSNorm(cfg)
+        self.lm_head = nn.Linear(cfg.dim, -(-cfg.vocab // tp.size()), bias=False)
+        self.loss = Loss(cfg, tp)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> logits [b, s, v/tp]"""
+        rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
+        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        x = Leave.apply(x, self.tp)  # of zeros, except on one rank
+        for block in self.model.layers:
+            x = block(x, rope)
+        return self.lm_head(Enter.apply(self.model.norm(x), self.tp))
+
+
+def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Read one tensor from the files of --init. Published models that tie their head store it as the embedding."""
+    tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []
+    for stored in [name, *tied]:
+        for path in glob(cfg.init):
+            with safe_open(path, "pt") as file:
+                if stored in file.keys():
+                    tensor = file.get_tensor(stored)
+                    if tensor.shape == shape:
+                        return tensor
+                    raise SystemExit(f"--init {cfg.init}: {stored} has shape {list(tensor.shape)}, not {list(shape)}")
+    raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name)."""
+    if cfg.init:
+        return read_tensor(cfg, name, shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def placement(cfg: Config, name: str, tp: int) -> tuple[int, int]:
+    """Return the axis along which a tensor is split and the number of parts: tp / parts neighbours hold the same one.
+
+    This model has no biases. Split those of column-parallel layers along axis 0, never those of row-parallel ones. A
+    fused qkv weight holds three tensors: cut q, k and v each, not their concatenation.
+    """
+    layer = name.split(".")[-2]
+    if layer in ("k_proj", "v_proj"):
+        return SPLIT[layer], min(tp, cfg.kv_heads)  # key and value heads stay whole
+    return (SPLIT[layer], tp) if layer in SPLIT else (0, 1)
+
+
+def build_model(cfg: Config) -> Model:
+    """Build this rank's part of the model and fill it tensor by tensor: no rank ever has the whole model."""
+    tp = dist.group.WORLD
+    replicas, _ = dist.new_subgroups(max(1, tp.size() // cfg.kv_heads))  # neighbours, as placement says
+    with torch.device("meta"):
+        model = Model(cfg, tp, replicas)
+    model.to_empty(device=cfg.device)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            axis, parts = placement(cfg, name, tp.size())
+            shape = [n * parts if i == axis else n for i, n in enumerate(p.shape)]
+            rows = cfg.vocab if name in VOCABULARY else shape[0]
+            full = full_tensor(cfg, name, torch.Size([rows, *shape[1:]]))
+            if rows < shape[0]:
+                full = nn.functional.pad(full, (0, 0, 0, shape[0] - rows))
+            p.copy_(full.chunk(parts, axis)[tp.rank() * parts // tp.size()])
+    if cfg.compile:
+        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
+            part.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids of all documents end to end, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    """
+    path = Path(cfg.data)
+    if path.suffix == ".bin" and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+    else:
+        files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        lengths = np.array([len(document) for document in documents])
+        starts = lengths.cumsum() - lengths
+    if len(ids) <= cfg.seq:
+        raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    return ids, starts
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW, with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs), targets)
+
+
+def sum_replicas(model: Model) -> None:
+    """Sum the gradients of the key and value heads that several ranks hold, each for its own query heads."""
+    if model.replicas.size() > 1:
+        layers = [block.self_attn for block in model.model.layers]
+        gradients = [part.weight.grad for layer in layers for part in (layer.k_proj, layer.v_proj)]
+        # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, which wait
+        model.replicas.allreduce_coalesced(gradients).wait()
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
+    loss = forward(cfg, model, inputs, targets) / tokens
+    loss.backward()
+    sum_replicas(model)
+    return loss.detach()
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    held_by = {}  # number of ranks -> gradients that so many ranks hold
+    for name, p in model.named_parameters():
+        held_by.setdefault(model.tp.size() // placement(cfg, name, model.tp.size())[1], []).append(p.grad)
+    squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
+    norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
+    dist.all_reduce(norm, group=model.tp)  # one element; everyone waits
+    norm = norm.sqrt()  # the same bits on all ranks, which must scale alike
+    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
+    return norm
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    tp, weights = model.tp, {}
+    for name, p in model.named_parameters():
+        axis, parts = placement(cfg, name, tp.size())
+        shards = [torch.empty_like(p) for _ in range(tp.size())] if tp.rank() == 0 else None
+        dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one; everyone waits
+        if dist.get_rank() == 0:
+            whole = torch.cat(shards[:: tp.size() // parts], axis)
+            weights[name] = (whole[: cfg.vocab] if name in VOCABULARY else whole).cpu()  # without the padding
+    if dist.get_rank() == 0:
+        save_file(weights, cfg.save, metadata)
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, train it, log every step, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
 def parse_config() -> Config:
-    """Turn the command line into a Config."""
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for f in fields(Config):
-        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
-        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
-    flags = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
-    return Config(**{**PRESETS[flags.get("preset", "tiny")], **flags})
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+    )
+    for field in fields(Config):
+        flag, text = f"--{field.name}", f"default: {field.default}"
+        if field.type is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            choices = get_args(field.type) or None
+            parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+    given = vars(parser.parse_args())
+    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    preset = PRESETS[given.get("preset", "tiny")]
+    return Config(**{**defaults, **preset, **given})
 
 
 def check(cfg: Config, world: int) -> None:
     """End the program with one line that names the flag that cannot work, its value, and what would."""
     for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("steps", "lr", "weight_decay", "eps", "clip", "seed", "compile") else 1
+        may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
+        least = 0 if may_be_zero else 1
         if isinstance(value, int | float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     tp = max(1, world)
@@ -105,6 +529,7 @@ def check(cfg: Config, world: int) -> None:
         (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
         (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
         (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]
     for wrong, problem in problems:
@@ -119,379 +544,6 @@ def check(cfg: Config, world: int) -> None:
             raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
 
 
-# ----------------------------------------------------------------------------------------------------- communication
-class Enter(torch.autograd.Function):
-    """Where split weights begin (Megatron's f): hands x on, and sums its gradient, of which each rank has a part."""
-
-    @staticmethod
-    @torch.compiler.disable  # as in Leave
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd may use it elsewhere
-        dist.all_reduce(gradient)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
-        return gradient
-
-
-class Leave(torch.autograd.Function):
-    """Where split weights end (Megatron's g): sums all ranks' outputs, and hands on the gradient, which is whole."""
-
-    @staticmethod
-    @torch.compiler.disable  # torch 2.11 gives a sum that it has compiled no gradient
-    def forward(ctx, x: Tensor) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-# ------------------------------------------------------------------------------------------------------------- model
-# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
-
-
-class RMSNorm(nn.Module):
-    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
-
-    def __init__(self, cfg: Config):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(cfg.dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # a mean of squares needs more digits than bf16 has
-        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-
-
-def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
-    k = cfg.dim // cfg.heads
-    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
-    turns = 8192 * frequency / (2 * torch.pi)  # full turns within the context that Llama 3 was first trained on
-    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: as they are; 1 or less: slowed down by rope_factor
-    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
-    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
-
-
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
-    low, high = x.chunk(2, dim=-1)
-    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Causal attention in which heads / kv_heads query heads share a key and a value head (arXiv:2305.13245)."""
-
-    def __init__(self, cfg: Config):
-        super().__init__()
-        tp = dist.get_world_size()
-        self.k = cfg.dim // cfg.heads
-        heads, kv_heads = cfg.heads // tp, max(1, cfg.kv_heads // tp)  # of this rank
-        self.q_proj = nn.Linear(cfg.dim, heads * self.k, bias=False)
-        self.k_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
-        self.v_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
-        self.o_proj = nn.Linear(heads * self.k, cfg.dim, bias=False)
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        x = Enter.apply(x)
-        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)  # b h/tp s k
-        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
-        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
-        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return Leave.apply(self.o_proj(rearrange(o, "b h s k -> b s (h k)")))  # b s d
-
-
-class MLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202)."""
-
-    def __init__(self, cfg: Config):
-        super().__init__()
-        ffn = cfg.ffn // dist.get_world_size()  # of this rank
-        self.gate_proj = nn.Linear(cfg.dim, ffn, bias=False)
-        self.up_proj = nn.Linear(cfg.dim, ffn, bias=False)
-        self.down_proj = nn.Linear(ffn, cfg.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = Enter.apply(x)
-        x = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)  # b s f/tp
-        return Leave.apply(self.down_proj(x))  # b s d
-
-
-class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual stream after."""
-
-    def __init__(self, cfg: Config):
-        super().__init__()
-        self.input_layernorm = RMSNorm(cfg)
-        self.self_attn = Attention(cfg)
-        self.post_attention_layernorm = RMSNorm(cfg)
-        self.mlp = MLP(cfg)
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Embedding(nn.Module):
-    """The words of which this rank has the rows, [v/tp, d], and zeros for the others."""
-
-    def __init__(self, cfg: Config):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(-(-cfg.vocab // dist.get_world_size()), cfg.dim))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        row = ids - dist.get_rank() * len(self.weight)
-        here = (row >= 0) & (row < len(self.weight))
-        return nn.functional.embedding(row.where(here, 0), self.weight).masked_fill(~here[..., None], 0)  # b s d
-
-
-class Loss(nn.Module):
-    """Cross-entropy of logits [b, s, v/tp], summed over the valid targets [b, s].
-
-    Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y; each rank has a part of the sum, and one
-    of them has z_y. Its gradient needs no communication, for sums leave the split region as activations do.
-    """
-
-    def __init__(self, cfg: Config):
-        super().__init__()
-        self.vocab = cfg.vocab
-
-    def wide(self, rows: Tensor, words: Tensor) -> Tensor:
-        """Logits in float32, of the padding -inf."""
-        return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(words >= self.vocab, -torch.inf)
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows, targets = rearrange(logits, "b s v -> (b s) v"), targets.flatten().int()  # 64 bits take a GPU longer
-        words = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + dist.get_rank() * rows.shape[1]
-        top = self.wide(rows.detach(), words).amax(1)
-        torch._dynamo.graph_break()  # compiled as one, the logits in float32 would be kept
-        dist.all_reduce(top, dist.ReduceOp.MAX)  # 2 (tp-1)/tp of 4 bytes per token out and in; everyone waits
-        rows = self.wide(rows, words)
-        exponentials = (rows - top[:, None]).exp().sum(1)
-        wanted = rows.where(words == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]))  # 8 bytes per token likewise, in one
-        return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
-
-
-class Model(nn.Module):
-    """Llama 3 with an untied head. Its parameters have the names and shapes of transformers.LlamaForCausalLM's."""
-
-    def __init__(self, cfg: Config):
-        super().__init__()
-        self.cfg = cfg
-        self.model = nn.Module()
-        self.model.embed_tokens = Embedding(cfg)
-        self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
-        self.model.norm = RMSNorm(cfg)
-        self.lm_head = nn.Linear(cfg.dim, -(-cfg.vocab // dist.get_world_size()), bias=False)
-        self.loss = Loss(cfg)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids [b, s] -> logits [b, s, v/tp]"""
-        rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
-        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        x = Leave.apply(x)  # of zeros on all ranks but one
-        for block in self.model.layers:
-            x = block(x, rope)
-        return self.lm_head(Enter.apply(self.model.norm(x)))
-
-
-def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """The whole tensor before training: from --init, else from a generator of the device that (seed, name) seeds."""
-    if cfg.init:
-        tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []  # as in some published models
-        files = [safe_open(file, "pt") for file in glob(cfg.init)]
-        found = (file.get_tensor(key) for key in [name, *tied] for file in files if key in file.keys())
-        if (tensor := next(found, None)) is None or tensor.shape != shape:
-            raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
-        return tensor
-    if len(shape) == 1:
-        return torch.ones(shape)
-    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
-    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
-
-
-def placement(cfg: Config, name: str) -> tuple[int, int]:
-    """Along which axis a tensor is split, and into how many parts: tp / parts ranks in a row hold the same part."""
-    tp, layer = dist.get_world_size(), name.split(".")[-2]
-    if layer in ("k_proj", "v_proj"):
-        return SPLIT[layer], min(tp, cfg.kv_heads)  # heads stay whole
-    return (SPLIT[layer], tp) if layer in SPLIT else (0, 1)
-
-
-def build_model(cfg: Config) -> Model:
-    """This rank's part of the model before training, cut tensor by tensor: no rank ever has the whole model."""
-    rank, tp = dist.get_rank(), dist.get_world_size()
-    with torch.device("meta"):
-        model = Model(cfg)
-    model.to_empty(device=cfg.device)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            axis, parts = placement(cfg, name)
-            shape = [n * parts if i == axis else n for i, n in enumerate(p.shape)]
-            rows = cfg.vocab if name in WORDS else shape[0]
-            full = full_tensor(cfg, name, torch.Size([rows, *shape[1:]]))
-            if rows < shape[0]:
-                full = nn.functional.pad(full, (0, 0, 0, shape[0] - rows))
-            p.copy_(full.chunk(parts, axis)[rank * parts // tp])
-    model.replicas, _ = dist.new_subgroups(max(1, tp // cfg.kv_heads))  # the ranks with the same key heads
-    if cfg.compile:
-        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
-            part.compile()
-    return model
-
-
-# -------------------------------------------------------------------------------------------------------------- data
-def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of all documents end to end, and the offsets at which documents start.
-
-    A .bin file has uint16 ids, or uint32 ids if --vocab needs these or the upper halves are all 0.
-    """
-    path = Path(cfg.data)
-    if path.suffix == ".bin" and path.stat().st_size > 1:
-        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
-        if cfg.vocab > 2**16 or not ids[1::2].any():  # the upper halves of uint32 ids
-            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
-    else:
-        files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-        documents = [np.fromfile(file, np.uint8) for file in files]
-        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
-        lengths = np.array([len(document) for document in documents])
-        starts = lengths.cumsum() - lengths
-    if len(ids) <= cfg.seq:
-        raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
-    if ids.max() >= cfg.vocab:
-        raise SystemExit(f"--vocab {cfg.vocab}: must be above {ids.max()}, the largest {ids.dtype} in {cfg.data}")
-    return ids, starts
-
-
-def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [b, s] of the global batch: windows of the text that (seed, step) alone picks."""
-    ids, starts = data
-    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
-    where = first + np.arange(cfg.seq + 1)  # b s+1
-    window = torch.from_numpy(ids[where].astype(np.int64))
-    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
-    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
-
-
-# ---------------------------------------------------------------------------------------------------------- training
-def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
-    """AdamW, with weight decay only on matrices."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
-
-
-def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
-    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        return model.loss(model(inputs), targets)
-
-
-def sum_replicas(cfg: Config, model: Model) -> None:
-    """Sum the gradients of the key and value heads that several ranks hold, each for its own query heads."""
-    if cfg.kv_heads < dist.get_world_size():
-        layers = [block.self_attn for block in model.model.layers]
-        gradients = [part.weight.grad for layer in layers for part in (layer.k_proj, layer.v_proj)]
-        # a method of the group, because dist.all_reduce_coalesced around it warns that it will be deprecated
-        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, who wait
-        model.replicas.allreduce_coalesced(gradients).wait()
-
-
-def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
-    tokens = (targets != IGNORE).sum()
-    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
-    loss = forward(cfg, model, inputs, targets) / tokens
-    loss.backward()
-    sum_replicas(cfg, model)
-    return loss.detach()
-
-
-def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Shorten the gradient of the whole model to norm --clip if it is longer, and return the norm that it had."""
-    held_by = {}  # number of ranks -> gradients
-    for name, p in model.named_parameters():
-        held_by.setdefault(dist.get_world_size() // placement(cfg, name)[1], []).append(p.grad)
-    squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
-    norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
-    dist.all_reduce(norm)  # one number: all ranks must scale by the same; everyone waits
-    norm = norm.sqrt()
-    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
-    return norm
-
-
-def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
-    """One optimizer step on the global batch [b, s]. Returns loss and gradient norm on the device, without waiting."""
-    loss = forward_backward(cfg, model, inputs, targets)
-    norm = clip_gradients(cfg, model)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss, norm
-
-
-def flops_per_token(cfg: Config) -> float:
-    """Forward and backward: 6 per weight in a matmul, and 6 layers x dim x seq in causal attention.
-
-    The embedding is a lookup, attention counts only the unmasked half, and recomputation does not count.
-    """
-    kv = cfg.dim // cfg.heads * cfg.kv_heads
-    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
-    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
-
-
-def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds."""
-    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
-    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
-    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
-    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
-    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
-    if dist.get_rank() == 0:
-        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
-
-
-def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
-    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
-    rank, tp, weights = dist.get_rank(), dist.get_world_size(), {}
-    for name, p in model.named_parameters():
-        axis, parts = placement(cfg, name)
-        shards = [torch.empty_like(p) for _ in range(tp)] if rank == 0 else None
-        dist.gather(p.detach(), shards)  # the bytes of a part out of each rank, into rank 0; everyone waits
-        if rank == 0:
-            whole = torch.cat(shards[:: tp // parts], axis)
-            weights[name] = (whole[: cfg.vocab] if name in WORDS else whole).cpu()  # without the padding
-    if rank == 0:
-        save_file(weights, cfg.save, metadata)
-
-
-def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
-    """Build, train, report, save."""
-    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
-    model = build_model(cfg)
-    optimizer = make_optimizer(cfg, model)
-    history = []
-    batch = make_batch(cfg, data, 0)
-    for step in range(cfg.steps):
-        start = time.perf_counter()
-        loss, norm = train_step(cfg, model, optimizer, *batch)
-        batch = make_batch(cfg, data, step + 1)  # the GPU is still busy with the step
-        loss, norm = loss.item(), norm.item()  # waits for the GPU
-        history.append((loss, norm, time.perf_counter() - start))
-        log(cfg, f"step {step + 1}", *history[-1])
-    if history:
-        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the warm-up
-    if cfg.save:
-        save(cfg, model, history)
-
-
-# -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
     cfg = parse_config()
     check(cfg, int(os.environ.get("WORLD_SIZE", 0)))

@@ -10,6 +10,7 @@ import io
 import re
 import subprocess
 import sys
+import tempfile
 import tokenize
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -53,7 +54,7 @@ def read(path: str, source: str | None = None) -> Recipe:
     """Parse a recipe."""
     source = source if source is not None else (ROOT / path).read_text()
     docstring = ast.get_docstring(ast.parse(source)) or ""
-    fields = re.findall(r"^(Parent|Lesson|Plumbing|Run|Source):\s+(.+)$", docstring, re.M)
+    fields = re.findall(r"^(Parent|Lesson|Plumbing|Copy|Run|Source):\s+(.+)$", docstring, re.M)
     return Recipe(path, source, {key: value.split(", ") for key, value in fields}, definitions(source))
 
 
@@ -90,24 +91,35 @@ def parents(recipe: Recipe) -> list[str]:
     return [parent for parent in recipe.header["Parent"] if parent.endswith(".py")]
 
 
-def difference(parent: str, child: str) -> tuple[int, int]:
-    """Lines that a child adds to its parent and takes from it, as git counts."""
-    command = ["git", "diff", "--no-index", "--numstat", parent, child]
-    added, removed, *_ = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split() or ["0", "0"]
-    return int(added), int(removed)
+def code(source: str) -> str:
+    """The lines of code alone: without comments, blank lines and docstrings."""
+    lines, kept = source.splitlines(), set()
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in blank:
+            kept.update(range(token.start[0], token.end[0] + 1))
+        elif token.type == tokenize.COMMENT:
+            number, column = token.start
+            lines[number - 1] = lines[number - 1][:column].rstrip()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            kept -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return "".join(f"{lines[number - 1]}\n" for number in sorted(kept))
 
 
 def lines_of_code(source: str) -> int:
     """Lines that are neither blank nor comment nor docstring."""
-    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in blank:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(lines)
+    return code(source).count("\n")
+
+
+def difference(parent: str, child: str) -> tuple[int, int]:
+    """Lines of code that a child adds to its parent and takes from it."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, path in ("parent", parent), ("child", child):
+            Path(folder, name).write_text(code((ROOT / path).read_text()))
+        command = ["git", "diff", "--no-index", "--patience", "--numstat", "parent", "child"]
+        counts = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.split() or ["0", "0"]
+    return int(counts[0]), int(counts[1])
 
 
 def departures(recipe: Recipe, family: dict[str, Recipe]) -> list[str]:
@@ -121,8 +133,10 @@ def departures(recipe: Recipe, family: dict[str, Recipe]) -> list[str]:
         members = [n for n in recipe.definitions if n == name or n.startswith(f"{name}.")]
         if all(any(recipe.definitions[n] == theirs.get(n) for theirs in inherited) for n in members):
             faults.append(f"{recipe.path}: the header names {name}, which does not differ")
-    for theirs in inherited:
-        both = [name for name in recipe.definitions if name in theirs]
+    for i, theirs in enumerate(inherited):
+        # of the first parent all that has its name, of the others what is theirs to the letter
+        compared = theirs if i == 0 else {n: text for n, text in theirs.items() if recipe.definitions.get(n) == text}
+        both = [name for name in recipe.definitions if name in compared]
         if both != [name for name in theirs if name in both]:
             faults.append(f"{recipe.path}: shared definitions stand in another order")
     return faults
