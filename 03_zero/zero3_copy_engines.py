@@ -214,16 +214,15 @@ def enter(model: nn.Module, i: int, x: Tensor) -> None:
         x.register_hook(lambda gradient: after_backward(model, i))
 
 
-def leave(model: nn.Module, i: int, x: Tensor) -> None:
-    """Free the weights of unit i, which has computed x. Backward needs those of the last two units first: they stay."""
-    if i < len(model.units) - 2 or not x.requires_grad:
+def leave(model: nn.Module, i: int) -> None:
+    """Free the weights of unit i, whose forward is done. Those of the last two units stay: backward needs them first."""
+    if i < len(model.units) - 2:
         free(model.units[i])
 
 
 def after_backward(model: nn.Module, i: int) -> None:
     """Free the weights of unit i, which backward has finished; wait for those before it; prefetch those before that."""
     if i > 1:  # the embedding's backward needs no weights
-        gather(model.units[i - 1], model.gathers)  # has started already, but for a forward in between
         wait(model.gathers)
     free(model.units[i])
     reduce(model, i)
@@ -342,15 +341,13 @@ class Model(nn.Module):
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
         enter(self, 0, ids)
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        leave(self, 0, x)
+        leave(self, 0)
         for i, block in enumerate(self.model.layers, 1):
             enter(self, i, x)
             x = block(x, rope)
-            leave(self, i, x)
+            leave(self, i)
         enter(self, len(self.units) - 1, x)
-        logits = self.lm_head(self.model.norm(x))
-        leave(self, len(self.units) - 1, logits)
-        return logits
+        return self.lm_head(self.model.norm(x))
 
 
 def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:

@@ -399,7 +399,7 @@ class Loss(nn.Module):
         ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
         top = self.wide(rows.detach(), ids).amax(1)
         torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
-        dist.all_reduce(top, dist.ReduceOp.MAX, self.tp)  # 2 (tp-1)/tp of 4 bytes per token out and in; everyone waits
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token; everyone waits
         rows = self.wide(rows, ids)
         exponentials = (rows - top[:, None]).exp().sum(1)
         wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
