@@ -1,13 +1,18 @@
 """Collectives: what each of them does, all-reduce built from send and receive, and how fast messages of all sizes are.
 
-Ring: the tensor in N chunks; N-1 steps sum a chunk on its way around, N-1 more hand the sums around. Each rank sends
-2·(N-1)·K/N of K bytes, the least there can be. Tree, by recursive doubling: log2(N) exchanges of all K bytes, with
-partners 1, 2, 4 ... ranks away: K·log2(N) bytes, but the fewest steps; ranks beyond a power of two hand theirs in
-before, and get the sum after. Time is steps · latency + bytes / bandwidth.
+All-reduce K bytes on N ranks; the time is steps · latency + bytes / bandwidth.
+Ring: in N chunks. N-1 steps sum every chunk on its way around, N-1 more pass the sums on. Each rank sends 2·(N-1)/N·K
+bytes, the least without reduction inside the switch (with it, as in NVLink SHARP, about K).
+Recursive doubling: log2(N) steps, the fewest. Each exchanges all K bytes with a partner 1, 2, 4 ... ranks away, so each
+rank sends K·log2(N) bytes. Ranks beyond a power of two first add their tensor to a partner's, and last get the sum.
+Double binary tree (NCCL's, between nodes): each of two trees reduces one half to its root and broadcasts the sum, in C
+chunks that follow each other in 2·log2(N) + C-1 steps. An inner node of one tree is a leaf of the other, so all links
+are busy and no rank sends more than 2·K bytes.
 
 Parent:   none, it trains nothing
 Run:      torchrun --nproc_per_node 4 02_data_parallel/collectives.py
-Source:   Thakur et al. 2005, Optimization of Collective Communication Operations in MPICH; Ultra-Scale Playbook, A0
+Source:   Thakur et al. 2005, Optimization of Collective Communication Operations in MPICH; Sanders, Speck, Träff 2009,
+          Two-tree algorithms for full bandwidth broadcast, reduction and scan; Ultra-Scale Playbook, A0
 """
 
 import argparse
@@ -29,42 +34,17 @@ from torch import Tensor
 class Config:
     """Every field is a flag."""
 
-    rings: int = 4  # rings at work at once, each on a part of the tensor; one alone does not fill NVLink
+    rings: int = 4  # rings that run at once, each on a part of the tensor; a single one does not fill NVLink
+    chunk: int = 1 << 21  # bytes of a chunk in the double binary tree
     smallest: int = 1 << 10  # bytes of the shortest message in the table
-    largest: int = 1 << 24  # and of the longest: 268435456 for GPUs
-    repeats: int = 10  # timed runs of each, of which the table has the median
+    largest: int = 1 << 24  # bytes of the longest; on GPUs use 268435456
+    repeats: int = 10  # timed runs per cell; the table shows their median
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-
-
-def parse_config() -> Config:
-    """Turn the command line into a Config."""
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for f in fields(Config):
-        choices = get_args(f.type) or None
-        parser.add_argument(f"--{f.name}", type=type(f.default), choices=choices, help=f"default: {f.default}")
-    return Config(**{"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())})
-
-
-def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    problems = [
-        (world < 2, f"start it with torchrun --nproc_per_node 4 {os.path.relpath(__file__)}, at least 2 processes"),
-        (cfg.rings < 1, f"--rings {cfg.rings}: must be at least 1"),
-        (cfg.smallest < 4 or cfg.smallest % 4, f"--smallest {cfg.smallest}: must be a multiple of 4, a number's bytes"),
-        (cfg.largest < cfg.smallest, f"--largest {cfg.largest}: must be at least --smallest {cfg.smallest}"),
-        (cfg.repeats < 1, f"--repeats {cfg.repeats}: must be at least 1"),
-        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
-    ]
-    for wrong, problem in problems:
-        if wrong:
-            raise SystemExit(problem)
 
 
 # ----------------------------------------------------------------------------------------------------- communication
 def examples(cfg: Config) -> list[tuple[str, str, Tensor, Tensor]]:
-    """Every collective with small numbers: name, what it does, what this rank had before, what it has after."""
+    """Run every collective on a small tensor; return its name, what it does, this rank's tensor before and after."""
     rank, n = dist.get_rank(), dist.get_world_size()
     mine = torch.arange(n, device=cfg.device) + 10 * rank  # rank 2 of 4 has 20 21 22 23
     shown = []
@@ -73,34 +53,34 @@ def examples(cfg: Config) -> list[tuple[str, str, Tensor, Tensor]]:
         shown.append((name, what, before, after if isinstance(after, Tensor) else torch.cat(after)))
 
     x = mine.clone()
-    dist.broadcast(x, 0)  # K bytes leave rank 0, in a chain or a tree; all wait for them
-    show("broadcast", "rank 0's numbers, to all", mine, x)
+    dist.broadcast(x, 0)  # K bytes leave rank 0, in a chain or a tree; all others wait for them
+    show("broadcast", "the tensor of rank 0, to all", mine, x)
     x = mine.clone()
-    dist.reduce(x, 0)  # K bytes from each but rank 0, which waits; what the others hold then is unspecified
+    dist.reduce(x, 0)  # K bytes from every other rank; rank 0 waits, and what the others then hold is unspecified
     show("reduce", "the sum, to rank 0", mine, x if rank == 0 else x[:0])
     x = mine.clone()
-    dist.all_reduce(x)  # 2 (N-1)/N of K bytes out and in per rank; all wait for all
+    dist.all_reduce(x)  # 2·(N-1)/N·K bytes out and in per rank; all wait for all
     show("all-reduce", "the sum, to all", mine, x)
     parts = [torch.empty_like(mine[:1]) for _ in range(n)]
-    dist.gather(mine[:1], parts if rank == 0 else None, 0)  # K bytes from each to rank 0, which waits
-    show("gather", "what each has, to rank 0", mine[:1], parts if rank == 0 else mine[:0])
+    dist.gather(mine[:1], parts if rank == 0 else None, 0)  # K bytes from every other rank; rank 0 waits
+    show("gather", "the tensors of all, to rank 0", mine[:1], parts if rank == 0 else mine[:0])
     parts = [torch.empty_like(mine[:1]) for _ in range(n)]
-    dist.all_gather(parts, mine[:1])  # N-1 times K bytes in per rank; all wait for all
-    show("all-gather", "what each has, to all", mine[:1], parts)
+    dist.all_gather(parts, mine[:1])  # (N-1)·K bytes out and in per rank; all wait for all
+    show("all-gather", "the tensors of all, to all", mine[:1], parts)
     x = torch.empty_like(mine[:1])
-    dist.scatter(x, list(mine.chunk(n)) if rank == 0 else None, 0)  # K/N bytes from rank 0 to each, who wait for them
-    show("scatter", "rank 0's parts, one to each", mine if rank == 0 else mine[:0], x)
+    dist.scatter(x, list(mine.chunk(n)) if rank == 0 else None, 0)  # K/N bytes to every other rank, which waits
+    show("scatter", "the shards of rank 0, one to each", mine if rank == 0 else mine[:0], x)
     x = torch.empty_like(mine[:1])
-    dist.reduce_scatter(x, list(mine.chunk(n)))  # (N-1)/N of K bytes out and in per rank; all wait for all
-    show("reduce-scatter", "the sum, a part to each", mine, x)
+    dist.reduce_scatter(x, list(mine.chunk(n)))  # (N-1)/N·K bytes out and in per rank; all wait for all
+    show("reduce-scatter", "the sum, one shard to each", mine, x)
     x = torch.empty_like(mine)
-    dist.all_to_all_single(x, mine)  # (N-1)/N of K bytes out and in per rank; all wait for all
-    show("all-to-all", "part i of each, to rank i: a transpose", mine, x)
+    dist.all_to_all_single(x, mine)  # (N-1)/N·K bytes out and in per rank; all wait for all
+    show("all-to-all", "shard i of each, to rank i: a transpose", mine, x)
     return shown
 
 
 def barrier(cfg: Config) -> tuple[float, float]:
-    """When this rank, which has slept rank/10 seconds, comes to a barrier, and when it leaves; by the host's clock."""
+    """Sleep rank/10 seconds, then wait at a barrier; return when this rank reached and left it, by the host's clock."""
     time.sleep(dist.get_rank() / 10)
     arrived = time.monotonic()
     dist.barrier()  # no data; all wait for all
@@ -109,79 +89,138 @@ def barrier(cfg: Config) -> tuple[float, float]:
     return arrived, time.monotonic()
 
 
-def exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, group: dist.ProcessGroup | None) -> list:
-    """Start to send one tensor and to receive another. Both in one batch: else NCCL might wait in a circle."""
-    send = dist.P2POp(dist.isend, outgoing, to, group=group)  # its bytes, to one neighbour
-    receive = dist.P2POp(dist.irecv, incoming, source, group=group)  # as many, from another
-    return dist.batch_isend_irecv([send, receive])  # nobody waits yet
+def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: dist.ProcessGroup | None):
+    """Start to send and to receive (tensor, rank) pairs; return the works to wait on.
 
-
-def ring_all_reduce(x: Tensor, rings: list[dist.ProcessGroup]) -> int:
-    """Replace x, contiguous, by its sum over the ranks. Returns how many bytes this rank has sent.
-
-    rings: groups of all ranks with communicators of their own, each of which reduces a part of x at the same time as
-    the others: while one adds, another transfers, and together they fill links that one alone does not.
+    All are one batch: NCCL would run them one after another, and ranks that send first would wait in a circle.
     """
-    rank, n = dist.get_rank(), dist.get_world_size()
-    chunks = [part.tensor_split(n) for part in x.view(-1).tensor_split(len(rings))]  # by ring, then rank
-    arriving = [torch.empty_like(chunk[0]) for chunk in chunks]  # the first chunks are the longest
-    sent, transfers = 0, {}
-    for step in range(2 * (n - 1)):
-        for i, chunk in enumerate(chunks):
-            if step > 0:
-                finish(transfers[i])
-            outgoing, incoming = chunk[(rank - step) % n], chunk[(rank - step - 1) % n]
-            if step < n - 1:  # reduce-scatter: the sum so far of a chunk comes from the left, and grows
-                buffer, target = arriving[i][: incoming.numel()], incoming
-            else:  # all-gather: finished sums go around, and replace
-                buffer, target = incoming, None
-            works = exchange(outgoing, (rank + 1) % n, buffer, (rank - 1) % n, rings[i])
-            transfers[i] = works, buffer, target
-            sent += outgoing.nbytes
-    for transfer in transfers.values():
-        finish(transfer)
-    return sent
+    batch = [dist.P2POp(dist.isend, tensor, to, group=group) for tensor, to in sends]
+    batch += [dist.P2POp(dist.irecv, tensor, source, group=group) for tensor, source in receives]
+    return dist.batch_isend_irecv(batch) if batch else []  # out and in: the tensors' bytes; the caller waits, in finish
 
 
-def finish(transfer: tuple[list, Tensor, Tensor | None]) -> None:
-    """Wait for a transfer and add what came to where it belongs."""
-    works, buffer, target = transfer
+def finish(works: list[dist.Work], sums: list[tuple[Tensor, Tensor]]) -> None:
+    """Wait for transfers, then add each received buffer to its target."""
     for work in works:
         work.wait()
-    if target is not None:
+    for buffer, target in sums:
         target.add_(buffer)
 
 
-def tree_all_reduce(x: Tensor) -> int:
-    """Replace x by its sum over the ranks, by recursive doubling. Returns how many bytes this rank has sent."""
+def ring_all_reduce(x: Tensor, rings: list[dist.ProcessGroup]) -> int:
+    """Replace x, contiguous, by its sum over the ranks; return how many bytes this rank has sent.
+
+    rings: groups of all ranks, each with its own communicator. Each reduces one part of x, all at the same time: while
+    one adds, another transfers, and together they fill links that a single one does not.
+    """
+    rank, n, sent = dist.get_rank(), dist.get_world_size(), 0
+    parts = [part.tensor_split(n) for part in x.view(-1).tensor_split(len(rings))]  # a part per ring, in n chunks
+    arriving = [torch.empty_like(chunks[0]) for chunks in parts]  # the first chunk is the longest
+    transfers = [([], []) for _ in rings]
+    for step in range(2 * (n - 1)):
+        for i, chunks in enumerate(parts):
+            finish(*transfers[i])
+            outgoing, incoming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+            if step < n - 1:  # reduce-scatter: add to the partial sum of a chunk, which the left neighbour sends
+                buffer = arriving[i][: incoming.numel()]
+                sums = [(buffer, incoming)]
+            else:  # all-gather: a finished sum replaces the partial one
+                buffer, sums = incoming, []
+            works = exchange([(outgoing, (rank + 1) % n)], [(buffer, (rank - 1) % n)], rings[i])
+            transfers[i] = works, sums
+            sent += outgoing.nbytes
+    for transfer in transfers:
+        finish(*transfer)
+    return sent
+
+
+def recursive_doubling_all_reduce(x: Tensor) -> int:
+    """Replace x by its sum over the ranks; return how many bytes this rank has sent."""
     rank, n, theirs, sent = dist.get_rank(), dist.get_world_size(), torch.empty_like(x), 0
-    core = 1 << (n.bit_length() - 1)  # the ranks beyond the largest power of two hand in theirs, and get the sum back
+    core = 1 << (n.bit_length() - 1)  # the largest power of two; each rank beyond it has a partner below it
     extra = rank + core if rank + core < n else None
     if rank >= core:
-        dist.send(x, rank - core)  # K bytes; waits until they are taken
+        dist.send(x, rank - core)  # K bytes out; waits until the partner receives
         sent += x.nbytes
     elif extra:
-        dist.recv(theirs, extra)  # K bytes; waits for them
+        dist.recv(theirs, extra)  # K bytes in; waits for them
         x.add_(theirs)
     distance = 1
     while rank < core and distance < core:
-        for work in exchange(x, rank ^ distance, theirs, rank ^ distance, None):  # K bytes out and in
-            work.wait()
-        x.add_(theirs)  # twice as many ranks as before now have the same sum
+        partner = rank ^ distance
+        finish(exchange([(x, partner)], [(theirs, partner)], None), [(theirs, x)])  # K bytes out and in; waits for both
         sent += x.nbytes
-        distance *= 2
+        distance *= 2  # groups of this many ranks now hold the same sum
     if rank >= core:
-        dist.recv(x, rank - core)  # K bytes; waits for them
+        dist.recv(x, rank - core)  # K bytes in; waits for them
     elif extra:
-        dist.send(x, extra)  # K bytes; waits until they are taken
+        dist.send(x, extra)  # K bytes out; waits until the partner receives
         sent += x.nbytes
+    return sent
+
+
+def binary_tree(rank: int, n: int, shift: int) -> tuple[list[int], list[int], int]:
+    """Return a rank's parent (none for the root), children and depth in a binary tree over n ranks.
+
+    Odd positions are leaves and 0 is the root, with one child:   0 - 4 - 2 - 1
+    (here 8 positions). The parent of p: clear the lowest set bit       |   ` 3
+    of p and set the next, unless that is beyond the last position.     ` 6 - 5
+    Rank r takes position r - shift modulo n.                               ` 7
+    """
+    parent = {}
+    for position in range(1, n):
+        low = position & -position
+        above = position - low | low << 1
+        parent[(position + shift) % n] = ((above if above < n else position - low) + shift) % n
+    parents = [parent[rank]] if rank in parent else []
+    children = [child for child in parent if parent[child] == rank]
+    depth = 0
+    while rank in parent:
+        rank, depth = parent[rank], depth + 1
+    return parents, children, depth
+
+
+def double_tree_all_reduce(x: Tensor, trees: list[dist.ProcessGroup], chunk: int) -> int:
+    """Replace x, contiguous, by its sum over the ranks; return how many bytes this rank has sent.
+
+    trees: two groups of all ranks, each with its own communicator. Each reduces one half of x, both at the same time.
+    The second tree is the first shifted by one rank (NCCL mirrors it if n is even), which turns inner nodes into leaves
+    and leaves into inner nodes. If n is odd, rank 0 is an inner node of both, but with a single child in each.
+    chunk: elements per chunk. Chunks follow each other, and sums come down while later chunks still go up.
+    Every transfer has its step, at which both ends start it, so no ranks wait in a circle.
+    """
+    rank, n, sent = dist.get_rank(), dist.get_world_size(), 0
+    height = (n - 1).bit_length()  # the largest depth, log2(n) rounded up
+    halves = [half.split(chunk) for half in x.view(-1).tensor_split(2)]
+    nodes = [binary_tree(rank, n, shift) for shift in range(2)]
+    arriving = [[torch.empty_like(half[0]) for _ in node[1]] for half, node in zip(halves, nodes)]  # one per child
+    transfers = [([], []) for _ in trees]
+    for step in range(2 * height + len(halves[0]) - 1):
+        for i, (half, (parents, children, depth)) in enumerate(zip(halves, nodes)):
+            finish(*transfers[i])
+            up, down = step - height + depth, step - height - depth  # chunks to send now; the next ones arrive now
+            sends, receives, sums = [], [], []
+            if 0 <= up < len(half):
+                sends += [(half[up], parent) for parent in parents]
+            if 0 <= down < len(half):
+                sends += [(half[down], child) for child in children]
+            if 0 <= up + 1 < len(half):  # partial sums from the children: the rank adds its own
+                target = half[up + 1]
+                sums = [(buffer[: target.numel()], target) for buffer in arriving[i]]
+                receives += [(buffer, child) for (buffer, _), child in zip(sums, children)]
+            if 0 <= down + 1 < len(half):  # the finished sum replaces the partial one
+                receives += [(half[down + 1], parent) for parent in parents]
+            transfers[i] = exchange(sends, receives, trees[i]), sums
+            sent += sum(tensor.nbytes for tensor, _ in sends)
+    for transfer in transfers:
+        finish(*transfer)
     return sent
 
 
 def seconds(cfg: Config, collective: Callable, *args: object) -> float:
-    """Median time of a collective, on the slowest rank, after two runs that do not count.
+    """Return the median time of a collective on the slowest rank, in seconds, after two warm-up runs.
 
-    On GPUs a recorded CUDA graph is timed: the collective without Python, which is slower than the steps of a ring.
+    On GPUs, time a CUDA graph of it: launched one by one from Python, the steps of a ring would wait for Python.
     """
     for _ in range(2):
         collective(*args)
@@ -191,70 +230,109 @@ def seconds(cfg: Config, collective: Callable, *args: object) -> float:
             collective(*args)
         collective, args = graph.replay, ()
     taken = []
-    for _ in range(1 + cfg.repeats):  # the first replay loads the graph
-        dist.barrier()  # a common start: waiting for a late rank is not the message's time
+    for _ in range(1 + cfg.repeats):  # the first replay also loads the graph
+        dist.barrier()  # no data; all wait for all, so that the time does not include waiting for a late rank
         if cfg.device == "cuda":
-            torch.cuda.synchronize()  # the barrier itself must be over
+            torch.cuda.synchronize()  # until the barrier itself is over
         start = time.perf_counter()
         collective(*args)
         if cfg.device == "cuda":
-            torch.cuda.synchronize()  # the time until the data is there, not until it is asked for
+            torch.cuda.synchronize()  # until the sum is there, not only the launch
         taken.append(time.perf_counter() - start)
     median = torch.tensor([statistics.median(taken[1:])], device=cfg.device, dtype=torch.float64)
-    dist.all_reduce(median, dist.ReduceOp.MAX)  # 8 bytes
+    dist.all_reduce(median, dist.ReduceOp.MAX)  # 8 bytes per rank; all wait for all
     return median.item()
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def print_examples(cfg: Config) -> None:
-    """What every rank has before and after each collective."""
+    """Print what every rank holds before and after each collective, and when it reaches and leaves a barrier."""
     texts = [None] * dist.get_world_size()
     shown = [
         (name, what, *(" ".join(map(str, x.tolist())) or "-" for x in pair)) for name, what, *pair in examples(cfg)
     ]
-    dist.all_gather_object(texts, (shown, barrier(cfg)))  # some text, for rank 0 to print; all wait for all
+    dist.all_gather_object(texts, (shown, barrier(cfg)))  # under 1 KB of text per rank, printed by rank 0; all wait
     if dist.get_rank() > 0:
         return
     for rows in zip(*(shown for shown, _ in texts)):
         print(f"{rows[0][0]}: {rows[0][1]}")
         for rank, (_, _, before, after) in enumerate(rows):
             print(f"    rank {rank}    {before:>{3 * len(rows)}}  ->  {after}")
-    print("barrier: nobody leaves before the last has come")
+    print("barrier: no rank leaves before the last has come")
     first = min(arrived for _, (arrived, _) in texts)
     for rank, (_, (arrived, left)) in enumerate(texts):
         print(f"    rank {rank}    comes after {arrived - first:.2f} s, leaves after {left - first:.2f} s")
 
 
 def print_table(cfg: Config) -> None:
-    """Time and bandwidth of all-reduce against the size of the message, by the library, the ring and the tree.
+    """Print time and bandwidth of all-reduce by message size, for the library and for the three algorithms.
 
-    Algorithm bandwidth is K / time. Bus bandwidth is what a link carries if each rank sends the least there can be,
-    2·(N-1)/N·K bytes: it can be compared with the link's own, whatever the number of ranks.
+    Algorithm bandwidth is K / time. Bus bandwidth is 2·(N-1)/N·K / time: what each link carries if every rank sends the
+    least that all-reduce needs without reduction inside the switch. Compare it with the link's own bandwidth, for any
+    number of ranks. A library that uses NVLink SHARP may exceed that: its ranks send less.
     """
-    n, rings = dist.get_world_size(), [dist.new_group() for _ in range(cfg.rings)]
+    n, rings, trees = dist.get_world_size(), *([dist.new_group() for _ in range(k)] for k in (cfg.rings, 2))
     library = "NCCL" if cfg.device == "cuda" else "gloo"
     rows, size = [], cfg.smallest
     while size <= cfg.largest:
         x = torch.zeros(size // 4, device=cfg.device)
-        sent = ring_all_reduce(x, rings), tree_all_reduce(x)
-        calls = (dist.all_reduce, x), (ring_all_reduce, x, rings), (tree_all_reduce, x)
-        rows.append((size, sent, [seconds(cfg, *call) for call in calls]))
+        ours = (
+            (ring_all_reduce, x, rings),
+            (recursive_doubling_all_reduce, x),
+            (double_tree_all_reduce, x, trees, cfg.chunk // 4),
+        )
+        sent = torch.tensor([call(*args) for call, *args in ours], device=cfg.device)
+        rows.append((size, [seconds(cfg, *call) for call in ((dist.all_reduce, x), *ours)]))
         size *= 4
+    dist.all_reduce(sent, dist.ReduceOp.MAX)  # 24 bytes per rank; all wait for all
     if dist.get_rank() > 0:
         return
-    print(
-        f"\nall-reduce on {n} ranks; GB/s: algorithm bandwidth | bus bandwidth; the ring is {cfg.rings} rings at once"
-    )
-    print("bytes".rjust(12) + "".join(f"{name:>33}" for name in (library, "ring", "tree")) + "   ring / " + library)
-    latency, longest = rows[0][2][0], rows[-1][2][0]  # of the library
-    half = latency * rows[-1][0] / max(longest - latency, 1e-9)  # here latency is half of the time
-    for i, (size, _, times) in enumerate(rows):
+    names = "ring", "recursive doubling", "double tree"
+    print(f"\nall-reduce on {n} ranks; GB/s: algorithm bandwidth | bus bandwidth; {cfg.rings} rings at once")
+    print("bytes".rjust(12) + "".join(f"{name:>30}" for name in (library, *names)) + "   ring / " + library)
+    latency, longest = rows[0][1][0], rows[-1][1][0]  # the library's
+    half = latency * rows[-1][0] / max(longest - latency, 1e-9)  # bytes at which latency is half of the time
+    for i, (size, times) in enumerate(rows):
         if size > half and (i == 0 or rows[i - 1][0] <= half):
             print(f"------------ from {half:,.0f} bytes on, bandwidth counts for more than latency")
-        cells = [f"{t * 1e6:12,.0f} us {size / t / 1e9:7.2f} |{2 * (n - 1) / n * size / t / 1e9:7.2f}" for t in times]
-        print(f"{size:12,}" + "".join(f"{cell:>33}" for cell in cells) + f"{times[0] / times[1]:10.0%}")
-    ratios = [f"{name} {bytes_sent / rows[-1][0]:.3f}" for name, bytes_sent in zip(("ring", "tree"), rows[-1][1])]
-    print(f"sent by rank 0, of the tensor's bytes: {', '.join(ratios)}; 2(N-1)/N is {2 * (n - 1) / n:.3f}")
+        cells = [f"{t * 1e6:,.0f} us {size / t / 1e9:7.2f} |{2 * (n - 1) / n * size / t / 1e9:7.2f}" for t in times]
+        print(f"{size:12,}" + "".join(f"{cell:>30}" for cell in cells) + f"{times[0] / times[1]:10.0%}")
+    ratios = ", ".join(f"{name} {most / x.nbytes:.3f}" for name, most in zip(names, sent.tolist()))
+    print(f"most bytes sent by a rank, in sizes of the tensor: {ratios}; 2(N-1)/N is {2 * (n - 1) / n:.3f}")
+
+
+def parse_config() -> Config:
+    """Read the command line. Flags override the defaults of Config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+    )
+    for field in fields(Config):
+        choices = get_args(field.type) or None
+        text = f"default: {field.default}"
+        parser.add_argument(f"--{field.name}", type=type(field.default), choices=choices, help=text)
+    given = vars(parser.parse_args())
+    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    return Config(**{**defaults, **given})
+
+
+def check(cfg: Config, world: int) -> None:
+    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    problems = [
+        (world < 2, f"start it with torchrun --nproc_per_node 4 {os.path.relpath(__file__)}, at least 2 processes"),
+        (cfg.rings < 1, f"--rings {cfg.rings}: must be at least 1"),
+        (cfg.chunk < 4 or cfg.chunk % 4, f"--chunk {cfg.chunk}: must be a multiple of 4, the bytes of an element"),
+        (cfg.smallest < 4 or cfg.smallest % 4, f"--smallest {cfg.smallest}: must be a multiple of 4, as --chunk"),
+        (cfg.largest < cfg.smallest, f"--largest {cfg.largest}: must be at least --smallest {cfg.smallest}"),
+        (cfg.repeats < 1, f"--repeats {cfg.repeats}: must be at least 1"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
 
 
 def main() -> None:

@@ -215,7 +215,7 @@ def enter(model: nn.Module, i: int, x: Tensor) -> None:
 
 
 def leave(model: nn.Module, i: int) -> None:
-    """Free the weights of unit i, whose forward is done. Those of the last two units stay: backward needs them first."""
+    """Free the weights of unit i after its forward. Those of the last two units stay: backward needs them first."""
     if i < len(model.units) - 2:
         free(model.units[i])
 

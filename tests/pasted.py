@@ -1,0 +1,416 @@
+"""A trainer of one's own: test_pasted.py pastes into it what the recipes' Copy lines list, and it must train as before.
+
+Up to the line "pasted here" it is a trainer for one process, as somebody has it who does not know the recipes: GPT-2 with
+position embeddings, LayerNorm, biases, one matrix for q, k and v, and one tensor for embedding and head. After that line
+stands, per recipe, the glue: what the Copy line leaves to the reader.
+"""
+
+# ruff: noqa: F821  the glue calls what is pasted
+
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+IGNORE = -100
+
+
+@dataclass
+class Config:
+    layers: int = 5
+    dim: int = 24
+    heads: int = 4
+    vocab: int = 37
+    seq: int = 16
+    batch: int = 10
+    validation_batch: int = 4
+    microbatches: int = 4
+    steps: int = 3
+    lr: float = 1e-2
+    weight_decay: float = 0.1
+    clip: float = 0.5
+    device: str = "cpu"
+    dtype: str = "float64"
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.width = cfg.dim // cfg.heads
+        self.qkv = nn.Linear(cfg.dim, 3 * cfg.dim)
+        self.proj = nn.Linear(cfg.dim, cfg.dim)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """[b, s, 3 h k] -> [b, s, h k]"""
+        q, k, v = (part.unflatten(2, (-1, self.width)).transpose(1, 2) for part in x.chunk(3, dim=2))
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.attend(self.qkv(x)))
+
+
+class MLP(nn.Module):
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.up = nn.Linear(cfg.dim, 4 * cfg.dim)
+        self.down = nn.Linear(4 * cfg.dim, cfg.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(cfg.dim)
+        self.attn = Attention(cfg)
+        self.ln_2 = nn.LayerNorm(cfg.dim)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.wte = nn.Embedding(cfg.vocab, cfg.dim)
+        self.wpe = nn.Embedding(cfg.seq, cfg.dim)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.ln_f = nn.LayerNorm(cfg.dim)
+        self.head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.head.weight = self.wte.weight
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.wpe(torch.arange(ids.shape[1], device=ids.device)) + self.wte(ids)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.ln_f(x))
+
+
+def initialize(cfg: Config, model: GPT) -> GPT:
+    """Draw all weights, and biases, none of which is 0 or 1: a forgotten one is seen."""
+    generator = torch.Generator().manual_seed(0)
+    model.to(getattr(torch, cfg.dtype))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(1.0 if "ln_" in name and name.endswith("weight") else 0.0, 0.1, generator=generator)
+    return model
+
+
+def make_batch(cfg: Config, batch: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return random ids, and targets of which every sequence ignores another share."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(cfg.vocab, (batch, cfg.seq + 1), generator=generator)
+    ignored = torch.rand(batch, cfg.seq, generator=generator) < torch.rand(batch, 1, generator=generator)
+    return ids[:, :-1], ids[:, 1:].masked_fill(ignored, IGNORE)
+
+
+def sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def make_optimizer(cfg: Config, matrices: list[Tensor], vectors: list[Tensor]) -> torch.optim.Optimizer:
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr)
+
+
+def optimizer_of(cfg: Config, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    return make_optimizer(cfg, [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1])
+
+
+def evaluate(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    return sum_of_losses(model(ids), targets) / (targets != IGNORE).sum()
+
+
+def forward_backward(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    loss = evaluate(cfg, model, ids, targets)
+    loss.backward()
+    return loss.detach()
+
+
+def clip(cfg: Config, model: GPT) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+
+
+def tensors(model: nn.Module, gradients: bool) -> dict[str, Tensor]:
+    """Return copies of the weights, or of their gradients, by name."""
+    return {name: (p.grad if gradients else p).detach().clone() for name, p in model.named_parameters()}
+
+
+def train(cfg, model, optimizer, forward_backward, clip, evaluate, tensors) -> dict[str, Tensor]:
+    """Return losses, gradient norms, gradients and validation losses of all steps, and the weights after the last."""
+    record = {}
+    for step in range(cfg.steps):
+        record[f"loss of step {step}"] = forward_backward(cfg, model, *make_batch(cfg, cfg.batch, step))
+        record[f"gradient norm of step {step}"] = clip(cfg, model)
+        record |= {f"gradient of {name} in step {step}": g for name, g in tensors(model, gradients=True).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            batch = make_batch(cfg, cfg.validation_batch, 1000 + step)
+            record[f"validation loss after step {step}"] = evaluate(cfg, model, *batch)
+    return record | tensors(model, gradients=False)
+
+
+def single(cfg: Config):
+    model = initialize(cfg, GPT(cfg))
+    return model, optimizer_of(cfg, model), forward_backward, clip, evaluate, tensors
+
+
+Model = GPT  # as signatures of recipes call it
+
+# ------------------------------------------------------------------------------------------------------- pasted here
+
+# ------------------------------------------------------------------------------------------ 02_data_parallel/bucketed
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def share(model: GPT, batch: Tensor) -> Tensor:
+    return batch.tensor_split(model.dp.size())[model.dp.rank()]
+
+
+def loss_of_share(model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    return sum_of_losses(model(share(model, ids)), share(model, targets)) / (targets != IGNORE).sum()
+
+
+def evaluate_shares(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    return summed(loss_of_share(model, ids, targets), model.dp)
+
+
+def forward_backward_bucketed(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    loss = loss_of_share(model, ids, targets)
+    backward(model, loss, bucket_mb=0.02)
+    return summed(loss.detach(), model.dp)
+
+
+def bucketed(cfg: Config):
+    model = initialize(cfg, GPT(cfg))
+    model.dp = dist.group.WORLD
+    return model, optimizer_of(cfg, model), forward_backward_bucketed, clip, evaluate_shares, tensors
+
+
+# ------------------------------------------------------------------------------------------------------ 03_zero/zero3
+
+
+class ShardedGPT(GPT):
+    def forward(self, ids: Tensor) -> Tensor:
+        enter(self, 0, ids)
+        x = self.embed(ids)
+        for i, block in enumerate(self.blocks, 1):
+            enter(self, i, x)
+            x = block(x)
+            leave(self, i, x)
+        last = len(self.units) - 1
+        enter(self, last, x)
+        x = self.head(self.ln_f(x))
+        leave(self, last, x)
+        return x
+
+
+def shards(model: ShardedGPT) -> tuple[list[Tensor], list[Tensor]]:
+    return [unit.matrices for unit in model.units], [unit.vectors for unit in model.units]
+
+
+def after_step(model: ShardedGPT) -> None:
+    for unit in model.units:
+        unit.gathering = None
+        unit.gradient = None
+
+
+def forward_backward_zero3(cfg: Config, model: ShardedGPT, ids: Tensor, targets: Tensor) -> Tensor:
+    tokens, total = (targets != IGNORE).sum(), 0
+    for x, y in zip(share(model, ids).tensor_split(2), share(model, targets).tensor_split(2)):
+        loss = sum_of_losses(model(x), y) / tokens
+        loss.backward()
+        reduce(model, 0)
+        total += loss.detach()
+    free(model.units[0])
+    return summed(total, model.dp)
+
+
+def clip_zero3(cfg: Config, model: ShardedGPT) -> Tensor:
+    matrices, vectors = shards(model)
+    own = nn.utils.get_total_norm([p.grad for p in matrices + vectors])
+    norm = summed(own**2, model.dp).sqrt()
+    nn.utils.clip_grads_with_norm_(matrices + vectors, cfg.clip, norm)
+    return norm
+
+
+def tensors_zero3(model: ShardedGPT, gradients: bool) -> dict[str, Tensor]:
+    names, full = {p: name for name, p in model.named_parameters()}, {}
+    for unit in model.units:
+        whole = torch.empty_like(unit.full, dtype=unit.shard.dtype)
+        dist.all_gather(list(whole.chunk(unit.dp.size())), unit.gradient if gradients else unit.shard, group=unit.dp)
+        for p, part in zip(unit.parameters, whole.split(unit.sizes)):
+            full[names[p]] = part.view(p.shape)
+    return full
+
+
+def zero3(cfg: Config):
+    model = initialize(cfg, ShardedGPT(cfg))
+    start = tensors(model, gradients=False)
+    model.dp, model.units, model.sending, model.gathers, model.stream = dist.group.WORLD, [], [], None, None
+    for names in [("wte.", "wpe."), *((f"blocks.{i}.",) for i in range(cfg.layers)), ("ln_f.",)]:
+        unit = make_unit(model, names, lambda name, _: start[name], model.dp, cfg.device, torch.float64)
+        free(unit)
+        model.units.append(unit)
+    optimizer = make_optimizer(cfg, *shards(model))
+    optimizer.register_step_post_hook(lambda *_: after_step(model))
+    return model, optimizer, forward_backward_zero3, clip_zero3, evaluate_shares, tensors_zero3
+
+
+# --------------------------------------------------------------------------------------------------- 06_pipeline/1f1b
+
+
+class Stage(GPT):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) if self.stage == 0 else x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.ln_f(x)) if self.stage == self.stages - 1 else x
+
+
+def forward(cfg: Config, model: Stage, x: Tensor, targets: Tensor) -> Tensor:
+    """What run_schedule calls."""
+    output = model(x)
+    return sum_of_losses(output, targets) if model.stage == model.stages - 1 else output
+
+
+def run_microbatches(cfg: Config, model: Stage, operations: list, count: int, ids: Tensor, targets: Tensor) -> Tensor:
+    tokens = (targets != IGNORE).sum()
+    loss = run_schedule(cfg, model, operations, ids.tensor_split(count), targets.tensor_split(count), tokens)
+    return summed(loss, model.pp)
+
+
+def forward_backward_1f1b(cfg: Config, model: Stage, ids: Tensor, targets: Tensor) -> Tensor:
+    operations = schedule(model.stage, model.stages, cfg.microbatches)
+    loss = run_microbatches(cfg, model, operations, cfg.microbatches, ids, targets)
+    if model.stage in (0, model.stages - 1):
+        dist.all_reduce(model.wte.weight.grad, group=model.tied)
+    return loss
+
+
+def evaluate_1f1b(cfg: Config, model: Stage, ids: Tensor, targets: Tensor) -> Tensor:
+    return run_microbatches(cfg, model, [("F", 0), ("F", 1)], 2, ids, targets)
+
+
+def clip_1f1b(cfg: Config, model: Stage) -> Tensor:
+    counted = [p.grad for name, p in model.named_parameters() if name != "wte.weight" or model.stage == 0]
+    norm = summed(nn.utils.get_total_norm(counted) ** 2, model.pp).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
+    return norm
+
+
+def one_f_one_b(cfg: Config):
+    pp = dist.group.WORLD
+    model = initialize(cfg, Stage(cfg))
+    model.pp, model.stage, model.stages = pp, pp.rank(), pp.size()
+    model.links = connect(pp, dist.new_group(), cfg.device)
+    model.tied = dist.new_group([0, pp.size() - 1])
+    own = torch.arange(cfg.layers).tensor_split(model.stages)[model.stage]
+    for i in set(range(cfg.layers)) - set(own.tolist()):
+        model.blocks[i] = nn.Identity()
+    if model.stage > 0:
+        del model.wpe
+    if model.stage < model.stages - 1:
+        del model.ln_f
+    if 0 < model.stage < model.stages - 1:
+        del model.wte, model.head
+    return model, optimizer_of(cfg, model), forward_backward_1f1b, clip_1f1b, evaluate_1f1b, tensors
+
+
+# ----------------------------------------------------------------------------------- 04_tensor_sequence/tensor_parallel
+
+
+class ParallelAttention(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attend(self.qkv(Enter.apply(x, self.tp)))
+        return Leave.apply(nn.functional.linear(x, self.proj.weight), self.tp) + self.proj.bias
+
+
+class ParallelMLP(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.gelu(self.up(Enter.apply(x, self.tp)))
+        return Leave.apply(nn.functional.linear(x, self.down.weight), self.tp) + self.down.bias
+
+
+def cut(cfg: Config, model: GPT, name: str, full: Tensor) -> Tensor:
+    """Return this rank's part; the three parts of qkv are cut one by one."""
+    axis, parts = placement(cfg, name, model.tp.size())
+    if axis >= full.ndim:
+        return full
+    thirds = full.chunk(3) if ".qkv." in name else [full]
+    return torch.cat([third.chunk(parts, axis)[model.tp.rank() * parts // model.tp.size()] for third in thirds], axis)
+
+
+def forward_backward_tensor_parallel(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    loss = loss_of_share(model, ids, targets)
+    loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=model.dp)
+    return summed(loss.detach(), model.dp)
+
+
+def clip_tensor_parallel(cfg: Config, model: GPT) -> Tensor:
+    squares = torch.zeros((), dtype=torch.float64)
+    for name, p in model.named_parameters():
+        axis, parts = placement(cfg, name, model.tp.size())
+        squares += p.grad.norm() ** 2 / (model.tp.size() // parts if axis < p.ndim else model.tp.size())
+    norm = summed(squares, model.tp).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
+    return norm
+
+
+def tensors_tensor_parallel(model: GPT, gradients: bool) -> dict[str, Tensor]:
+    full = {}
+    for name, part in tensors(model, gradients).items():
+        parts = [torch.empty_like(part) for _ in range(model.tp.size())]
+        dist.all_gather(parts, part, group=model.tp)
+        axis, count = placement(Config(), name, model.tp.size())
+        if count > 1 and axis < part.ndim:
+            thirds = zip(*(p.chunk(3) for p in parts)) if ".qkv." in name else [parts]
+            part = torch.cat([torch.cat(third, axis) for third in thirds], axis)
+        full[name] = part
+    return full
+
+
+def tensor_parallel(cfg: Config):
+    global SPLIT
+    SPLIT = dict(qkv=0, proj=1, up=0, down=1)
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    model = GPT(cfg)
+    model.dp, model.tp = mesh.get_group("dp"), mesh.get_group("tp")
+    for block in model.blocks:
+        block.attn, block.mlp = ParallelAttention(cfg), ParallelMLP(cfg)
+        block.attn.tp = block.mlp.tp = model.tp
+    for name, p in initialize(cfg, model).named_parameters():
+        p.data = cut(cfg, model, name, p.data).contiguous()
+    functions = forward_backward_tensor_parallel, clip_tensor_parallel, evaluate_shares, tensors_tensor_parallel
+    return model, optimizer_of(cfg, model), *functions
+
+
+def main() -> dict[str, Tensor]:
+    cfg, technique = Config(), globals()[sys.argv[1]]
+    if technique is not single:
+        dist.init_process_group("gloo")
+    record = train(cfg, *technique(cfg))
+    if technique is not single:
+        dist.destroy_process_group()
+    return record
+
+
+if __name__ == "__main__":
+    main()
