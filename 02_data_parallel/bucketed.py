@@ -8,7 +8,9 @@ start early, or a single larger gradient, such as the head's of a large model.
 Parent:   02_data_parallel/overlap.py
 Lesson:   make_buckets, flatten, backward
 Plumbing: Config, forward_backward, check
-Copy:     make_buckets, flatten, backward (call it instead of loss.backward(), once per step; no_sync.py accumulates)
+Copy:     make_buckets, flatten, backward (call it instead of loss.backward(), once per step, no_sync.py accumulates;
+          gradients are summed, so divide the loss by the valid tokens of all ranks, and start with the same weights on
+          all ranks)
 Run:      torchrun --nproc_per_node 8 02_data_parallel/bucketed.py
 Source:   Li et al. 2020, PyTorch Distributed, arXiv:2006.15704
 """
@@ -286,7 +288,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def make_buckets(model: Model, bucket_mb: float) -> list[list[Tensor]]:
+def make_buckets(model: nn.Module, bucket_mb: float) -> list[list[Tensor]]:
     """Cut the parameters, in about the order of backward, into buckets of at most bucket_mb or one parameter."""
     buckets, size = [[]], 0
     for p in list(model.parameters())[::-1]:
@@ -312,7 +314,7 @@ def flatten(bucket: list[Tensor]) -> Tensor:
     return flat
 
 
-def backward(model: Model, loss: Tensor, bucket_mb: float) -> None:
+def backward(model: nn.Module, loss: Tensor, bucket_mb: float) -> None:
     """Run backward; sum each bucket of gradients over the ranks as soon as all of them have filled it.
 
     Call it once per step: a second call would reduce again what the first has summed. no_sync.py accumulates.

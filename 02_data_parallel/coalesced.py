@@ -6,7 +6,7 @@ tensors instead and reduce them in one kernel: as few launches and as many bytes
 
 Parent:   02_data_parallel/bucketed.py
 Lesson:   backward
-Copy:     make_buckets, backward (call it instead of loss.backward(), once per step)
+Copy:     make_buckets, backward (as bucketed.py says)
 Run:      torchrun --nproc_per_node 8 02_data_parallel/coalesced.py
 Source:   NCCL user guide, "Group calls", aggregated operations
 """
@@ -284,7 +284,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def make_buckets(model: Model, bucket_mb: float) -> list[list[Tensor]]:
+def make_buckets(model: nn.Module, bucket_mb: float) -> list[list[Tensor]]:
     """Cut the parameters, in about the order of backward, into buckets of at most bucket_mb or one parameter."""
     buckets, size = [[]], 0
     for p in list(model.parameters())[::-1]:
@@ -297,7 +297,7 @@ def make_buckets(model: Model, bucket_mb: float) -> list[list[Tensor]]:
     return buckets
 
 
-def backward(model: Model, loss: Tensor, bucket_mb: float) -> None:
+def backward(model: nn.Module, loss: Tensor, bucket_mb: float) -> None:
     """Run backward; sum each bucket of gradients over the ranks as soon as all of them have filled it.
 
     Call it once per step: a second call would reduce again what the first has summed. no_sync.py accumulates.

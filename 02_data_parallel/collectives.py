@@ -35,7 +35,8 @@ class Config:
     """Every field is a flag."""
 
     rings: int = 4  # rings that run at once, each on a part of the tensor; a single one does not fill NVLink
-    chunk: int = 1 << 21  # bytes of a chunk in the double binary tree
+    trees: int = 4  # trees that run at once, in pairs, each on a part of the tensor
+    chunk: int = 1 << 23  # bytes of the chunks in which a tree passes on its part
     smallest: int = 1 << 10  # bytes of the shortest message in the table
     largest: int = 1 << 24  # bytes of the longest; on GPUs use 268435456
     repeats: int = 10  # timed runs per cell; the table shows their median
@@ -89,14 +90,16 @@ def barrier(cfg: Config) -> tuple[float, float]:
     return arrived, time.monotonic()
 
 
-def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: dist.ProcessGroup | None):
-    """Start to send and to receive (tensor, rank) pairs; return the works to wait on.
+def exchange(
+    sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: dist.ProcessGroup | None
+) -> list[dist.Work]:
+    """Start to send and to receive (tensor, rank) pairs in one batch; return the works to wait on.
 
-    All are one batch: NCCL would run them one after another, and ranks that send first would wait in a circle.
+    Without the batch NCCL runs them one after another, and ranks that all send first wait in a circle.
     """
     batch = [dist.P2POp(dist.isend, tensor, to, group=group) for tensor, to in sends]
     batch += [dist.P2POp(dist.irecv, tensor, source, group=group) for tensor, source in receives]
-    return dist.batch_isend_irecv(batch) if batch else []  # out and in: the tensors' bytes; the caller waits, in finish
+    return dist.batch_isend_irecv(batch) if batch else []  # out and in: these tensors; finish waits
 
 
 def finish(works: list[dist.Work], sums: list[tuple[Tensor, Tensor]]) -> None:
@@ -126,6 +129,7 @@ def ring_all_reduce(x: Tensor, rings: list[dist.ProcessGroup]) -> int:
                 sums = [(buffer, incoming)]
             else:  # all-gather: a finished sum replaces the partial one
                 buffer, sums = incoming, []
+            # A chunk, 1/N of the part, out to the right and one in from the left; the ring's next step waits for both.
             works = exchange([(outgoing, (rank + 1) % n)], [(buffer, (rank - 1) % n)], rings[i])
             transfers[i] = works, sums
             sent += outgoing.nbytes
@@ -162,15 +166,20 @@ def recursive_doubling_all_reduce(x: Tensor) -> int:
 def binary_tree(rank: int, n: int, shift: int) -> tuple[list[int], list[int], int]:
     """Return a rank's parent (none for the root), children and depth in a binary tree over n ranks.
 
-    Odd positions are leaves and 0 is the root, with one child:   0 - 4 - 2 - 1
-    (here 8 positions). The parent of p: clear the lowest set bit       |   ` 3
-    of p and set the next, unless that is beyond the last position.     ` 6 - 5
-    Rank r takes position r - shift modulo n.                               ` 7
+    The parent of a position: clear its lowest set bit and set the next one, or only clear it where that would be beyond
+    the last position. 0 is the root, with one child; odd positions are leaves. Of 8:
+
+        0 --- 4 --- 2 --- 1
+              |     `---- 3
+              `---- 6 --- 5
+                    `---- 7
+
+    Rank (p + shift) modulo n takes position p.
     """
     parent = {}
     for position in range(1, n):
         low = position & -position
-        above = position - low | low << 1
+        above = (position - low) | (low << 1)
         parent[(position + shift) % n] = ((above if above < n else position - low) + shift) % n
     parents = [parent[rank]] if rank in parent else []
     children = [child for child in parent if parent[child] == rank]
@@ -183,33 +192,36 @@ def binary_tree(rank: int, n: int, shift: int) -> tuple[list[int], list[int], in
 def double_tree_all_reduce(x: Tensor, trees: list[dist.ProcessGroup], chunk: int) -> int:
     """Replace x, contiguous, by its sum over the ranks; return how many bytes this rank has sent.
 
-    trees: two groups of all ranks, each with its own communicator. Each reduces one half of x, both at the same time.
-    The second tree is the first shifted by one rank (NCCL mirrors it if n is even), which turns inner nodes into leaves
-    and leaves into inner nodes. If n is odd, rank 0 is an inner node of both, but with a single child in each.
-    chunk: elements per chunk. Chunks follow each other, and sums come down while later chunks still go up.
-    Every transfer has its step, at which both ends start it, so no ranks wait in a circle.
+    trees: an even number of groups of all ranks. Two reduce one half of x each, at the same time; more pairs fill more
+    links. Each has its own communicator, which must exist: not all ranks take part in the first step of a tree.
+    Tree i is shifted by i ranks, so the inner nodes of a tree are leaves of the next (NCCL mirrors it if n is even).
+    If n is odd, one rank is an inner node of both trees of a pair, but has a single child in each.
+    chunk: elements per chunk. From depth d, chunk c goes up in step c + height - d, and its sum down in c + height + d:
+    chunks follow each other, up and down at once. Both ends start a transfer in the same step, so no rank waits for one
+    that another starts later.
     """
     rank, n, sent = dist.get_rank(), dist.get_world_size(), 0
     height = (n - 1).bit_length()  # the largest depth, log2(n) rounded up
-    halves = [half.split(chunk) for half in x.view(-1).tensor_split(2)]
-    nodes = [binary_tree(rank, n, shift) for shift in range(2)]
-    arriving = [[torch.empty_like(half[0]) for _ in node[1]] for half, node in zip(halves, nodes)]  # one per child
+    parts = [part.split(chunk) for part in x.view(-1).tensor_split(len(trees))]  # a part per tree, in chunks
+    nodes = [binary_tree(rank, n, shift) for shift in range(len(trees))]
+    arriving = [[torch.empty_like(part[0]) for _ in node[1]] for part, node in zip(parts, nodes)]  # one per child
     transfers = [([], []) for _ in trees]
-    for step in range(2 * height + len(halves[0]) - 1):
-        for i, (half, (parents, children, depth)) in enumerate(zip(halves, nodes)):
+    for step in range(2 * height + len(parts[0]) - 1):
+        for i, (part, (parents, children, depth)) in enumerate(zip(parts, nodes)):
             finish(*transfers[i])
-            up, down = step - height + depth, step - height - depth  # chunks to send now; the next ones arrive now
+            up, down = step - height + depth, step - height - depth  # the chunks to send; those after them arrive
             sends, receives, sums = [], [], []
-            if 0 <= up < len(half):
-                sends += [(half[up], parent) for parent in parents]
-            if 0 <= down < len(half):
-                sends += [(half[down], child) for child in children]
-            if 0 <= up + 1 < len(half):  # partial sums from the children: the rank adds its own
-                target = half[up + 1]
+            if 0 <= up < len(part):
+                sends += [(part[up], parent) for parent in parents]
+            if 0 <= down < len(part):
+                sends += [(part[down], child) for child in children]
+            if 0 <= up + 1 < len(part):  # the children's partial sums, to add to this rank's chunk
+                target = part[up + 1]
                 sums = [(buffer[: target.numel()], target) for buffer in arriving[i]]
                 receives += [(buffer, child) for (buffer, _), child in zip(sums, children)]
-            if 0 <= down + 1 < len(half):  # the finished sum replaces the partial one
-                receives += [(half[down + 1], parent) for parent in parents]
+            if 0 <= down + 1 < len(part):  # the finished sum, which replaces the partial one
+                receives += [(part[down + 1], parent) for parent in parents]
+            # Up to 3 chunks out and 3 in, to and from parent and children; the tree's next step waits for all of them.
             transfers[i] = exchange(sends, receives, trees[i]), sums
             sent += sum(tensor.nbytes for tensor, _ in sends)
     for transfer in transfers:
@@ -271,15 +283,17 @@ def print_table(cfg: Config) -> None:
     least that all-reduce needs without reduction inside the switch. Compare it with the link's own bandwidth, for any
     number of ranks. A library that uses NVLink SHARP may exceed that: its ranks send less.
     """
-    n, rings, trees = dist.get_world_size(), *([dist.new_group() for _ in range(k)] for k in (cfg.rings, 2))
-    library = "NCCL" if cfg.device == "cuda" else "gloo"
+    n, library = dist.get_world_size(), "NCCL" if cfg.device == "cuda" else "gloo"
+    groups = [dist.new_group() for _ in range(max(cfg.rings, cfg.trees))]
+    for group in groups:
+        dist.barrier(group)  # no data; all wait for all, as all must for NCCL to create the group's communicator
     rows, size = [], cfg.smallest
     while size <= cfg.largest:
         x = torch.zeros(size // 4, device=cfg.device)
         ours = (
-            (ring_all_reduce, x, rings),
+            (ring_all_reduce, x, groups[: cfg.rings]),
             (recursive_doubling_all_reduce, x),
-            (double_tree_all_reduce, x, trees, cfg.chunk // 4),
+            (double_tree_all_reduce, x, groups[: cfg.trees], cfg.chunk // 4),
         )
         sent = torch.tensor([call(*args) for call, *args in ours], device=cfg.device)
         rows.append((size, [seconds(cfg, *call) for call in ((dist.all_reduce, x), *ours)]))
@@ -288,7 +302,7 @@ def print_table(cfg: Config) -> None:
     if dist.get_rank() > 0:
         return
     names = "ring", "recursive doubling", "double tree"
-    print(f"\nall-reduce on {n} ranks; GB/s: algorithm bandwidth | bus bandwidth; {cfg.rings} rings at once")
+    print(f"\nall-reduce on {n} ranks; GB/s: algorithm bandwidth | bus bandwidth; {cfg.rings} rings, {cfg.trees} trees")
     print("bytes".rjust(12) + "".join(f"{name:>30}" for name in (library, *names)) + "   ring / " + library)
     latency, longest = rows[0][1][0], rows[-1][1][0]  # the library's
     half = latency * rows[-1][0] / max(longest - latency, 1e-9)  # bytes at which latency is half of the time
@@ -324,6 +338,7 @@ def check(cfg: Config, world: int) -> None:
     problems = [
         (world < 2, f"start it with torchrun --nproc_per_node 4 {os.path.relpath(__file__)}, at least 2 processes"),
         (cfg.rings < 1, f"--rings {cfg.rings}: must be at least 1"),
+        (cfg.trees < 2 or cfg.trees % 2, f"--trees {cfg.trees}: must be a multiple of 2"),
         (cfg.chunk < 4 or cfg.chunk % 4, f"--chunk {cfg.chunk}: must be a multiple of 4, the bytes of an element"),
         (cfg.smallest < 4 or cfg.smallest % 4, f"--smallest {cfg.smallest}: must be a multiple of 4, as --chunk"),
         (cfg.largest < cfg.smallest, f"--largest {cfg.largest}: must be at least --smallest {cfg.smallest}"),

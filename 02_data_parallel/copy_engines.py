@@ -8,9 +8,10 @@ enough to hide them, and not with one sequence per GPU. Memory: the buckets, 4 b
 gradients are no longer needed, and room for what arrives takes (dp-1)/dp of the largest.
 
 Parent:   02_data_parallel/bucketed.py
-Lesson:   share, Shared, all_reduce, Model.__init__, build_model, padded, flatten, backward
+Lesson:   share, Buckets, all_reduce, Model.__init__, build_model, padded, flatten, backward
 Plumbing: check
-Copy:     make_buckets, share, Shared, padded, flatten, all_reduce, backward (build_model shows how to make Shared)
+Copy:     make_buckets, share, Buckets, padded, flatten, all_reduce, backward (as bucketed.py says; build_model shows
+          how to make Buckets)
 Run:      torchrun --nproc_per_node 8 02_data_parallel/copy_engines.py
 Source:   torch.distributed._symmetric_memory; the two waves: pytorch/pytorch#143988
 """
@@ -108,7 +109,7 @@ def share(
 
 
 @dataclass(frozen=True)
-class Shared:
+class Buckets:
     """Buckets in symmetric memory."""
 
     buffers: list[Tensor]  # by rank, [n]: all buckets of that rank, end to end
@@ -118,7 +119,7 @@ class Shared:
     stream: torch.cuda.Stream | None  # of copies and sums; None on CPUs
 
 
-def all_reduce(shared: Shared, bucket: int) -> None:
+def all_reduce(shared: Buckets, bucket: int) -> None:
     """Replace a bucket, on all ranks, by its sum over the ranks."""
     rank, dp = dist.get_rank(), dist.get_world_size()
     shards = [buffer.split(shared.sizes)[bucket].view(dp, -1) for buffer in shared.buffers]  # dp n/dp
@@ -235,7 +236,7 @@ class Model(nn.Module):
         self.model.norm = RMSNorm(cfg)
         self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.loss = Loss()
-        self.shared: Shared | None = None  # made by build_model, when the sizes of the buckets are known
+        self.shared: Buckets | None = None  # made by build_model, when the sizes of the buckets are known
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v]"""
@@ -285,7 +286,7 @@ def build_model(cfg: Config) -> Model:
     buffers, barrier = share(sum(sizes), dtype, cfg.device, dist.group.WORLD)
     arriving = torch.empty(dist.get_world_size() - 1, max(sizes) // dist.get_world_size(), device=cfg.device)
     stream = torch.cuda.Stream() if cfg.device == "cuda" else None
-    model.shared = Shared(buffers, sizes, arriving, barrier, stream)
+    model.shared = Buckets(buffers, sizes, arriving, barrier, stream)
     return model
 
 
@@ -352,7 +353,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def make_buckets(model: Model, bucket_mb: float) -> list[list[Tensor]]:
+def make_buckets(model: nn.Module, bucket_mb: float) -> list[list[Tensor]]:
     """Cut the parameters, in about the order of backward, into buckets of at most bucket_mb or one parameter."""
     buckets, size = [[]], 0
     for p in list(model.parameters())[::-1]:
@@ -379,7 +380,7 @@ def flatten(bucket: list[Tensor], flat: Tensor) -> None:
         p.grad = part.zero_() if p.grad is None else part.copy_(p.grad)
 
 
-def backward(model: Model, loss: Tensor, bucket_mb: float) -> None:
+def backward(model: nn.Module, loss: Tensor, bucket_mb: float) -> None:
     """Run backward; sum each bucket of gradients over the ranks as soon as all of them have filled it."""
     buckets, shared = make_buckets(model, bucket_mb), model.shared
     bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket}

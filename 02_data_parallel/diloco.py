@@ -319,7 +319,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 
 
 @torch.no_grad()
-def outer_step(model: Model, outer: torch.optim.Optimizer) -> None:
+def outer_step(model: nn.Module, outer: torch.optim.Optimizer) -> None:
     """Move the agreed weights by the mean change of all workers; every worker goes on from there."""
     agreed = outer.param_groups[0]["params"]
     for old, p in zip(agreed, model.parameters()):

@@ -6,7 +6,8 @@ Micro-batches add up in .grad on each rank. The sums are reduced once per step, 
 Parent:   02_data_parallel/bucketed.py, 01_single_gpu/gradient_accumulation.py
 Lesson:   forward_backward
 Plumbing: Config, check
-Copy:     make_buckets, flatten, backward (loss.backward() for all micro-batches but the last, backward for that one)
+Copy:     make_buckets, flatten, backward (call loss.backward() for all micro-batches but the last, backward for that
+          one; otherwise as bucketed.py says)
 Run:      torchrun --nproc_per_node 8 02_data_parallel/no_sync.py
 Source:   Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.4
 """
@@ -285,7 +286,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def make_buckets(model: Model, bucket_mb: float) -> list[list[Tensor]]:
+def make_buckets(model: nn.Module, bucket_mb: float) -> list[list[Tensor]]:
     """Cut the parameters, in about the order of backward, into buckets of at most bucket_mb or one parameter."""
     buckets, size = [[]], 0
     for p in list(model.parameters())[::-1]:
@@ -311,7 +312,7 @@ def flatten(bucket: list[Tensor]) -> Tensor:
     return flat
 
 
-def backward(model: Model, loss: Tensor, bucket_mb: float) -> None:
+def backward(model: nn.Module, loss: Tensor, bucket_mb: float) -> None:
     """Run backward; sum each bucket of gradients over the ranks as soon as all of them have filled it.
 
     Call it once per step: a second call would reduce again what the first has summed. no_sync.py accumulates.

@@ -7,7 +7,8 @@ is compiled as two graphs. Still one collective per tensor: for small tensors, s
 
 Parent:   02_data_parallel/naive.py
 Lesson:   Block, backward, forward_backward
-Copy:     backward (call it instead of loss.backward(), once per step)
+Copy:     backward (call it instead of loss.backward(), once per step; gradients are summed, so divide the loss by the
+          valid tokens of all ranks, and start with the same weights on all ranks)
 Run:      torchrun --nproc_per_node 8 02_data_parallel/overlap.py
 Source:   Ultra-Scale Playbook, "First optimization: Overlap gradient synchronization with backward pass"
 """
@@ -284,7 +285,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def backward(model: Model, loss: Tensor) -> None:
+def backward(model: nn.Module, loss: Tensor) -> None:
     """Run backward; sum each gradient over the ranks as soon as all of them have it. Call it once per step."""
     order = list(model.parameters())[::-1]  # about backward's; all ranks must start their reductions in one order
     ready, reductions = set(), []

@@ -1,8 +1,10 @@
-"""collectives.py: every collective by its definition, ring and tree against the library, and the printed table."""
+"""collectives.py: every collective by its definition, three all-reduces against the library, and the printed table."""
 
+import math
 import re
 import sys
 import time
+from collections import Counter
 
 import probes
 import pytest
@@ -12,6 +14,17 @@ from launch import RankFailed, launch, load
 COLLECTIVES = "02_data_parallel/collectives.py"
 
 
+def links(position, n):
+    """Children of a position in the binary tree, and one for its parent: 3 inside, 2 at the end, 1 at root and leaf."""
+    return 1 if position == 0 or position % 2 else 3 if position < n - 1 else 2
+
+
+def bytes_in_trees(rank, n, size, trees):
+    """Bytes of float64 that a rank sends in the double tree: a part of the tensor over each of its links."""
+    parts = [size // trees + (i < size % trees) for i in range(trees)]
+    return sum(8 * part * links((rank - i) % n, n) for i, part in enumerate(parts))
+
+
 def the_examples(module):
     """A probe: what examples() returns on this rank."""
     found, original = [], module.examples
@@ -19,9 +32,9 @@ def the_examples(module):
     return lambda: [(name, before.tolist(), after.tolist()) for name, _, before, after in found[0]]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, 4])
 def test_examples_of_collectives(world):
-    """Each collective by its definition; and what collectives.py prints, down to the bytes that rank 0 sends."""
+    """Each collective by its definition; and what collectives.py prints, down to the bytes that a rank sends."""
     run = launch(COLLECTIVES, world, "--device cpu --largest 2048 --repeats 1", probe=the_examples, save=False)
     n, ranks = world, range(world)
     numbers = [[i + 10 * rank for i in range(n)] for rank in ranks]
@@ -46,8 +59,11 @@ def test_examples_of_collectives(world):
             "scatter": numbers[0] if rank == 0 else [],
         }
     printed = run.output[0]
-    sent = float(re.search(r"ring ([\d.]+)", printed.splitlines()[-1])[1])
-    assert abs(sent - 2 * (n - 1) / n) < 0.02 and not any(run.output[1:])  # the chunks of 3 ranks are not equally long
+    sent = re.findall(r"(ring|doubling|tree) ([\d.]+)", printed.splitlines()[-1])
+    in_trees = max(bytes_in_trees(rank, n, 256, 4) for rank in ranks) / (8 * 256)
+    formulas = {"ring": 2 * (n - 1) / n, "doubling": 2, "tree": in_trees}
+    wanted = pytest.approx(formulas, rel=0.02)  # the chunks of 3 ranks are not equally long
+    assert {name: float(ratio) for name, ratio in sent} == wanted and not any(run.output[1:])
     times = re.findall(r"comes after ([\d.]+) s, leaves after ([\d.]+) s", printed)
     comes, leaves = ([float(t) for t in column] for column in zip(*times, strict=True))
     assert (
@@ -58,9 +74,9 @@ def test_examples_of_collectives(world):
 
 
 def known_times(module):
-    """A probe: the library takes 0.1 ms + bytes / 1e8 per second, the ring twice, the tree four times as long."""
-    factors = {"all_reduce": 1, "ring_all_reduce": 2, "tree_all_reduce": 4}
-    module.seconds = lambda cfg, call, x, *rings: factors[call.__name__] * (1e-4 + x.nbytes / 1e8)
+    """A probe: the library takes 0.1 ms + 10 ns per byte, the others 2, 4 and 8 times as long."""
+    names = "all_reduce", "ring_all_reduce", "recursive_doubling_all_reduce", "double_tree_all_reduce"
+    module.seconds = lambda cfg, call, x, *rest: 2 ** names.index(call.__name__) * (1e-4 + x.nbytes / 1e8)
     return lambda: None
 
 
@@ -71,7 +87,7 @@ def test_printed_table():
     rows = [line for line in lines if re.match(r" +[\d,]+ +[\d,]+ us", line)]
     for row, size in zip(rows, [1024, 4096, 16384, 65536], strict=True):
         cells = [float(cell.replace(",", "")) for cell in re.findall(r"[\d.,]+", row)]
-        times = [factor * (1e-4 + size / 1e8) for factor in (1, 2, 4)]
+        times = [factor * (1e-4 + size / 1e8) for factor in (1, 2, 4, 8)]
         wanted = [(t * 1e6, size / t / 1e9, 1.5 * size / t / 1e9) for t in times]
         assert cells == pytest.approx([size, *sum(wanted, ()), 50], abs=0.5)
         assert all(abs(a - b) < 0.0051 for i, (a, b) in enumerate(zip(cells[1:-1], sum(wanted, ()))) if i % 3)
@@ -103,75 +119,147 @@ def test_seconds():
 
 
 def exchanges_and_waits(module):
-    """A probe: the group of every exchange, and "wait" for every wait, in order."""
-    seen, exchange, finish = [], module.exchange, module.finish
+    """A probe: for every all-reduce, the group of each exchange and "wait" for each wait, in order."""
+    calls, exchange, finish = {"ring_all_reduce": [], "double_tree_all_reduce": []}, module.exchange, module.finish
+    seen = []
+
+    def traced(name, all_reduce):
+        return lambda *args: calls[name].append(seen.clear()) or (all_reduce(*args), calls[name].append(seen[:]))[0]
+
+    for name in calls:
+        setattr(module, name, traced(name, getattr(module, name)))
     module.exchange = lambda *args: seen.append(id(args[-1])) or exchange(*args)
-    module.finish = lambda *args: seen.append("wait") or finish(*args)
+    module.finish = lambda works, sums: works and seen.append("wait") or finish(works, sums)
     module.seconds = lambda cfg, call, *args: call(*args) and 1.0 or 1.0
-    return lambda: seen
+    return lambda: {name: list(filter(None, lists)) for name, lists in calls.items()}
 
 
-def test_rings_work_at_once():
+def test_rings_and_trees_work_at_once():
     """All start a step before the first is waited for, each in a group of its own; also where they are timed."""
-    flags = "--device cpu --largest 1024 --rings 3"
-    for seen in launch(COLLECTIVES, 2, flags, probe=exchanges_and_waits, save=False).probes:
-        assert "wait" not in seen[:3] and len(set(seen[:3])) == 3
-        assert (
-            len([group for group in seen if group in seen[:3]]) == 2 * 3 * 2
-        )  # steps, rings, sent once and timed once
+    flags = "--device cpu --largest 1024 --rings 3 --trees 4 --chunk 128"  # 2 chunks per tree
+    for calls in launch(COLLECTIVES, 2, flags, probe=exchanges_and_waits, save=False).probes:
+        for name, groups, steps in ("ring_all_reduce", 3, 2), ("double_tree_all_reduce", 4, 2 * 1 + 2 - 1):
+            assert len(calls[name]) == 2  # bytes counted once, timed once
+            for seen in calls[name]:
+                assert "wait" not in seen[:groups] and len(set(seen[:groups])) == groups
+                assert sum(entry != "wait" for entry in seen) == steps * groups
 
 
-def all_reduces(cfg_sizes):
-    """A probe: instead of the table, all-reduce tensors of these sizes by ring and tree; bytes claimed and counted."""
+@pytest.mark.parametrize("shift", [0, 1, 2, 3])
+def test_binary_trees(shift):
+    """Every tree spans all ranks and is ceil(log2(N)) deep. Inner nodes of a tree are leaves of the next.
+
+    One rank is the exception if N is odd, as one must be: in each tree all even positions, (N+1)/2, are inner nodes.
+    """
+    binary_tree = load(COLLECTIVES).binary_tree
+    for n in range(2, 65):
+        tree, following = ([binary_tree(rank, n, s) for rank in range(n)] for s in (shift, shift + 1))
+        for rank, (parents, children, depth) in enumerate(tree):
+            assert len(parents) == (rank != shift % n) and len(children) <= 2, (n, rank)
+            assert depth == (1 + tree[parents[0]][2] if parents else 0), (n, rank)  # so no circle: all hang on the root
+            assert all(tree[child][0] == [rank] for child in children), (n, rank)
+            assert len(parents) + len(children) == links((rank - shift) % n, n), (n, rank)
+        assert sum(len(children) for _, children, _ in tree) == n - 1
+        assert max(depth for *_, depth in tree) == math.ceil(math.log2(n)), n
+        inner = [{rank for rank, node in enumerate(nodes) if node[1]} for nodes in (tree, following)]
+        assert inner[0] & inner[1] == ({shift % n} if n % 2 else set()), n
+        if n % 2:
+            assert len(tree[shift % n][1]) == len(following[shift % n][1]) == 1
+
+
+def all_reduces(sizes):
+    """A probe: instead of the table, all-reduce tensors of these sizes by every algorithm.
+
+    Its report has, by size and algorithm: bytes claimed, bytes counted, whether the sum is right, exchanges by group,
+    and the messages (group, step, batch, from, to, bytes) that this rank has sent and received.
+    """
 
     def probe(module):
-        sent, results, send = [0], [], module.exchange
+        dist, results, groups = module.dist, {}, []
+        exchange, batch, send = module.exchange, dist.batch_isend_irecv, dist.send
+        steps, batches, sent, received, alone = Counter(), Counter(), [], [], []
 
-        def exchange(outgoing, *args):
-            sent[0] += outgoing.nbytes
-            return send(outgoing, *args)
+        def counted_exchange(sends, receives, group):
+            steps[groups.index(group)] += 1
+            return exchange(sends, receives, group)
 
-        def send_alone(tensor, *args, original=module.dist.send):
-            sent[0] += tensor.nbytes
-            return original(tensor, *args)
+        def counted_batch(operations):
+            group = groups.index(operations[0].group)
+            batches[group, steps[group]] += 1
+            where = group, steps[group], batches[group, steps[group]]
+            for op in operations:
+                ends = (dist.get_rank(), op.peer) if op.op is dist.isend else (op.peer, dist.get_rank())
+                (sent if op.op is dist.isend else received).append((*where, *ends, op.tensor.nbytes))
+            return batch(operations)
 
         def instead_of_the_table(cfg):
-            rank = module.dist.get_rank()
-            groups = [module.dist.new_group() for _ in range(3)]
-            for size in cfg_sizes:
-                for rings in 0, 1, 3:
+            rank = dist.get_rank()
+            groups.extend([dist.new_group() for _ in range(4)] + [dist.group.WORLD, None])
+            for size in sizes:
+                algorithms = {
+                    "1 ring": (module.ring_all_reduce, groups[:1]),
+                    "3 rings": (module.ring_all_reduce, groups[:3]),
+                    "doubling": (module.recursive_doubling_all_reduce,),
+                    "2 trees": (module.double_tree_all_reduce, groups[:2], chunk_of(size)),
+                    "4 trees": (module.double_tree_all_reduce, groups[:4], size),
+                }
+                for name, (all_reduce, *args) in algorithms.items():
+                    for log in steps, batches, sent, received, alone:
+                        log.clear()
                     x = torch.arange(size, dtype=torch.float64) * (rank + 1) + rank
                     sum_of_all = x.clone()
-                    module.dist.all_reduce(sum_of_all)
-                    before = sent[0]
-                    claimed = module.ring_all_reduce(x, groups[:rings]) if rings else module.tree_all_reduce(x)
-                    results.append((size, rings, claimed, sent[0] - before, torch.equal(x, sum_of_all)))
+                    dist.all_reduce(sum_of_all)
+                    claimed = all_reduce(x, *args)
+                    counted = sum(message[-1] for message in sent) + sum(alone)
+                    right = torch.equal(x, sum_of_all)
+                    results[size, name] = claimed, counted, right, list(steps.values()), sent[:], received[:]
 
-        module.exchange, module.dist.send, module.print_table = exchange, send_alone, instead_of_the_table
+        module.exchange, dist.batch_isend_irecv = counted_exchange, counted_batch
+        dist.send = lambda tensor, *args: alone.append(tensor.nbytes) or send(tensor, *args)
+        module.print_examples, module.print_table = lambda cfg: None, instead_of_the_table
         return lambda: results
 
     return probe
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5])
-def test_ring_and_tree(world):
-    """Equal to the library's sum, also where nothing divides; bytes by the formulas, counted where they are sent."""
-    sizes = [1, 7, world * 3 * 8, 1000]
-    ranks = launch(COLLECTIVES, world, "--device cpu", probe=all_reduces(sizes), save=False).probes
-    for rank, results in enumerate(ranks):
-        assert len(results) == 3 * len(sizes)
-        for size, rings, claimed, counted, right in results:
-            assert right and claimed == counted, (rank, size, rings, claimed, counted)
-            if rings and size == world * 3 * 8:
-                assert counted == 2 * (world - 1) * size * 8 // world
-            if not rings and world in (2, 4):
-                assert counted == size * 8 * {2: 1, 4: 2}[world]
-    for rings in 1, 3:  # where chunks are uneven, the ranks together still send 2 (N-1) K
-        assert all(
-            sum(results[i][3] for results in ranks) == 2 * (world - 1) * size * 8
-            for i, (size, r, *_) in enumerate(ranks[0])
-            if r == rings
-        )
+def chunk_of(size):
+    """Elements per chunk for the test of two trees: a half has up to 6 chunks."""
+    return size // 12 + 1
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+def test_all_reduce(world):
+    """Equal to the library's sum, also where nothing divides; bytes and steps by the formulas.
+
+    Sender and receiver start every transfer in the same step, in the only batch of that step: so NCCL cannot deadlock.
+    """
+    n, sizes = world, [1, 7, world * 3 * 8, 1000]
+    ranks = launch(COLLECTIVES, n, "--device cpu", probe=all_reduces(sizes), save=False).probes
+    core, height = 1 << math.floor(math.log2(n)), math.ceil(math.log2(n))
+    for size in sizes:
+        chunks = math.ceil(math.ceil(size / 2) / chunk_of(size))
+        wanted_steps = {
+            "1 ring": [2 * (n - 1)],
+            "3 rings": [2 * (n - 1)] * 3,
+            "2 trees": [2 * height + chunks - 1] * 2,
+            "4 trees": [2 * height] * 4,
+        }
+        for rank, results in enumerate(ranks):
+            for name in wanted_steps | {"doubling": []}:
+                claimed, counted, right, steps, *_ = results[size, name]
+                assert right and claimed == counted, (rank, size, name, claimed, counted)
+                assert name == "doubling" or steps == wanted_steps[name], (rank, size, name, steps)
+            if size == n * 3 * 8:
+                assert all(results[size, name][1] == 2 * (n - 1) * size * 8 // n for name in ("1 ring", "3 rings"))
+            times = math.log2(core) + (rank + core < n) if rank < core else 1
+            assert results[size, "doubling"][1] == times * size * 8
+            for trees in 2, 4:
+                sent = results[size, f"{trees} trees"][1]
+                assert sent == bytes_in_trees(rank, n, size, trees) and sent <= 2 * 8 * (size + trees), (rank, size)
+        for name in wanted_steps:  # uneven chunks and trees, too: the ranks together send 2 (N-1) K
+            assert sum(results[size, name][1] for results in ranks) == 2 * (n - 1) * size * 8
+            sent, received = (sorted(sum((results[size, name][i] for results in ranks), [])) for i in (4, 5))
+            assert sent == received and all(batch == 1 for _, _, batch, *_ in sent), (size, name)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +269,10 @@ def test_ring_and_tree(world):
         ("--smallest 0", ["--smallest 0", "multiple of 4"]),
         ("--repeats 0", ["--repeats 0", "at least 1"]),
         ("--rings 0", ["--rings 0", "at least 1"]),
+        ("--trees 0", ["--trees 0", "multiple of 2"]),
+        ("--trees 3", ["--trees 3", "multiple of 2"]),
+        ("--chunk 0", ["--chunk 0", "multiple of 4"]),
+        ("--chunk 6", ["--chunk 6", "multiple of 4"]),
         ("--largest 4", ["--largest 4", "--smallest 1024"]),
         ("--device cuda", ["--device cuda", "GPUs for"]),
     ],

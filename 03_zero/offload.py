@@ -9,8 +9,8 @@ norm of the whole gradient first, and moves 28 bytes per parameter of the shard 
 Parent:   03_zero/zero2.py
 Lesson:   Unit, gather, reduce_scatter, pinned, make_unit, clip_gradients
 Plumbing: build_model, train_step, save, main
-Copy:     Unit, gather, reduce_scatter, flatten, reduce, enter, pinned, make_unit (as zero2.py says, but after a step
-          set unit.norm to None instead of unit.gradient)
+Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, pinned, make_unit (as zero2.py says, but
+          after a step set unit.norm to None instead of unit.gradient)
 Run:      torchrun --nproc_per_node 8 03_zero/offload.py
 Source:   Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840
 """
@@ -136,7 +136,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     return sending
 
 
-def flatten(unit: Unit) -> Tensor:
+def take_gradients(unit: Unit) -> Tensor:
     """Move the gradients of a unit into one tensor [n]: those of the parameters are freed."""
     flat = torch.empty_like(unit.full)
     *parts, padding = flat.split(unit.sizes)
@@ -152,7 +152,7 @@ def reduce(model: nn.Module, i: int) -> None:
     if len(model.sending) == 2:  # gradients in flight, whose memory can then be used again
         model.sending.pop(0)[0].wait()  # on GPUs the stream waits, not this process
     unit = model.units[i]
-    flat = flatten(unit)
+    flat = take_gradients(unit)
     model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
     if i == 0:  # backward ends here
         if model.stream:
@@ -160,7 +160,7 @@ def reduce(model: nn.Module, i: int) -> None:
         model.sending.clear()
 
 
-def enter(model: nn.Module, i: int, x: Tensor) -> None:
+def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Wait for the weights of unit i, which will read x. Backward has finished the unit when x has its gradient."""
     for unit in model.units[i:]:
         gather(unit, model.gathers)  # those that are out of date, in the order of forward
@@ -277,12 +277,12 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
-        enter(self, 0, ids)
+        before_forward(self, 0, ids)
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
         for i, block in enumerate(self.model.layers, 1):
-            enter(self, i, x)
+            before_forward(self, i, x)
             x = block(x, rope)
-        enter(self, len(self.units) - 1, x)
+        before_forward(self, len(self.units) - 1, x)
         return self.lm_head(self.model.norm(x))
 
 
@@ -322,6 +322,7 @@ def pinned(elements: int, dtype: torch.dtype, device: str) -> Tensor:
     return tensor
 
 
+@torch.no_grad()
 def make_unit(
     model: nn.Module,
     names: tuple[str, ...],
@@ -332,6 +333,8 @@ def make_unit(
 ) -> Unit:
     """Build a unit from the parameters whose names start with `names`. initial(name, shape) returns a full tensor."""
     named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    if not named:
+        raise ValueError(f"no parameter has a name that starts with one of {names}")
     named.sort(key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
@@ -437,7 +440,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     total = 0
     for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/dp/microbatches s
         loss = forward(cfg, model, x, y) / tokens
-        loss.backward()  # reduces the gradients of a unit when it has finished it, see enter
+        loss.backward()  # reduces the gradients of a unit when it has finished it, see before_forward
         total += loss.detach()
     dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
     return total

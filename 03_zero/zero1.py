@@ -8,8 +8,9 @@ bytes of weights, 4Ψ of gradients, 4Ψ/dp of summed gradients and 8Ψ/dp of mom
 Parent:   02_data_parallel/naive.py
 Lesson:   Unit, reduce_scatter, gather, make_unit, make_optimizer, forward_backward, clip_gradients, train_step
 Plumbing: Model.__init__, build_model
-Copy:     Unit, reduce_scatter, gather, make_unit (the optimizer and the clip take unit.matrices and unit.vectors, never
-          model.parameters(); zero unit.gradients after a step, and never set a .grad to None: they are views of it)
+Copy:     Unit, gather, reduce_scatter, make_unit (the optimizer and clip_gradients take unit.matrices and unit.vectors,
+          never model.parameters(); gather after each step and zero unit.gradients, but never set a .grad to None, they
+          are views of it; gradients are summed, so divide the loss by the valid tokens of all ranks)
 Run:      torchrun --nproc_per_node 8 03_zero/zero1.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """
@@ -238,6 +239,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
+@torch.no_grad()
 def make_unit(model: nn.Module, dp: dist.ProcessGroup) -> Unit:
     """Move the parameters of a model into one tensor, and give them gradients in another."""
     parameters = sorted(model.parameters(), key=lambda p: -p.ndim)  # matrices first

@@ -8,12 +8,15 @@ only the last one communicates: per step a rank sends 2·(dp-1)/dp·Ψ elements,
 the unit that backward is at and for at most two in flight; with several micro-batches their fp32 sums take 4Ψ.
 
 Parent:   03_zero/zero1.py, 01_single_gpu/gradient_accumulation.py
-Lesson:   Unit, gather, reduce_scatter, flatten, reduce, enter, Model.forward, make_unit, forward_backward
+Lesson:   Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, Model.forward, make_unit,
+          forward_backward
 Plumbing: Config, Model.__init__, build_model, train_step, save, check
-Copy:     Unit, gather, reduce_scatter, flatten, reduce, enter, make_unit (call enter before each part of the model and
-          reduce(model, 0) when the first unit has its gradients, see build_model; the optimizer, the clip and what is
-          saved take the shards, never model.parameters(); after a step set unit.gathering = None. If embedding and head
-          are one tensor, put it into unit 0)
+Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit (give the model the attributes
+          of Model.__init__; put every parameter into one unit; call before_forward before each unit, and after each
+          loss.backward() reduce(model, 0), if that is not one tensor with a hook, see build_model; the optimizer,
+          clip_gradients and save take the shards, never model.parameters(); after a step set unit.gathering = None;
+          gradients are summed, so divide the loss by the valid tokens of all ranks. If embedding and head are one
+          tensor, put it into unit 0)
 Run:      torchrun --nproc_per_node 8 03_zero/zero1_overlap.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054; Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473
 """
@@ -131,7 +134,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     return sending
 
 
-def flatten(unit: Unit) -> Tensor:
+def take_gradients(unit: Unit) -> Tensor:
     """Move the gradients of a unit into one tensor [n]: those of the parameters are freed."""
     flat = torch.empty_like(unit.full)
     *parts, padding = flat.split(unit.sizes)
@@ -147,7 +150,7 @@ def reduce(model: nn.Module, i: int) -> None:
     if len(model.sending) == 2:  # gradients in flight, whose memory can then be used again
         model.sending.pop(0)[0].wait()  # on GPUs the stream waits, not this process
     unit = model.units[i]
-    flat = flatten(unit)
+    flat = take_gradients(unit)
     if not model.requires_gradient_sync:
         unit.sums = flat.to(unit.shard.dtype) if unit.sums is None else unit.sums.add_(flat)
         return
@@ -161,7 +164,7 @@ def reduce(model: nn.Module, i: int) -> None:
         model.sending.clear()
 
 
-def enter(model: nn.Module, i: int, x: Tensor) -> None:
+def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Wait for the weights of unit i, which will read x. Backward has finished the unit when x has its gradient."""
     for unit in model.units[i:]:
         gather(unit, model.gathers)  # those that are out of date, in the order of forward
@@ -279,12 +282,12 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
-        enter(self, 0, ids)
+        before_forward(self, 0, ids)
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
         for i, block in enumerate(self.model.layers, 1):
-            enter(self, i, x)
+            before_forward(self, i, x)
             x = block(x, rope)
-        enter(self, len(self.units) - 1, x)
+        before_forward(self, len(self.units) - 1, x)
         return self.lm_head(self.model.norm(x))
 
 
@@ -312,6 +315,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
+@torch.no_grad()
 def make_unit(
     model: nn.Module,
     names: tuple[str, ...],
@@ -322,6 +326,8 @@ def make_unit(
 ) -> Unit:
     """Build a unit from the parameters whose names start with `names`. initial(name, shape) returns a full tensor."""
     named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    if not named:
+        raise ValueError(f"no parameter has a name that starts with one of {names}")
     named.sort(key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
@@ -428,7 +434,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     for i, (x, y) in enumerate(zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches))):
         model.requires_gradient_sync = i == cfg.microbatches - 1
         loss = forward(cfg, model, x, y) / tokens
-        loss.backward()  # reduces the gradients of a unit when it has finished it, see enter
+        loss.backward()  # reduces the gradients of a unit when it has finished it, see before_forward
         total += loss.detach()
     dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
     return total

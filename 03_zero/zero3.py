@@ -6,12 +6,14 @@ are kept from forward to backward, and the embedding's backward needs no weights
 moves 3Ψ elements less these three units, and a rank sends (dp-1)/dp of that.
 
 Parent:   03_zero/zero2.py
-Lesson:   gather, free, enter, leave, after_backward, Model.forward, build_model
-Copy:     Unit, gather, free, reduce_scatter, flatten, reduce, enter, leave, after_backward, make_unit (call enter
-          before and leave after each part of the model, and reduce(model, 0) when the first unit has its gradients, see
-          build_model; the optimizer, the clip and what is saved take the shards, never model.parameters(); after a step
-          set unit.gathering and unit.gradient to None. If embedding and head are one tensor, put it into unit 0, do not
-          leave that unit, and free it after the last backward)
+Lesson:   gather, free, before_forward, after_forward, after_backward, Model.forward, build_model
+Copy:     Unit, gather, free, reduce_scatter, take_gradients, reduce, before_forward, after_forward, after_backward,
+          make_unit (give the model the attributes of Model.__init__; put every parameter into one unit; call
+          before_forward before and after_forward after each unit, and after each loss.backward() reduce(model, 0), if
+          that is not one tensor with a hook, see build_model; the optimizer, clip_gradients and save take the shards,
+          never model.parameters(); after a step set unit.gathering and unit.gradient to None; gradients are summed, so
+          divide the loss by the valid tokens of all ranks. If embedding and head are one tensor, put it into unit 0, do
+          not call after_forward for that unit, and free it after the last backward)
 Run:      torchrun --nproc_per_node 8 03_zero/zero3.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277
 """
@@ -140,7 +142,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     return sending
 
 
-def flatten(unit: Unit) -> Tensor:
+def take_gradients(unit: Unit) -> Tensor:
     """Move the gradients of a unit into one tensor [n]: those of the parameters are freed."""
     flat = torch.empty_like(unit.full)
     *parts, padding = flat.split(unit.sizes)
@@ -156,7 +158,7 @@ def reduce(model: nn.Module, i: int) -> None:
     if len(model.sending) == 2:  # gradients in flight, whose memory can then be used again
         model.sending.pop(0)[0].wait()  # on GPUs the stream waits, not this process
     unit = model.units[i]
-    flat = flatten(unit)
+    flat = take_gradients(unit)
     model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
     if i == 0:  # backward ends here
         if model.stream:
@@ -164,7 +166,7 @@ def reduce(model: nn.Module, i: int) -> None:
         model.sending.clear()
 
 
-def enter(model: nn.Module, i: int, x: Tensor) -> None:
+def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Wait for the weights of unit i, which will read x, and prefetch the next unit's.
 
     When backward has the gradient of x, it has finished unit i.
@@ -176,7 +178,7 @@ def enter(model: nn.Module, i: int, x: Tensor) -> None:
         x.register_hook(lambda gradient: after_backward(model, i))
 
 
-def leave(model: nn.Module, i: int) -> None:
+def after_forward(model: nn.Module, i: int) -> None:
     """Free the weights of unit i after its forward. Those of the last two units stay: backward needs them first."""
     if i < len(model.units) - 2:
         free(model.units[i])
@@ -300,14 +302,14 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
-        enter(self, 0, ids)
+        before_forward(self, 0, ids)
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        leave(self, 0)
+        after_forward(self, 0)
         for i, block in enumerate(self.model.layers, 1):
-            enter(self, i, x)
+            before_forward(self, i, x)
             x = block(x, rope)
-            leave(self, i)
-        enter(self, len(self.units) - 1, x)
+            after_forward(self, i)
+        before_forward(self, len(self.units) - 1, x)
         return self.lm_head(self.model.norm(x))
 
 
@@ -335,6 +337,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
+@torch.no_grad()
 def make_unit(
     model: nn.Module,
     names: tuple[str, ...],
@@ -345,6 +348,8 @@ def make_unit(
 ) -> Unit:
     """Build a unit from the parameters whose names start with `names`. initial(name, shape) returns a full tensor."""
     named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    if not named:
+        raise ValueError(f"no parameter has a name that starts with one of {names}")
     named.sort(key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
@@ -451,7 +456,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     total = 0
     for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/dp/microbatches s
         loss = forward(cfg, model, x, y) / tokens
-        loss.backward()  # reduces the gradients of a unit when it has finished it, see enter
+        loss.backward()  # reduces the gradients of a unit when it has finished it, see before_forward
         total += loss.detach()
     dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
     return total

@@ -7,10 +7,12 @@ then run in two waves. Memory beside that of zero3.py: the rounded shards, 2Ψ/d
 the largest unit. For GPUs of one host.
 
 Parent:   03_zero/zero3.py, 02_data_parallel/copy_engines.py
-Lesson:   Unit, publish, wait, gather, free, reduce_scatter, reduce, enter, after_backward, Model.__init__, build_model
-Plumbing: flatten, train_step, check
-Copy:     Unit, share, publish, wait, gather, free, reduce_scatter, flatten, reduce, enter, leave, after_backward,
-          make_unit (as zero3.py says; after a step, set unit.gathered = False and publish the shards)
+Lesson:   Unit, publish, wait, gather, free, reduce_scatter, reduce, before_forward, after_backward, Model.__init__,
+          build_model
+Plumbing: take_gradients, train_step, check
+Copy:     Unit, share, publish, wait, gather, free, reduce_scatter, take_gradients, reduce, before_forward,
+          after_forward, after_backward, make_unit (as zero3.py says, but after a step set unit.gathered to False, and
+          publish)
 Run:      torchrun --nproc_per_node 8 03_zero/zero3_copy_engines.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """
@@ -181,7 +183,7 @@ def reduce_scatter(unit: Unit, memory: list[Tensor], barrier: Callable, stream: 
             unit.gradient += parts.sum(0, dtype=unit.gradient.dtype)
 
 
-def flatten(unit: Unit, flat: Tensor) -> None:
+def take_gradients(unit: Unit, flat: Tensor) -> None:
     """Move the gradients of a unit into a tensor [n]: those of the parameters are freed."""
     *parts, padding = flat.split(unit.sizes)
     for p, part in zip(unit.parameters, parts):
@@ -195,13 +197,13 @@ def reduce(model: nn.Module, i: int) -> None:
     unit = model.units[i]
     memory = [m[: len(unit.full)] for m in model.memory]
     wait(model.stream)  # all ranks have copied the gradients of the unit before, which were here
-    flatten(unit, memory[unit.dp.rank()])
+    take_gradients(unit, memory[unit.dp.rank()])
     reduce_scatter(unit, memory, model.barrier, model.stream)
     if i == 0:  # backward ends here
         wait(model.stream)
 
 
-def enter(model: nn.Module, i: int, x: Tensor) -> None:
+def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Wait for the weights of unit i, which will read x, and prefetch the next unit's.
 
     When backward has the gradient of x, it has finished unit i.
@@ -214,7 +216,7 @@ def enter(model: nn.Module, i: int, x: Tensor) -> None:
         x.register_hook(lambda gradient: after_backward(model, i))
 
 
-def leave(model: nn.Module, i: int) -> None:
+def after_forward(model: nn.Module, i: int) -> None:
     """Free the weights of unit i after its forward. Those of the last two units stay: backward needs them first."""
     if i < len(model.units) - 2:
         free(model.units[i])
@@ -339,14 +341,14 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
-        enter(self, 0, ids)
+        before_forward(self, 0, ids)
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        leave(self, 0)
+        after_forward(self, 0)
         for i, block in enumerate(self.model.layers, 1):
-            enter(self, i, x)
+            before_forward(self, i, x)
             x = block(x, rope)
-            leave(self, i)
-        enter(self, len(self.units) - 1, x)
+            after_forward(self, i)
+        before_forward(self, len(self.units) - 1, x)
         return self.lm_head(self.model.norm(x))
 
 
@@ -374,6 +376,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
+@torch.no_grad()
 def make_unit(
     model: nn.Module,
     names: tuple[str, ...],
@@ -384,6 +387,8 @@ def make_unit(
 ) -> Unit:
     """Build a unit from the parameters whose names start with `names`. initial(name, shape) returns a full tensor."""
     named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    if not named:
+        raise ValueError(f"no parameter has a name that starts with one of {names}")
     named.sort(key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
@@ -495,7 +500,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     total = 0
     for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/dp/microbatches s
         loss = forward(cfg, model, x, y) / tokens
-        loss.backward()  # reduces the gradients of a unit when it has finished it, see enter
+        loss.backward()  # reduces the gradients of a unit when it has finished it, see before_forward
         total += loss.detach()
     dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
     return total

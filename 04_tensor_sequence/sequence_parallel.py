@@ -10,9 +10,11 @@ the ranks while it computes that of the weights. A norm's weights are the same o
 tokens: their gradients are summed. All activations that a block keeps take 1/tp.
 
 Parent:   04_tensor_sequence/vocab_parallel.py
-Lesson:   gather, reduce_scatter, ColumnParallel, RowParallel, Scatter, Attention, MLP, Model, sum_replicas
+Lesson:   gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, Attention, MLP, Model,
+          sum_replicas
 Plumbing: check
-Copy:     gather, reduce_scatter, ColumnParallel, RowParallel, Scatter, sum_replicas (see Attention, MLP and Model)
+Copy:     gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, sum_replicas (Attention, MLP and
+          Model show their calls)
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/sequence_parallel.py
 Source:   Korthikanti et al. 2022, arXiv:2205.05198
 """
@@ -100,14 +102,14 @@ class Leave(torch.autograd.Function):
         return gradient, None
 
 
-def gather(x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+def gather_tokens(x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; wait on the work before reading them."""
     rows = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
     # a method of the group: the function around it, dist.all_gather_into_tensor, has another name in torch 2.13
     return rows, tp._allgather_base(rows, x.contiguous())  # (tp-1)/tp of the bytes of rows in and out
 
 
-def reduce_scatter(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to sum the ranks' [n, d]; each rank gets the sums of its own tokens, [n/tp, d]. Wait before reading."""
     x = rows.new_empty(rows.shape[0] // tp.size(), *rows.shape[1:])
     return x, tp._reduce_scatter_base(x, rows.contiguous())  # (tp-1)/tp of the bytes of rows out and in
@@ -121,15 +123,15 @@ class ColumnParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, weight)  # this rank's tokens alone
         ctx.tp = tp
-        rows, gathered = gather(x, tp)
+        rows, gathered = gather_tokens(x, tp)
         gathered.wait()  # everyone waits
         return rows @ weight.T
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        rows, gathered = gather(x, ctx.tp)  # overlaps with the next matmul
-        x, scattered = reduce_scatter(gradient @ weight, ctx.tp)  # overlaps with the one after it
+        rows, gathered = gather_tokens(x, ctx.tp)  # overlaps with the next matmul
+        x, scattered = reduce_scatter_tokens(gradient @ weight, ctx.tp)  # overlaps with the one after it
         gathered.wait()
         gradient = gradient.T @ rows
         scattered.wait()
@@ -144,14 +146,14 @@ class RowParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp = tp
-        x, scattered = reduce_scatter(x @ weight.T, tp)
+        x, scattered = reduce_scatter_tokens(x @ weight.T, tp)
         scattered.wait()  # everyone waits
         return x
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        rows, gathered = gather(gradient, ctx.tp)
+        rows, gathered = gather_tokens(gradient, ctx.tp)
         gathered.wait()  # everyone waits
         return rows @ weight, rows.T @ x, None
 
@@ -162,13 +164,13 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.tp = tp
-        x, scattered = reduce_scatter(rows, tp)
+        x, scattered = reduce_scatter_tokens(rows, tp)
         scattered.wait()  # everyone waits
         return x
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        rows, gathered = gather(gradient, ctx.tp)
+        rows, gathered = gather_tokens(gradient, ctx.tp)
         gathered.wait()  # everyone waits
         return rows, None
 
@@ -357,16 +359,17 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
-def placement(cfg: Config, name: str, tp: int) -> tuple[int, int]:
+def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
     """Return the axis along which a tensor is split and the number of parts: tp / parts neighbours hold the same one.
 
-    This model has no biases. Split those of column-parallel layers along axis 0, never those of row-parallel ones. A
-    fused qkv weight holds three tensors: cut q, k and v each, not their concatenation.
+    SPLIT names the layers; all others are whole. This model has no biases: those of column-parallel layers are split,
+    those of row-parallel layers are whole. A fused qkv weight holds three tensors: cut q, k and v, each by itself.
     """
-    layer = name.split(".")[-2]
-    if layer in ("k_proj", "v_proj"):
-        return SPLIT[layer], min(tp, cfg.kv_heads)  # key and value heads stay whole
-    return (SPLIT[layer], tp) if layer in SPLIT else (0, 1)
+    path, _, kind = name.rpartition(".")
+    layer = path.rpartition(".")[2]
+    if layer not in SPLIT or (SPLIT[layer] == 1 and kind == "bias"):
+        return 0, 1
+    return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
 
 
 def build_model(cfg: Config) -> Model:
@@ -378,7 +381,7 @@ def build_model(cfg: Config) -> Model:
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            axis, parts = placement(cfg, name, tp.size())
+            axis, parts = placement(name, tp.size(), cfg.kv_heads)
             shape = [n * parts if i == axis else n for i, n in enumerate(p.shape)]
             rows = cfg.vocab if name in VOCABULARY else shape[0]
             full = full_tensor(cfg, name, torch.Size([rows, *shape[1:]]))
@@ -454,7 +457,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def sum_replicas(model: Model) -> None:
+def sum_replicas(model: nn.Module) -> None:
     """Sum the gradients of norms, each of a rank's own tokens, and of key and value heads that several ranks hold."""
     # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
     norms = [p.grad for p in model.parameters() if p.ndim == 1]
@@ -480,7 +483,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
     held_by = {}  # number of ranks -> gradients that so many ranks hold
     for name, p in model.named_parameters():
-        held_by.setdefault(model.tp.size() // placement(cfg, name, model.tp.size())[1], []).append(p.grad)
+        held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
     norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
     dist.all_reduce(norm, group=model.tp)  # one element; everyone waits
@@ -524,7 +527,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     tp, weights = model.tp, {}
     for name, p in model.named_parameters():
-        axis, parts = placement(cfg, name, tp.size())
+        axis, parts = placement(name, tp.size(), cfg.kv_heads)
         shards = [torch.empty_like(p) for _ in range(tp.size())] if tp.rank() == 0 else None
         dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one; everyone waits
         if dist.get_rank() == 0:

@@ -10,8 +10,10 @@ rank, with their gradients and AdamW's moments; so do the activations between sp
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
 Lesson:   SPLIT, Enter, Leave, Attention, MLP, placement, build_model, sum_replicas, clip_gradients, save
 Plumbing: Config, Block.__init__, Model.__init__, forward_backward, check
-Copy:     SPLIT, Enter, Leave, placement, sum_replicas (Attention and MLP show where Enter and Leave stand, build_model
-          how weights are cut, clip_gradients what counts in the norm)
+Copy:     SPLIT, Enter, Leave, placement, sum_replicas (name your layers in SPLIT; Attention and MLP show where Enter
+          and Leave stand, build_model how weights are cut, clip_gradients what counts in the norm. With as many key
+          heads as ranks or more, sum_replicas is not needed; else tp must be neighbours, or make the replicas a mesh
+          axis)
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/tensor_parallel.py
 Source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
@@ -256,16 +258,17 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
-def placement(cfg: Config, name: str, tp: int) -> tuple[int, int]:
+def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
     """Return the axis along which a tensor is split and the number of parts: tp / parts neighbours hold the same one.
 
-    This model has no biases. Split those of column-parallel layers along axis 0, never those of row-parallel ones. A
-    fused qkv weight holds three tensors: cut q, k and v each, not their concatenation.
+    SPLIT names the layers; all others are whole. This model has no biases: those of column-parallel layers are split,
+    those of row-parallel layers are whole. A fused qkv weight holds three tensors: cut q, k and v, each by itself.
     """
-    layer = name.split(".")[-2]
-    if layer in ("k_proj", "v_proj"):
-        return SPLIT[layer], min(tp, cfg.kv_heads)  # key and value heads stay whole
-    return (SPLIT[layer], tp) if layer in SPLIT else (0, 1)
+    path, _, kind = name.rpartition(".")
+    layer = path.rpartition(".")[2]
+    if layer not in SPLIT or (SPLIT[layer] == 1 and kind == "bias"):
+        return 0, 1
+    return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
 
 
 def build_model(cfg: Config) -> Model:
@@ -277,7 +280,7 @@ def build_model(cfg: Config) -> Model:
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            axis, parts = placement(cfg, name, tp.size())
+            axis, parts = placement(name, tp.size(), cfg.kv_heads)
             shape = torch.Size(n * parts if i == axis else n for i, n in enumerate(p.shape))
             p.copy_(full_tensor(cfg, name, shape).chunk(parts, axis)[tp.rank() * parts // tp.size()])
     if cfg.compile:
@@ -349,7 +352,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def sum_replicas(model: Model) -> None:
+def sum_replicas(model: nn.Module) -> None:
     """Sum the gradients of the key and value heads that several ranks hold, each for its own query heads."""
     if model.replicas.size() > 1:
         layers = [block.self_attn for block in model.model.layers]
@@ -373,7 +376,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
     held_by = {}  # number of ranks -> gradients that so many ranks hold
     for name, p in model.named_parameters():
-        held_by.setdefault(model.tp.size() // placement(cfg, name, model.tp.size())[1], []).append(p.grad)
+        held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
     norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
     dist.all_reduce(norm, group=model.tp)  # one element; everyone waits
@@ -417,7 +420,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     tp, weights = model.tp, {}
     for name, p in model.named_parameters():
-        axis, parts = placement(cfg, name, tp.size())
+        axis, parts = placement(name, tp.size(), cfg.kv_heads)
         shards = [torch.empty_like(p) for _ in range(tp.size())] if tp.rank() == 0 else None
         dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one; everyone waits
         if dist.get_rank() == 0:

@@ -6,7 +6,10 @@ memory no longer limits the number of micro-batches that makes this small.
 
 Parent:   06_pipeline/afab.py
 Lesson:   schedule
-Copy:     connect, receive, send, schedule, run_schedule (as afab.py says)
+Copy:     connect, receive, send, schedule, run_schedule (give the model the attributes stage, stages and links, and
+          write forward(cfg, model, x, targets) as here. forward_backward calls run_schedule; so does a validation loop,
+          under torch.no_grad() with a list of forwards. If embedding and head are one tensor, the first and the last
+          stage hold it: sum its two gradients before the clip, and count one of them in the norm)
 Run:      torchrun --nproc_per_node 8 06_pipeline/1f1b.py
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, figure 4
 """
@@ -359,7 +362,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 def run_schedule(
     cfg: Config,
-    model: Model,
+    model: nn.Module,
     operations: list[tuple[str, int]],
     inputs: tuple[Tensor, ...],
     targets: tuple[Tensor, ...],
@@ -367,11 +370,12 @@ def run_schedule(
 ) -> Tensor:
     """Run a stage's operations on micro-batches [b/m, s]; return its part of the loss: 0 except on the last stage.
 
-    Any list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
+    forward(cfg, model, x, targets) returns activations [b/m, s, d] in cfg.dtype, on the last stage the summed loss. Any
+    list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
     the same order: messages carry no number. A list of forwards alone, under torch.no_grad(), evaluates.
     """
     alive, sending, dtype = {}, {"F": [], "B": []}, getattr(torch, cfg.dtype)
-    total = torch.zeros((), device=cfg.device)
+    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
     for op, i in operations:
         arrived = receive(model, op, (*inputs[i].shape, cfg.dim), dtype, inputs[i].device)  # b/m s d
         if op == "F":

@@ -1,8 +1,8 @@
 """A trainer of one's own: test_pasted.py pastes into it what the recipes' Copy lines list, and it must train as before.
 
-Up to the line "pasted here" it is a trainer for one process, as somebody has it who does not know the recipes: GPT-2 with
-position embeddings, LayerNorm, biases, one matrix for q, k and v, and one tensor for embedding and head. After that line
-stands, per recipe, the glue: what the Copy line leaves to the reader.
+Up to the line "pasted here" it trains in one process, and is what somebody may have who does not know the recipes:
+GPT-2, with position embeddings, LayerNorm, biases, one matrix for q, k and v, and one tensor for embedding and head.
+After that line stands, recipe by recipe, the glue: what its Copy line leaves to the reader.
 """
 
 # ruff: noqa: F821  the glue calls what is pasted
@@ -86,6 +86,7 @@ class GPT(nn.Module):
         self.head.weight = self.wte.weight
 
     def embed(self, ids: Tensor) -> Tensor:
+        # in this order backward has the gradient of wte before that of wpe
         return self.wpe(torch.arange(ids.shape[1], device=ids.device)) + self.wte(ids)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -109,7 +110,8 @@ def make_batch(cfg: Config, batch: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return random ids, and targets of which every sequence ignores another share."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(cfg.vocab, (batch, cfg.seq + 1), generator=generator)
-    ignored = torch.rand(batch, cfg.seq, generator=generator) < torch.rand(batch, 1, generator=generator)
+    share = torch.randint(100, (batch, 1), generator=generator)
+    ignored = torch.randint(100, (batch, cfg.seq), generator=generator) < share
     return ids[:, :-1], ids[:, 1:].masked_fill(ignored, IGNORE)
 
 
@@ -166,8 +168,6 @@ def single(cfg: Config):
     return model, optimizer_of(cfg, model), forward_backward, clip, evaluate, tensors
 
 
-Model = GPT  # as signatures of recipes call it
-
 # ------------------------------------------------------------------------------------------------------- pasted here
 
 # ------------------------------------------------------------------------------------------ 02_data_parallel/bucketed
@@ -207,17 +207,14 @@ def bucketed(cfg: Config):
 
 class ShardedGPT(GPT):
     def forward(self, ids: Tensor) -> Tensor:
-        enter(self, 0, ids)
+        before_forward(self, 0, ids)
         x = self.embed(ids)
         for i, block in enumerate(self.blocks, 1):
-            enter(self, i, x)
+            before_forward(self, i, x)
             x = block(x)
-            leave(self, i, x)
-        last = len(self.units) - 1
-        enter(self, last, x)
-        x = self.head(self.ln_f(x))
-        leave(self, last, x)
-        return x
+            after_forward(self, i)
+        before_forward(self, len(self.units) - 1, x)
+        return self.head(self.ln_f(x))
 
 
 def shards(model: ShardedGPT) -> tuple[list[Tensor], list[Tensor]]:
@@ -238,6 +235,7 @@ def forward_backward_zero3(cfg: Config, model: ShardedGPT, ids: Tensor, targets:
         reduce(model, 0)
         total += loss.detach()
     free(model.units[0])
+    assert not any(unit.full.untyped_storage().size() for unit in model.units), "whole weights are left after backward"
     return summed(total, model.dp)
 
 
@@ -263,8 +261,9 @@ def zero3(cfg: Config):
     model = initialize(cfg, ShardedGPT(cfg))
     start = tensors(model, gradients=False)
     model.dp, model.units, model.sending, model.gathers, model.stream = dist.group.WORLD, [], [], None, None
+    dtype = getattr(torch, cfg.dtype)
     for names in [("wte.", "wpe."), *((f"blocks.{i}.",) for i in range(cfg.layers)), ("ln_f.",)]:
-        unit = make_unit(model, names, lambda name, _: start[name], model.dp, cfg.device, torch.float64)
+        unit = make_unit(model, names, lambda name, _: start[name], model.dp, cfg.device, dtype)
         free(unit)
         model.units.append(unit)
     optimizer = make_optimizer(cfg, *shards(model))
@@ -284,7 +283,7 @@ class Stage(GPT):
 
 
 def forward(cfg: Config, model: Stage, x: Tensor, targets: Tensor) -> Tensor:
-    """What run_schedule calls."""
+    """Return activations, on the last stage the sum of the losses: run_schedule calls it by this name."""
     output = model(x)
     return sum_of_losses(output, targets) if model.stage == model.stages - 1 else output
 
@@ -349,9 +348,7 @@ class ParallelMLP(MLP):
 
 def cut(cfg: Config, model: GPT, name: str, full: Tensor) -> Tensor:
     """Return this rank's part; the three parts of qkv are cut one by one."""
-    axis, parts = placement(cfg, name, model.tp.size())
-    if axis >= full.ndim:
-        return full
+    axis, parts = placement(name, model.tp.size(), cfg.heads)
     thirds = full.chunk(3) if ".qkv." in name else [full]
     return torch.cat([third.chunk(parts, axis)[model.tp.rank() * parts // model.tp.size()] for third in thirds], axis)
 
@@ -367,8 +364,7 @@ def forward_backward_tensor_parallel(cfg: Config, model: GPT, ids: Tensor, targe
 def clip_tensor_parallel(cfg: Config, model: GPT) -> Tensor:
     squares = torch.zeros((), dtype=torch.float64)
     for name, p in model.named_parameters():
-        axis, parts = placement(cfg, name, model.tp.size())
-        squares += p.grad.norm() ** 2 / (model.tp.size() // parts if axis < p.ndim else model.tp.size())
+        squares += p.grad.norm() ** 2 * placement(name, model.tp.size(), cfg.heads)[1] / model.tp.size()
     norm = summed(squares, model.tp).sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
@@ -379,8 +375,8 @@ def tensors_tensor_parallel(model: GPT, gradients: bool) -> dict[str, Tensor]:
     for name, part in tensors(model, gradients).items():
         parts = [torch.empty_like(part) for _ in range(model.tp.size())]
         dist.all_gather(parts, part, group=model.tp)
-        axis, count = placement(Config(), name, model.tp.size())
-        if count > 1 and axis < part.ndim:
+        axis, count = placement(name, model.tp.size(), Config().heads)
+        if count > 1:
             thirds = zip(*(p.chunk(3) for p in parts)) if ".qkv." in name else [parts]
             part = torch.cat([torch.cat(third, axis) for third in thirds], axis)
         full[name] = part
@@ -390,7 +386,7 @@ def tensors_tensor_parallel(model: GPT, gradients: bool) -> dict[str, Tensor]:
 def tensor_parallel(cfg: Config):
     global SPLIT
     SPLIT = dict(qkv=0, proj=1, up=0, down=1)
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(cfg.device, (2, dist.get_world_size() // 2), mesh_dim_names=("tp", "dp"))
     model = GPT(cfg)
     model.dp, model.tp = mesh.get_group("dp"), mesh.get_group("tp")
     for block in model.blocks:

@@ -59,14 +59,14 @@ def read(path: str, source: str | None = None) -> Recipe:
     """Parse a recipe."""
     source = source if source is not None else (ROOT / path).read_text()
     docstring = ast.get_docstring(ast.parse(source)) or ""
-    fields = re.findall(r"^(Parent|Lesson|Plumbing|Copy|Run|Source):\s+(.+)$", docstring, re.M)
-    return Recipe(path, source, {key: value.split(", ") for key, value in fields}, definitions(source))
+    fields = re.findall(r"^(Parent|Lesson|Plumbing|Copy|Run|Source):\s+(.+(?:\n {10}.+)*)", docstring, re.M)
+    header = {key: re.sub(r"\s+", " ", value).split(", ") for key, value in fields}
+    return Recipe(path, source, header, definitions(source))
 
 
 def copied(recipe: Recipe) -> list[str]:
     """Names of the definitions that the header's Copy line tells the reader to copy."""
-    text = re.search(r"^Copy:(.+?)(?:\(|^\w+:)", ast.get_docstring(ast.parse(recipe.source)), re.M | re.S)
-    return re.findall(r"[\w.]+", text[1]) if text else []
+    return re.findall(r"\w+", ", ".join(recipe.header.get("Copy", [])).split("(")[0])
 
 
 def definitions(source: str) -> dict[str, str]:
