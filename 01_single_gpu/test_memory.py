@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -103,6 +103,20 @@ def test_parameters_of_the_root(preset):
     assert all(defaults[f.name] == f.default for f in fields(MEMORY.Config) if f.name in defaults)
 
 
+@dataclass
+class Group:
+    """What a stage asks of its process group."""
+
+    number: int
+    ranks: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.ranks
+
+
 @pytest.mark.parametrize("layers, stages", [(24, 4), (27, 4), (8, 8), (5, 3)])
 def test_parameters_of_a_stage(layers, stages):
     """The layers of a stage, and embedding and head on the first and the last."""
@@ -110,7 +124,7 @@ def test_parameters_of_a_stage(layers, stages):
     sizes = dict(layers=layers, dim=64, heads=4, kv_heads=2, ffn=96, vocab=500)
     for stage in range(stages):
         with torch.device("meta"):
-            model = recipe.Model(recipe.Config(**sizes), stage, stages)
+            model = recipe.Model(recipe.Config(**sizes), Group(stage, stages), {})
         ours = MEMORY.parameters(MEMORY.Config(**sizes, pp=stages, stage=stage))
         assert sum(ours.values()) == sum(p.numel() for p in model.parameters())
 

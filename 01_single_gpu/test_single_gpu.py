@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import equivalence
@@ -119,6 +120,25 @@ def test_token_files(dtype, vocab, tmp_path):
     assert np.array_equal(read, ids) and starts.tolist() == [0]
 
 
+def test_token_files_are_never_read_whole(tmp_path):
+    """40 GB, most of it a hole, are there at once; an id beyond the vocabulary is found in its batch."""
+    module, file = load(TRAIN), tmp_path / "tokens.bin"
+    with open(file, "wb") as tokens:
+        tokens.write(np.arange(1, 4097, dtype=np.uint16).tobytes())
+        tokens.truncate(40 * 2**30)
+    start = time.perf_counter()
+    cfg = config(module, f"--data {file} --vocab 5000 --seq 8")
+    data = module.load_data(cfg)
+    module.make_batch(cfg, data, 0)
+    assert time.perf_counter() - start < 2 and len(data[0]) == 20 * 2**30 and data[0].dtype == np.uint16
+    ids = np.ones(2**21, np.uint16)
+    ids[2**20 :] = 300
+    ids.tofile(file)
+    cfg = config(module, f"--data {file} --vocab 256 --seq 8 --batch 64")
+    with pytest.raises(SystemExit, match="--vocab 256: must be above 300, an id in"):
+        module.make_batch(cfg, module.load_data(cfg), 0)
+
+
 # ------------------------------------------------------------------------------------------- initial weights, optimizer
 def test_initial_weights():
     """Normal with deviation 0.02, norms 1; every tensor has its own numbers, and so has every seed."""
@@ -160,7 +180,8 @@ def gradients_and_weights(module):
 def test_optimizer():
     """AdamW, its decay on matrices alone, and the clip, written out here by the formulas (arXiv:1711.05101)."""
     lr, decay, eps, clip = 1e-2, 0.3, 1e-3, 0.5
-    flags = f"{SMALL} --steps 3 --lr {lr} --weight_decay {decay} --eps {eps} --clip {clip}"
+    flags = f"{SMALL} --steps 3 --warmup 1 --lr {lr} --weight_decay {decay} --eps {eps} --clip {clip}"
+    rates = [lr / 2, lr, lr * (1 + 0.1) / 2]  # half way up, at the top, half way down to a tenth
     start, *steps = launch(TRAIN, 1, flags, probe=gradients_and_weights).probes[0]
     m, v = ({name: 0 * weight for name, weight in start.items()} for _ in range(2))
     for t, (gradients, after) in enumerate(steps, 1):
@@ -169,9 +190,23 @@ def test_optimizer():
         for name, g in gradients.items():
             g = g * clip / (norm + 1e-6)
             m[name], v[name] = 0.9 * m[name] + 0.1 * g, 0.95 * v[name] + 0.05 * g**2
-            update = m[name] / (1 - 0.9**t) / ((v[name] / (1 - 0.95**t)) ** 0.5 + eps)
-            start[name] = start[name] * (1 - lr * decay * (g.ndim > 1)) - lr * update
+            update, rate = m[name] / (1 - 0.9**t) / ((v[name] / (1 - 0.95**t)) ** 0.5 + eps), rates[t - 1]
+            start[name] = start[name] * (1 - rate * decay * (g.ndim > 1)) - rate * update
             assert np.abs(start[name] - after[name]).max() <= 1e-12, (t, name)
+
+
+@pytest.mark.parametrize("warmup, steps", [(0, 1), (0, 8), (4, 12), (10, 4)])
+def test_learning_rate(warmup, steps):
+    """Up in equal parts, highest after --warmup steps, then a cosine that would be a tenth at --steps."""
+    module = load(TRAIN)
+    cfg = module.Config(warmup=warmup, steps=steps, lr=2.0)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
+    for step in range(steps):
+        module.set_learning_rate(cfg, optimizer, step)
+        wanted = 2 * (step + 1) / (warmup + 1)
+        if step >= warmup:
+            wanted = 0.2 + 1.8 * np.cos(np.pi * (step - warmup) / (steps - warmup) / 2) ** 2
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(wanted, rel=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------------------ bfloat16

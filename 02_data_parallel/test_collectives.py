@@ -137,7 +137,7 @@ def exchanges_and_waits(module):
 def test_rings_and_trees_work_at_once():
     """All start a step before the first is waited for, each in a group of its own; also where they are timed."""
     flags = "--device cpu --largest 1024 --rings 3 --trees 4 --chunk 128"  # 2 chunks per tree
-    for calls in launch(COLLECTIVES, 2, flags, probe=exchanges_and_waits, save=False).probes:
+    for calls in launch(COLLECTIVES, 2, flags, probe=exchanges_and_waits, timeout=30, save=False).probes:
         for name, groups, steps in ("ring_all_reduce", 3, 2), ("double_tree_all_reduce", 4, 2 * 1 + 2 - 1):
             assert len(calls[name]) == 2  # bytes counted once, timed once
             for seen in calls[name]:
@@ -234,7 +234,7 @@ def test_all_reduce(world):
     Sender and receiver start every transfer in the same step, in the only batch of that step: so NCCL cannot deadlock.
     """
     n, sizes = world, [1, 7, world * 3 * 8, 1000]
-    ranks = launch(COLLECTIVES, n, "--device cpu", probe=all_reduces(sizes), save=False).probes
+    ranks = launch(COLLECTIVES, n, "--device cpu", probe=all_reduces(sizes), timeout=30, save=False).probes
     core, height = 1 << math.floor(math.log2(n)), math.ceil(math.log2(n))
     for size in sizes:
         chunks = math.ceil(math.ceil(size / 2) / chunk_of(size))

@@ -1,6 +1,5 @@
 """The data-parallel recipes train as the root does, their replicas stay alike, and they communicate what they say."""
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -193,28 +192,32 @@ def test_the_first_bucket_is_small():
     module = load(BUCKETED)
     cfg = module.Config(device="cpu")
     with torch.device("meta"):
-        buckets = module.make_buckets(cfg, module.Model(cfg))
+        buckets = module.make_buckets(module.Model(cfg), cfg.bucket_mb)
     first, second = (sum(p.nbytes for p in bucket) for bucket in buckets)
     assert first <= 2**20 < first + buckets[1][0].nbytes and second > 2**20
 
 
+def made_buckets(module):
+    """A list of the Buckets that a recipe makes; `barrier.passed` counts how often the barrier is passed."""
+    made, original = [], module.Buckets
+
+    def make(buffers, sizes, arriving, barrier, stream):
+        def counting():
+            counting.passed += 1
+            barrier()
+
+        counting.passed = 0
+        made.append(original(buffers, sizes, arriving, counting, stream))
+        return made[0]
+
+    module.Buckets = make
+    return made
+
+
 def barriers(module):
-    """A probe: how often a rank waits at barriers of shared memory in a step, and how many buckets there are."""
-    count, share = [0], module.share
-    sizes_of_buckets = []
-
-    def counting(cfg, sizes):
-        shared = share(cfg, sizes)
-        sizes_of_buckets.extend(sizes)
-
-        def barrier():
-            count[0] += 1
-            shared.barrier()
-
-        return dataclasses.replace(shared, barrier=barrier)
-
-    module.share = counting
-    return lambda: (count[0], len(sizes_of_buckets))
+    """A probe: how often a rank passes the barrier of shared memory, and how many buckets there are."""
+    made = made_buckets(module)
+    return lambda: (made[0].barrier.passed, len(made[0].sizes))
 
 
 def test_barriers_of_copy_engines():
@@ -225,12 +228,7 @@ def test_barriers_of_copy_engines():
 
 def bytes_copied(module):
     """A probe: bytes that all_reduce copies from the memory of other ranks, and bytes of all gradients."""
-    copied, shared = [0], []
-    share, copy = module.share, torch.Tensor.copy_
-
-    def watched(cfg, sizes):
-        shared.append(share(cfg, sizes))
-        return shared[0]
+    copied, shared, copy = [0], made_buckets(module), torch.Tensor.copy_
 
     def counting(self, other, *args):
         starts = [b.data_ptr() for b in shared[0].buffers] if shared else []
@@ -240,7 +238,7 @@ def bytes_copied(module):
             copied[0] += other.nbytes
         return copy(self, other, *args)
 
-    module.share, torch.Tensor.copy_ = watched, counting
+    torch.Tensor.copy_ = counting
     return lambda: [copied[0], shared[0].buffers[0].nbytes]
 
 
@@ -292,9 +290,9 @@ def gradients_in_buckets(module):
     """A probe: whether, after backward, the gradients of each bucket are views into one piece of memory, end to end."""
     together, original = [], module.backward
 
-    def backward(cfg, model, loss):
-        original(cfg, model, loss)
-        for bucket in module.make_buckets(cfg, model):
+    def backward(model, loss, bucket_mb):
+        original(model, loss, bucket_mb)
+        for bucket in module.make_buckets(model, bucket_mb):
             for p, q in itertools.pairwise(bucket):
                 same = p.grad.untyped_storage().data_ptr() == q.grad.untyped_storage().data_ptr()
                 together.append(same and p.grad.data_ptr() + p.grad.nbytes == q.grad.data_ptr())
@@ -333,13 +331,13 @@ def gradients_that_moved(module):
     """A probe: gradients that are not, after backward, where backward had made them, and how many there are."""
     moved, original = [], module.backward
 
-    def backward(cfg, model, loss):
+    def backward(model, *args):
         made = {}
         hooks = [
             p.register_post_accumulate_grad_hook(lambda p: made.update({p: p.grad.data_ptr()}))
             for p in model.parameters()
         ]  # before the recipe's own
-        original(cfg, model, loss)
+        original(model, *args)
         for hook in hooks:
             hook.remove()
         moved.extend(made[p] != p.grad.data_ptr() for p in model.parameters())
@@ -388,10 +386,9 @@ def test_no_sync_keeps_one_micro_batch():
 
 
 def arriving_and_sizes(module):
-    """A probe: numbers for which there is room to arrive, and in the largest bucket."""
-    made, share = [], module.share
-    module.share = lambda cfg, sizes: made.append((share(cfg, sizes), max(sizes))) or made[0][0]
-    return lambda: [(shared.arriving.numel(), largest) for shared, largest in made]
+    """A probe: elements for which there is room to arrive, and in the largest bucket."""
+    made = made_buckets(module)
+    return lambda: [(shared.arriving.numel(), max(shared.sizes)) for shared in made]
 
 
 def test_memory_and_files_of_copy_engines(tmp_path, monkeypatch):
@@ -404,9 +401,8 @@ def test_memory_and_files_of_copy_engines(tmp_path, monkeypatch):
 
 def first_copied_from(module):
     """A probe: the ranks from which all_reduce copies first."""
-    firsts, shared, inside = set(), [], [False]
-    share, all_reduce, copy = module.share, module.all_reduce, torch.Tensor.copy_
-    module.share = lambda *args: shared.append(share(*args)) or shared[0]
+    firsts, shared, inside = set(), made_buckets(module), [False]
+    all_reduce, copy = module.all_reduce, torch.Tensor.copy_
 
     def watched(*args):
         inside[0] = True
@@ -487,7 +483,7 @@ def test_batch_must_divide(recipe):
 @pytest.mark.parametrize(
     "recipe, flags, words",
     [
-        (NO_SYNC, "--microbatches 3", ["--microbatches 3", "8 sequences", "--batch 16"]),
+        (NO_SYNC, "--microbatches 3", ["--microbatches 3", "8 sequences"]),
         (NO_SYNC, "--microbatches 0", ["--microbatches 0", "at least 1"]),
         (BUCKETED, "--bucket_mb -1", ["--bucket_mb -1", "at least 0"]),
         (DILOCO, "--inner_steps 0", ["--inner_steps 0", "at least 1"]),

@@ -191,7 +191,7 @@ def order(module):
     matmul, barrier, mm = torch.Tensor.__matmul__, module.dist.barrier, torch.mm
     torch.Tensor.__matmul__ = lambda *args: seen.append("matmul") or matmul(*args)
     torch.mm = lambda *args, **kwargs: seen.append("piece") or mm(*args, **kwargs)
-    module.dist.barrier = lambda: seen.append("barrier") or barrier()
+    module.dist.barrier = lambda group: seen.append("barrier") or barrier(group)
     copy = torch.Tensor.copy_
     torch.Tensor.copy_ = lambda *args: seen.append("copy") or copy(*args)
     kept = []

@@ -5,12 +5,12 @@ one has left: (p-1)/(m+p-1) of the time for p equal stages and m micro-batches. 
 when backward starts. Each micro-batch sends b/m·s·d elements over every boundary, and its gradient as many back.
 
 Parent:   06_pipeline/naive.py, 01_single_gpu/gradient_accumulation.py
-Lesson:   connect, receive, send, schedule, run_schedule, forward_backward
+Lesson:   connect, receive, send, finish, schedule, run_schedule, forward_backward
 Plumbing: Model.__init__, build_model, check
-Copy:     connect, receive, send, schedule, run_schedule (give the model the attributes stage, stages and links, and
-          write forward(cfg, model, x, targets) as here. forward_backward calls run_schedule; so does a validation loop,
-          under torch.no_grad() with a list of forwards. If embedding and head are one tensor, the first and the last
-          stage hold it: sum its two gradients before the clip, and count one of them in the norm)
+Copy:     connect, receive, send, finish, schedule, run_schedule (give the model the attributes stage, stages and links,
+          and write forward(cfg, model, x, targets) as here. forward_backward calls run_schedule; so does a validation
+          loop, under torch.no_grad() with a list of forwards. If embedding and head are one tensor, the first and the
+          last stage hold it: sum its two gradients before the clip, and count one of them in the norm)
 Run:      torchrun --nproc_per_node 8 06_pipeline/afab.py
 Source:   Huang et al. 2018, GPipe, arXiv:1811.06965
 """
@@ -118,6 +118,12 @@ def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
     if not 0 <= target < model.stages:
         return None
     return dist.isend(tensor, group=model.links[op], group_dst=target)  # its bytes out; nothing waits for them
+
+
+def finish(work: dist.Work | None) -> None:
+    """Wait until a message has left; on GPUs the stream waits, not this process."""
+    if work:
+        work.wait()
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -373,7 +379,7 @@ def run_schedule(
     list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
     the same order: messages carry no number. A list of forwards alone, under torch.no_grad(), evaluates.
     """
-    alive, sending, dtype = {}, {"F": [], "B": []}, getattr(torch, cfg.dtype)
+    alive, sending, dtype = {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
     for op, i in operations:
         arrived = receive(model, op, (*inputs[i].shape, cfg.dim), dtype, inputs[i].device)  # b/m s d
@@ -383,19 +389,20 @@ def run_schedule(
             if model.stage == model.stages - 1:
                 output = output / tokens
                 total += output.detach()
+            work = send(model, op, output.detach())
             if output.requires_grad:
-                alive[i] = x, output
-            leaving = output.detach()
+                alive[i] = x, output, work
+            else:  # under torch.no_grad()
+                sending.append((work, output))
         else:
-            x, output = alive.pop(i)
+            x, output, work = alive.pop(i)
+            finish(work)  # the output has arrived, since its gradient has come back
             output.backward(arrived)
-            leaving = x.grad
-        if work := send(model, op, leaving):
-            sending[op].append((work, leaving))
-        if len(sending[op]) > 2:
-            sending[op].pop(0)[0].wait()  # frees its memory; by now the neighbour has, or is about to, receive it
-    for work, _ in sending["F"] + sending["B"]:
-        work.wait()
+            sending.append((send(model, op, x.grad), x.grad))
+        if len(sending) > 2:
+            finish(sending.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in sending] + [work for _, _, work in alive.values()]:
+        finish(work)
     return total
 
 

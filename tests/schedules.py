@@ -1,4 +1,4 @@
-"""Simulate and draw pipeline schedules: lists of (op, micro-batch, chunk), one per rank, as `schedule` returns them.
+"""Simulate and draw pipeline schedules: lists of (op, micro-batch), one per stage, as `schedule` returns them.
 
 python tests/schedules.py        draw 06_pipeline/schedules.svg from the recipes' own schedules
 """
@@ -10,7 +10,7 @@ from types import ModuleType
 
 from launch import ROOT, load
 
-Operation = tuple[str, int, int]
+Operation = tuple[str, int]
 PICTURE = ROOT / "06_pipeline" / "schedules.svg"
 RECIPES = {"AFAB": "06_pipeline/afab.py", "1F1B": "06_pipeline/1f1b.py"}
 FLIGHT = {  # micro-batches in flight, by the headers: (stages, stage, micro-batches) ->
@@ -22,46 +22,42 @@ FILL = {"F": "#9cc3e6", "B": "#a9d6a0"}
 
 @dataclass(frozen=True)
 class Slot:
-    """An operation of a rank and when it runs, in units of one forward."""
+    """An operation of a stage and when it runs, in units of one forward."""
 
-    rank: int
+    stage: int
     operation: Operation
     start: float
     end: float
 
 
 class Deadlock(Exception):
-    """No rank can go on; the message says what each waits for."""
+    """No stage can go on; the message says what each waits for."""
 
 
 def lists(module: ModuleType, stages: int, microbatches: int) -> list[list[Operation]]:
-    """The operations of every rank."""
+    """The operations of every stage."""
     return [module.schedule(stage, stages, microbatches) for stage in range(stages)]
 
 
 def simulate(orders: list[list[Operation]], forward: float = 1, backward: float = 2) -> list[Slot]:
-    """Run every rank's list, in order, each operation as soon as what it needs is there. Transfers take no time.
+    """Run every stage's list, in order, each operation as soon as what it needs is there. Transfers take no time.
 
-    F of stage s needs F of s - 1, B of s needs B of s + 1, B of the last stage its own F. Chunk c of rank r is stage
-    c · ranks + r. Raises Deadlock if that can't go on.
+    F of stage s needs F of s - 1, B of s needs its own F and B of s + 1. Raises Deadlock if that can't go on.
     """
-    ranks = len(orders)
-    last = max(chunk for order in orders for _, _, chunk in order) * ranks + ranks - 1
-    ends, slots, position, free = {}, [], [0] * ranks, [0.0] * ranks
-    while any(position[rank] < len(orders[rank]) for rank in range(ranks)):
+    ends, slots, position, free = {}, [], [0] * len(orders), [0.0] * len(orders)
+    while any(position[stage] < len(order) for stage, order in enumerate(orders)):
         progress = False
-        for rank in range(ranks):
-            while position[rank] < len(orders[rank]):
-                op, i, chunk = operation = orders[rank][position[rank]]
-                stage = chunk * ranks + rank
-                needs = ("F", i, stage - 1) if op == "F" else ("B", i, stage + 1) if stage < last else ("F", i, stage)
-                own = ("F", i, stage)  # a backward also needs the forward of its own stage
-                if (needs[2] >= 0 and needs not in ends) or (op == "B" and own not in ends):
+        for stage, order in enumerate(orders):
+            while position[stage] < len(order):
+                op, i = operation = order[position[stage]]
+                needs = [("F", i, stage - 1)] if op == "F" else [("F", i, stage), ("B", i, stage + 1)]
+                needs = [need for need in needs if 0 <= need[2] < len(orders)]
+                if any(need not in ends for need in needs):
                     break
-                start = max(free[rank], ends.get(needs, 0))
-                free[rank] = ends[op, i, stage] = start + (forward if op == "F" else backward)
-                slots.append(Slot(rank, operation, start, free[rank]))
-                position[rank] += 1
+                start = max([free[stage], *(ends[need] for need in needs)])
+                free[stage] = ends[op, i, stage] = start + (forward if op == "F" else backward)
+                slots.append(Slot(stage, operation, start, free[stage]))
+                position[stage] += 1
                 progress = True
         if not progress:
             raise Deadlock(str([order[p] for order, p in zip(orders, position) if p < len(order)]))
@@ -69,15 +65,15 @@ def simulate(orders: list[list[Operation]], forward: float = 1, backward: float 
 
 
 def idle_share(slots: list[Slot]) -> float:
-    """Share of ranks x time, from the first operation to the last, in which a rank has nothing to do."""
-    ranks = 1 + max(slot.rank for slot in slots)
-    return 1 - sum(slot.end - slot.start for slot in slots) / (ranks * max(slot.end for slot in slots))
+    """Share of stages x time, from the first operation to the last, in which a stage has nothing to do."""
+    stages = 1 + max(slot.stage for slot in slots)
+    return 1 - sum(slot.end - slot.start for slot in slots) / (stages * max(slot.end for slot in slots))
 
 
 def in_flight(order: list[Operation]) -> int:
-    """Most micro-batches of a rank that have been forward and not yet backward."""
+    """Most micro-batches of a stage that have been forward and not yet backward."""
     count = peak = 0
-    for op, _, _ in order:
+    for op, _ in order:
         count += 1 if op == "F" else -1
         peak = max(peak, count)
     return peak
@@ -93,7 +89,7 @@ def check(
     for p, m in itertools.product(stages, microbatches):
         orders = lists(module, p, m)
         for stage, order in enumerate(orders):
-            assert sorted(order) == sorted((op, i, 0) for op in "FB" for i in range(m))
+            assert sorted(order) == sorted((op, i) for op in "FB" for i in range(m))
             for op in "FB":  # both ends of every link must take the micro-batches in the same order
                 assert [o for o in order if o[0] == op] == [o for o in orders[0] if o[0] == op]
             assert in_flight(order) == flight(p, stage, m), (p, stage, m)
@@ -124,8 +120,8 @@ def draw(stages: int = 4, microbatches: int = 8) -> str:
             svg.append(f'<rect x="{left}" y="{y}" width="{end - left:g}" height="{row - 4}" fill="#eeeeee"/>')
             svg.append(f'<text x="{end + 8:g}" y="{y + 16}">{in_flight(order)} in flight</text>')
         for slot in slots:
-            op, i, _ = slot.operation
-            x, y, w = left + unit * slot.start, top + row * slot.rank, unit * (slot.end - slot.start)
+            op, i = slot.operation
+            x, y, w = left + unit * slot.start, top + row * slot.stage, unit * (slot.end - slot.start)
             svg.append(
                 f'<rect x="{x:g}" y="{y}" width="{w:g}" height="{row - 4}" fill="{FILL[op]}" stroke="white"/>'
                 f'<text x="{x + w / 2:g}" y="{y + 15}" text-anchor="middle" font-size="11">{i}</text>'

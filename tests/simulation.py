@@ -26,6 +26,7 @@ def simulate(flags: str) -> tuple[compare.Weights, list[list[float]]]:
         inputs, targets = root.make_batch(cfg, data, step)
         share = (targets != root.IGNORE).sum() / WORKERS
         for w, (worker, optimizer) in enumerate(zip(workers, optimizers)):
+            root.set_learning_rate(cfg, optimizer, step)
             part = slice(w * cfg.batch // WORKERS, (w + 1) * cfg.batch // WORKERS)
             loss = root.forward(cfg, worker, inputs[part], targets[part]) / share
             loss.backward()
