@@ -365,8 +365,8 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     weights = {}
-    for name, p in model.named_parameters():
-        whole = p.detach().full_tensor()  # (dp-1)/dp of its bytes in per rank, as many out; everyone waits
+    for name, p in model.state_dict().items():  # which frees what a forward alone has left gathered
+        whole = p.full_tensor()  # (dp-1)/dp of its bytes in per rank, as many out; everyone waits
         if dist.get_rank() == 0:
             weights[name] = whole.cpu()
     if dist.get_rank() == 0:

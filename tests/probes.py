@@ -60,6 +60,44 @@ def steps_of_batches(module: ModuleType) -> Report:
     return lambda: steps
 
 
+def validation_loss(module: ModuleType, cfg, model, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+    """The mean loss of a batch, as a validation loop computes it: on every rank, under no_grad."""
+    tokens = (targets != module.IGNORE).sum()
+    with torch.no_grad():
+        if hasattr(module, "run_schedule"):
+            micro = inputs.chunk(2), targets.chunk(2)
+            loss = module.run_schedule(cfg, model, [("F", i) for i in range(len(micro[0]))], *micro, tokens)
+            module.dist.all_reduce(loss)
+            return loss.item()
+        if hasattr(module, "receive"):  # a pipeline of one micro-batch
+            arrived = module.receive(model, "F", (*inputs.shape, cfg.dim), getattr(torch, cfg.dtype), inputs.device)
+            loss = module.forward(cfg, model, inputs if arrived is None else arrived, targets)
+            module.send(model, "F", loss)
+            loss = loss.clone() if model.stage == model.stages - 1 else torch.zeros(())
+            module.dist.all_reduce(loss)
+            return (loss / tokens).item()
+        loss = module.forward(cfg, model, inputs, targets)
+        return (getattr(loss, "full_tensor", lambda: loss)() / tokens).item()
+
+
+def evaluated(module: ModuleType) -> Report:
+    """Validation losses: before the first step, and twice after every step, the second time of half a batch."""
+    losses, train_step = [], module.train_step
+
+    def step(cfg, *args):
+        *_, model, _, inputs, targets = args
+        half = len(inputs) // 2
+        if not losses:
+            losses.append(validation_loss(module, cfg, model, inputs, targets))
+        result = train_step(cfg, *args)
+        losses.append(validation_loss(module, cfg, model, inputs, targets))
+        losses.append(validation_loss(module, cfg, model, inputs[:half], targets[:half]))
+        return result
+
+    module.train_step = step
+    return lambda: losses
+
+
 def activations_in_memory(module: ModuleType) -> Report:
     """The most micro-batches whose saved activations are in memory at the end of a forward."""
     saved, peak, forwards = weakref.WeakSet(), [0], itertools.count()

@@ -1,10 +1,12 @@
 """What all recipes do alike, whatever they teach: flags, data, weights by name, precision, log, saved file."""
 
 import dataclasses
+import functools
 import re
 import sys
 import time
 
+import compare
 import equivalence
 import numpy as np
 import probes
@@ -28,6 +30,32 @@ def test_starts_as_root(recipe, world, flags):
     ours = launch(recipe, world, f"{SMALL} {flags} --steps 0").weights
     theirs = launch(equivalence.root_of(recipe), 1, f"{SMALL} --steps 0").weights
     assert set(ours) == set(theirs) and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@functools.cache
+def root_evaluated(recipe, flags):
+    return launch(recipe, 1, flags, probe=probes.evaluated)
+
+
+@every_recipe
+def test_evaluates(recipe, world, flags):
+    """Between steps a model computes under no_grad, on every rank, what the root does; and goes on training as it."""
+    if recipe == "02_data_parallel/diloco.py":
+        world = 1  # workers have weights of their own until they meet
+    root = equivalence.root_of(recipe)
+    init = equivalence.start(root, f"{equivalence.SHAPE} {equivalence.shared(flags)}")
+    common = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} --init {init}"
+    common = f"{common} {equivalence.TRAINING}"
+    ours = launch(recipe, world, f"{common} {flags}", probe=probes.evaluated)
+    theirs = root_evaluated(root, f"{common} {equivalence.shared(flags)}")
+    assert len(theirs.probes[0]) == 1 + 2 * 4
+    for losses in ours.probes:
+        for mine, wanted in zip(losses, theirs.probes[0], strict=True):
+            assert abs(mine / wanted - 1) < equivalence.TOLERANCE["float64"]
+    errors = compare.relative_errors(ours.weights, theirs.weights) | compare.history_errors(
+        ours.history, theirs.history
+    )
+    compare.assert_close(errors, equivalence.TOLERANCE["float64"], recipe)
 
 
 @every_recipe
