@@ -1,0 +1,81 @@
+"""Recipes work in any group of ranks: two copies train at the same time on two halves of the ranks, each as the root.
+
+Only what names the group is rewritten: in build_model all ranks become the own half of them, in save each half's first
+rank writes. The halves have different seeds, and so different weights and data: what leaks from one into the other is
+seen.
+"""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import compare
+import equivalence
+import pytest
+from launch import launch
+from test_lineage import FAMILY
+
+HALF = "dist.new_subgroups(dist.get_world_size() // 2)[0]"
+SHAPE = "--device cpu --dtype float64 --layers 5 --dim 48 --heads 8 --kv_heads 2 --ffn 64 --seq 24 --batch 8 --steps 3"
+CASES = [(recipe, 2) for recipe in FAMILY if recipe[:2] in ("03", "04", "06")]
+CASES = [case for case in CASES if not case[0].endswith(("hsdp.py", "accelerate_fsdp.py"))]  # which make their own mesh
+CASES += [
+    ("03_zero/zero3.py", 4),
+    ("04_tensor_sequence/sequence_parallel.py", 4),
+    ("04_tensor_sequence/async_tensor_parallel.py", 4),
+    ("06_pipeline/1f1b.py", 4),
+]
+
+
+def halved(recipe: str) -> str:
+    """Return the source of a recipe that works on its half of the ranks."""
+    source = FAMILY[recipe].source
+    build, save = FAMILY[recipe].definitions["build_model"], FAMILY[recipe].definitions["save"]
+    assert build.count("dist.group.WORLD") == 1, "build_model names the group of all ranks once"
+    in_half = build.replace("dist.group.WORLD", HALF).replace("dist.new_group()", HALF)
+    by_half = save.replace("dist.get_rank() == 0", "dist.get_rank() % (dist.get_world_size() // 2) == 0")
+    return source.replace(build, in_half).replace(save, by_half)
+
+
+def of_a_half(folder: str, size: int):
+    """A probe: seed and file of the half; flags are checked for its ranks. Reports the history of this rank."""
+
+    def probe(module):
+        parse_config, check, save, histories = module.parse_config, module.check, module.save, []
+        half = int(module.os.environ["RANK"]) // size
+        file = f"{folder}/{half}.safetensors"
+        module.parse_config = lambda: dataclasses.replace(parse_config(), seed=half, save=file)
+        module.check = lambda cfg, world: check(cfg, size)
+        module.save = lambda cfg, model, history: histories.append(history) or save(cfg, model, history)
+        return lambda: histories[0]
+
+    return probe
+
+
+@pytest.mark.parametrize("recipe, size", CASES)
+def test_two_halves(recipe, size):
+    flags = f"{SHAPE} --lr 1e-2 --clip 0.5 --warmup 1 --data {equivalence.documents()}"
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "recipe.py").write_text(halved(recipe))
+        ranks = launch(Path(folder, "recipe.py"), 2 * size, flags, probe=of_a_half(folder, size), save=False).probes
+        for half in range(2):
+            theirs = equivalence.reference(equivalence.root_of(recipe), f"{flags} --seed {half}")
+            ours, history = compare.read(f"{folder}/{half}.safetensors")
+            errors = compare.relative_errors(ours, theirs.weights) | compare.history_errors(history, theirs.history)
+            compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"{recipe}, half {half} of 2 x {size} ranks")
+            for rank in ranks[half * size : (half + 1) * size]:
+                assert [list(step[:2]) for step in rank] == [step[:2] for step in history]
+
+
+def test_a_leak_is_seen():
+    """A collective that is left on the group of all ranks: the norm of zero3.py, as an example."""
+    recipe = "03_zero/zero3.py"
+    source = halved(recipe).replace("dist.all_reduce(norm, group=model.dp)", "dist.all_reduce(norm)")
+    assert source != halved(recipe)
+    flags = f"{SHAPE} --lr 1e-2 --clip 0.5 --warmup 1 --data {equivalence.documents()}"
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "recipe.py").write_text(source)
+        launch(Path(folder, "recipe.py"), 4, flags, probe=of_a_half(folder, 2), save=False)
+        _, history = compare.read(f"{folder}/0.safetensors")
+        theirs = equivalence.reference(equivalence.root_of(recipe), f"{flags} --seed 0")
+        assert compare.worst(compare.history_errors(history, theirs.history))[1] > 1e-3
