@@ -44,10 +44,15 @@ RECIPES = {  # what --measure can predict, and in what a recipe's memory differs
         "selective_checkpointing": dict(recompute="selective"),
     },
     "02_data_parallel": {name: {} for name in ("naive", "overlap", "bucketed", "coalesced", "no_sync")},
-    "03_zero": {"zero1": dict(zero=1), "zero2": dict(zero=2), "zero3": dict(zero=3), "torch_fsdp": dict(zero=3)},
+    "03_zero": {
+        "zero1_overlap": dict(zero=1),
+        "zero2": dict(zero=2),
+        "zero3": dict(zero=3),
+        "torch_fsdp": dict(zero=3),
+    },
     # uncompiled, their loss keeps more than the root's, which is what is predicted
     "04_tensor_sequence": {"vocab_parallel": {}, "sequence_parallel": dict(sequence_parallel=True)},
-    "06_pipeline": {"afab": dict(schedule="afab"), "1f1b": dict(schedule="1f1b")},
+    "06_pipeline": {"naive": {}, "afab": dict(schedule="afab"), "1f1b": dict(schedule="1f1b")},
 }
 # what the number of processes is
 PROCESSES = {"02_data_parallel": "dp", "03_zero": "dp", "04_tensor_sequence": "tp", "06_pipeline": "pp"}
@@ -81,54 +86,13 @@ class Config:
     compile: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     microbatches: int = 1
-    zero: Literal[0, 1, 2, 3] = 0  # 1: optimizer sharded over dp; 2: and gradients; 3: and weights
+    zero: Literal[0, 1, 2, 3] = 0  # 1: optimizer sharded over dp; 2: and accumulated gradients; 3: and weights
     dp: int = 1
     tp: int = 1  # blocks, embedding and head are cut; norms are not
     sequence_parallel: bool = False  # what tp does not cut is cut along the sequence
     pp: int = 1
     stage: int = 0  # of the pipeline, whose memory is predicted
     schedule: Literal["1f1b", "afab"] = "1f1b"
-
-
-def parse_config() -> tuple[argparse.Namespace, Config | list[str]]:
-    """Our own flags, and the run to predict; with --measure the recipe's flags instead."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--measure", metavar="RECIPE", help="train with this recipe, whose flags follow, and compare")
-    own.add_argument("--json", metavar="FILE", help="add what was measured to this file")
-    own.add_argument("--draw", nargs="+", metavar="SVG [FILE]", help="draw into a picture; FILE as --json writes it")
-    own.add_argument("--playbook", action="store_true", help="print the playbook's tables")
-    args, flags = own.parse_known_args()
-    if args.measure:
-        return args, flags
-    parser = argparse.ArgumentParser(parents=[own], description=__doc__, argument_default=argparse.SUPPRESS)
-    parser.formatter_class, parser.usage = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
-    for f in fields(Config):
-        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
-        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
-    given = {name: value for name, value in vars(parser.parse_args()).items() if name not in vars(args)}
-    return args, Config(**{**PRESETS[given.get("preset", "tiny")], **given})
-
-
-def check(cfg: Config) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
-    for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("zero", "stage") else 1
-        if type(value) is int and value < least:
-            raise SystemExit(f"--{flag} {value}: must be at least {least}")
-    parts, cut = cfg.dp * cfg.microbatches, math.gcd(cfg.kv_heads, cfg.ffn, cfg.vocab)
-    problems = [
-        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
-        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (cfg.batch % parts, f"--batch {cfg.batch}: must be divisible by --dp times --microbatches, {parts}"),
-        (cut % cfg.tp, f"--tp {cfg.tp}: must divide --kv_heads, --ffn and --vocab, and so {cut}"),
-        (cfg.sequence_parallel and cfg.seq % cfg.tp, f"--tp {cfg.tp}: must divide --seq {cfg.seq}"),
-        (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
-        (cfg.stage >= cfg.pp, f"--stage {cfg.stage}: must be below --pp {cfg.pp}"),
-        (cfg.zero and cfg.pp > 1, f"--zero {cfg.zero}: is predicted without --pp only"),
-    ]
-    for wrong, problem in problems:
-        if wrong:
-            raise SystemExit(problem)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -166,7 +130,7 @@ def kv_width(cfg: Config) -> int:
 
 
 def matrices(cfg: Config) -> int:
-    """Numbers in the matrices of one block."""
+    """Elements of the matrices of one block."""
     return (2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv_width(cfg) + 3 * cfg.dim * cfg.ffn) // cfg.tp
 
 
@@ -185,7 +149,7 @@ def layers_here(cfg: Config) -> int:
 
 
 def parameters(cfg: Config) -> dict[str, int]:
-    """Numbers in the parameters of the rank's part of the model, ZeRO's cuts apart."""
+    """Elements of the rank's part of the model, before ZeRO's cuts."""
     first, last = cfg.stage == 0, cfg.stage == cfg.pp - 1
     return {
         "embedding": cfg.vocab * cfg.dim // cfg.tp * first,
@@ -206,10 +170,10 @@ def saved(cfg: Config, recompute: str) -> int:
     Compiled, the partitioner decides: it keeps what matmuls and attention need, and recomputes norms and products, but
     for the two 1/rms and SwiGLU's product, the input of down_proj. The two residual sums cost o_proj's output to redo.
     Uncompiled, each operation keeps its inputs: a norm x and weight·x, both in float32, and its output for the matmul;
-    SwiGLU the gate, its silu, up and the product. Fused attention keeps q, k, v, o and a log-sum-exp per head; under
-    compilation or not, no s·s matrix exists. Selective checkpointing keeps the outputs of matmuls and attention, down's
-    too if no compiler sees that nobody needs it. With sequence parallelism the normalised input, cut along the
-    sequence, is gathered again in backward.
+    SwiGLU the gate, its silu, up and the product. Fused attention keeps q, k, v, o and a log-sum-exp per head, and in
+    bfloat16 no s·s matrix exists; float32 with grouped-query heads, on GPUs, falls back to attention that has one.
+    Selective checkpointing keeps the outputs of matmuls and attention, down's too if no compiler sees that nobody needs
+    it. With sequence parallelism the normalised input, cut along the sequence, is gathered again in backward.
     """
     d, kv, f, h, e, w = cfg.dim, kv_width(cfg), cfg.ffn, cfg.heads, item(cfg), wide(cfg)
     attention = (2 * d + 2 * kv) * e + h * w  # q, o, k, v, log-sum-exp
@@ -276,11 +240,17 @@ def gathered(cfg: Config, *units: int) -> int:
 def gradients(cfg: Config, done: int, *leaving: int) -> int:
     """Bytes of gradients once those of `done` parameters are there.
 
-    With ZeRO those of the shards are in float32. From stage 2 on, whole ones are only those of the last two units, on
-    their way to other ranks, `leaving`.
+    With ZeRO whole gradients are those of the last two units, in flight, `leaving`; all others are in fp32, in shards,
+    but in stage 1 with several micro-batches whole until the last of them.
     """
-    shards = wide(cfg) * done // cfg.dp if cfg.zero else 0
-    return weight_item(cfg) * (done if cfg.zero < 2 else sum(leaving)) + shards
+    if not cfg.zero:
+        return weight_item(cfg) * done
+    return weight_item(cfg) * sum(leaving) + wide(cfg) * done // (1 if keeps_sums(cfg) else cfg.dp)
+
+
+def keeps_sums(cfg: Config) -> bool:
+    """Whether whole gradients add up over micro-batches, in fp32, beside weights of a lower precision."""
+    return cfg.zero == 1 and cfg.microbatches > 1
 
 
 def in_flight(cfg: Config) -> list[tuple[int, bool]]:
@@ -338,7 +308,7 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
     top, every = n["norm"] + n["head"], sum(n.values())
     found = {}
     for flying, accumulating in in_flight(cfg):
-        temporary = widest(cfg) - kept + widest_weights(cfg, accumulating and cfg.zero < 2)
+        temporary = widest(cfg) - kept + widest_weights(cfg, accumulating and not cfg.zero)
         here = head_moments(cfg) if n["head"] else {}
         two = gathered(cfg, 2 * block)  # the last and the one before it; the first is the last to be gathered
         here["last block"] = {"weights": two, "gradients": gradients(cfg, top, top), "temporary": temporary}
@@ -349,16 +319,16 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
         embedding = per_token(cfg, weight_item(cfg) * d, 0) * (n["embedding"] > 0)
         last = gradients(cfg, every, block, n["embedding"])
         here["embedding"] = {"weights": gathered(cfg, block), "gradients": last, "temporary": embedding}
-        here["optimizer"] = {"gradients": gradients(cfg, every)}
+        here["optimizer"] = {"gradients": wide(cfg) * every // cfg.dp if cfg.zero else gradients(cfg, every)}
         for name, parts in here.items():
             blocks = {"first block": 1, "embedding": 0, "optimizer": 0}.get(name, layers)  # not yet through backward
             others = (flying - 1) * layers if name != "optimizer" else 0
             passing = flying * (cfg.stage < cfg.pp - 1) + (cfg.microbatches - flying) * (cfg.stage > 0) * accumulating
             outputs = per_token(cfg, item(cfg) * d, 0) * passing * (name != "optimizer")
             total = {kind: parts.get(kind, 0) + resident(cfg).get(kind, 0) for kind in KINDS}
-            if accumulating:  # into gradients, of shards from stage 2 on, that are there before backward comes to them
+            if accumulating and name != "optimizer":  # into what is there before backward comes to it
                 total["gradients"] += gradients(cfg, every) - gradients(cfg, done.get(name, 0))
-                total["temporary"] += gradients(cfg, n["embedding"]) * (name == "embedding" and cfg.zero < 2)
+                total["temporary"] += gradients(cfg, n["embedding"]) * (name == "embedding" and not cfg.zero)
             total["activations"] += (blocks + others) * kept + outputs
             total["weight copies"] += (blocks + others) * copies
             total["temporary"] += tables + WORKSPACE
@@ -574,6 +544,47 @@ def report(cfg: Config) -> None:
     for kind, size in [*kinds.items(), ("peak", sum(kinds.values()))]:
         print(f"{kind:15}{size:>20,} bytes {size / GIB:>10.3f} GiB")
     print("moments         " + "   ".join(f"{name} {sum(kinds.values()) / GIB:.2f}" for name, kinds in found.items()))
+
+
+def parse_config() -> tuple[argparse.Namespace, Config | list[str]]:
+    """Our own flags, and the run to predict; with --measure the recipe's flags instead."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--measure", metavar="RECIPE", help="train with this recipe, whose flags follow, and compare")
+    own.add_argument("--json", metavar="FILE", help="add what was measured to this file")
+    own.add_argument("--draw", nargs="+", metavar="SVG [FILE]", help="draw into a picture; FILE as --json writes it")
+    own.add_argument("--playbook", action="store_true", help="print the playbook's tables")
+    args, flags = own.parse_known_args()
+    if args.measure:
+        return args, flags
+    parser = argparse.ArgumentParser(parents=[own], description=__doc__, argument_default=argparse.SUPPRESS)
+    parser.formatter_class, parser.usage = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
+    for f in fields(Config):
+        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
+        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
+    given = {name: value for name, value in vars(parser.parse_args()).items() if name not in vars(args)}
+    return args, Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+
+
+def check(cfg: Config) -> None:
+    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    for flag, value in asdict(cfg).items():
+        least = 0 if flag in ("zero", "stage") else 1
+        if type(value) is int and value < least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    parts, cut = cfg.dp * cfg.microbatches, math.gcd(cfg.kv_heads, cfg.ffn, cfg.vocab)
+    problems = [
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.batch % parts, f"--batch {cfg.batch}: must be divisible by --dp times --microbatches, {parts}"),
+        (cut % cfg.tp, f"--tp {cfg.tp}: must divide --kv_heads, --ffn and --vocab, and so {cut}"),
+        (cfg.sequence_parallel and cfg.seq % cfg.tp, f"--tp {cfg.tp}: must divide --seq {cfg.seq}"),
+        (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
+        (cfg.stage >= cfg.pp, f"--stage {cfg.stage}: must be below --pp {cfg.pp}"),
+        (cfg.zero and cfg.pp > 1, f"--zero {cfg.zero}: is predicted without --pp only"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 
 Each rank writes a trace for ui.perfetto.dev and a timeline: when the GPU computed (forward, backward, norm and
 optimizer) and when it communicated; rank 0 draws the memory. Communication is *exposed* while nothing computes, idle is
-neither. On all but the slowest rank, communication includes waiting for that one. On GPUs these are kernels, and copies
-beside their main stream, which count as communication; on CPUs, operators.
+neither. On all but the slowest rank, communication includes waiting for that one. On GPUs these are kernels and copies;
+those of all streams but the main one, copies and the sums of what has come, count as communication. On CPUs these are
+operators.
 
 Parent:   none, it profiles the others
 Run:      torchrun --nproc_per_node 4 01_single_gpu/profiling.py 02_data_parallel/bucketed.py
@@ -36,22 +37,6 @@ PHASES = {"forward": "#9cc3e6", "backward": "#a9d6a0", "optimizer": "#d9c2e9"}
 VISIBLE = 1e-4  # of the longest step; what is shorter has no width in a picture
 HIDDEN = "#f2b661"
 EXPOSED = "#d64541"
-
-
-def parse_config() -> tuple[argparse.Namespace, list[str]]:
-    """Our own flags, and the recipe's."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a recipe, then its flags; with --draw, timelines")
-    parser.add_argument("--folder", default="profile", help="where to write; default: profile")
-    parser.add_argument("--draw", metavar="SVG", help="draw timelines that were written before into this picture")
-    args, flags = parser.parse_known_args()
-    for file in args.files:
-        if not Path(file).is_file():
-            raise SystemExit(f"{file}: no such file")
-    if not args.draw and len(args.files) > 1:
-        raise SystemExit(f"{args.files[1]}: one recipe at a time; several files only with --draw")
-    return args, flags
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -137,7 +122,7 @@ def classify(events: list[dict]) -> dict[str, list[tuple[float, float]]]:
     for e in work:
         launch = launches.get(e.get("args", {}).get("correlation"), e["ts"])
         phase = next((name for name, start, end in windows if start <= launch <= end), "optimizer")
-        aside = e["cat"] == "gpu_memcpy" and e["args"]["stream"] != main_stream
+        aside = main_stream is not None and e["args"]["stream"] != main_stream  # copies, and sums of what has come
         kind = "communication" if aside or any(word in e["name"] for word in COMMUNICATION) else phase
         spans[kind].append((e["ts"], e["ts"] + e["dur"]))
     return spans
@@ -248,6 +233,22 @@ def draw_memory(events: list[dict], picture: Path) -> None:
     )
     axis.set_title("blue: forward, green: backward, white: norm and optimizer", fontsize=9, loc="left")
     figure.savefig(picture)
+
+
+def parse_config() -> tuple[argparse.Namespace, list[str]]:
+    """Our own flags, and the recipe's."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a recipe, then its flags; with --draw, timelines")
+    parser.add_argument("--folder", default="profile", help="where to write; default: profile")
+    parser.add_argument("--draw", metavar="SVG", help="draw timelines that were written before into this picture")
+    args, flags = parser.parse_known_args()
+    for file in args.files:
+        if not Path(file).is_file():
+            raise SystemExit(f"{file}: no such file")
+    if not args.draw and len(args.files) > 1:
+        raise SystemExit(f"{args.files[1]}: one recipe at a time; several files only with --draw")
+    return args, flags
 
 
 def main() -> None:

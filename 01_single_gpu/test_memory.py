@@ -245,9 +245,12 @@ def test_peak_on_gpus(file, flags, gpus, gib, monkeypatch):
 
 
 def test_zero():
-    """Each stage's state as in 2.21 to 2.23, when the optimizer steps, with float32 gradients in shards."""
+    """Each stage's state as in 2.21 to 2.23, when the optimizer steps, with fp32 gradients in shards.
+
+    Stage 1 keeps whole gradients only while micro-batches add up.
+    """
     n, dp = sum(MEMORY.parameters(SMOLLM).values()), 4
-    wanted = {0: 16 * n, 1: 4 * n + 16 * n / dp, 2: 2 * n + 16 * n / dp, 3: 16 * n / dp}
+    wanted = {0: 16 * n, 1: 2 * n + 16 * n / dp, 2: 2 * n + 16 * n / dp, 3: 16 * n / dp}
     for zero, size in wanted.items():
         kinds = MEMORY.moments(replace(SMOLLM, zero=zero, dp=dp))["optimizer"]
         assert sum(kinds.values()) - kinds["temporary"] == size
@@ -261,6 +264,8 @@ def test_zero():
     embedding = MEMORY.moments(full)["embedding"]["gradients"]
     assert embedding == 2 * (block + 49152 * 2048) + 4 * n // dp
     assert MEMORY.moments(full)["last norm"]["weights"] == 2 * (block + 2048 + 49152 * 2048)
+    twice = MEMORY.moments(replace(full, zero=1, batch=2 * full.batch, microbatches=2))
+    assert twice["loss"]["gradients"] == 4 * n and twice["optimizer"]["gradients"] == 4 * n // dp
     once, twice = (MEMORY.moments(replace(full, batch=m * full.batch, microbatches=m)) for m in (1, 2))
     more = {name: sum(twice[name].values()) - sum(once[name].values()) for name in once}
     assert more["loss"] == more["head"] == 4 * n // dp  # from the second on, those of all shards are there
