@@ -93,13 +93,27 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
     ),
     "zero": (
         4,
-        5,
+        6,
         [
             ("03_zero/torch_fsdp.py", ZERO),
             ("03_zero/zero1.py", ZERO),
+            ("03_zero/zero1_overlap.py", f"{ZERO} --microbatches 1"),
             ("03_zero/zero2.py", f"{ZERO} --microbatches 1"),
             ("03_zero/zero3.py", f"{ZERO} --microbatches 1"),
-            ("03_zero/zero3_copy_engines.py", ZERO),
+            ("03_zero/zero3_copy_engines.py", f"{ZERO} --microbatches 1"),
+        ],
+    ),
+    "one_gpu": (
+        1,
+        5,
+        [
+            ("03_zero/torch_fsdp.py", f"{PARALLEL} --batch 4"),
+            ("03_zero/zero3.py", f"{PARALLEL} --batch 4 --microbatches 1"),
+            ("03_zero/zero1_overlap.py", f"{PARALLEL} --batch 4 --microbatches 1"),
+            ("04_tensor_sequence/sequence_parallel.py", f"{PARALLEL} --batch 4"),
+            ("06_pipeline/1f1b.py", f"{PARALLEL} --batch 4 --microbatches 1"),
+            ("01_single_gpu/train.py", f"{PARALLEL} --batch 4"),
+            ("01_single_gpu/train.py", f"{PARALLEL} --batch 4 --seq 4096"),
         ],
     ),
     "zero_more": (
@@ -170,7 +184,7 @@ PROFILED = {
         f"04_tensor_sequence/{name}.py" for name in ("torch_dtensor", "sequence_parallel", "async_tensor_parallel")
     ],
 }
-STAGES = [f"03_zero/zero{stage}.py" for stage in (1, 2, 3)]
+STAGES = [f"03_zero/{name}.py" for name in ("zero1_overlap", "zero2", "zero3")]
 TIMELINES = RESULTS.parent / "timelines"
 COLLECTIVES = "--largest 268435456"
 NUMBER = {"tokens": r"tokens/s/GPU ([\d,]+)", "mfu": r"MFU ([\d.]+)%", "memory": r"memory ([\d.]+) GiB"}
@@ -356,7 +370,7 @@ def where(gpus: int) -> dict[str, str]:
     return {"date": datetime.date.today().isoformat(), "gpu": f"{gpus} x {name}", "torch": torch.__version__}
 
 
-def measure(suite: str, rounds: int, gpus: int | None) -> Iterator[dict[str, object]]:
+def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[dict[str, object]]:
     """All lines of a suite, taking turns; then what is looked at more closely. Yields all there is after each part."""
     usual, alike, lines = SUITES[suite]
     gpus = gpus or usual
@@ -368,6 +382,8 @@ def measure(suite: str, rounds: int, gpus: int | None) -> Iterator[dict[str, obj
             row["rounds"].append(run(row["file"], row["flags"], gpus))
             print(f"round {turn + 1}  {row['file']:45} {row['rounds'][-1]}", flush=True)
         yield result
+    if brief:
+        return
     for file, flags in IDLE.get(suite, []):
         row = next(row for row in rows if row["file"] == file)
         row["pipeline"] = idle(file, flags, gpus)
@@ -390,6 +406,7 @@ def main() -> None:
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}, collectives, memory")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--gpus", type=int, help="other than the number that a suite is made for")
+    parser.add_argument("--brief", action="store_true", help="speed and memory alone, no profiles, idle shares, blocks")
     args = parser.parse_args()
     present = torch.cuda.device_count()
     suites = args.suites or [name for name, (gpus, *_) in SUITES.items() if gpus <= present]
@@ -402,7 +419,9 @@ def main() -> None:
         raise SystemExit(f"no suite fits {present} GPUs")
     RESULTS.parent.mkdir(exist_ok=True)
     for suite in suites:
-        for result in [collectives(present)] if suite == "collectives" else measure(suite, args.rounds, args.gpus):
+        for result in (
+            [collectives(present)] if suite == "collectives" else measure(suite, args.rounds, args.gpus, args.brief)
+        ):
             stored[suite] = result
             RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
 """The check that every recipe has to pass: it trains exactly as its root does on one device.
 
-    python tests/equivalence.py [--device cuda] [RECIPE ...]     run the checks and store the errors for the README
+    python tests/equivalence.py [--device cuda] [--jobs 4] [RECIPE ...]     run the checks, store errors for the README
 
 On the CPU in float64, where rounding is near 1e-15 and the effect of a bug far above 1e-6. Two runs are compared with
 the root's: one step of gradient descent, which turns the change of the weights into the gradient, and four steps of
@@ -20,8 +20,10 @@ import argparse
 import copy
 import functools
 import json
+import multiprocessing
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from types import ModuleType
 
@@ -278,33 +280,39 @@ def check_low_precision(recipe: str, world: int, flags: str, device: str) -> dic
     return worst
 
 
+def measured(recipe: str, device: str) -> list[dict[str, object]]:
+    """Run the checks of all cases of a recipe that fit, and return what is stored of each."""
+    entries = []
+    for name, world, flags in CASES:
+        if name == recipe and (device == "cpu" or world <= torch.cuda.device_count()):
+            case = name, world, flags
+            errors = check(*case) if device == "cpu" else check_low_precision(*case, device)
+            numbers = (f"{key} {error:.1e}" for key, error in errors.items())
+            print(f"{recipe:45} {world} ranks {flags:30}", *numbers, flush=True)
+            entries.append({"recipe": recipe, "device": device, "ranks": world, "flags": flags, "errors": errors})
+    return entries
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="all if none is given")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="recipes that are checked at the same time")
     args = parser.parse_args()
-    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    kept = [
-        entry
-        for entry in stored
-        if entry["device"] != args.device or (args.recipes and entry["recipe"] not in args.recipes)
-    ]
-    for recipe, world, flags in CASES:
-        if (args.recipes and recipe not in args.recipes) or (
-            args.device == "cuda" and world > torch.cuda.device_count()
-        ):
-            continue
-        arguments = recipe, world, flags
-        errors = check(*arguments) if args.device == "cpu" else check_low_precision(*arguments, args.device)
-        print(
-            f"{recipe:45} {world} ranks {flags:30}",
-            *(f"{key} {error:.1e}" for key, error in errors.items()),
-            flush=True,
-        )
-        kept.append({"recipe": recipe, "device": args.device, "ranks": world, "flags": flags, "errors": errors})
-        RESULTS.parent.mkdir(exist_ok=True)
-        lines = sorted(json.dumps(entry) for entry in kept)
-        RESULTS.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    recipes = args.recipes or list(dict.fromkeys(recipe for recipe, *_ in CASES))
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as jobs:
+        futures = {jobs.submit(measured, recipe, args.device): recipe for recipe in recipes}
+        for future in as_completed(futures):
+            if problem := future.exception():
+                print(f"{futures[future]}: {problem}", flush=True)
+                continue
+            kept = [entry for entry in kept if (entry["recipe"], entry["device"]) != (futures[future], args.device)]
+            kept += future.result()
+            RESULTS.parent.mkdir(exist_ok=True)
+            RESULTS.write_text("[\n" + ",\n".join(sorted(json.dumps(entry) for entry in kept)) + "\n]\n")
+    if any(future.exception() for future in futures):
+        raise SystemExit("not all recipes are equal to their root")
 
 
 if __name__ == "__main__":
