@@ -601,7 +601,7 @@ def gradients_alive(module):
 def on_their_way(module):
     """A probe: most flat gradients of a backward that have been launched and not waited for, when one more is made."""
     most, launched, waited = [0], [0], set()
-    flatten, reduce_scatter, backward = module.flatten, module.reduce_scatter, torch.Tensor.backward
+    take, reduce_scatter, backward = module.take_gradients, module.reduce_scatter, torch.Tensor.backward
 
     class Watched:
         def __init__(self, work):
@@ -614,14 +614,14 @@ def on_their_way(module):
 
     def counted(*args):
         most[0] = max(most[0], launched[0] - len(waited) + 1)
-        return flatten(*args)
+        return take(*args)
 
     def again(*args, **kwargs):
         launched[0] = 0
         waited.clear()
         return backward(*args, **kwargs)
 
-    module.flatten, module.reduce_scatter = counted, lambda *args: Watched(reduce_scatter(*args))
+    module.take_gradients, module.reduce_scatter = counted, lambda *args: Watched(reduce_scatter(*args))
     torch.Tensor.backward = again
     return lambda: most[0]
 

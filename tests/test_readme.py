@@ -28,11 +28,12 @@ STEPS = [  # the reading path: what to diff, and what one sees
     ("02_data_parallel/naive.py", "02_data_parallel/diloco.py", "workers that meet every 10 steps"),
     ("02_data_parallel/naive.py", "02_data_parallel/torch_ddp.py", "the same by the library"),
     ("02_data_parallel/torch_ddp.py", "02_data_parallel/accelerate_ddp.py", "... and by the library around it"),
-    ("02_data_parallel/bucketed.py", "03_zero/zero1.py", "each rank updates a part, and gathers the rest"),
-    ("03_zero/zero1.py", "03_zero/zero2.py", "... and keeps a part of the gradients"),
-    ("03_zero/zero2.py", "03_zero/zero3.py", "... and of the weights"),
+    ("02_data_parallel/naive.py", "03_zero/zero1.py", "each rank updates a part, and gathers the rest"),
+    ("03_zero/zero1.py", "03_zero/zero1_overlap.py", "... in units, in low precision, while others compute"),
+    ("03_zero/zero1_overlap.py", "03_zero/zero2.py", "gradients add up in shards"),
+    ("03_zero/zero2.py", "03_zero/zero3.py", "... and weights are sharded"),
     ("03_zero/zero3.py", "03_zero/hsdp.py", "... inside groups, with replicas across"),
-    ("03_zero/zero3.py", "03_zero/zero3_copy_engines.py", "... without multiprocessors for what travels"),
+    ("03_zero/zero3.py", "03_zero/zero3_copy_engines.py", "... without SMs for what travels"),
     ("03_zero/zero2.py", "03_zero/offload.py", "the optimizer on the CPU"),
     ("02_data_parallel/naive.py", "03_zero/torch_fsdp.py", "ZeRO-3 by the library"),
     ("03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py", "... and by the library around it"),
@@ -46,11 +47,11 @@ STEPS = [  # the reading path: what to diff, and what one sees
     (
         "04_tensor_sequence/sequence_parallel.py",
         "04_tensor_sequence/async_tensor_parallel.py",
-        "transfers beside matmuls",
+        "transfers overlap with matmuls",
     ),
     ("01_single_gpu/train.py", "04_tensor_sequence/torch_dtensor.py", "the same by the library"),
-    ("02_data_parallel/naive.py", "06_pipeline/afab.py", "stages instead of replicas: the model cut, not the batch"),
-    ("01_single_gpu/gradient_accumulation.py", "06_pipeline/afab.py", "several micro-batches in the pipeline at once"),
+    ("01_single_gpu/train.py", "06_pipeline/naive.py", "stages: the model cut, not the batch"),
+    ("06_pipeline/naive.py", "06_pipeline/afab.py", "several micro-batches in the pipeline at once"),
     ("06_pipeline/afab.py", "06_pipeline/1f1b.py", "the same operations in another order"),
 ]
 
@@ -88,7 +89,7 @@ def map_of_recipes() -> str:
 def reading_path() -> str:
     """The pairs of files to diff, in order."""
     rows = [[f"`{a}` → `{b}`", what, "+{} −{}".format(*difference(a, b))] for a, b, what in STEPS]
-    return table(["`git diff --no-index A B`", "what changes", "lines"], rows)
+    return table(["`git diff --patience --no-index A B`", "what changes", "lines"], rows)
 
 
 def equivalence() -> str:
