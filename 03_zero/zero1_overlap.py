@@ -7,7 +7,7 @@ only the last one communicates: per step a rank sends 2·(dp-1)/dp·Ψ elements,
 2Ψ bytes of weights, 4Ψ/dp + 8Ψ/dp of master weights and moments, 4Ψ/dp of summed gradients. Whole gradients exist for
 the unit that backward is at and for at most two in flight; with several micro-batches their fp32 sums take 4Ψ.
 
-Parent:   03_zero/zero1.py, 01_single_gpu/gradient_accumulation.py
+Parent:   03_zero/zero1.py, 01_single_gpu/gradient_accumulation.py, 02_data_parallel/overlap.py
 Lesson:   Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, Model.forward, make_unit,
           forward_backward
 Plumbing: Config, Model.__init__, build_model, train_step, save, check
@@ -249,6 +249,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
+        torch._dynamo.graph_break()  # the gradients of the MLP's graph are there while attention's is backward
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -308,6 +308,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
+        torch._dynamo.graph_break()  # the gradients of the MLP's graph are there while attention's is backward
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -154,15 +154,18 @@ def departures(recipe: Recipe, family: dict[str, Recipe]) -> list[str]:
 
 
 def propagate(name: str, family: dict[str, Recipe]) -> list[str]:
-    """Carry a definition from parents to all recipes that inherit it; returns the paths that changed."""
+    """Carry a definition from parents to all recipes that inherit it; returns the paths that changed.
+
+    What is like that of any parent stays: it may come from the second.
+    """
     changed = []
     for path in TopologicalSorter({path: parents(recipe) for path, recipe in family.items()}).static_order():
         recipe = family[path]
-        source = next((family[p].definitions[name] for p in parents(recipe) if name in family[p].definitions), None)
+        theirs = [family[p].definitions[name] for p in parents(recipe) if name in family[p].definitions]
         ours = recipe.definitions.get(name)
-        if source and ours and source != ours and not recipe.lists(name):
+        if theirs and ours and ours not in theirs and not recipe.lists(name):
             assert recipe.source.count(ours) == 1, f"{path}: {name} is not in one piece"
-            family[path] = read(path, recipe.source.replace(ours, source))
+            family[path] = read(path, recipe.source.replace(ours, theirs[0]))
             (ROOT / path).write_text(family[path].source)
             changed.append(path)
     return changed
