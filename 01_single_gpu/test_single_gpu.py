@@ -414,7 +414,8 @@ def test_flags_come_before_the_preset_and_that_before_the_defaults():
     cfg = config(module, "--preset llama3_1b --layers 2")
     assert (cfg.layers, cfg.dim, cfg.seq, cfg.compile) == (2, 2048, 128, False)
     sys.argv = [TRAIN]
-    assert module.parse_config() == module.Config(device="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert module.parse_config() == module.Config(device=device, **module.PRESETS["tiny"])
 
 
 def test_help():

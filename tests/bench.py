@@ -93,7 +93,7 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
     ),
     "zero": (
         4,
-        6,
+        7,
         [
             ("03_zero/torch_fsdp.py", ZERO),
             ("03_zero/zero1.py", ZERO),
@@ -101,6 +101,7 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
             ("03_zero/zero2.py", f"{ZERO} --microbatches 1"),
             ("03_zero/zero3.py", f"{ZERO} --microbatches 1"),
             ("03_zero/zero3_copy_engines.py", f"{ZERO} --microbatches 1"),
+            ("03_zero/hsdp.py", f"{ZERO} --microbatches 1 --shard 2"),
         ],
     ),
     "one_gpu": (
@@ -118,11 +119,10 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
     ),
     "zero_more": (
         4,
-        5,
+        4,
         [
             ("03_zero/torch_fsdp.py", ZERO),
             ("03_zero/accelerate_fsdp.py", ZERO),
-            ("03_zero/hsdp.py", f"{ZERO} --microbatches 1 --shard 2"),
             ("03_zero/offload.py", f"{ZERO} --microbatches 1 --steps 8"),
             ("01_single_gpu/train.py", f"{PARALLEL} --batch 4"),
         ],

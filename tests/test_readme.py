@@ -187,6 +187,7 @@ def speed() -> str:
         text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
         flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
         note = f"{suite['gpu']}, torch {suite['torch']}, {suite['date']}, `{suite['command']}`"
+        note += f", code of {suite['commit']}" if "commit" in suite else ""
         note += f" ({suite['note']})" if "note" in suite else ""
         details = f"<details><summary>flags</summary>\n\n```\n{flags}\n```\n\n</details>"
         parts.append(f"{note}\n\n{text}\n\n{details}")
