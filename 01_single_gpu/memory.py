@@ -1,10 +1,10 @@
 """Predict the memory of a training run, term by term, and check it against the measured peak.
 
-The peak is the maximum over the moments of a step, for gradients grow while activations shrink: `moments` has the whole
-account, of the recipes here: a Llama with SwiGLU, grouped queries and fused attention under autocast. With fewer tokens
-per micro-batch than the model is wide it is about 1 % too low: operators of a few tokens are left out. The playbook's
-formulas, for a GPT with GELU and bf16 weights, stand apart: functions that begin with book, and --playbook.
---measure trains with a recipe and compares; its name and number of processes decide what is predicted.
+The peak is the maximum over the moments of a step, because gradients grow while activations shrink; `moments` lists
+them, for the recipes here: a Llama with SwiGLU, grouped-query and fused attention under autocast. With fewer tokens per
+micro-batch than --dim it is about 1 % too low: small operators are left out. The playbook's formulas, for a GPT with
+GELU and bf16 weights, are separate: functions whose names start with book_, and --playbook.
+--measure trains with a recipe and compares; the recipe and its number of processes decide what is predicted.
 
 Parent:   none, it predicts the others
 Run:      python 01_single_gpu/memory.py --preset llama3_8b --seq 4096 --batch 8 --dp 8 --zero 3 --dtype bfloat16
@@ -190,10 +190,10 @@ def saved(cfg: Config, recompute: str) -> int:
 def widest(cfg: Config) -> int:
     """Bytes of activations of one block, what it has kept included, at the widest moment of its backward.
 
-    That is the derivative of SwiGLU: dy, the gradient of the block's output, is there, and so is the gradient of the
-    product. Compiled, one kernel reads gate, up and that gradient and writes those of gate and up; into the memory of
-    up if it was kept by a graph that keeps the product too, which is free by then. A recomputing graph writes the
-    product in the same kernel, 6·f in all. Uncompiled, the gradients of silu and up are made while the product is free.
+    That is the derivative of SwiGLU, when dy, the gradient of the block's output, and the product's gradient are live.
+    Compiled, one kernel reads gate, up and that gradient and writes the gradients of gate and up. Without recomputation
+    the product is free by then, and one of them takes the memory of up. With it, the same kernel also writes the
+    product, 6·f in all. Uncompiled, the gradients of silu and up are made while the product is free.
     """
     d, kv, f, e = cfg.dim, kv_width(cfg), cfg.ffn, item(cfg)
     if not cfg.compile:
@@ -209,9 +209,9 @@ def widest(cfg: Config) -> int:
 def widest_weights(cfg: Config, accumulating: bool) -> int:
     """Bytes of copies and gradients of weights that come and go in a block's backward, at the same moment.
 
-    Without recomputation down_proj's gradient is there, in bf16 as the matmul makes it and in float32, and its copy is
-    no more; uncompiled, that in bf16 has gone too, and all of it if there was a gradient to add it to. Recomputation
-    makes the copies of a block anew.
+    Without recomputation down_proj's gradient is live, in bf16 as the matmul makes it and in float32, and its copy is
+    freed; uncompiled, the bf16 gradient is freed too, and the float32 one as well if it was added to an earlier one.
+    Recomputation makes the copies of a block anew.
     """
     down, g, c = cfg.dim * cfg.ffn // cfg.tp, weight_item(cfg), copy_item(cfg)
     if cfg.compile:
@@ -240,8 +240,8 @@ def gathered(cfg: Config, *units: int) -> int:
 def gradients(cfg: Config, done: int, *leaving: int) -> int:
     """Bytes of gradients once those of `done` parameters are there.
 
-    With ZeRO whole gradients are those of the last two units, in flight, `leaving`; all others are in fp32, in shards,
-    but in stage 1 with several micro-batches whole until the last of them.
+    With ZeRO only the last two units, `leaving`, have full gradients, in flight; all others have fp32 shards, or in
+    stage 1, before the last of several micro-batches, full fp32 sums.
     """
     if not cfg.zero:
         return weight_item(cfg) * done
@@ -295,12 +295,12 @@ def head_moments(cfg: Config) -> dict[str, dict[str, int]]:
 
 
 def moments(cfg: Config) -> dict[str, dict[str, int]]:
-    """Bytes by kind at the moments of a step at which memory can be fullest; tensors of a few numbers are left out.
+    """Bytes by kind at the moments of a step at which memory can peak; tensors of a few elements are left out.
 
-    Backward from block i: gradients of all that comes later, everything that the blocks up to i have kept, and i's own
-    needs. That is linear in i, so the last block and the first suffice. Then the embedding, whose gradient is dense,
-    then norm, clipping and AdamW, which work in place: all gradients, no activations. A pipeline's stage also holds its
-    outputs until their gradients are there, and the gradients of its inputs, all on their way, until the step ends.
+    Backward of block i: the gradients of all after it, all that the blocks up to i have kept, and the temporaries
+    of i. That is linear in i, so the last and the first block suffice. Then the embedding, whose gradient is dense,
+    then norm, clipping and AdamW, which work in place: all gradients, no activations. A pipeline stage also holds its
+    outputs until their gradients are there, and at most two gradients of its inputs, which are being sent.
     """
     n, layers, block, d = parameters(cfg), layers_here(cfg), matrices(cfg) + 2 * cfg.dim, cfg.dim
     tables = tokens(cfg) * 16 + 2 * wide(cfg) * cfg.seq * (d // cfg.heads)  # token ids, targets, cosine and sine
@@ -323,7 +323,8 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
         for name, parts in here.items():
             blocks = {"first block": 1, "embedding": 0, "optimizer": 0}.get(name, layers)  # not yet through backward
             others = (flying - 1) * layers if name != "optimizer" else 0
-            passing = flying * (cfg.stage < cfg.pp - 1) + (cfg.microbatches - flying) * (cfg.stage > 0) * accumulating
+            sent = min(2, cfg.microbatches - flying) * accumulating  # gradients
+            passing = flying * (cfg.stage < cfg.pp - 1) + sent * (cfg.stage > 0)
             outputs = per_token(cfg, item(cfg) * d, 0) * passing * (name != "optimizer")
             total = {kind: parts.get(kind, 0) + resident(cfg).get(kind, 0) for kind in KINDS}
             if accumulating and name != "optimizer":  # into what is there before backward comes to it
@@ -342,7 +343,7 @@ def peak(cfg: Config) -> tuple[str, dict[str, int]]:
     return max(moments(cfg).items(), key=lambda pair: sum(pair[1].values()))
 
 
-# The playbook's letters: a heads, b sequences, h width, L layers, N parameters, s tokens, t tensor parallel, v words.
+# The playbook's letters: a heads, b sequences, h width, L layers, N parameters, s tokens, t tp ranks, v vocabulary.
 
 
 def book_parameters(h: int, L: int, v: int, s: int = 0) -> int:
@@ -378,7 +379,7 @@ def book_activations(L: int, h: int, a: int, s: int, recompute="none", t=1, sp=F
 
 
 def book_widget(a, b, h, h_ff, L, s, v, act: str, t=1, sp=False, mixed=True) -> dict[str, float]:
-    """0.4: bytes of activations by part, without recomputation. Dropout masks are 1 byte, B is that of a number.
+    """0.4: bytes of activations by part, without recomputation. B: bytes per element; 1 for a dropout mask.
 
     Erratum: with sequence parallelism the widget does not divide the scores a·s²·b by t; here they are divided always.
     """
@@ -457,7 +458,7 @@ def config_of(recipe: str, cfg: object, rank: int, world: int) -> Config:
 
 
 def held_by(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes in the storages of the weights, and of the optimizer's state with what it steps if that is not these."""
+    """Bytes in the storages of the weights, and of the optimizer's state and the shards it steps, if separate."""
     weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     tensors += [p for group in optimizer.param_groups for p in group["params"]]
@@ -566,7 +567,7 @@ def parse_config() -> tuple[argparse.Namespace, Config | list[str]]:
 
 
 def check(cfg: Config) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
         least = 0 if flag in ("zero", "stage") else 1
         if type(value) is int and value < least:

@@ -2,9 +2,8 @@
 
 Each rank writes a trace for ui.perfetto.dev and a timeline: when the GPU computed (forward, backward, norm and
 optimizer) and when it communicated; rank 0 draws the memory. Communication is *exposed* while nothing computes, idle is
-neither. On all but the slowest rank, communication includes waiting for that one. On GPUs these are kernels and copies;
-those of all streams but the main one, copies and the sums of what has come, count as communication. On CPUs these are
-operators.
+neither. On all but the slowest rank, communication includes waiting for that one. On GPUs, events are kernels and
+copies, and those on side streams (copies, sums of received data) count as communication. On CPUs they are operators.
 
 Parent:   none, it profiles the others
 Run:      torchrun --nproc_per_node 4 01_single_gpu/profiling.py 02_data_parallel/bucketed.py
@@ -50,7 +49,7 @@ def load(recipe: str) -> ModuleType:
 
 
 def run(recipe: str, flags: list[str], folder: str) -> tuple[Path, Path, float]:
-    """Train with the recipe; trace one step, then one with its allocations. Paths of both, and ms of the first."""
+    """Train with the recipe; trace a step, then one with allocations. Return both paths and the ms of the first."""
     module, stem = load(recipe), f"{Path(recipe).stem}.rank{os.environ.get('RANK', 0)}"
     files = [Path(folder, f"{stem}.trace.json.gz"), Path(folder, f"{stem}.memory.json.gz")]
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]

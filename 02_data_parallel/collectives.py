@@ -95,7 +95,7 @@ def exchange(
 ) -> list[dist.Work]:
     """Start to send and to receive (tensor, rank) pairs in one batch; return the works to wait on.
 
-    Without the batch NCCL runs them one after another, and ranks that all send first wait in a circle.
+    Without the batch NCCL runs them one after another, and ranks that all send first deadlock.
     """
     batch = [dist.P2POp(dist.isend, tensor, to, group=group) for tensor, to in sends]
     batch += [dist.P2POp(dist.irecv, tensor, source, group=group) for tensor, source in receives]
@@ -333,7 +333,7 @@ def parse_config() -> Config:
 
 
 def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     problems = [
         (world < 2, f"start it with torchrun --nproc_per_node 4 {os.path.relpath(__file__)}, at least 2 processes"),

@@ -4,8 +4,8 @@ NCCL's kernels take SMs from matmuls that are sized to fill all of them; such a 
 up to twice as long: hidden communication is not free. Here the buckets are in symmetric memory, which all ranks of a
 host can read. Each rank copies its shard of the others' buckets, adds, then copies their sums. The copy engines move
 the 2·(dp-1)/dp·4 bytes per parameter; SMs only add. Copies are slower than NCCL, so this pays where backward is long
-enough to hide them, and not with one sequence per GPU. Memory: the buckets, 4 bytes per parameter, stay when the
-gradients are no longer needed, and room for what arrives takes (dp-1)/dp of the largest.
+enough to hide them, and not with one sequence per GPU. Memory: the buckets, 4 bytes per parameter, stay allocated after
+the gradients are freed, and the receive buffer takes (dp-1)/dp of the largest.
 
 Parent:   02_data_parallel/bucketed.py
 Lesson:   share, Buckets, all_reduce, Model.__init__, build_model, padded, flatten, backward
@@ -87,10 +87,10 @@ class Config:
 def share(
     elements: int, dtype: torch.dtype, device: str, group: dist.ProcessGroup
 ) -> tuple[list[Tensor], Callable[[], None]]:
-    """Allocate symmetric memory: by rank a tensor [elements], which all ranks can read and write, and a barrier.
+    """Allocate symmetric memory; return every rank's tensor [elements], readable and writable by all, and a barrier.
 
-    On GPUs the others' tensors are mapped over NVLink, and the barrier holds the current stream. On CPUs each tensor is
-    a file that all ranks map, and the barrier holds the process. All ranks of the group must be on one host.
+    On GPUs the others' tensors are mapped over NVLink; the barrier blocks the current stream. On CPUs each tensor is a
+    file that all ranks map; the barrier blocks the process. All ranks of the group must be on one host.
     """
     if device == "cuda":
         gpu = torch.device("cuda", torch.cuda.current_device())
@@ -103,7 +103,7 @@ def share(
     dist.broadcast_object_list(folder, group=group, group_src=0)  # a path, from rank 0; all wait for it
     files = [f"{folder[0]}/{r}" for r in range(group.size())]
     tensors = [torch.from_file(file, shared=True, size=elements, dtype=dtype) for file in files]
-    dist.barrier(group)  # sends nothing: all have opened the files, whose names may go
+    dist.barrier(group)  # no data; all ranks have mapped the files, which may be unlinked
     shutil.rmtree(folder[0], ignore_errors=True)
     return tensors, partial(dist.barrier, group)
 
@@ -148,7 +148,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
@@ -212,7 +212,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
-        torch._dynamo.graph_break()  # the gradients of the MLP's graph are there while attention's is backward
+        torch._dynamo.graph_break()  # the MLP's gradients are ready while attention is still in backward
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -220,7 +220,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
         return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -427,7 +427,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
 
 
@@ -451,7 +451,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -512,7 +512,7 @@ def parse_config() -> Config:
 
 
 def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
         may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile", "bucket_mb")
         least = 0 if may_be_zero else 1

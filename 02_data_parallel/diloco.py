@@ -1,4 +1,4 @@
-"""DiLoCo: workers train alone for --inner_steps steps, then agree on where their mean has moved.
+"""DiLoCo: workers train alone for --inner_steps steps, then take an outer step along their mean change.
 
 Each rank takes inner AdamW steps on its part of every batch, with weights and moments of its own. Then comes an outer
 step: the ranks average how far they have moved from the weights that they last agreed on, and SGD with Nesterov
@@ -90,7 +90,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
@@ -161,7 +161,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
         return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -305,7 +305,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
 
 
@@ -323,7 +323,7 @@ def outer_step(model: nn.Module, outer: torch.optim.Optimizer) -> None:
     """Move the agreed weights by the mean change of all workers; every worker goes on from there."""
     agreed = outer.param_groups[0]["params"]
     for old, p in zip(agreed, model.parameters()):
-        old.grad = (old - p) / dist.get_world_size()  # the way back: the optimizer goes against its gradient
+        old.grad = (old - p) / dist.get_world_size()  # minus the change: SGD steps against the gradient
         dist.all_reduce(old.grad)  # 2 (dp-1)/dp of its bytes out and in per rank; everyone waits
     outer.step()
     outer.zero_grad()
@@ -342,7 +342,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -406,7 +406,7 @@ def parse_config() -> Config:
 
 
 def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
         may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
         least = 0 if may_be_zero or flag in ("outer_lr", "outer_momentum") else 1

@@ -2,14 +2,15 @@
 
 Weights are gathered over the fast links of a group alone. Gradients are first reduced there; then the ranks that own
 the same shard, one per group, sum it in fp32. Once per step a rank sends 2·(r-1)/r·4·Ψ/shard bytes for that, with r
-groups: per host that is what a ring over all ranks would send, where the all-to-all of zero3.py sends --shard times as
-much across hosts. The price is memory: 16Ψ/shard bytes per rank instead of 16Ψ/dp.
+groups. Per host that is about what an fp32 ring over all ranks sends; in bf16 the all-to-all of zero3.py sends shard/4
+times as much across hosts, with every micro-batch. The price is memory: 16Ψ/shard bytes per rank instead of 16Ψ/dp.
 
 Parent:   03_zero/zero3.py
 Lesson:   Unit, reduce_scatter, build_model
 Plumbing: Config, reduce, Model.__init__, make_unit, forward_backward, clip_gradients, check
 Copy:     Unit, gather, free, reduce_scatter, take_gradients, reduce, before_forward, after_forward, after_backward,
-          make_unit (as zero3.py says, and set model.requires_all_reduce with the last micro-batch)
+          make_unit, clip_gradients (as zero3.py says, but the norm counts every replica: clip with this file's
+          clip_gradients; set model.requires_all_reduce with the last micro-batch)
 Run:      torchrun --nproc_per_node 8 03_zero/hsdp.py --shard 4
 Source:   Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277, section 3.2.2
 """
@@ -94,7 +95,7 @@ class Unit:
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
     gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
-    gradient: Tensor | None = None  # [n/dp] fp32, summed over ranks and micro-batches; what the .grad are views of
+    gradient: Tensor | None = None  # [n/dp] fp32, summed over ranks and micro-batches; the .grad are views of it
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
@@ -102,7 +103,7 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
     if unit.gathering is None:
         unit.full.untyped_storage().resize_(unit.full.nbytes)
         if stream:
-            stream.wait_stream(torch.cuda.current_stream())  # what was in this memory is read, the shard is written
+            stream.wait_stream(torch.cuda.current_stream())  # after all reads of this memory and writes of the shard
         with torch.cuda.stream(stream):
             mine = unit.full.chunk(unit.dp.size())[unit.dp.rank()].copy_(unit.shard)  # rounded
             # (dp-1)/dp of the bytes of `full` out and in per rank; the unit's forward waits. A method of the group: the
@@ -119,10 +120,10 @@ def free(unit: Unit) -> None:
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, last: bool) -> dist.Work:
     """Start to sum the gradients flat [n] over the ranks; each rank adds the sums of its shard to unit.gradient.
 
-    Keep flat until the returned work is done. Gradients travel in the dtype in which backward computed them, and are
-    added in fp32: a bf16 reduce-scatter would round after every addition, an fp32 one would send twice the bytes. That
-    is inside one host. Of N ranks on hosts of G GPUs, this sends G·(N-G)/N·Ψ bf16 elements out of every host, 2 to 4
-    times the bytes of an fp32 ring: across hosts use hsdp.py.
+    Keep flat until the returned work is done. Gradients are sent in the dtype in which backward computed them and added
+    in fp32: a bf16 reduce-scatter would round after every addition, an fp32 one would send twice the bytes. This pays
+    inside one host, which is where unit.dp should be. With the last micro-batch the shard is summed over the replicas
+    too, by an all-reduce in fp32.
     """
     if first := unit.gradient is None:
         unit.gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
@@ -157,7 +158,7 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Start to reduce the gradients of unit i, which backward has finished."""
-    if len(model.sending) == 2:  # gradients in flight, whose memory can then be used again
+    if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
         model.sending.pop(0)[0].wait()  # on GPUs the stream waits, not this process
     unit = model.units[i]
     flat = take_gradients(unit)
@@ -187,7 +188,7 @@ def after_forward(model: nn.Module, i: int) -> None:
 
 
 def after_backward(model: nn.Module, i: int) -> None:
-    """Free the weights of unit i, which backward has finished; wait for those before it; prefetch those before that."""
+    """Free the weights of unit i, which backward has finished; wait for those of i - 1; prefetch those of i - 2."""
     if i > 1:  # the embedding's backward needs no weights
         model.units[i - 1].gathering.wait()
     free(model.units[i])
@@ -208,7 +209,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
@@ -272,7 +273,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
-        torch._dynamo.graph_break()  # the gradients of the MLP's graph are there while attention's is backward
+        torch._dynamo.graph_break()  # the MLP's gradients are ready while attention is still in backward
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -280,7 +281,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
         return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -355,6 +356,8 @@ def make_unit(
     named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
     if not named:
         raise ValueError(f"no parameter has a name that starts with one of {names}")
+    if not all(p.requires_grad for _, p in named):
+        raise ValueError(f"a frozen parameter in {names}: every element of a unit is trained")
     named.sort(key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
@@ -472,11 +475,11 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
     dist.all_reduce(norm, group=model.dp)  # one element, the squares of all shards of all copies; everyone waits
-    norm = (norm / model.units[0].replicas.size()).sqrt()  # the same bits on all ranks, which must scale alike
+    norm = (norm / model.units[0].replicas.size()).sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -504,7 +507,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -573,7 +576,7 @@ def parse_config() -> Config:
 
 
 def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
         may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
         least = 0 if may_be_zero else 1

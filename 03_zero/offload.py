@@ -9,8 +9,9 @@ norm of the whole gradient first, and moves 28 bytes per parameter of the shard 
 Parent:   03_zero/zero2.py
 Lesson:   Unit, gather, reduce_scatter, pinned, make_unit, clip_gradients
 Plumbing: build_model, train_step, save, main
-Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, pinned, make_unit (as zero2.py says, but
-          after a step set unit.norm to None instead of unit.gradient)
+Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, pinned, make_unit, clip_gradients (as
+          zero2.py says, but after a step set unit.norm to None instead of unit.gradient, and clip before every step:
+          clip_gradients waits until the gradients have reached the CPU)
 Run:      torchrun --nproc_per_node 8 03_zero/offload.py
 Source:   Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840
 """
@@ -101,7 +102,7 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
     """Start the all-gather of `full` unless it is up to date; wait on `unit.gathering` before reading it."""
     if unit.gathering is None:
         if stream:
-            stream.wait_stream(torch.cuda.current_stream())  # the old weights are read, the shard is written
+            stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
         with torch.cuda.stream(stream):
             master = unit.shard.to(unit.full.device, non_blocking=True)  # 4 bytes per element of the shard in
             # rounded here: a GPU does it faster than a CPU
@@ -114,9 +115,9 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
     """Start to sum the gradients flat [n] over the ranks; each rank adds the sums of its shard to unit.gradient.
 
-    Keep flat until the returned work is done. Gradients travel in the dtype in which backward computed them, and are
-    added in fp32: a bf16 reduce-scatter would round after every addition, an fp32 one would send twice the bytes. That
-    is inside one host. Of N ranks on hosts of G GPUs, this sends G·(N-G)/N·Ψ bf16 elements out of every host, 2 to 4
+    Keep flat until the returned work is done. Gradients are sent in the dtype in which backward computed them and added
+    in fp32: a bf16 reduce-scatter would round after every addition, an fp32 one would send twice the bytes. This pays
+    inside one host. With N ranks on hosts of G GPUs it sends G·(N-G)/N·Ψ bf16 elements out of every host, G/4 to G/2
     times the bytes of an fp32 ring: across hosts use hsdp.py.
     """
     if first := unit.norm is None:
@@ -132,7 +133,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
         if not first:
             total += unit.gradient.to(total.device, non_blocking=True)  # 4 bytes per element of the shard in
         unit.gradient.copy_(total, non_blocking=True)  # as many out; the clip waits for them
-        unit.norm = total.norm()  # of a CPU it would be another pass over its memory, and lose digits
+        unit.norm = total.norm()  # on the CPU: another pass over memory, and less precise
     return sending
 
 
@@ -149,7 +150,7 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Start to reduce the gradients of unit i, which backward has finished."""
-    if len(model.sending) == 2:  # gradients in flight, whose memory can then be used again
+    if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
         model.sending.pop(0)[0].wait()  # on GPUs the stream waits, not this process
     unit = model.units[i]
     flat = take_gradients(unit)
@@ -181,7 +182,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
@@ -245,7 +246,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
-        torch._dynamo.graph_break()  # the gradients of the MLP's graph are there while attention's is backward
+        torch._dynamo.graph_break()  # the MLP's gradients are ready while attention is still in backward
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -253,7 +254,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
         return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -312,9 +313,10 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 
 def pinned(elements: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Allocate zeros [elements] in the memory of the host, where the GPU can copy them while the CPU goes on.
+    """Allocate zeros [elements] in pinned host memory, which the GPU copies while the CPU goes on.
 
-    torch's pin_memory rounds every size up to a power of two; these are whole pages, pinned as they are.
+    torch's pin_memory rounds every size up to a power of two; these are whole pages, pinned as they are, until the
+    process ends.
     """
     pages = mmap.mmap(-1, elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(pages, dtype=dtype)
@@ -336,6 +338,8 @@ def make_unit(
     named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
     if not named:
         raise ValueError(f"no parameter has a name that starts with one of {names}")
+    if not all(p.requires_grad for _, p in named):
+        raise ValueError(f"a frozen parameter in {names}: every element of a unit is trained")
     named.sort(key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
@@ -448,11 +452,11 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = torch.stack([unit.norm for unit in model.units]).norm() ** 2
     dist.all_reduce(norm, group=model.dp)  # one element, the squares of all shards; everyone waits
-    norm = norm.sqrt()  # the same bits on all ranks, which must scale alike
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     if norm + 1e-6 > cfg.clip:  # waits for the norm, and so for the gradients, which were sent before it
         nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm.cpu())
     return norm
@@ -481,7 +485,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -551,7 +555,7 @@ def parse_config() -> Config:
 
 
 def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
         may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
         least = 0 if may_be_zero else 1

@@ -1,6 +1,6 @@
-"""ZeRO stage 1: every rank holds all weights and gradients, but AdamW's state of 1/dp of them, and updates that part.
+"""ZeRO stage 1: every rank holds all weights and gradients, but AdamW's state for its shard alone, which it updates.
 
-Weights and gradients each lie end to end in one tensor. The all-reduce of the gradients becomes its two halves: a
+One flat tensor holds all weights, one all gradients. The all-reduce of the gradients becomes its two halves: a
 reduce-scatter, which gives each rank the sums of its shard, and, after AdamW on that shard, an all-gather of the new
 weights. A rank sends as many bytes as in naive.py, 2·(dp-1)/dp·4 per parameter, while nothing computes. Memory: 4Ψ
 bytes of weights, 4Ψ of gradients, 4Ψ/dp of summed gradients and 8Ψ/dp of moments, for Ψ parameters.
@@ -10,7 +10,8 @@ Lesson:   Unit, reduce_scatter, gather, make_unit, make_optimizer, forward_backw
 Plumbing: Model.__init__, build_model
 Copy:     Unit, gather, reduce_scatter, make_unit (the optimizer and clip_gradients take unit.matrices and unit.vectors,
           never model.parameters(); gather after each step and zero unit.gradients, but never set a .grad to None, they
-          are views of it; gradients are summed, so divide the loss by the valid tokens of all ranks)
+          are views of it; gradients are summed, so divide the loss by the valid tokens of all ranks; start with the
+          same weights on all ranks)
 Run:      torchrun --nproc_per_node 8 03_zero/zero1.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """
@@ -116,7 +117,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
@@ -187,7 +188,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
         return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -242,15 +243,19 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 @torch.no_grad()
 def make_unit(model: nn.Module, dp: dist.ProcessGroup) -> Unit:
     """Move the parameters of a model into one tensor, and give them gradients in another."""
+    if not all(p.requires_grad for p in model.parameters()):
+        raise ValueError("a frozen parameter: every element of a unit is trained")
     parameters = sorted(model.parameters(), key=lambda p: -p.ndim)  # matrices first
     sizes = [p.numel() for p in parameters]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
     sizes.append(dp.size() * each - sum(sizes))  # the padding
     full = parameters[0].new_zeros(sum(sizes))
-    gradients = torch.zeros_like(full)
-    for p, weight, gradient in zip(parameters, full.split(sizes), gradients.split(sizes)):
+    for p, weight in zip(parameters, full.split(sizes)):
         weight.copy_(p.data.flatten())
-        p.data, p.grad = weight.view(p.shape), gradient.view(p.shape)
+        p.data = weight.view(p.shape)
+    gradients = torch.zeros_like(full)  # now that the memory of the old weights is free
+    for p, gradient in zip(parameters, gradients.split(sizes)):
+        p.grad = gradient.view(p.shape)
     shard = full.chunk(dp.size())[dp.rank()]
     end = sum(p.numel() for p in parameters if p.ndim > 1) - dp.rank() * each  # of the matrices, in the shard
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
@@ -258,7 +263,7 @@ def make_unit(model: nn.Module, dp: dist.ProcessGroup) -> Unit:
 
 
 def build_model(cfg: Config) -> Model:
-    """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice."""
+    """Build the model, fill it tensor by tensor, and move it into one unit: for a moment weights are held twice."""
     dp = dist.group.WORLD
     with torch.device("meta"):
         model = Model(cfg, dp)
@@ -351,11 +356,11 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
     dist.all_reduce(norm, group=model.dp)  # one element, the squares of all shards; everyone waits
-    norm = norm.sqrt()  # the same bits on all ranks, which must scale alike
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -383,7 +388,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -444,7 +449,7 @@ def parse_config() -> Config:
 
 
 def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
         may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
         least = 0 if may_be_zero else 1

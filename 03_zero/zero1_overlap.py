@@ -12,8 +12,8 @@ Lesson:   Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, 
           forward_backward
 Plumbing: Config, Model.__init__, build_model, train_step, save, check
 Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit (give the model the attributes
-          of Model.__init__; put every parameter into one unit; call before_forward before each unit, and after each
-          loss.backward() reduce(model, 0), if that is not one tensor with a hook, see build_model; the optimizer,
+          of Model.__init__; put each parameter into exactly one unit; call before_forward before each unit; hook unit 0
+          as build_model does, or, if it is several tensors, call reduce(model, 0) after each backward; the optimizer,
           clip_gradients and save take the shards, never model.parameters(); after a step set unit.gathering = None;
           gradients are summed, so divide the loss by the valid tokens of all ranks. If embedding and head are one
           tensor, put it into unit 0)
@@ -105,7 +105,7 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
     """Start the all-gather of `full` unless it is up to date; wait on `unit.gathering` before reading it."""
     if unit.gathering is None:
         if stream:
-            stream.wait_stream(torch.cuda.current_stream())  # the old weights are read, the shard is written
+            stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
         with torch.cuda.stream(stream):
             mine = unit.full.chunk(unit.dp.size())[unit.dp.rank()].copy_(unit.shard)  # rounded
             # (dp-1)/dp of the bytes of `full` out and in per rank; the unit's forward waits. A method of the group: the
@@ -116,9 +116,9 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
     """Start to sum the gradients flat [n] over the ranks; each rank gets the sums of its shard.
 
-    Keep flat until the returned work is done. Gradients travel in the dtype in which backward computed them, and are
-    added in fp32: a bf16 reduce-scatter would round after every addition, an fp32 one would send twice the bytes. That
-    is inside one host. Of N ranks on hosts of G GPUs, this sends G·(N-G)/N·Ψ bf16 elements out of every host, 2 to 4
+    Keep flat until the returned work is done. Gradients are sent in the dtype in which backward computed them and added
+    in fp32: a bf16 reduce-scatter would round after every addition, an fp32 one would send twice the bytes. This pays
+    inside one host. With N ranks on hosts of G GPUs it sends G·(N-G)/N·Ψ bf16 elements out of every host, G/4 to G/2
     times the bytes of an fp32 ring: across hosts use hsdp.py.
     """
     gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
@@ -147,7 +147,7 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Take the gradients of unit i, which backward has finished; with the last micro-batch, start to reduce them."""
-    if len(model.sending) == 2:  # gradients in flight, whose memory can then be used again
+    if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
         model.sending.pop(0)[0].wait()  # on GPUs the stream waits, not this process
     unit = model.units[i]
     flat = take_gradients(unit)
@@ -185,7 +185,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
@@ -249,7 +249,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
-        torch._dynamo.graph_break()  # the gradients of the MLP's graph are there while attention's is backward
+        torch._dynamo.graph_break()  # the MLP's gradients are ready while attention is still in backward
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -257,7 +257,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
         return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -329,6 +329,8 @@ def make_unit(
     named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
     if not named:
         raise ValueError(f"no parameter has a name that starts with one of {names}")
+    if not all(p.requires_grad for _, p in named):
+        raise ValueError(f"a frozen parameter in {names}: every element of a unit is trained")
     named.sort(key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
@@ -442,11 +444,11 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
     dist.all_reduce(norm, group=model.dp)  # one element, the squares of all shards; everyone waits
-    norm = norm.sqrt()  # the same bits on all ranks, which must scale alike
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -473,7 +475,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -542,7 +544,7 @@ def parse_config() -> Config:
 
 
 def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
         may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
         least = 0 if may_be_zero else 1

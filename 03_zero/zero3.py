@@ -1,19 +1,20 @@
-"""ZeRO stage 3: weights are sharded too. A block's are gathered before its forward, and again before its backward.
+"""ZeRO stage 3: weights are sharded too: each block is gathered before its forward and again before its backward.
 
-Memory: (4 + 8 + 4)Ψ/dp bytes for the shards of weights, moments and gradients. Whole weights exist for two units at a
+Memory: (4 + 8 + 4)Ψ/dp bytes for the shards of weights, moments and gradients. Full weights exist for two units at a
 time, the one that computes and the next, which is prefetched. The last block and the head, which backward needs first,
-are kept from forward to backward, and the embedding's backward needs no weights. So with the gradients a micro-batch
-moves 3Ψ elements less these three units, and a rank sends (dp-1)/dp of that.
+are kept from forward to backward, and the embedding's backward needs no weights. So two gathers and a reduction move 3Ψ
+elements per micro-batch, minus one gather of these three units, and a rank sends (dp-1)/dp of that.
 
 Parent:   03_zero/zero2.py
 Lesson:   gather, free, before_forward, after_forward, after_backward, Model.forward, build_model
 Copy:     Unit, gather, free, reduce_scatter, take_gradients, reduce, before_forward, after_forward, after_backward,
-          make_unit (give the model the attributes of Model.__init__; put every parameter into one unit; call
-          before_forward before and after_forward after each unit, and after each loss.backward() reduce(model, 0), if
-          that is not one tensor with a hook, see build_model; the optimizer, clip_gradients and save take the shards,
+          make_unit (give the model the attributes of Model.__init__; put each parameter into exactly one unit; call
+          before_forward before and after_forward after each unit; hook unit 0 as build_model does, or, if it is several
+          tensors, call reduce(model, 0) after each backward; the optimizer, clip_gradients and save take the shards,
           never model.parameters(); after a step set unit.gathering and unit.gradient to None; gradients are summed, so
-          divide the loss by the valid tokens of all ranks. If embedding and head are one tensor, put it into unit 0, do
-          not call after_forward for that unit, and free it after the last backward)
+          divide the loss by the valid tokens of all ranks; run backward once after each forward. If embedding and head
+          are one tensor, put it into unit 0, do not call after_forward for that unit, and free it after the last
+          backward)
 Run:      torchrun --nproc_per_node 8 03_zero/zero3.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277
 """
@@ -95,7 +96,7 @@ class Unit:
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
     gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
-    gradient: Tensor | None = None  # [n/dp] fp32, summed over ranks and micro-batches; what the .grad are views of
+    gradient: Tensor | None = None  # [n/dp] fp32, summed over ranks and micro-batches; the .grad are views of it
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
@@ -103,7 +104,7 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
     if unit.gathering is None:
         unit.full.untyped_storage().resize_(unit.full.nbytes)
         if stream:
-            stream.wait_stream(torch.cuda.current_stream())  # what was in this memory is read, the shard is written
+            stream.wait_stream(torch.cuda.current_stream())  # after all reads of this memory and writes of the shard
         with torch.cuda.stream(stream):
             mine = unit.full.chunk(unit.dp.size())[unit.dp.rank()].copy_(unit.shard)  # rounded
             # (dp-1)/dp of the bytes of `full` out and in per rank; the unit's forward waits. A method of the group: the
@@ -120,9 +121,9 @@ def free(unit: Unit) -> None:
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
     """Start to sum the gradients flat [n] over the ranks; each rank adds the sums of its shard to unit.gradient.
 
-    Keep flat until the returned work is done. Gradients travel in the dtype in which backward computed them, and are
-    added in fp32: a bf16 reduce-scatter would round after every addition, an fp32 one would send twice the bytes. That
-    is inside one host. Of N ranks on hosts of G GPUs, this sends G·(N-G)/N·Ψ bf16 elements out of every host, 2 to 4
+    Keep flat until the returned work is done. Gradients are sent in the dtype in which backward computed them and added
+    in fp32: a bf16 reduce-scatter would round after every addition, an fp32 one would send twice the bytes. This pays
+    inside one host. With N ranks on hosts of G GPUs it sends G·(N-G)/N·Ψ bf16 elements out of every host, G/4 to G/2
     times the bytes of an fp32 ring: across hosts use hsdp.py.
     """
     if first := unit.gradient is None:
@@ -155,7 +156,7 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Start to reduce the gradients of unit i, which backward has finished."""
-    if len(model.sending) == 2:  # gradients in flight, whose memory can then be used again
+    if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
         model.sending.pop(0)[0].wait()  # on GPUs the stream waits, not this process
     unit = model.units[i]
     flat = take_gradients(unit)
@@ -185,7 +186,7 @@ def after_forward(model: nn.Module, i: int) -> None:
 
 
 def after_backward(model: nn.Module, i: int) -> None:
-    """Free the weights of unit i, which backward has finished; wait for those before it; prefetch those before that."""
+    """Free the weights of unit i, which backward has finished; wait for those of i - 1; prefetch those of i - 2."""
     if i > 1:  # the embedding's backward needs no weights
         model.units[i - 1].gathering.wait()
     free(model.units[i])
@@ -206,7 +207,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
@@ -270,7 +271,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
-        torch._dynamo.graph_break()  # the gradients of the MLP's graph are there while attention's is backward
+        torch._dynamo.graph_break()  # the MLP's gradients are ready while attention is still in backward
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -278,7 +279,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
         return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -351,6 +352,8 @@ def make_unit(
     named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
     if not named:
         raise ValueError(f"no parameter has a name that starts with one of {names}")
+    if not all(p.requires_grad for _, p in named):
+        raise ValueError(f"a frozen parameter in {names}: every element of a unit is trained")
     named.sort(key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
@@ -464,11 +467,11 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
     dist.all_reduce(norm, group=model.dp)  # one element, the squares of all shards; everyone waits
-    norm = norm.sqrt()  # the same bits on all ranks, which must scale alike
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -496,7 +499,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -565,7 +568,7 @@ def parse_config() -> Config:
 
 
 def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
         may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
         least = 0 if may_be_zero else 1

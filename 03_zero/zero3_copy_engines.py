@@ -1,18 +1,18 @@
-"""ZeRO-3 by copy engines: weights and gradients travel without the SMs that blocks compute with.
+"""ZeRO-3 by copy engines: weights and gradients move between GPUs without taking SMs from compute.
 
-Every rank can read the others' memory (symmetric memory, over NVLink). To gather a unit is to copy its rounded shards
-from there; nobody has to be asked, for they change once per step. To reduce gradients, each rank copies its part of the
-others' and adds. A rank sends as many bytes as in zero3.py, but no NCCL kernel takes SMs from a matmul, which would
-then run in two waves. Memory beside that of zero3.py: the rounded shards, 2Ψ/dp bytes, and room for the gradients of
-the largest unit. For GPUs of one host.
+Every rank can read the others' memory (symmetric memory, over NVLink). To gather a unit, it copies their bf16 shards
+from there, without a barrier: they change only once per step. To reduce gradients, each rank copies its shard of the
+others' gradients and adds. A rank sends as many bytes as in zero3.py, but no NCCL kernel takes SMs from a matmul, which
+would then run in two waves. Memory on top of zero3.py: the bf16 shards, 2Ψ/dp bytes, and a buffer for the gradients of
+the largest unit. All GPUs must be on one host.
 
 Parent:   03_zero/zero3.py, 02_data_parallel/copy_engines.py
 Lesson:   Unit, publish, wait, gather, free, reduce_scatter, reduce, before_forward, after_backward, Model.__init__,
           build_model
 Plumbing: take_gradients, train_step, check
 Copy:     Unit, share, publish, wait, gather, free, reduce_scatter, take_gradients, reduce, before_forward,
-          after_forward, after_backward, make_unit (as zero3.py says, but after a step set unit.gathered to False, and
-          publish)
+          after_forward, after_backward, make_unit (as zero3.py says, but build_model shows how to make the memory;
+          publish before the first forward and after each step, and then set unit.gathered to False)
 Run:      torchrun --nproc_per_node 8 03_zero/zero3_copy_engines.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """
@@ -98,16 +98,16 @@ class Unit:
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
     rounded: tuple[Tensor, ...] = ()  # by rank, [n/dp]: its shard in the dtype of `full`, in its symmetric memory
     gathered: bool = False  # whether `full` is up to date, or on its way
-    gradient: Tensor | None = None  # [n/dp] fp32, summed over ranks and micro-batches; what the .grad are views of
+    gradient: Tensor | None = None  # [n/dp] fp32, summed over ranks and micro-batches; the .grad are views of it
 
 
 def share(
     elements: int, dtype: torch.dtype, device: str, group: dist.ProcessGroup
 ) -> tuple[list[Tensor], Callable[[], None]]:
-    """Allocate symmetric memory: by rank a tensor [elements], which all ranks can read and write, and a barrier.
+    """Allocate symmetric memory; return every rank's tensor [elements], readable and writable by all, and a barrier.
 
-    On GPUs the others' tensors are mapped over NVLink, and the barrier holds the current stream. On CPUs each tensor is
-    a file that all ranks map, and the barrier holds the process. All ranks of the group must be on one host.
+    On GPUs the others' tensors are mapped over NVLink; the barrier blocks the current stream. On CPUs each tensor is a
+    file that all ranks map; the barrier blocks the process. All ranks of the group must be on one host.
     """
     if device == "cuda":
         gpu = torch.device("cuda", torch.cuda.current_device())
@@ -120,15 +120,15 @@ def share(
     dist.broadcast_object_list(folder, group=group, group_src=0)  # a path, from rank 0; all wait for it
     files = [f"{folder[0]}/{r}" for r in range(group.size())]
     tensors = [torch.from_file(file, shared=True, size=elements, dtype=dtype) for file in files]
-    dist.barrier(group)  # sends nothing: all have opened the files, whose names may go
+    dist.barrier(group)  # no data; all ranks have mapped the files, which may be unlinked
     shutil.rmtree(folder[0], ignore_errors=True)
     return tensors, partial(dist.barrier, group)
 
 
 def publish(model: nn.Module) -> None:
-    """Round this rank's shards into symmetric memory, and have all ranks do so.
+    """Round this rank's shards into symmetric memory; the stream then waits until all ranks have done so.
 
-    No rank may be reading the old ones: in train_step all have finished backward, as the norm has come from all.
+    No rank may still read the old ones; in train_step none does: the norm's all-reduce comes after every backward.
     """
     for unit in model.units:
         unit.rounded[unit.dp.rank()].copy_(unit.shard)
@@ -163,7 +163,7 @@ def free(unit: Unit) -> None:
 def reduce_scatter(unit: Unit, memory: list[Tensor], barrier: Callable, stream: torch.cuda.Stream | None) -> None:
     """Start to sum the gradients over the ranks; each rank adds the sums of its shard to unit.gradient.
 
-    memory: by rank, gradients [n] in symmetric memory. They may change when the stream has come past this.
+    memory: by rank, gradients [n] in symmetric memory. Overwrite them only once `stream` has run all of this.
     """
     if first := unit.gradient is None:
         unit.gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
@@ -223,7 +223,7 @@ def after_forward(model: nn.Module, i: int) -> None:
 
 
 def after_backward(model: nn.Module, i: int) -> None:
-    """Free the weights of unit i, which backward has finished; wait for those before it; prefetch those before that."""
+    """Free the weights of unit i, which backward has finished; wait for those of i - 1; prefetch those of i - 2."""
     if i > 1:  # the embedding's backward needs no weights
         wait(model.gathers)
     free(model.units[i])
@@ -244,7 +244,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
@@ -308,7 +308,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
-        torch._dynamo.graph_break()  # the gradients of the MLP's graph are there while attention's is backward
+        torch._dynamo.graph_break()  # the MLP's gradients are ready while attention is still in backward
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -316,7 +316,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
         return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -390,6 +390,8 @@ def make_unit(
     named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
     if not named:
         raise ValueError(f"no parameter has a name that starts with one of {names}")
+    if not all(p.requires_grad for _, p in named):
+        raise ValueError(f"a frozen parameter in {names}: every element of a unit is trained")
     named.sort(key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
@@ -508,11 +510,11 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
     dist.all_reduce(norm, group=model.dp)  # one element, the squares of all shards; everyone waits
-    norm = norm.sqrt()  # the same bits on all ranks, which must scale alike
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -541,7 +543,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -610,7 +612,7 @@ def parse_config() -> Config:
 
 
 def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
         may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
         least = 0 if may_be_zero else 1

@@ -1,17 +1,18 @@
-"""Asynchronous tensor parallelism: matmuls in pieces; one piece computes while the tokens of the next one travel.
+"""Asynchronous tensor parallelism: matmuls in pieces; one computes while the tokens of the next are in flight.
 
 A piece is the tokens of one rank. Column-parallel weights multiply a rank's own tokens while the others' arrive;
-row-parallel weights begin with the others' tokens, whose products travel while the next ones are computed, and end with
+row-parallel weights begin with the others' tokens, whose products are sent while the next are computed, and end with
 their own. A rank sends as many bytes as in sequence_parallel.py, but their time is exposed only where it exceeds that
-of the matmuls: the wider the layer, the more is hidden. Copy engines move them between memories that all ranks can read
-and write (symmetric memory, over NVLink); an NCCL kernel would take SMs from the matmul that it overlaps with. The
-parts of a sum, as their matmuls round them, are added in fp32, where NCCL rounds again at every hop. Memory beside that
-of sequence_parallel.py: 3 + 2/tp times n·d activations, for what comes and goes. For GPUs of one host.
+of the matmuls: the wider the layer, the more is hidden. Copy engines move them through symmetric memory, which all
+ranks can read and write over NVLink; an NCCL kernel would take SMs from the matmul that it overlaps with. The partial
+sums, rounded by their matmuls, are added in fp32, where NCCL rounds again at every hop. Memory on top of
+sequence_parallel.py: 3 + 2/tp times n·d activations, for send and receive buffers. All GPUs must be on one host.
 
 Parent:   04_tensor_sequence/sequence_parallel.py, 02_data_parallel/copy_engines.py
 Lesson:   Shared, total, pull, push, multiply, ColumnParallel, RowParallel, make_shared
 Plumbing: Attention, MLP, Block.__init__, Model, build_model, check
-Copy:     share, Shared, total, pull, push, multiply, ColumnParallel, RowParallel (make_shared shows how to make Shared)
+Copy:     share, Shared, total, pull, push, multiply, ColumnParallel, RowParallel (make_shared shows how to make Shared;
+          gather_tokens, reduce_scatter_tokens, Scatter and sum_replicas as sequence_parallel.py says)
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/async_tensor_parallel.py
 Source:   Wang et al. 2023, ASPLOS, doi:10.1145/3567955.3567959; Jangda et al. 2022, CoCoNet, arXiv:2105.05720
 """
@@ -88,9 +89,9 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class Leave(torch.autograd.Function):
-    """Where split weights end (Megatron's g): sum the ranks' outputs; pass the gradient on, which is whole.
+    """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
 
-    A bias of the row-parallel layer before it is added after the sum: before it, it would count tp times.
+    Add the bias of a row-parallel layer after Leave: before it, the bias would count tp times.
     """
 
     @staticmethod
@@ -108,10 +109,10 @@ class Leave(torch.autograd.Function):
 def share(
     elements: int, dtype: torch.dtype, device: str, group: dist.ProcessGroup
 ) -> tuple[list[Tensor], Callable[[], None]]:
-    """Allocate symmetric memory: by rank a tensor [elements], which all ranks can read and write, and a barrier.
+    """Allocate symmetric memory; return every rank's tensor [elements], readable and writable by all, and a barrier.
 
-    On GPUs the others' tensors are mapped over NVLink, and the barrier holds the current stream. On CPUs each tensor is
-    a file that all ranks map, and the barrier holds the process. All ranks of the group must be on one host.
+    On GPUs the others' tensors are mapped over NVLink; the barrier blocks the current stream. On CPUs each tensor is a
+    file that all ranks map; the barrier blocks the process. All ranks of the group must be on one host.
     """
     if device == "cuda":
         gpu = torch.device("cuda", torch.cuda.current_device())
@@ -124,7 +125,7 @@ def share(
     dist.broadcast_object_list(folder, group=group, group_src=0)  # a path, from rank 0; all wait for it
     files = [f"{folder[0]}/{r}" for r in range(group.size())]
     tensors = [torch.from_file(file, shared=True, size=elements, dtype=dtype) for file in files]
-    dist.barrier(group)  # sends nothing: all have opened the files, whose names may go
+    dist.barrier(group)  # no data; all ranks have mapped the files, which may be unlinked
     shutil.rmtree(folder[0], ignore_errors=True)
     return tensors, partial(dist.barrier, group)
 
@@ -144,12 +145,12 @@ def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, 
 
 @dataclass(eq=False)
 class Shared:
-    """Symmetric memory in which the ranks exchange tokens: of each rank two rooms, which operations use in turn.
+    """Symmetric memory in which the ranks exchange tokens: two buffers ("rooms") per rank, used in turn.
 
-    In a room [tp + 1, n/tp, d] the others leave what this rank has to sum. In its last place the rank leaves its own
-    tokens for them. Every operation has one barrier, on the stream that copies. Past it, all ranks are done with the
-    room of the operation before, so the next operation may fill that one. Backward starts a push before its pull has
-    passed the barrier, and then fills its own part of the sum: no other rank may read that place, hence the last one.
+    Slot r < tp of a room [tp + 1, n/tp, d] receives rank r's part of a sum. The last slot holds this rank's own tokens,
+    for the others to copy. Every operation has one barrier, on the copy stream. Past it, all ranks are done with the
+    room of the previous operation, so the next one may fill it. In backward, a push may write slot `rank` before the
+    pull's barrier: no other rank may read that slot, which is why the tokens have one of their own.
     """
 
     tp: dist.ProcessGroup
@@ -168,7 +169,7 @@ def total(parts: Tensor) -> Tensor:
 
 
 def pull(x: Tensor, shared: Shared) -> tuple[Tensor, dict[int, torch.Event]]:
-    """Start to put all tokens together, x [n/tp, d] -> rows [tp, n/tp, d]; by rank, the events of their arrival."""
+    """Start to gather all tokens, x [n/tp, d] -> rows [tp, n/tp, d]; return rows and each rank's arrival event."""
     rank, tp = shared.tp.rank(), shared.tp.size()
     shared.turn ^= 1
     room, rows, arrivals = shared.rooms[shared.turn], x.new_empty(tp, *x.shape), {}
@@ -286,7 +287,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
@@ -459,10 +460,10 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 
 def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
-    """Return the axis along which a tensor is split and the number of parts: tp / parts neighbours hold the same one.
+    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
 
-    SPLIT names the layers; all others are whole. This model has no biases: those of column-parallel layers are split,
-    those of row-parallel layers are whole. A fused qkv weight holds three tensors: cut q, k and v, each by itself.
+    SPLIT names the split layers; all others are replicated. This model has no biases; if yours has, split those of
+    column-parallel layers and replicate those of row-parallel ones. Split q, k and v of a fused qkv weight separately.
     """
     path, _, kind = name.rpartition(".")
     layer = path.rpartition(".")[2]
@@ -481,7 +482,7 @@ def make_shared(cfg: Config, tp: dist.ProcessGroup) -> Shared:
 
 
 def build_model(cfg: Config) -> Model:
-    """Build this rank's part of the model and fill it tensor by tensor: no rank ever has the whole model."""
+    """Build this rank's shard of the model and fill it tensor by tensor: no rank ever has the whole model."""
     tp = dist.group.WORLD
     replicas, _ = dist.new_subgroups(max(1, tp.size() // cfg.kv_heads))  # neighbours, as placement says
     shared = make_shared(cfg, tp)
@@ -567,13 +568,16 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def sum_replicas(model: nn.Module) -> None:
-    """Sum the gradients of norms, each of a rank's own tokens, and of key and value heads that several ranks hold."""
+    """Sum the gradients of what is not split, such as norms, and of key and value heads that several ranks hold.
+
+    What is not split has seen only this rank's tokens.
+    """
     # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-    norms = [p.grad for p in model.parameters() if p.ndim == 1]
-    model.tp.allreduce_coalesced(norms).wait()  # 2 (tp-1)/tp of their bytes out and in per rank; everyone waits
+    whole = [p.grad for name, p in model.named_parameters() if placement(name, 2, 2) == (0, 1)]  # on 2 ranks as on any
+    model.tp.allreduce_coalesced(whole).wait()  # 2 (tp-1)/tp of their bytes out and in per rank; everyone waits
     if model.replicas.size() > 1:
         layers = [block.self_attn for block in model.model.layers]
-        gradients = [part.weight.grad for layer in layers for part in (layer.k_proj, layer.v_proj)]
+        gradients = [p.grad for layer in layers for part in (layer.k_proj, layer.v_proj) for p in part.parameters()]
         # 2 (r-1)/r of their bytes out and in per rank, with r replicas, which wait
         model.replicas.allreduce_coalesced(gradients).wait()
 
@@ -589,14 +593,14 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     held_by = {}  # number of ranks -> gradients that so many ranks hold
     for name, p in model.named_parameters():
         held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
     norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
     dist.all_reduce(norm, group=model.tp)  # one element; everyone waits
-    norm = norm.sqrt()  # the same bits on all ranks, which must scale alike
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -621,7 +625,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -690,7 +694,7 @@ def parse_config() -> Config:
 
 
 def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
         may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
         least = 0 if may_be_zero else 1

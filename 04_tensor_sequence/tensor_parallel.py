@@ -83,7 +83,7 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class Enter(torch.autograd.Function):
-    """Where split weights begin (Megatron's f): pass x on; sum its gradient, of which each rank has a part."""
+    """Where split weights begin (Megatron's f): forward is the identity; backward all-reduces partial gradients."""
 
     @staticmethod
     @torch.compiler.disable  # as in Leave
@@ -99,9 +99,9 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Where split weights end (Megatron's g): sum the ranks' outputs; pass the gradient on, which is whole.
+    """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
 
-    A bias of the row-parallel layer before it is added after the sum: before it, it would count tp times.
+    Add the bias of a row-parallel layer after Leave: before it, the bias would count tp times.
     """
 
     @staticmethod
@@ -128,7 +128,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
@@ -206,7 +206,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
         return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -259,10 +259,10 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 
 def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
-    """Return the axis along which a tensor is split and the number of parts: tp / parts neighbours hold the same one.
+    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
 
-    SPLIT names the layers; all others are whole. This model has no biases: those of column-parallel layers are split,
-    those of row-parallel layers are whole. A fused qkv weight holds three tensors: cut q, k and v, each by itself.
+    SPLIT names the split layers; all others are replicated. This model has no biases; if yours has, split those of
+    column-parallel layers and replicate those of row-parallel ones. Split q, k and v of a fused qkv weight separately.
     """
     path, _, kind = name.rpartition(".")
     layer = path.rpartition(".")[2]
@@ -272,7 +272,7 @@ def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
 
 
 def build_model(cfg: Config) -> Model:
-    """Build this rank's part of the model and fill it tensor by tensor: no rank ever has the whole model."""
+    """Build this rank's shard of the model and fill it tensor by tensor: no rank ever has the whole model."""
     tp = dist.group.WORLD
     replicas, _ = dist.new_subgroups(max(1, tp.size() // cfg.kv_heads))  # neighbours, as placement says
     with torch.device("meta"):
@@ -356,7 +356,7 @@ def sum_replicas(model: nn.Module) -> None:
     """Sum the gradients of the key and value heads that several ranks hold, each for its own query heads."""
     if model.replicas.size() > 1:
         layers = [block.self_attn for block in model.model.layers]
-        gradients = [part.weight.grad for layer in layers for part in (layer.k_proj, layer.v_proj)]
+        gradients = [p.grad for layer in layers for part in (layer.k_proj, layer.v_proj) for p in part.parameters()]
         # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
         # 2 (r-1)/r of their bytes out and in per rank, with r replicas, which wait
         model.replicas.allreduce_coalesced(gradients).wait()
@@ -373,14 +373,14 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     held_by = {}  # number of ranks -> gradients that so many ranks hold
     for name, p in model.named_parameters():
         held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
     norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
     dist.all_reduce(norm, group=model.tp)  # one element; everyone waits
-    norm = norm.sqrt()  # the same bits on all ranks, which must scale alike
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -405,7 +405,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -473,7 +473,7 @@ def parse_config() -> Config:
 
 
 def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
         may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
         least = 0 if may_be_zero else 1

@@ -4,6 +4,7 @@ import functools
 import subprocess
 from collections import Counter
 
+import compare
 import equivalence
 import probes
 import pytest
@@ -79,6 +80,31 @@ def test_replicas_stay_identical(recipe):
                 assert (mine == ranks[rank][name]).all(), (name, rank)
     key = "model.layers.0.self_attn.k_proj.weight"
     assert (ranks[2][key] == ranks[3][key]).all() and (ranks[0][key] != ranks[2][key]).any()
+
+
+def biased(module):
+    """A probe: queries, keys and values with biases, as Qwen2 has them."""
+    init = module.Attention.__init__
+
+    def with_biases(self, *args):
+        init(self, *args)
+        for layer in (self.q_proj, self.k_proj, self.v_proj):
+            layer.bias = torch.nn.Parameter(torch.empty(layer.out_features))
+
+    module.Attention.__init__ = with_biases
+    return lambda: None
+
+
+def test_biases_of_replicated_heads():
+    """A reader's model has biases: those of key heads that several ranks hold are summed as their weights are."""
+    flags = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} {equivalence.TRAINING}"
+    ours, theirs = (
+        launch(recipe, world, f"{flags} --heads 4 --kv_heads 2", probe=biased)
+        for recipe, world in ((TENSOR, 4), (equivalence.root_of(TENSOR), 1))
+    )
+    assert any(name.endswith("k_proj.bias") for name in theirs.weights)
+    errors = compare.relative_errors(ours.weights, theirs.weights)
+    compare.assert_close(errors, equivalence.TOLERANCE["float64"], TENSOR)
 
 
 # ------------------------------------------------------------------------------------------------------- communication

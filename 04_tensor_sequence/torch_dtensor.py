@@ -1,7 +1,7 @@
 """Tensor, vocabulary and sequence parallelism by torch's DTensor: what sequence_parallel.py writes out, as a library.
 
-A plan says how each part's weights are split, and how its inputs and outputs are laid out over the ranks; where tensors
-are laid out otherwise, the library communicates. Between the split matmuls a rank has s/tp of the tokens: per block two
+A plan says how each module's weights are split and how its inputs and outputs are laid out over the ranks; where they
+are laid out otherwise, the library communicates. Between the split matmuls a rank has 1/tp of the tokens: per block two
 all-gathers and two reduce-scatters of b·s·d activations forward and as many backward, (tp-1)/tp of their bytes out of
 each rank and as many in, while nothing computes. What is gathered is kept for backward, 2·b·s·d activations per block,
 where sequence_parallel.py gathers again. Logits stay split by vocabulary, and their loss takes three all-reduces of b·s
@@ -100,7 +100,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
@@ -330,9 +330,9 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def sum_replicas(model: Model) -> None:
-    """Lay out every gradient as its weight: once, before norm and optimizer would each do it.
+    """Redistribute every gradient to its weight's placements, once; norm and optimizer would each do it again.
 
-    And before the clip, which in torch 2.11 shortens a mere copy of a gradient that is not summed yet.
+    Do it before the clip: where a gradient is still a partial sum, torch 2.11 scales a copy and not the gradient.
     """
     for p in model.parameters():
         if p.grad.placements != p.placements:
@@ -353,7 +353,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     # one all-reduce of the norms of the parts, an element per tensor, out and in per rank; everyone waits
     return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip).full_tensor()
 
@@ -378,7 +378,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -444,7 +444,7 @@ def parse_config() -> Config:
 
 
 def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
         may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
         least = 0 if may_be_zero else 1

@@ -1,8 +1,8 @@
-"""1F1B pipeline schedule: once the pipeline is full, every stage runs one forward, one backward, and so on.
+"""1F1B pipeline schedule: once the pipeline is full, every stage alternates one forward and one backward.
 
-At most p - stage micro-batches are in flight, p on the first stage and 1 on the last, instead of all m; beside them, at
-most two gradients wait to be received. A stage idles as long as with AFAB, (p-1)/(m+p-1) of the time, but
-memory no longer limits the number of micro-batches that makes this small.
+At most p - stage micro-batches are in flight, p on the first stage and 1 on the last, instead of all m, and at most two
+gradients are being sent. A stage idles as long as with AFAB, (p-1)/(m+p-1) of the time, but memory no longer limits m,
+and a larger m makes this smaller.
 
 Parent:   06_pipeline/afab.py
 Lesson:   schedule
@@ -137,7 +137,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(cfg.dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few digits for a mean of squares
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
         return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
 
@@ -208,7 +208,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; with v before s the kernel is many times slower
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
         return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -378,7 +378,7 @@ def run_schedule(
 
     forward(cfg, model, x, targets) returns activations [b/m, s, d] in cfg.dtype, on the last stage the summed loss. Any
     list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
-    the same order: messages carry no number. A list of forwards alone, under torch.no_grad(), evaluates.
+    the same order: messages carry no tag. A list of forwards alone, under torch.no_grad(), evaluates.
     """
     alive, sending, dtype = {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
@@ -419,10 +419,10 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Scale the gradient of the whole model down to norm --clip if it is longer; return its norm before that."""
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
-    norm = norm.sqrt()  # the same bits on all ranks, which must scale alike
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -447,7 +447,7 @@ def flops_per_token(cfg: Config) -> float:
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line about a step that took so many seconds. MFU is model FLOPs over the GPU's dense bf16 peak."""
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
     speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
     gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
     mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
@@ -518,7 +518,7 @@ def parse_config() -> Config:
 
 
 def check(cfg: Config, world: int) -> None:
-    """End the program with one line that names the flag that cannot work, its value, and what would."""
+    """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
         may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
         least = 0 if may_be_zero else 1

@@ -9,7 +9,10 @@ from launch import isolated, launch, load
 
 RECIPE = "02_data_parallel/diloco.py"
 WORKERS, INNER, STEPS, OUTER_LR, MOMENTUM = 3, 2, 7, 0.6, 0.8  # the last round is cut short
-FLAGS = f"--inner_steps {INNER} --steps {STEPS} --outer_lr {OUTER_LR} --outer_momentum {MOMENTUM} --lr 1e-2 --warmup 3 --clip 0.3"
+FLAGS = (
+    f"--inner_steps {INNER} --steps {STEPS} --outer_lr {OUTER_LR} --outer_momentum {MOMENTUM} "
+    "--lr 1e-2 --warmup 3 --clip 0.3"
+)
 
 
 def simulate(flags: str) -> tuple[compare.Weights, list[list[float]]]:

@@ -33,7 +33,7 @@ STEPS = [  # the reading path: what to diff, and what one sees
     ("03_zero/zero1_overlap.py", "03_zero/zero2.py", "gradients add up in shards"),
     ("03_zero/zero2.py", "03_zero/zero3.py", "... and weights are sharded"),
     ("03_zero/zero3.py", "03_zero/hsdp.py", "... inside groups, with replicas across"),
-    ("03_zero/zero3.py", "03_zero/zero3_copy_engines.py", "... without SMs for what travels"),
+    ("03_zero/zero3.py", "03_zero/zero3_copy_engines.py", "... without taking SMs from compute"),
     ("03_zero/zero2.py", "03_zero/offload.py", "the optimizer on the CPU"),
     ("02_data_parallel/naive.py", "03_zero/torch_fsdp.py", "ZeRO-3 by the library"),
     ("03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py", "... and by the library around it"),
