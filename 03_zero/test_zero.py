@@ -830,6 +830,24 @@ def dies_after_the_first_step(module):
     return lambda: None
 
 
+def freezes_the_embedding(module):
+    """A probe: as whoever fine-tunes does."""
+    init = module.Model.__init__
+
+    def frozen(self, *args):
+        init(self, *args)
+        self.model.embed_tokens.weight.requires_grad_(False)
+
+    module.Model.__init__ = frozen
+    return lambda: None
+
+
+@pytest.mark.parametrize("recipe", [ZERO1, OVERLAP, OFFLOAD])  # others share these definitions
+def test_what_is_frozen_does_not_train_in_silence(recipe):
+    with pytest.raises(RankFailed, match="a frozen parameter"):
+        launch(recipe, 2, f"{SMALL} --steps 1", probe=freezes_the_embedding)
+
+
 @pytest.mark.parametrize(
     "command",
     [
