@@ -287,6 +287,14 @@ def test_in_flight():
     assert MEMORY.in_flight(replace(cfg, pp=1)) == [(1, False), (1, True)]
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_1f1b_takes_no_more_memory_for_more_micro_batches(stage):
+    """... as gradients that were sent are let go: a stage that kept them would need 16 GiB for 256 long ones."""
+    runs = (replace(SMOLLM, pp=4, stage=stage, batch=m, microbatches=m) for m in (8, 64))
+    few, many = (sum(MEMORY.peak(cfg)[1].values()) for cfg in runs)
+    assert few == many
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [

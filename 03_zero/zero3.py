@@ -1,4 +1,4 @@
-"""ZeRO stage 3: weights are sharded too: each block is gathered before its forward and again before its backward.
+"""ZeRO stage 3: weights are sharded too; each block is gathered before its forward and again before its backward.
 
 Memory: (4 + 8 + 4)Ψ/dp bytes for the shards of weights, moments and gradients. Full weights exist for two units at a
 time, the one that computes and the next, which is prefetched. The last block and the head, which backward needs first,

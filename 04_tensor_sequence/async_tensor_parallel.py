@@ -12,7 +12,7 @@ Parent:   04_tensor_sequence/sequence_parallel.py, 02_data_parallel/copy_engines
 Lesson:   Shared, total, pull, push, multiply, ColumnParallel, RowParallel, make_shared
 Plumbing: Attention, MLP, Block.__init__, Model, build_model, check
 Copy:     share, Shared, total, pull, push, multiply, ColumnParallel, RowParallel (make_shared shows how to make Shared;
-          gather_tokens, reduce_scatter_tokens, Scatter and sum_replicas as sequence_parallel.py says)
+          the rest, gather_tokens to sum_replicas, as sequence_parallel.py says)
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/async_tensor_parallel.py
 Source:   Wang et al. 2023, ASPLOS, doi:10.1145/3567955.3567959; Jangda et al. 2022, CoCoNet, arXiv:2105.05720
 """
@@ -568,13 +568,14 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def sum_replicas(model: nn.Module) -> None:
-    """Sum the gradients of what is not split, such as norms, and of key and value heads that several ranks hold.
+    """Sum the gradients of replicated parameters (norms), and of key and value heads that several ranks hold.
 
-    What is not split has seen only this rank's tokens.
+    A rank's gradient of a replicated parameter comes from its own tokens alone.
     """
     # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-    whole = [p.grad for name, p in model.named_parameters() if placement(name, 2, 2) == (0, 1)]  # on 2 ranks as on any
-    model.tp.allreduce_coalesced(whole).wait()  # 2 (tp-1)/tp of their bytes out and in per rank; everyone waits
+    # with tp 2 instead of tp.size(): on one rank nothing is split, and everything would count as replicated
+    replicated = [p.grad for name, p in model.named_parameters() if placement(name, 2, 2)[1] == 1]
+    model.tp.allreduce_coalesced(replicated).wait()  # 2 (tp-1)/tp of their bytes out and in per rank; everyone waits
     if model.replicas.size() > 1:
         layers = [block.self_attn for block in model.model.layers]
         gradients = [p.grad for layer in layers for part in (layer.k_proj, layer.v_proj) for p in part.parameters()]

@@ -13,8 +13,8 @@ Parent:   04_tensor_sequence/vocab_parallel.py
 Lesson:   gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, Attention, MLP, Model,
           sum_replicas
 Plumbing: check
-Copy:     gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, sum_replicas (Attention, MLP and
-          Model show their calls)
+Copy:     SPLIT, gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, placement, sum_replicas
+          (Attention, MLP and Model show their calls)
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/sequence_parallel.py
 Source:   Korthikanti et al. 2022, arXiv:2205.05198
 """
@@ -458,13 +458,14 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def sum_replicas(model: nn.Module) -> None:
-    """Sum the gradients of what is not split, such as norms, and of key and value heads that several ranks hold.
+    """Sum the gradients of replicated parameters (norms), and of key and value heads that several ranks hold.
 
-    What is not split has seen only this rank's tokens.
+    A rank's gradient of a replicated parameter comes from its own tokens alone.
     """
     # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-    whole = [p.grad for name, p in model.named_parameters() if placement(name, 2, 2) == (0, 1)]  # on 2 ranks as on any
-    model.tp.allreduce_coalesced(whole).wait()  # 2 (tp-1)/tp of their bytes out and in per rank; everyone waits
+    # with tp 2 instead of tp.size(): on one rank nothing is split, and everything would count as replicated
+    replicated = [p.grad for name, p in model.named_parameters() if placement(name, 2, 2)[1] == 1]
+    model.tp.allreduce_coalesced(replicated).wait()  # 2 (tp-1)/tp of their bytes out and in per rank; everyone waits
     if model.replicas.size() > 1:
         layers = [block.self_attn for block in model.model.layers]
         gradients = [p.grad for layer in layers for part in (layer.k_proj, layer.v_proj) for p in part.parameters()]

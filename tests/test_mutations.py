@@ -361,7 +361,7 @@ BUGS = [
     Bug(
         "gradients of norms are not summed",
         SEQUENCE,
-        "model.tp.allreduce_coalesced(whole).wait()",
+        "model.tp.allreduce_coalesced(replicated).wait()",
         "pass",
         world=2,
     ),
@@ -413,7 +413,7 @@ BUGS = [
     Bug(
         "gradients of norms are not summed",
         ASYNC,
-        "model.tp.allreduce_coalesced(whole).wait()",
+        "model.tp.allreduce_coalesced(replicated).wait()",
         "pass",
         world=2,
     ),
