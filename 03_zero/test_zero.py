@@ -5,6 +5,7 @@ import gc
 import itertools
 import subprocess
 import tempfile
+import time
 
 import compare
 import equivalence
@@ -338,6 +339,11 @@ def held() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def settled() -> int:
+    """held(), when gloo's threads have let go of what they have sent: that is a moment after wait() has returned."""
+    return min(time.sleep(0.02) or held() for _ in range(5))
+
+
 def bytes_held(module):
     """A probe: bytes of all tensors when the gradients are there, and after the step; bytes of the batch."""
     gc.freeze()
@@ -345,10 +351,10 @@ def bytes_held(module):
 
     def step(cfg, model, optimizer, *batch):
         result = train_step(cfg, model, optimizer, *batch)
-        seen.extend([held(), sum(tensor.untyped_storage().nbytes() for tensor in batch)])
+        seen.extend([settled(), sum(tensor.untyped_storage().nbytes() for tensor in batch)])
         return result
 
-    module.clip_gradients = lambda *args: seen.append(held()) or clip(*args)
+    module.clip_gradients = lambda *args: seen.append(settled()) or clip(*args)
     module.train_step = step
     return lambda: seen[-3:]
 
@@ -396,7 +402,7 @@ def between_micro_batches(module):
 
     def watched(*args):
         kept = [getattr(unit, "sums", None) if hasattr(unit, "sums") else unit.gradient for unit in units]
-        seen.append([held(), {str(tensor.dtype) for tensor in kept if tensor is not None}])
+        seen.append([settled(), {str(tensor.dtype) for tensor in kept if tensor is not None}])
         return forward(*args)
 
     module.forward = watched
