@@ -24,6 +24,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # early: its defaults would keep the group, and its threads, beyond destroy_process_group
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from einops import rearrange

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import time
+import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -34,6 +35,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # early: its defaults would keep the group, and its threads, beyond destroy_process_group
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -352,7 +354,8 @@ def build_model(cfg: Config) -> Model:
     for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
         dtype = getattr(torch, cfg.dtype)
         model.units.append(make_unit(model, names, partial(full_tensor, cfg), dp, cfg.device, dtype))
-    model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(model, 0))  # the last gradient
+    owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
+    model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(owner, 0))  # the last gradient
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()

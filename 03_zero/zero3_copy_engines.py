@@ -24,6 +24,7 @@ import os
 import shutil
 import tempfile
 import time
+import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -36,6 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+import torch.distributed.nn  # early: its defaults would keep the group, and its threads, beyond destroy_process_group
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -425,7 +427,8 @@ def build_model(cfg: Config) -> Model:
     for unit, rounded in zip(model.units, zip(*(memory[largest:].split(each) for memory in model.memory))):
         unit.rounded = rounded
     publish(model)
-    model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(model, 0))  # the last gradient
+    owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
+    model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(owner, 0))  # the last gradient
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()

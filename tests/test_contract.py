@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import os
 import re
+import subprocess
 import sys
 import time
 
@@ -12,7 +14,7 @@ import numpy as np
 import probes
 import pytest
 import torch
-from launch import RankFailed, launch, load
+from launch import ROOT, RankFailed, free_port, launch, load
 from safetensors.torch import save_file
 from test_lineage import TRAINING
 
@@ -21,6 +23,8 @@ SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 
 CASES = {recipe: (world, flags) for recipe, world, flags in reversed(equivalence.CASES) if "--compile" not in flags}
 CASES[ROOT_RECIPE] = 1, ""  # recipe: (ranks, flags), the smallest of its cases
 RECIPES = [(recipe, *CASES[recipe]) for recipe in TRAINING]
+# DTensor's caches hold the group until the end of the process
+KEEP_THE_GROUP = {"03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py", "04_tensor_sequence/torch_dtensor.py"}
 every_recipe = pytest.mark.parametrize("recipe, world, flags", RECIPES, ids=TRAINING)
 
 
@@ -85,12 +89,19 @@ def test_compile(recipe, world, flags):
 
 @every_recipe
 def test_log_and_saved_file(recipe, world, flags):
-    """One rank logs each step and the medians after the warm-up, with what it saves; each step has its own batch."""
-    start, probe = time.perf_counter(), probes.together(probes.calls("save_file"), probes.steps_of_batches)
+    """One rank logs each step and the medians after the warm-up, with what it saves; each step has its own batch.
+
+    After it nothing holds the process group any more: of a gloo group that outlives destroy_process_group the threads
+    release tensors at the end of the process, which aborts it now and then.
+    """
+    start = time.perf_counter()
+    probe = probes.together(probes.calls("save_file"), probes.steps_of_batches, probes.threads_of_gloo)
     run = launch(recipe, world, f"{SMALL} {flags} --steps 12", probe=probe)
     history, silent = np.array(run.history), run.output[1:]
-    assert [calls for (calls,), _ in run.probes] == [1] + [0] * (world - 1) and not any(silent)
-    assert all(steps == list(range(13)) for _, steps in run.probes)
+    assert [calls for (calls,), *_ in run.probes] == [1] + [0] * (world - 1) and not any(silent)
+    assert all(steps == list(range(13)) for _, steps, _ in run.probes)
+    if recipe not in KEEP_THE_GROUP:
+        assert [threads for *_, threads in run.probes] == [0] * world
     assert 0 < history[:, 2].sum() < time.perf_counter() - start and (history[:, 2] > 0).all()
     lines = run.output[0].splitlines()
     labels = [*(f"step {step}" for step in range(1, 13)), "median"]
@@ -98,6 +109,24 @@ def test_log_and_saved_file(recipe, world, flags):
     for line, label, (loss, norm, seconds) in zip(lines, labels, numbers, strict=True):
         speed = f"tokens/s/GPU {8 * 16 / seconds / world:,.0f}"
         assert re.split("  +", line.strip())[:4] == [label, f"loss {loss:.4f}", f"gradient norm {norm:.3f}", speed]
+
+
+def test_what_the_first_step_imports_does_not_hold_the_group():
+    """In a process of its own: here all is imported before the group is made. Every recipe has the line against it."""
+    code = f"""
+import runpy, sys
+sys.path.append({str(ROOT / "tests")!r})
+sys.argv = "naive.py {SMALL} --steps 1".split()
+runpy.run_path("02_data_parallel/naive.py", run_name="__main__")
+from probes import threads_of_gloo
+print("threads left:", threads_of_gloo(None)())"""
+    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    environment = {**os.environ, **alone, "MASTER_PORT": str(free_port())}
+    end = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert end.stdout.splitlines()[-1:] == ["threads left: 0"], end.stdout + end.stderr
+    for recipe in TRAINING:
+        source = (ROOT / recipe).read_text()
+        assert ("\nimport torch.distributed.nn  # early" in source) == ("\nimport torch.distributed as dist" in source)
 
 
 def bad_inputs(folder):
