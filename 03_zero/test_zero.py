@@ -441,6 +441,35 @@ def while_it_is_built(module):
     return lambda: [max(whole), max(peak), *after]
 
 
+def held_with_gradients(module):
+    """A probe: bytes held when the gradients have just been allocated, and bytes held after the model is built."""
+    gc.freeze()
+    zeros_like, build_model, seen = torch.zeros_like, module.build_model, []
+
+    def watched(*args):
+        zeros = zeros_like(*args)
+        seen.append(held())
+        return zeros
+
+    def build(cfg):
+        torch.zeros_like = watched
+        model = build_model(cfg)
+        torch.zeros_like = zeros_like
+        seen.append(held())
+        return model
+
+    module.build_model = build
+    return lambda: seen
+
+
+def test_zero1_frees_the_weights_that_it_moves():
+    """... before it allocates gradients: 8 bytes per parameter while it is built, no more than in training."""
+    run = launch(ZERO1, 3, f"{SMALL} --steps 0", probe=held_with_gradients)
+    parameters = sum(tensor.numel() for tensor in run.weights.values())
+    for built in run.probes:
+        assert len(built) == 2 and all(8 * parameters <= bytes_held < 8.1 * parameters for bytes_held in built), built
+
+
 @in_units
 def test_no_rank_ever_has_the_whole_model(recipe):
     """... in float32, nor, in stage 3, at all: not while it is built either."""
