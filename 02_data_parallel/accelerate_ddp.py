@@ -24,7 +24,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # early: its defaults would keep the group, and its threads, beyond destroy_process_group
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from einops import rearrange

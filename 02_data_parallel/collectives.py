@@ -25,7 +25,6 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # early: its defaults would keep the group, and its threads, beyond destroy_process_group
 from torch import Tensor
 
 # ------------------------------------------------------------------------------------------------------------ config

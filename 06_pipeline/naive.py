@@ -27,7 +27,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # early: its defaults would keep the group, and its threads, beyond destroy_process_group
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file

@@ -7,7 +7,6 @@ once, in the parent, and a process is a fork: eight gloo ranks start in well und
 import contextlib
 import faulthandler
 import gc
-import getpass
 import importlib.util
 import json
 import multiprocessing
@@ -38,7 +37,7 @@ from safetensors.torch import load_file
 # Inductor's cache of graphs does not know the CPU's capability: code that was generated for AVX2 (ATEN_CPU_CAPABILITY)
 # and is compiled again for AVX-512 writes past the end of its tensors. So each capability has its own.
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_{CAPABILITY}"
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{CAPABILITY}"
 
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)  # ranks share the cores, and the threads of a pool would not survive the fork
