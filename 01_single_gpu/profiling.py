@@ -104,8 +104,8 @@ def phases(events: list[dict]) -> list[tuple[str, float, float]]:
 
 
 def classify(events: list[dict]) -> dict[str, list[tuple[float, float]]]:
-    """(start, end), in microseconds, of all work by the phase that launched it, and of communication."""
-    windows, spans = phases(events), {kind: [] for kind in (*PHASES, "communication")}
+    """(start, end), in microseconds, of all work by the phase that launched it, of communication, of its gathers."""
+    windows, spans = phases(events), {kind: [] for kind in (*PHASES, "communication", "gather")}
     work = [e for e in events if e.get("cat") in GPU_EVENTS]
     launched = any(e.get("cat") == "cuda_runtime" and e["name"].startswith("cudaLaunch") for e in events)
     if launched and not any(e["cat"] == "kernel" for e in work):
@@ -124,6 +124,8 @@ def classify(events: list[dict]) -> dict[str, list[tuple[float, float]]]:
         aside = main_stream is not None and e["args"]["stream"] != main_stream  # copies, and sums of what has come
         kind = "communication" if aside or any(word in e["name"] for word in COMMUNICATION) else phase
         spans[kind].append((e["ts"], e["ts"] + e["dur"]))
+        if "allgather" in e["name"].lower().replace("_", ""):
+            spans["gather"].append(spans[kind][-1])
     return spans
 
 
@@ -176,7 +178,7 @@ def timeline(spans: dict[str, list[tuple[float, float]]]) -> dict[str, list[tupl
     exposed = without(union(spans["communication"]), compute)
     first = min(start for kind in spans.values() for start, _ in kind)
     shown = {**spans, "exposed": exposed}
-    gaps = {**dict.fromkeys(PHASES, 50), "communication": 1, "exposed": 1}  # microseconds that a picture cannot show
+    gaps = {kind: 50 if kind in PHASES else 1 for kind in shown}  # microseconds that a picture cannot show
     return {
         kind: [(round((a - first) / 1e3, 3), round((b - first) / 1e3, 3)) for a, b in union(found, gaps[kind])]
         for kind, found in shown.items()

@@ -41,7 +41,7 @@ def trace_of_a_gpu():
     launched = [  # name, category, launch, start, end, stream
         ("gemm", "kernel", 5, 100, 200, 7),
         ("gemm_backward", "kernel", 25, 200, 300, 7),
-        ("ncclDevKernel_AllReduce", "kernel", 30, 250, 350, 20),
+        ("ncclDevKernel_AllGather_RING_LL", "kernel", 30, 250, 350, 20),
         ("Memcpy PtoP", "gpu_memcpy", 40, 320, 340, 20),
         ("c10d::symmetric_memory::barrier_kernel(unsigned int**)", "kernel", 40, 335, 360, 20),
         ("Memcpy DtoD", "gpu_memcpy", 45, 300, 310, 7),
@@ -61,6 +61,7 @@ def test_report_of_a_gpu_trace():
     profiling = load(PROFILING)
     spans = profiling.classify(trace_of_a_gpu())
     assert spans["forward"] == [(100, 200)] and spans["backward"] == [(200, 300), (300, 310)]
+    assert spans["gather"] == [(250, 350)]
     assert spans["optimizer"] == [(370, 400)] and spans["communication"] == [(250, 350), (320, 340), (335, 360)]
     ms = profiling.summarize(spans, step_ms=0.5)
     wanted = dict(step=0.5, forward=0.1, backward=0.11, optimizer=0.03, compute=0.24, communication=0.11, exposed=0.05)
@@ -107,14 +108,15 @@ def test_report_of_a_cpu_trace():
             event("gloo:all_reduce", "user_annotation", 22, 20),
         ]
     )
-    assert spans == {"forward": [], "backward": [], "optimizer": [(0, 10)], "communication": [(22, 42)]}
+    assert spans == {"forward": [], "backward": [], "optimizer": [(0, 10)], "communication": [(22, 42)], "gather": []}
 
 
 def test_gaps_of_a_timeline():
     """50 microseconds of compute cannot be seen in a picture, but single collectives can."""
     spans = dict(forward=[(0, 10), (40, 50)], backward=[], optimizer=[], communication=[(60, 70), (80, 90)])
-    shown = load(PROFILING).timeline(spans)
+    shown = load(PROFILING).timeline({**spans, "gather": [(80, 90)]})
     assert shown["forward"] == [(0, 0.05)] and shown["communication"] == [(0.06, 0.07), (0.08, 0.09)]
+    assert shown["gather"] == [(0.08, 0.09)]
 
 
 def test_draw(tmp_path, monkeypatch):

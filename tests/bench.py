@@ -117,6 +117,17 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
             ("01_single_gpu/train.py", f"{PARALLEL} --batch 4 --seq 4096"),
         ],
     ),
+    "zero_stages": (  # a step of which a picture shows every unit
+        2,
+        1,
+        [
+            (f"03_zero/{name}.py", f"{PARALLEL} --layers 8 --vocab 8192 --batch 8" + micro)
+            for name, micro in [
+                ("zero1", ""),
+                *((stage, " --microbatches 1") for stage in ("zero1_overlap", "zero2", "zero3")),
+            ]
+        ],
+    ),
     "zero_more": (
         4,
         4,
@@ -180,6 +191,7 @@ PROFILED = {
         f"02_data_parallel/{name}.py" for name in ("naive", "overlap", "bucketed", "coalesced", "copy_engines")
     ],
     "zero": ["03_zero/torch_fsdp.py", "03_zero/zero3.py", "03_zero/zero3_copy_engines.py"],
+    "zero_stages": [file for file, _ in SUITES["zero_stages"][2]],
     "tensor_few_layers": [
         f"04_tensor_sequence/{name}.py" for name in ("torch_dtensor", "sequence_parallel", "async_tensor_parallel")
     ],
@@ -326,14 +338,14 @@ def blocks(file: str, flags: str, gpus: int) -> dict[str, float]:
     return {"forward": forward, "backward": backward}
 
 
-def profiled(file: str, flags: str, gpus: int) -> list[dict[str, float]]:
+def profiled(file: str, flags: str, gpus: int, timelines: Path) -> list[dict[str, float]]:
     """Milliseconds of a step by what the GPU does, by rank. Keeps the timeline of the one that computes longest."""
     with tempfile.TemporaryDirectory() as folder:
         outputs(torchrun(gpus, "01_single_gpu/profiling.py", file, "--folder", folder, *flags.split()))
         reports = [json.loads(Path(folder, f"{Path(file).stem}.rank{rank}.json").read_text()) for rank in range(gpus)]
     slowest = max(reports, key=lambda report: report["ms"]["compute"])
-    TIMELINES.mkdir(parents=True, exist_ok=True)
-    Path(TIMELINES, f"{Path(file).stem}.json").write_text(json.dumps(slowest) + "\n")
+    timelines.mkdir(parents=True, exist_ok=True)
+    Path(timelines, f"{Path(file).stem}.json").write_text(json.dumps(slowest) + "\n")
     return [report["ms"] for report in reports]
 
 
@@ -395,7 +407,8 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
         yield result
     for file in PROFILED.get(suite, []):
         row = next(row for row in rows if row["file"] == file)
-        row["profile"] = profiled(row["file"], re.sub(r"--steps \d+", "", row["flags"]), gpus)
+        timelines = TIMELINES / suite if suite == "zero_stages" else TIMELINES
+        row["profile"] = profiled(row["file"], re.sub(r"--steps \d+", "", row["flags"]), gpus, timelines)
         for rank, ms in enumerate(row["profile"]):
             print(f"profile  {file:35} rank {rank}", *(f"{key} {value:.1f}" for key, value in ms.items()), flush=True)
         yield result
