@@ -411,7 +411,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
         start = time.perf_counter()
         set_learning_rate(cfg, optimizer, step)
         loss, norm = train_step(cfg, model, optimizer, *batch)
-        batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
+        if step + 1 < cfg.steps:
+            batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])

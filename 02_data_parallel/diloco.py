@@ -374,7 +374,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
         loss, norm = train_step(cfg, model, optimizer, *batch)
         if (step + 1) % cfg.inner_steps == 0 or step + 1 == cfg.steps:  # so that the saved weights are agreed on
             outer_step(model, outer)
-        batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
+        if step + 1 < cfg.steps:
+            batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])

@@ -151,7 +151,8 @@ def take_gradients(unit: Unit) -> Tensor:
 def reduce(model: nn.Module, i: int) -> None:
     """Start to reduce the gradients of unit i, which backward has finished."""
     if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
-        model.sending.pop(0)[0].wait()  # on GPUs the stream waits, not this process
+        model.sending[0][0].wait()  # on GPUs the stream waits, not this process
+        model.sending.pop(0)
     unit = model.units[i]
     flat = take_gradients(unit)
     model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
@@ -508,7 +509,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
         start = time.perf_counter()
         set_learning_rate(cfg, optimizer, step)
         loss, norm = train_step(cfg, model, optimizer, *batch)
-        batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
+        if step + 1 < cfg.steps:
+            batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
