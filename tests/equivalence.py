@@ -18,10 +18,9 @@ token. Their measure is the root with bfloat16 weights, which rounds all of that
 
 import argparse
 import copy
-import functools
 import json
 import multiprocessing
-import tempfile
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -30,7 +29,7 @@ from types import ModuleType
 import compare
 import probes
 import torch
-from launch import ROOT, Run, launch
+from launch import ROOT, Run, launch, once, run_folder
 from safetensors.torch import save_file
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2}  # the last in multiples of the root's own error
@@ -41,6 +40,7 @@ GRADIENT = "--steps 1 --eps 1e12 --lr 1e12 --clip 1e9 --weight_decay 0 --warmup 
 LOW_GRADIENT = GRADIENT.replace("--lr 1e12", "--lr 1e14")  # rate 100: float32 weights must not round the change away
 TRAINING = "--steps 4 --lr 1e-2 --clip 0.5 --warmup 1"
 MODEL = "--layers --batch --seq --vocab --dim --heads --kv_heads --ffn".split()  # what is trained: the root's flags too
+LARGE = {"lm_head": 200, "q_proj": 15, "k_proj": 15, "embed_tokens": 50}  # times the weights, by their names
 LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
     f"03_zero/{name}.py"
     for name in "zero1_overlap zero2 zero3 zero3_copy_engines hsdp offload torch_fsdp accelerate_fsdp".split()
@@ -164,20 +164,56 @@ CASES = [
 ]
 
 
+ROOT_RECIPE = "01_single_gpu/train.py"
+HARDEST = {  # of its cases the one that proves a recipe, when there is time for one: shards with padding, shared heads
+    ROOT_RECIPE: (1, ""),
+    "01_single_gpu/gradient_accumulation.py": (1, "--microbatches 4"),
+    "01_single_gpu/activation_checkpointing.py": (1, ""),
+    "01_single_gpu/selective_checkpointing.py": (1, ""),
+    "02_data_parallel/naive.py": (3, ""),
+    "02_data_parallel/overlap.py": (3, ""),
+    "02_data_parallel/bucketed.py": (2, "--bucket_mb 0.05"),
+    "02_data_parallel/coalesced.py": (2, "--bucket_mb 0.05"),
+    "02_data_parallel/no_sync.py": (4, "--microbatches 3 --bucket_mb 0.05"),
+    "02_data_parallel/copy_engines.py": (5, "--batch 10 --bucket_mb 0.05"),
+    "02_data_parallel/diloco.py": (3, "--inner_steps 1 --outer_lr 1 --outer_momentum 0"),
+    "02_data_parallel/torch_ddp.py": (4, "--bucket_mb 0.05"),
+    "02_data_parallel/accelerate_ddp.py": (4, "--bucket_mb 0.05"),
+    "03_zero/zero1.py": (5, "--batch 10"),
+    "03_zero/zero1_overlap.py": (4, "--microbatches 3"),
+    "03_zero/zero2.py": (4, "--microbatches 3"),
+    "03_zero/zero3.py": (4, "--microbatches 3"),
+    "03_zero/zero3_copy_engines.py": (4, "--microbatches 3"),
+    "03_zero/hsdp.py": (6, "--shard 3 --microbatches 2"),
+    "03_zero/offload.py": (4, "--microbatches 3"),
+    "03_zero/torch_fsdp.py": (5, "--batch 10"),
+    "03_zero/accelerate_fsdp.py": (4, ""),
+    "04_tensor_sequence/tensor_parallel.py": (4, "--heads 4 --kv_heads 2"),
+    "04_tensor_sequence/vocab_parallel.py": (4, "--heads 4 --kv_heads 2 --vocab 257"),
+    "04_tensor_sequence/sequence_parallel.py": (4, "--heads 4 --kv_heads 2 --batch 6"),
+    "04_tensor_sequence/async_tensor_parallel.py": (4, "--heads 4 --kv_heads 2 --batch 6"),
+    "04_tensor_sequence/torch_dtensor.py": (4, "--heads 4 --kv_heads 4 --vocab 261"),
+    "06_pipeline/naive.py": (4, ""),
+    "06_pipeline/afab.py": (4, "--microbatches 6"),
+    "06_pipeline/1f1b.py": (4, "--microbatches 6"),
+}
+
+
 def root_of(recipe: str) -> str:
     """The recipe that trains the same model on one device."""
     return "07_expert/moe.py" if recipe.startswith(("07", "08")) else "01_single_gpu/train.py"
 
 
-@functools.cache
+@once
 def documents() -> str:
     """A folder with 2,000 files of 1, 2, 4 ... 32 bytes, cut from the source of argparse."""
-    folder = tempfile.mkdtemp()
+    folder = run_folder() / "documents"
+    folder.mkdir()
     generator = torch.Generator().manual_seed(0)
     text, sizes = Path(argparse.__file__).read_bytes(), 2 ** torch.randint(0, 6, (2000,), generator=generator)
     for i, size in enumerate(sizes.tolist()):
         Path(folder, f"{i:04}.txt").write_bytes(text[30 * i : 30 * i + size])
-    return folder
+    return str(folder)
 
 
 def shared(flags: str) -> str:
@@ -186,20 +222,25 @@ def shared(flags: str) -> str:
     return " ".join(f"{a} {b}" for a, b in zip(words, words[1:]) if a in MODEL)
 
 
-@functools.cache
-def start(root: str, flags: str) -> str:
-    """A file with the weights that (seed, name) draw, but random numbers around 1 for the norms."""
+@once
+def start(root: str, flags: str, large: bool = False) -> str:
+    """A file with the weights that (seed, name) draw, but random numbers around 1 for the norms.
+
+    large: so large that logits reach 100 and more, of which float32 has no exponential, and attention scores 20.
+    """
     weights = launch(root, 1, f"{flags} --device cpu --dtype float64 --steps 0").weights
     generator = torch.Generator().manual_seed(1)
-    for tensor in weights.values():
+    for name, tensor in weights.items():
         if tensor.ndim == 1:
             tensor += 0.3 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-    file = tempfile.mkdtemp() + "/start.safetensors"
+        if large:
+            tensor *= next((scale for part, scale in LARGE.items() if part in name), 1)
+    file = run_folder() / f"start{zlib.crc32(repr((root, flags, large)).encode())}.safetensors"
     save_file(weights, file)
-    return file
+    return str(file)
 
 
-@functools.cache
+@once
 def reference(root: str, flags: str) -> Run:
     """The root's run. Checks that the case is not vacuous: the clip acts, valid tokens differ."""
     run = launch(root, 1, flags, probe=probes.valid_tokens)
@@ -223,7 +264,40 @@ def bfloat16_weights(module: ModuleType) -> Callable[[], None]:
     return lambda: None
 
 
-@functools.cache
+def sum_of_parts(parts: int, low_weights: bool, rounded: int = 0) -> Callable[[ModuleType], Callable[[], None]]:
+    """A probe of the root: the gradients of so many parts of the batch, computed one by one and summed in float64.
+
+    rounded: the sum of so many that follow each other is rounded to bfloat16 first; 0 if none is.
+    """
+
+    def probe(module: ModuleType) -> Callable[[], None]:
+        def summed(cfg, model, inputs, targets):
+            tokens, low = (targets != module.IGNORE).sum(), model
+            if low_weights:
+                low = copy.deepcopy(model).to(torch.bfloat16)
+            totals, sums = ([torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()] for _ in range(2))
+            loss = 0.0
+            for i, (x, y) in enumerate(zip(inputs.chunk(parts), targets.chunk(parts)), 1):
+                part = module.forward(cfg, low, x, y) / tokens
+                part.backward()
+                loss += part.detach()
+                for p, total, gradient in zip(low.parameters(), totals, sums):
+                    gradient += p.grad
+                    p.grad = None
+                    if not rounded or i % rounded == 0:
+                        total += gradient.bfloat16() if rounded else gradient
+                        gradient.zero_()
+            for p, total in zip(model.parameters(), totals):
+                p.grad = total.to(p.dtype)
+            return loss
+
+        module.forward_backward = summed
+        return lambda: None
+
+    return probe
+
+
+@once
 def low_reference(root: str, flags: str, low_weights: bool) -> Run:
     """The root's run in bfloat16, under autocast or with bfloat16 weights."""
     return launch(root, 1, f"{flags} --dtype bfloat16", probe=bfloat16_weights if low_weights else None)
@@ -301,6 +375,7 @@ def main() -> None:
     args = parser.parse_args()
     recipes = args.recipes or list(dict.fromkeys(recipe for recipe, *_ in CASES))
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    run_folder()  # of this process, for those of the pool
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as jobs:
         futures = {jobs.submit(measured, recipe, args.device): recipe for recipe in recipes}
         for future in as_completed(futures):

@@ -4,14 +4,19 @@
 once, in the parent, and a process is a fork: eight gloo ranks start in well under a second.
 """
 
+import atexit
 import contextlib
 import faulthandler
+import fcntl
+import functools
 import gc
+import hashlib
 import importlib.util
 import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import socket
 import sys
 import tempfile
@@ -59,6 +64,39 @@ class RankFailed(Exception):
     def __init__(self, rank: int, code: int, output: str):
         super().__init__(f"rank {rank} ended with exit code {code}:\n{output}")
         self.code, self.output = code, output
+
+
+@functools.cache
+def run_folder() -> Path:
+    """Return a folder that the workers of one run of pytest share; the last of them removes it."""
+    folder = Path(tempfile.gettempdir(), f"recipes-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}")
+    folder.mkdir(exist_ok=True)
+    users = open(folder / "users", "w")
+    fcntl.flock(users, fcntl.LOCK_SH)
+
+    def leave() -> None:
+        with contextlib.suppress(BlockingIOError):  # another worker is still there
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+
+    atexit.register(leave)
+    return folder
+
+
+def once(function: Callable) -> Callable:
+    """Decorate what is the same for all workers, as the root's runs are: the first computes it, the others read it."""
+
+    @functools.cache
+    def shared(*arguments):
+        name = hashlib.sha256(repr((function.__qualname__, arguments)).encode()).hexdigest()
+        file = run_folder() / name
+        with open(f"{file}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            if not file.exists():
+                file.write_bytes(pickle.dumps(function(*arguments)))
+            return pickle.loads(file.read_bytes())
+
+    return shared
 
 
 def load(path: Path | str) -> ModuleType:
@@ -119,6 +157,7 @@ def isolated(function: Callable[[], Any]) -> Any:
     here, there = context.Pipe(duplex=False)
 
     def child() -> None:
+        torch.set_num_threads(1)  # again: the parent's pool is gone, and threads would race to make the new one
         try:
             answer = function(), None
         except BaseException:

@@ -1,17 +1,17 @@
 """Probes for launch(): each is called with a recipe's module before main, and returns a function that reports after."""
 
-import contextlib
+import ctypes
+import gc
 import itertools
+import sys
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 Report = Callable[[], Any]
 
@@ -54,20 +54,253 @@ def valid_tokens(module: ModuleType) -> Report:
     return lambda: (made[0][1] != module.IGNORE).sum(1).tolist()
 
 
-def threads_of_gloo(module: ModuleType) -> Report:
-    """How many threads of gloo are left after main (Linux). They release tensors, which aborts a process at its end."""
+def threads_of_gloo() -> int:
+    """How many threads of gloo there are (Linux)."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
 
-    def threads() -> int:
-        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-        return sum("gloo" in name for name in names)
 
-    def report() -> int:
+def group_is_gone(module: ModuleType) -> Report:
+    """After main: whether there is a default process group, and how many threads of gloo are left.
+
+    Of a group that outlives destroy_process_group, threads release tensors at the end of the process, which aborts it
+    now and then.
+    """
+
+    def report() -> tuple[bool, int]:
         end = time.monotonic() + 5
-        while threads() and time.monotonic() < end:  # one may still be about to end
+        while threads_of_gloo() and time.monotonic() < end:  # one may still be about to end
             time.sleep(0.01)
-        return threads()
+        return torch.distributed.is_initialized(), threads_of_gloo()
 
     return report
+
+
+def results_of_steps(module: ModuleType) -> Report:
+    """[loss, gradient norm] of every step on this rank, as train_step returns them."""
+    seen, train_step = [], module.train_step
+
+    def step(*args):
+        result = train_step(*args)
+        seen.append([getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)().item() for tensor in result])
+        return result
+
+    module.train_step = step
+    return lambda: seen
+
+
+def waits(module: ModuleType) -> Report:
+    """Asserts that whatever a step starts asynchronously, collectives and messages, is waited for before it ends."""
+    if not hasattr(module, "dist"):
+        return lambda: None
+    group, started, in_step, train_step = module.dist.ProcessGroup, [], [False], module.train_step
+
+    class Watched:
+        def __init__(self, name, work):
+            self.name, self.work, self.waited = name, work, False
+            started.append(self)
+
+        def wait(self, *timeout):
+            self.waited = True
+            return self.work.wait(*timeout)
+
+    def watched(name, original):
+        def start(*args, **kwargs):
+            work = original(*args, **kwargs)
+            return Watched(name, work) if in_step[0] else work
+
+        return start
+
+    def step(*args):
+        in_step[0] = True
+        result = train_step(*args)
+        in_step[0] = False
+        forgotten = [work.name for work in started if not work.waited]
+        assert not forgotten, f"nobody has waited for: {', '.join(forgotten)}"
+        started.clear()
+        return result
+
+    names = (
+        "allreduce allreduce_coalesced _allgather_base _reduce_scatter_base alltoall_base all_to_all_single send recv"
+    )
+    for name in names.split():
+        if hasattr(group, name):
+            setattr(group, name, watched(name, getattr(group, name)))
+    module.train_step = step
+    return lambda: None
+
+
+def whole_parameters(module: ModuleType) -> Report:
+    """The bits of this rank's parameters that have the shape of the whole model's, by name, after training."""
+    models, build_model = [], module.build_model
+    module.build_model = lambda *args: models.append(build_model(*args)) or models[0]
+    shapes: dict[str, torch.Size] = {}
+    full_tensor = module.full_tensor
+    module.full_tensor = lambda cfg, name, shape: shapes.update({name: shape}) or full_tensor(cfg, name, shape)
+
+    def report() -> dict[str, bytes]:
+        found = {}
+        for name, p in models[0].named_parameters():
+            p = p.detach()
+            whole = not hasattr(p, "placements") and p.shape == shapes.get(name) and p.untyped_storage().nbytes()
+            if whole:
+                found[name] = p.numpy().tobytes()
+        return found
+
+    return report
+
+
+def dtypes_of_the_optimizer(module: ModuleType) -> Report:
+    """The dtypes of all that the optimizer reads and writes: parameters, gradients, moments."""
+    seen, optimizers, make = set(), [], module.make_optimizer
+    clip = module.clip_gradients
+
+    def clipped(*args):
+        for group in optimizers[0].param_groups:
+            for p in group["params"]:
+                seen.update(str(t.dtype) for t in (p, p.grad) if t is not None)
+        return clip(*args)
+
+    def report() -> list[str]:
+        for state in optimizers[0].state.values():
+            seen.update(str(state[key].dtype) for key in ("exp_avg", "exp_avg_sq"))
+        return sorted(seen)
+
+    module.make_optimizer = lambda *args: optimizers.append(make(*args)) or optimizers[0]
+    module.clip_gradients = clipped
+    return report
+
+
+def slow_steps(working: int, reading: int, batching: int, seconds: float) -> Callable[[ModuleType], Report]:
+    """A probe that holds up train_step in step `working`, the reading of the loss of step `reading`, and the batch
+    that is made during step `batching`."""
+
+    def probe(module: ModuleType) -> Report:
+        steps, train_step, item, make_batch = [0], module.train_step, torch.Tensor.item, module.make_batch
+
+        def step(*args):
+            steps[0] += 1
+            if steps[0] == working:
+                time.sleep(seconds)
+            result = train_step(*args)
+            if steps[0] == reading:
+                torch.Tensor.item = slow_item
+            return result
+
+        def slow_item(tensor):
+            torch.Tensor.item = item
+            time.sleep(seconds)
+            return tensor.item()
+
+        def batch(cfg, data, number):
+            if number == batching:  # the first has number 0
+                time.sleep(seconds)
+            return make_batch(cfg, data, number)
+
+        module.train_step, module.make_batch = step, batch
+        return lambda: None
+
+    return probe
+
+
+def things_in_memory(module: ModuleType) -> Report:
+    """Tensors, their bytes, objects of Python and hooks on parameters, at the end of some steps, after collection."""
+    models, counts, steps, train_step = [], [], [0], module.train_step
+    build_model = module.build_model
+
+    def build(*args):
+        model = build_model(*args)
+        models.append(weakref.ref(model))
+        return model
+
+    def count() -> tuple[int, int, int]:
+        gc.collect()
+        things = gc.get_objects()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in things), len(things), hooks()
+
+    def hooks() -> int:
+        kept = [(p._post_accumulate_grad_hooks, p._backward_hooks) for p in models[0]().parameters()]
+        return sum(len(hooks or {}) for pair in kept for hooks in pair)
+
+    def step(*args):
+        steps[0] += 1
+        if steps[0] in (5, 9):  # what steps 5 to 8 have left
+            for _ in range(20):
+                now = count()
+                if not counts or all(new <= old for new, old in zip(now, counts)):
+                    break
+                time.sleep(0.02)  # gloo's threads let go of what they have sent a moment after the wait for it
+            counts.extend(now)
+        return train_step(*args)
+
+    module.build_model, module.train_step = build, step
+    return lambda: {kind: counts[i::3] for i, kind in enumerate(("tensors", "objects", "hooks"))}
+
+
+class Mallinfo(ctypes.Structure):
+    """What glibc's mallinfo2() returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def allocated() -> int:
+    """Bytes that malloc has given away, tensors' and all others of C and C++ (glibc)."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Mallinfo
+    gc.collect()
+    smallest = sys.maxsize
+    for _ in range(5):
+        info = mallinfo()
+        smallest = min(smallest, info.uordblks + info.hblkhd)
+        time.sleep(0.01)  # gloo's threads let go of what they have sent a moment after the wait for it
+    return smallest
+
+
+def kept_outside_autograd(module: ModuleType) -> Report:
+    """Bytes that a forward leaves in memory although all that is saved for backward is thrown away.
+
+    What the whole batch leaves, less what an eighth of it does: the nodes of the graph are the same.
+    """
+    kept, train_step = [], module.train_step
+
+    def left_by(cfg, model, x, targets) -> int:
+        with torch.no_grad():
+            module.forward(cfg, model, x, targets)  # which leaves weights that are gathered
+        before = allocated()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+            out = module.forward(cfg, model, x, targets)
+        return allocated() - before - out.untyped_storage().nbytes()
+
+    def step(cfg, *args):
+        result = train_step(cfg, *args)
+        *_, model, _, inputs, targets = args
+        x = torch.zeros(*inputs.shape, cfg.dim, requires_grad=True) if getattr(model, "stage", 0) else inputs
+        eighth = len(x) // 8
+        for _ in range(2):  # the first time for what is made once
+            some = left_by(cfg, model, x[:eighth], targets[:eighth])
+            kept.append(left_by(cfg, model, x, targets) - some)
+        return result
+
+    module.train_step = step
+    return lambda: kept[-1]
+
+
+def dies_in_the_second_step(module: ModuleType) -> Report:
+    """The last rank fails while the others go on to a collective that it will never join."""
+    original, steps = module.train_step, []
+
+    def train_step(*args):
+        steps.append(1)
+        last = not hasattr(module, "dist") or module.dist.get_rank() == module.dist.get_world_size() - 1
+        if last and len(steps) == 2:
+            raise RuntimeError("the last rank has had enough")
+        return original(*args)
+
+    module.train_step = train_step
+    return lambda: None
 
 
 def steps_of_batches(module: ModuleType) -> Report:
@@ -171,39 +404,6 @@ def compiled(module: ModuleType) -> Report:
     return lambda: [kinds(True), kinds(False)]
 
 
-def reductions(when: str) -> Callable[[ModuleType], Report]:
-    """A probe: asynchronous all-reduces happen "at once" or "late", when they are waited for, which they may be once.
-
-    What is compiled goes through the first half of the compiler alone, which is quick.
-    """
-
-    def probe(module: ModuleType) -> Report:
-        dist, compile_ = module.dist, torch.nn.Module.compile
-        all_reduce, coalesced = dist.all_reduce, dist.ProcessGroup.allreduce_coalesced
-
-        class Work:
-            def __init__(self, start):
-                self.start = start
-                if when == "at once":
-                    start().wait()
-
-            def wait(self):
-                start, self.start = self.start, None
-                assert start, "waited for twice"
-                if when == "late":
-                    start().wait()
-
-        def reduce(tensor, async_op=False):
-            return Work(lambda: all_reduce(tensor, async_op=True)) if async_op else all_reduce(tensor)
-
-        dist.all_reduce = reduce
-        dist.ProcessGroup.allreduce_coalesced = lambda group, tensors: Work(lambda: coalesced(group, tensors))
-        torch.nn.Module.compile = lambda part: compile_(part, backend="aot_eager")
-        return lambda: None
-
-    return probe
-
-
 def one_sequence_alone_runs_a_block(module: ModuleType) -> Report:
     """One sequence of a global batch, the first or the last in turns, goes through block 2; the others skip it."""
     batches, ran = [], [0]
@@ -225,170 +425,6 @@ def one_sequence_alone_runs_a_block(module: ModuleType) -> Report:
 
     module.Model.forward, module.Block.forward = chosen_forward, chosen_block
     return lambda: ran[0]
-
-
-class Queue:
-    """Work in its order, done when it is put there, or as late as it is asked for."""
-
-    def __init__(self, late: bool):
-        self.late, self.todo, self.done = late, [], 0
-
-    def put(self, work: Callable[[], None]) -> int:
-        """Its number."""
-        self.todo.append(work)
-        if not self.late:
-            self.run()
-        return self.done + len(self.todo)
-
-    def run(self, number: int | None = None) -> None:
-        """Do all work, or that up to a number."""
-        while self.todo and (number is None or self.done < number):
-            work = self.todo.pop(0)
-            self.done += 1
-            work()
-
-
-class Stream(Queue):
-    """What recipes do with a side stream of a GPU. Counts how often it is used, and waits for the main stream."""
-
-    uses = waits = 0
-
-    def wait_stream(self, main) -> None:
-        self.waits += 1
-
-    def record_event(self) -> Callable[[], None]:
-        """What waits for all that is here by now."""
-        number = self.done + len(self.todo)
-        return lambda: self.run(number)
-
-    def synchronize(self) -> None:
-        self.run()
-
-
-def writing(tensors: list[torch.Tensor], work: Callable[[], None]) -> Callable[[], None]:
-    """The work that will write them. Autograd takes them for written now, as when a GPU is told to."""
-    tensors = tuple(tensors)
-    torch.autograd.graph.increment_version(tensors)
-
-    def then() -> None:
-        with torch.autograd._unsafe_preserve_version_counter(tensors):
-            work()
-
-    return then
-
-
-class OnStream(TorchDispatchMode):
-    """Puts the operations on tensors into a stream. What gives a new tensor gives it now, and fills it then."""
-
-    def __init__(self, stream: Stream):
-        super().__init__()
-        self.stream = stream
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, schema = kwargs or {}, function._schema
-        given = {**{a.name: value for a, value in zip(schema.arguments, args)}, **kwargs}
-        written = [given[a.name] for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-        if written:
-            self.stream.put(writing(written, lambda: function(*args, **kwargs)))
-            return written[0]
-        out = function(*args, **kwargs)
-        if not any(r.alias_info for r in schema.returns):  # else a view
-            self.stream.put(lambda: out.copy_(function(*args, **kwargs)))
-        return out
-
-
-def streams(when: str) -> Callable[[ModuleType], Report]:
-    """A probe: a GPU's side streams at their extremes. What is put on them, and every collective, happens "at once", or
-    "late": when the main stream waits for it, or for what comes after it on the same stream or in the same group.
-
-    What is compiled goes through the first half of the compiler alone, which is quick.
-    Reports [uses, waits for the main stream before] of each side stream.
-    """
-    late = {"late": True, "at once": False}[when]
-
-    def probe(module: ModuleType) -> Report:
-        dist, current, made = module.dist, [None], []  # the stream in use, None for the main one
-        groups = defaultdict(lambda: Queue(late))  # by name
-        build_model, compile_ = module.build_model, torch.nn.Module.compile
-
-        class Work:
-            """A collective, put in its group's queue by the stream in use, which others may wait for."""
-
-            def __init__(self, group, outputs, start):
-                stream = current[0]
-                before = stream.done + len(stream.todo) if stream else 0  # on its stream
-
-                def work():
-                    if stream:
-                        stream.run(before)
-                    start().wait()
-
-                self.queue = groups[(group or dist.group.WORLD).group_name]
-                self.number = self.queue.put(writing(outputs, work))
-
-            def wait(self):
-                if current[0]:
-                    current[0].put(lambda: self.queue.run(self.number))
-                else:
-                    self.queue.run(self.number)
-
-        def deferred(original):
-            def collective(*tensors, group=None, async_op=False):
-                work = Work(group, tensors[:1], lambda: original(*tensors, group=group, async_op=True))
-                return work if async_op else work.wait()
-
-            return collective
-
-        @contextlib.contextmanager
-        def on(stream):
-            previous, current[0] = current[0], stream
-            if stream:
-                stream.uses += 1
-            with OnStream(stream) if stream and late else contextlib.nullcontext():
-                yield
-            current[0] = previous
-
-        class Main:
-            def wait_stream(self, stream):
-                stream.run()
-
-            def wait_event(self, event):
-                event()
-                if late and dist.get_rank() == 0:
-                    time.sleep(0.005)  # the others are ahead
-
-        def build(*args):
-            model = build_model(*args)
-            for name in "gathers", "stream":
-                if hasattr(model, name):
-                    made.append(Stream(late))
-                    setattr(model, name, made[-1])
-            return model
-
-        share = getattr(module, "share", None)
-
-        def shared(*args):
-            memory, barrier = share(*args)
-            return memory, lambda: current[0].put(barrier) if current[0] else barrier()
-
-        if share:
-            module.share = shared
-
-        def of_a_group(original):
-            return lambda group, output, mine: Work(group, [output], lambda: original(group, output, mine))
-
-        for name in "_allgather_base", "_reduce_scatter_base":
-            setattr(dist.ProcessGroup, name, of_a_group(getattr(dist.ProcessGroup, name)))
-        for name in "all_to_all_single", "all_reduce":
-            setattr(dist, name, deferred(getattr(dist, name)))
-        for device in torch.cuda, torch.cpu:
-            device.stream, device.current_stream = on, Main
-        torch.cpu.Stream = lambda: made.append(Stream(late)) or made[-1]
-        torch.nn.Module.compile = lambda part: compile_(part, backend="aot_eager")
-        module.build_model = build
-        return lambda: [[stream.uses, stream.waits] for stream in made]
-
-    return probe
 
 
 def gathered_at_a_time(module: ModuleType) -> Report:

@@ -8,7 +8,7 @@ numbers of one device, to 1e-10 in float64, no wait is missing that these number
 - A `Queue` holds work that has been started and has not happened. Each group of ranks has one for its collectives,
   each side stream one for its operations. `wait` makes what is waited for happen, and all that is before it.
 - Operations on tensors are caught below autograd (`OnStream`), collectives where Python hands them to a process group
-  (`COLLECTIVES`, which names what each one writes). A collective that is missing there is refused: it would not be late.
+  (`COLLECTIVES` says what each one writes). A collective that is missing there is refused: it would not be late.
 - Whatever is started must be waited for before the step ends, by the main stream or by a side stream.
 - A side stream waits for the main one whenever it is given something to read: else it may read too early.
 - Memory: what a side stream still reads or writes must belong to somebody else too, else a GPU's allocator gives it

@@ -1,0 +1,436 @@
+"""What every recipe keeps, whatever it teaches: one function per promise, which raises AssertionError if it is broken.
+
+Each takes a recipe and, to try a bug, the file that runs in its place, and most of them launch it once: what one launch
+can show is asserted together. tests/test_contract.py calls all of them for every recipe; tests/test_bugs.py calls them
+for recipes with bugs, which they must see.
+"""
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
+import compare
+import equivalence
+import numpy as np
+import probes
+import torch
+from equivalence import CASES, HARDEST, ROOT_RECIPE
+from launch import RankFailed, Run, free_port, isolated, launch, load, once
+from safetensors.torch import save_file
+from test_lineage import FAMILY
+
+SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8"
+SMALLEST = {recipe: (world, flags) for recipe, world, flags in reversed(CASES) if "--compile" not in flags}
+SMALLEST[ROOT_RECIPE] = 1, ""  # recipe: (ranks, flags), for what does not depend on the size
+DILOCO = "02_data_parallel/diloco.py"
+# DTensor's caches hold the group until the end of the process
+KEEP_THE_GROUP = {"03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py", "04_tensor_sequence/torch_dtensor.py"}
+SLOW = 0.3  # seconds by which a step is held up on purpose
+STEPS = 10
+
+
+# ------------------------------------------------------------------------------------------------------------ equality
+def hardest(recipe: str, dtype: str, large: bool = False) -> tuple[int, str, str, str]:
+    """Ranks of the hardest case, the root's flags for it, the recipe's, and the weights from which both start."""
+    world, flags = HARDEST[recipe]
+    if recipe == DILOCO and dtype != "float64":
+        flags = SMALLEST[recipe][1]
+    root = equivalence.root_of(recipe)
+    init = equivalence.start(root, f"{equivalence.SHAPE} {equivalence.shared(flags)}", large)
+    common = f"{equivalence.SHAPE} --device cpu --data {equivalence.documents()} --init {init} --dtype {dtype}"
+    return world, f"{common} {equivalence.shared(flags)}", f"{common} {flags}", init
+
+
+def check_gradient(recipe: str, file: str | None = None) -> None:
+    """One step of gradient descent in float64: the gradient, the loss and the norm are the root's; no wait is missing.
+
+    All ranks have the same norm to the bit: else they would clip by different factors, and drift apart.
+    """
+    world, roots, ours, init = hardest(recipe, "float64")
+    probe = probes.together(probes.results_of_steps, probes.waits)
+    run = launch(file or recipe, world, f"{ours} {equivalence.GRADIENT}", probe)
+    reference = equivalence.reference(equivalence.root_of(recipe), f"{roots} {equivalence.GRADIENT}")
+    errors = compare.relative_errors(run.weights, reference.weights, compare.read(init)[0])
+    if recipe != DILOCO:  # its workers log and clip their own
+        errors |= compare.history_errors(run.history, reference.history)
+        assert all(seen == run.probes[0][0] for seen, _ in run.probes), "ranks differ in the loss, or in the norm"
+    compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"{recipe} on {world} ranks, gradient")
+
+
+def check_training(recipe: str, file: str | None = None) -> None:
+    """Four steps of AdamW with a clip that acts; between them a validation loss under no_grad, of two sizes.
+
+    Weights, losses and norms are the root's, and so are validation losses; whole tensors agree to the bit on all ranks.
+    """
+    world, roots, ours, _ = hardest(recipe, "float64")
+    if recipe == DILOCO:
+        world = 1  # workers have weights of their own until they meet
+    probe = probes.together(probes.evaluated, probes.whole_parameters)
+    run = launch(file or recipe, world, f"{ours} {equivalence.TRAINING}", probe)
+    reference = root_evaluated(equivalence.root_of(recipe), f"{roots} {equivalence.TRAINING}")
+    assert len(reference.probes[0]) == 1 + 2 * 4 and min(norm for _, norm, _ in reference.history) > 0.5
+    errors = compare.relative_errors(run.weights, reference.weights)
+    errors |= compare.history_errors(run.history, reference.history)
+    for losses, parameters in run.probes:
+        for i, (mine, theirs) in enumerate(zip(losses, reference.probes[0], strict=True)):
+            errors[f"validation loss {i}"] = max(errors.get(f"validation loss {i}", 0), abs(mine / theirs - 1))
+        for name, bits in parameters.items():
+            assert bits == run.weights[name].numpy().tobytes(), f"{recipe}: {name} is not the same on all ranks"
+    compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"{recipe} on {world} ranks, training")
+
+
+@once
+def root_evaluated(root: str, flags: str) -> Run:
+    """The root's run, with validation losses."""
+    return launch(root, 1, flags, probe=probes.evaluated)
+
+
+def check_large_values(recipe: str, file: str | None = None) -> None:
+    """Float32, with logits beyond 100 and attention scores of 20: as near to float64 as the root's float32.
+
+    An exponential without its maximum subtracted, or a maximum of the wrong rows, is right only for small numbers.
+    """
+    world, roots, ours, init = hardest(recipe, "float32", large=True)
+    root, before = equivalence.root_of(recipe), compare.read(init)[0]
+    exact = equivalence.reference(root, f"{roots.replace('float32', 'float64')} {equivalence.LOW_GRADIENT}")
+    theirs = equivalence.reference(root, f"{roots} {equivalence.LOW_GRADIENT}")
+    run = launch(file or recipe, world, f"{ours} {equivalence.LOW_GRADIENT}")
+    roots_errors = compare.relative_errors(theirs.weights, exact.weights, before)
+    errors = {
+        name: error / max(roots_errors[name], 1e-7)
+        for name, error in compare.relative_errors(run.weights, exact.weights, before).items()
+    }
+    if recipe != DILOCO:
+        errors["loss"] = abs(run.history[0][0] / exact.history[0][0] - 1) / 1e-6
+    compare.assert_close(errors, LARGE_ERROR, f"{recipe} on {world} ranks, large values")
+
+
+LARGE_ERROR = 4  # times the root's own error in float32: sums of as many roundings in another order
+
+
+def parts_of(recipe: str, world: int, flags: str) -> int | None:
+    """Into how many parts the batch is cut, each with a gradient of its own; None where the model is cut otherwise."""
+    if recipe.startswith("04") or recipe == DILOCO:
+        return None
+    default = {f.name: f.default for f in dataclasses.fields(load(recipe).Config)}.get("microbatches", 1)
+    given = re.search(r"--microbatches (\d+)", flags)
+    return (world if recipe[:2] in ("02", "03") else 1) * (int(given[1]) if given else default)
+
+
+def check_bfloat16(recipe: str, file: str | None = None) -> None:
+    """In bfloat16, nothing is rounded that the root does not round.
+
+    Where the batch is cut, the gradient is the exact sum of what the root computes for each part: one more rounding in
+    an accumulation or a reduction is seen. Where matmuls are cut, partial sums are rounded, so that errors differ: at
+    most twice the root's. The optimizer sees fp32 alone. Matmuls, residual stream and logits have 16 bits, the loss 32.
+    """
+    world, roots, ours, init = hardest(recipe, "bfloat16")
+    root, low = equivalence.root_of(recipe), recipe in equivalence.LOW_WEIGHTS
+    probe = probes.together(probes.dtypes, probes.dtypes_of_the_optimizer)
+    run = launch(file or recipe, world, f"{ours} {equivalence.LOW_GRADIENT}", probe)
+    for seen, optimizer in run.probes:
+        assert optimizer == ["torch.float32"], f"the optimizer has {optimizer}"
+        halves = dict.fromkeys(("Block", "Attention", "MLP", "RMSNorm"), ["torch.bfloat16"])
+        assert halves.items() <= seen.items(), seen
+        assert seen.get("Linear", halves["MLP"]) == halves["MLP"]  # it is not called where functions take its weight
+    assert run.probes[-1][0]["Loss"] == ["torch.float32"]
+    before, parts = compare.read(init)[0], parts_of(recipe, *HARDEST[recipe])
+    flags = f"{roots} {equivalence.LOW_GRADIENT}"
+    if parts:
+        # zero1_overlap.py sends the sum of its micro-batches, in bf16: the header's formula
+        rounded = parts // world if recipe == "03_zero/zero1_overlap.py" else 0
+        exact = in_parts(root, flags, parts, low, rounded).weights
+        compare.assert_close(compare.relative_errors(run.weights, exact, before), ROUNDED_ONCE, f"{recipe} in bfloat16")
+        return
+    exact = equivalence.reference(root, flags.replace("bfloat16", "float32")).weights
+    theirs = equivalence.low_reference(root, flags.replace("--dtype bfloat16", ""), low).weights
+    own = compare.relative_errors(theirs, exact, before)
+    errors = {name: error / own[name] for name, error in compare.relative_errors(run.weights, exact, before).items()}
+    compare.assert_close(errors, equivalence.TOLERANCE["bfloat16"], f"{recipe} on {world} ranks in bfloat16")
+
+
+ROUNDED_ONCE = 1e-5  # fp32 sums, and fp32 weights that take the step; a bf16 rounding is 2e-3
+
+
+@once
+def in_parts(root: str, flags: str, parts: int, low_weights: bool, rounded: int) -> Run:
+    """The root's run, with the gradients of that many parts of the batch computed one by one and summed exactly."""
+    return launch(root, 1, flags, probe=equivalence.sum_of_parts(parts, low_weights, rounded))
+
+
+# ----------------------------------------------------------------------------------------------------------- log, file
+def check_run(recipe: str, file: str | None = None) -> None:
+    """Ten small steps: what is logged, what is saved, what the clock sees, what is left in memory, and of the group.
+
+    Steps 4 and 6 are held up, one in train_step and one where the loss is read: both must show in their seconds.
+    """
+    world, flags = SMALLEST[recipe]
+    start = time.perf_counter()
+    probe = probes.together(
+        probes.calls("save_file"),
+        probes.steps_of_batches,
+        probes.slow_steps(4, 6, 7, SLOW),
+        probes.things_in_memory,
+        probes.group_is_gone,
+    )
+    run = launch(file or recipe, world, f"{SMALL} {flags} --steps {STEPS}", probe=probe)
+    elapsed = time.perf_counter() - start
+    for rank, ((saves,), batches, _, alive, (initialised, threads)) in enumerate(run.probes):
+        assert saves == (rank == 0), "one rank saves"
+        assert batches == list(range(STEPS)), "each step has its own batch, and no other is made"
+        growth = {kind: counts[-1] - counts[0] for kind, counts in alive.items()}
+        assert max(growth.values()) <= 0, f"left by every step: {growth}"
+        assert not initialised, "the process group is not destroyed"
+        assert threads == 0 or recipe in KEEP_THE_GROUP, "something holds the process group, whose threads go on"
+    assert not any(run.output[1:]), "one rank logs"
+    history = np.array(run.history)
+    seconds = history[:, 2]
+    assert min(seconds[[3, 5, 6]]) > SLOW, f"of a step that was held up by {SLOW} s the log says {seconds[[3, 5, 6]]}"
+    assert 0 < seconds.min() and seconds.sum() < elapsed
+    labels = [*(f"step {step}" for step in range(1, STEPS + 1)), "median"]
+    numbers = [*history, np.median(history[5:], axis=0)]
+    for line, label, (loss, norm, duration) in zip(run.output[0].splitlines(), labels, numbers, strict=True):
+        speed = f"tokens/s/GPU {8 * 16 / duration / world:,.0f}"
+        shown = re.split("  +", line.strip())[:4]
+        assert shown == [label, f"loss {loss:.4f}", f"gradient norm {norm:.3f}", speed], (shown, speed)
+
+
+def check_log_line(recipe: str, file: str | None = None) -> None:
+    """MFU, by the formula, of the speed of all ranks; peak memory; a GPU without a known peak has no MFU."""
+
+    def lines() -> list[str]:
+        module, out = load(file or recipe), io.StringIO()
+        sys.argv = [recipe, "--device", "cuda", "--preset", "smollm_1_7b", "--seq", "2048", "--batch", "16"]
+        cfg = module.parse_config()
+        torch.cuda.max_memory_allocated = lambda: 3 * 2**29
+        torch.distributed.get_rank, torch.distributed.get_world_size = lambda *_: 0, lambda *_: 4
+        with contextlib.redirect_stdout(out):
+            for gpu in "NVIDIA H200", "Unknown":
+                torch.cuda.get_device_name = lambda gpu=gpu: gpu
+                module.log(cfg, "step 3", 1.23456, 0.5, 0.5)
+        return out.getvalue().splitlines()
+
+    known, unknown = isolated(lines)
+    world = 4 if "dist.get_world_size()" in FAMILY[recipe].definitions["log"] or recipe[:2] != "01" else 1
+    speed = 16 * 2048 / 0.5 / world
+    layers, d, f, v = 24, 2048, 8192, 49152
+    flops = 6 * (layers * (4 * d * d + 3 * d * f) + d * v) + 6 * layers * d * 2048
+    wanted = ["loss 1.2346", "gradient norm 0.500", f"tokens/s/GPU {speed:,.0f}"]
+    assert known.split("  ")[-5:] == [*wanted, f"MFU {speed * flops / 989.5e12:.1%}", "memory 1.5 GiB"], known
+    assert unknown.split("  ")[-5:] == [*wanted, "MFU -", "memory 1.5 GiB"], unknown
+
+
+def check_build(recipe: str, file: str | None = None) -> None:
+    """Without --init, too, every layout draws the root's weights; --compile compiles blocks and loss."""
+    world, flags = SMALLEST[recipe]
+    run = launch(file or recipe, world, f"{SMALL} {flags} --steps 0 --compile", probe=probes.compiled)
+    theirs = root_built(equivalence.root_of(recipe), f"{SMALL} --steps 0").weights
+    assert set(run.weights) == set(theirs), "names differ"
+    assert all(torch.equal(run.weights[name], tensor) for name, tensor in theirs.items()), "not the root's weights"
+    for yes, _ in run.probes:
+        assert yes & {"Block", "Loss"} == {"Block", "Loss"}, "--compile leaves out blocks, or the loss"
+
+
+@once
+def root_built(root: str, flags: str) -> Run:
+    return launch(root, 1, flags)
+
+
+def check_activations(recipe: str, file: str | None = None) -> None:
+    """What a forward keeps for its backward goes through save_for_backward, and is freed with the loss.
+
+    Whatever else a module or a context holds is invisible to checkpointing and offloading, and may outlive the step.
+    Half of one activation of the residual stream is the limit.
+    """
+    if recipe[:2] == "01":
+        return  # checkpointing keeps its inputs itself, on purpose
+    world, flags = SMALLEST[recipe]
+    run = launch(file or recipe, world, f"{SMALL} {flags} --batch 128 --steps 1", probe=probes.kept_outside_autograd)
+    for kept in run.probes:
+        assert kept < 128 * 16 * 32 * 4 // world / 2, f"a forward keeps {kept} bytes beside save_for_backward"
+
+
+# ------------------------------------------------------------------------------------------------------------- failure
+def check_failure(recipe: str, file: str | None = None) -> None:
+    """An error on one rank ends the run with that error, and leaves no rank hanging."""
+    world, flags = SMALLEST[recipe]
+    try:
+        launch(file or recipe, world, f"{SMALL} {flags} --steps 9", probe=probes.dies_in_the_second_step, timeout=30)
+    except RankFailed as failure:
+        words = "has had enough", "Connection closed", "Connection reset"
+        assert failure.code and any(word in failure.output for word in words), failure.output
+        return
+    raise AssertionError("a rank has failed, and the run ends well")
+
+
+def bad_inputs(folder: Path) -> list[tuple[str, list[str]]]:
+    """Flags that cannot work, and words that the one line about them must have."""
+    np.full(500, 300, np.uint16).tofile(folder / "ids.bin")
+    (folder / "short.txt").write_text("too short")
+    (folder / "empty").mkdir(exist_ok=True)
+    save_file({"model.layers.8.mlp.up_proj.weight": torch.zeros(384, 128)}, folder / "deep.safetensors")
+    (folder / "text.safetensors").write_text("not weights")
+    return [
+        ("--heads 7", ["--heads 7", "--dim 128"]),
+        ("--heads 128", ["--heads 128", "--dim 128", "even"]),
+        ("--kv_heads 3", ["--kv_heads 3", "--heads 8"]),
+        ("--layers 0", ["--layers 0", "at least 1"]),
+        ("--batch 0", ["--batch 0", "at least 1"]),
+        ("--steps -1", ["--steps -1", "at least 0"]),
+        ("--lr -1", ["--lr -1", "at least 0"]),
+        ("--lr nan", ["--lr nan", "at least 0"]),
+        ("--warmup -1", ["--warmup -1", "at least 0"]),
+        ("--clip 0", ["--clip 0", "above 0", "inf"]),
+        ("--clip -1", ["--clip -1", "at least 0"]),
+        ("--data nowhere.txt", ["--data nowhere.txt", "no such file"]),
+        (f"--data {folder}/short.txt", ["--data", "short.txt", "--seq 128", "has 9"]),
+        (f"--data {folder}/empty", [f"--data {folder}/empty", "--seq 128", "has 0"]),
+        (f"--data {folder}/ids.bin", ["--vocab 256", "300", "uint16"]),
+        ("--vocab 100", ["--vocab 100", "must be above"]),
+        ("--init nowhere.safetensors", ["--init nowhere.safetensors", "no such file"]),
+        (f"--init {folder}/text.safetensors", ["--init", "text.safetensors", "no .safetensors file"]),
+        (f"--init {folder}", ["--init", "no .safetensors file"]),
+        (f"--init {folder}/deep.safetensors", ["--layers 8", "--init", "more"]),
+        ("--save nowhere/out.safetensors", ["--save nowhere/out.safetensors", "no folder"]),
+        (f"--save {folder}", [f"--save {folder}", "is a folder"]),
+        ("--device cuda", ["--device cuda", f"{torch.cuda.device_count()} GPUs for"]),
+    ]
+
+
+def refusal(module: ModuleType, world: int, flags: str) -> str | None:
+    """What the recipe says of these flags before it makes a process group; None if it would begin to train."""
+    local = torch.cuda.device_count() + 1 if "cuda" in flags else max(1, world)
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(local)), patch.object(sys, "argv", ["recipe", *flags.split()]):
+        try:
+            cfg = module.parse_config()
+            module.check(cfg, world)
+            module.make_batch(cfg, module.load_data(cfg), 0)
+        except SystemExit as end:
+            return end.code
+    return None
+
+
+def check_bad_input(recipe: str, file: str | None = None) -> None:
+    """Every rank ends with one line that names the flag, before there is a process group, with an exit code not 0."""
+    module, (world, flags) = load(file or recipe), SMALLEST[recipe]
+    with tempfile.TemporaryDirectory() as folder:
+        for bad, words in bad_inputs(Path(folder)):
+            line = refusal(module, world, f"--device cpu {flags} {bad}")
+            assert isinstance(line, str) and "\n" not in line and all(word in line for word in words), (bad, line)
+        line = refusal(module, 2 if world == 1 else 0, "--device cpu")
+        words = ["--nproc_per_node 2", "1 process"] if recipe[:2] == "01" else ["torchrun --nproc_per_node"]
+        assert line and (world == 1 and recipe[:2] != "01" or all(word in line for word in words)), line
+        Path(folder, "tiny.txt").write_text("of 14 bytes...")
+        for bad, word in ("--heads 7", "--heads 7"), (f"--data {folder}/tiny.txt", "tiny.txt"):
+            try:
+                probe = probes.never_a_process_group
+                launch(file or recipe, world, f"--device cpu {flags} {bad}", probe=probe, timeout=30)
+            except RankFailed as failure:
+                (line,) = failure.output.splitlines()
+                assert word in line and failure.code == 1, failure.output
+            else:
+                raise AssertionError(f"{bad} is not refused")
+
+
+def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
+    """(ranks, flags) at the edge of what is possible, for a recipe."""
+    (folder / "window.txt").write_bytes(bytes(range(17)))
+    np.arange(1, 1001, dtype=np.uint16).tofile(folder / "ids.bin")
+    (np.arange(1000, dtype=np.uint32) + 70000).tofile(folder / "wide.bin")
+    save_file({"model.layers.7.mlp.up_proj.weight": torch.zeros(384, 128)}, folder / "deep.safetensors")
+    everywhere = [
+        f"--seq 16 --vocab 17 --data {folder}/window.txt",  # one window, every id of the vocabulary
+        f"--vocab 1001 --data {folder}/ids.bin",
+        f"--vocab 71000 --data {folder}/wide.bin",
+        f"--init {folder}/deep.safetensors --save {folder}/out.safetensors",  # as many layers as there are
+        "--clip inf --lr 0 --weight_decay 0 --eps 0 --warmup 0 --seed 0",
+        "--warmup 1000 --steps 3",
+        "--steps 0 --save out.safetensors",  # a file beside the reader
+        "--heads 64 --kv_heads 64 --dim 128",  # heads of width 2, as many key heads as query heads
+        "--heads 8 --kv_heads 8",
+    ]
+    world, own = SMALLEST[recipe]
+    cases = [(world, f"{own} {flags}") for flags in everywhere]
+    if recipe[:2] == "01":
+        return cases + ([(1, "--microbatches 16")] if "accumulation" in recipe else [])
+    if recipe[:2] in ("02", "03"):  # a sequence per rank and micro-batch, and a single rank
+        micro = "--microbatches 1" if "microbatches" in FAMILY[recipe].definitions["Config"] else ""
+        alone = "--shard 1" if "hsdp" in recipe else ""
+        cases += [(8, f"--batch 8 {micro}"), (1, f"--batch 1 {micro} {alone}")]
+        if micro:
+            cases += [(2, "--batch 8 --microbatches 4")]
+    if "bucket_mb" in FAMILY[recipe].definitions["Config"]:
+        cases += [(2, "--bucket_mb 0 --batch 8" + (" --microbatches 1" if "no_sync" in recipe else ""))]
+    if recipe == DILOCO:
+        cases += [(2, "--inner_steps 100 --steps 5 --outer_momentum 0 --outer_lr 0")]
+    if "hsdp" in recipe:
+        cases += [(8, "--shard 8 --batch 8 --microbatches 1"), (8, "--shard 1 --batch 8 --microbatches 1")]
+    if recipe[:2] == "04":
+        cases += [(8, "--heads 8 --kv_heads 8 --seq 8 --batch 1"), (1, ""), (2, "--ffn 2")]
+        cases += [] if "dtensor" in recipe else [(8, "--heads 8 --kv_heads 4"), (8, "--heads 8 --kv_heads 1")]
+        cases += [(4, "--vocab 257"), (4, "--vocab 259")] if "vocab" in recipe or "sequence_p" in recipe else []
+    if recipe[:2] == "06":
+        cases += [(8, "--layers 8"), (1, "--layers 1"), (3, "--layers 8")]
+        if "microbatches" in FAMILY[recipe].definitions["Config"]:
+            cases += [(2, "--batch 16 --microbatches 16"), (8, "--microbatches 1"), (8, "--batch 8 --microbatches 2")]
+    return cases
+
+
+def check_valid_input(recipe: str, file: str | None = None) -> None:
+    """What works is not refused: every size at the edge of what is possible."""
+    module = load(file or recipe)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for world, flags in valid_inputs(recipe, Path(folder)):
+            line = refusal(module, world, f"--device cpu {flags}")
+            assert line is None, f"{recipe} on {world} ranks refuses {flags}: {line}"
+
+
+def check_second_node(recipe: str, file: str | None = None) -> None:
+    """Rank 3, which is the second process of the second node, takes its GPU 1, before there is a process group."""
+    source = Path(load(file or recipe).__file__).read_text()
+    if recipe[:2] == "01" or "Accelerator" in source:
+        return  # one process; a library that does it
+
+    def chosen() -> list[object]:
+        module, seen = load(file or recipe), []
+
+        def stop(*_, **__):
+            seen.append("group")
+            raise KeyboardInterrupt
+
+        torch.cuda.device_count, torch.cuda.is_available = lambda: 2, lambda: True
+        torch.cuda.set_device, module.dist.init_process_group = seen.append, stop
+        os.environ.update(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(free_port())
+        if "needs one host" in source or "nnodes" in source:
+            os.environ["LOCAL_WORLD_SIZE"] = "4"  # it refuses two nodes
+            torch.cuda.device_count = lambda: 4
+        sys.argv = [recipe, "--device", "cuda"]
+        with contextlib.suppress(KeyboardInterrupt):
+            module.main()
+        return seen
+
+    seen = isolated(chosen)
+    assert seen == [1, "group"], f"{recipe} sets up {seen}"
+
+
+def check_flags(recipe: str, file: str | None = None) -> None:
+    """Every recipe has the root's flags, with its defaults, but it may train for fewer steps."""
+    files = ROOT_RECIPE, file or recipe
+    root, ours = ({f.name: f.default for f in dataclasses.fields(load(path).Config)} for path in files)
+    assert 0 < ours["steps"] <= root.pop("steps")
+    assert root.items() <= ours.items() and load(file or recipe).PRESETS == load(ROOT_RECIPE).PRESETS
+
+
+CHECKS: dict[str, Callable[..., None]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}

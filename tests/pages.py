@@ -1,0 +1,398 @@
+"""Write the generated parts of all pages: what stands between <!-- name --> and <!-- /name -->.
+
+    python tests/pages.py            rewrite them from the code and from what tests/results/ holds
+    python tests/pages.py --first    also run the first command of README.md, and show what it prints
+
+Prose is written by hand, in the pages. A number on a page comes from here.
+"""
+
+import argparse
+import functools
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from test_lineage import FAMILY, ROOT, difference, lines_of_code, parents
+
+RESULTS = ROOT / "tests" / "results"
+IDEAS = {  # the reading order, and what a recipe adds to its parent
+    "01_single_gpu/train.py": "the root: a Llama, AdamW, one GPU",
+    "01_single_gpu/gradient_accumulation.py": "the batch in micro-batches",
+    "01_single_gpu/activation_checkpointing.py": "blocks run forward twice, and keep one tensor",
+    "01_single_gpu/selective_checkpointing.py": "... all but matmuls and attention",
+    "01_single_gpu/memory.py": "predict the memory of a run, then measure it",
+    "01_single_gpu/profiling.py": "where the time of a step goes",
+    "02_data_parallel/collectives.py": "all-reduce from send and receive, timed",
+    "02_data_parallel/naive.py": "each rank a part of the batch, one all-reduce per gradient",
+    "02_data_parallel/overlap.py": "each all-reduce starts while backward goes on",
+    "02_data_parallel/bucketed.py": "few large all-reduces",
+    "02_data_parallel/coalesced.py": "... without copies into buckets",
+    "02_data_parallel/no_sync.py": "micro-batches, of which the last communicates",
+    "02_data_parallel/copy_engines.py": "an all-reduce of copies, which takes no SMs",
+    "02_data_parallel/diloco.py": "workers that meet every few steps",
+    "02_data_parallel/torch_ddp.py": "the same by torch's DistributedDataParallel",
+    "02_data_parallel/accelerate_ddp.py": "... by Accelerate around it",
+    "03_zero/zero1.py": "optimizer state in shards",
+    "03_zero/zero1_overlap.py": "... bf16 weights, in units, beside compute",
+    "03_zero/zero2.py": "gradients in shards",
+    "03_zero/zero3.py": "weights in shards",
+    "03_zero/zero3_copy_engines.py": "... moved without taking SMs",
+    "03_zero/hsdp.py": "shards inside a node, replicas across nodes",
+    "03_zero/offload.py": "optimizer state and step on the CPU",
+    "03_zero/torch_fsdp.py": "ZeRO-3 by torch's fully_shard",
+    "03_zero/accelerate_fsdp.py": "... by Accelerate around it",
+    "04_tensor_sequence/tensor_parallel.py": "every matmul of a block split, two all-reduces",
+    "04_tensor_sequence/vocab_parallel.py": "... embedding, head and loss, too",
+    "04_tensor_sequence/sequence_parallel.py": "... and the tokens in between",
+    "04_tensor_sequence/async_tensor_parallel.py": "transfers overlap with the matmuls that need them",
+    "04_tensor_sequence/torch_dtensor.py": "the same by torch's DTensor",
+    "06_pipeline/naive.py": "the layers cut into stages",
+    "06_pipeline/afab.py": "several micro-batches in the pipeline at once",
+    "06_pipeline/1f1b.py": "the same operations in an order that frees memory",
+}
+SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or None, sentence); else: first row's
+    "single": ("01_single_gpu", "One GPU, against the Llama of `transformers`, compiled, with the same AdamW."),
+    "data_parallel": ("02_data_parallel", "Enough work per GPU to hide communication: four sequences each."),
+    "larger_buckets": ("02_data_parallel", "Larger buckets suit these GPUs better, so here both sides have them."),
+    "strong_scaling": ("02_data_parallel", "One sequence per GPU: too little work to hide communication behind."),
+    "zero": ("03_zero", "The stages, against `fully_shard`, on a model that would fit without them."),
+    "zero_more": ("03_zero", "Accelerate, the CPU's optimizer, and what each GPU reaches alone."),
+    "zero_8b": ("03_zero", "A model that does not fit without sharding, one sequence per GPU."),
+    "zero_8b_two": ("03_zero", "The same with two sequences per GPU."),
+    "one_gpu": ("03_zero", "A world of one: what the recipes cost where nothing is sent."),
+    "zero_stages": (None, ""),  # for the picture alone
+    "tensor": ("04_tensor_sequence", "A whole model, split over all GPUs."),
+    "tensor_few_layers": ("04_tensor_sequence", "A few layers of the same width, so that a picture shows each block."),
+    "four": ("06_pipeline", "Two schedules. The first line trains another model and batch: compare its MFU alone."),
+    "collectives": (None, ""),  # has a table of its own
+}
+SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Markdown, with numbers to the right."""
+    number = re.compile(r"\[?[0-9+]|$")
+    right = [bool(rows) and all(number.match(row[i]) for row in rows) for i in range(len(head))]
+    lines = [head, ["---:" if r else "---" for r in right], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def results(name: str) -> list | dict:
+    """What is stored under tests/results; nothing if it has not been measured yet."""
+    file = RESULTS / name
+    return json.loads(file.read_text()) if file.exists() else []
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def section(path: str) -> str:
+    """Where the folder's page explains a recipe, seen from the root."""
+    folder, name = path.split("/")
+    return f"{folder}/README.md#{anchor(name)}"
+
+
+size = functools.cache(difference)
+
+
+def commands(path: str) -> str:
+    """The diff with the parent, and the first command of the recipe's header."""
+    parent = next(iter(parents(FAMILY[path])), None)
+    run = re.search(r"^Run:\s+(.+)$", FAMILY[path].source, re.M)[1]
+    lines = [f"git diff --patience --no-index {parent} {path}"] if parent else []
+    text = "\n".join(["```bash", *lines, run, "```"])
+    if parent:
+        return "{}\n\n+{} −{} lines of code".format(text, *size(parent, path))
+    return f"{text}\n\n{lines_of_code(FAMILY[path].source)} lines of code"
+
+
+def folder_table(folder: str) -> str:
+    """The recipes of a folder with their sizes, errors and speeds."""
+    paths = [path for path in IDEAS if path.startswith(f"{folder}/")]
+    return recipes_table(paths, lambda path: f"#{anchor(Path(path).name)}")
+
+
+def all_recipes() -> str:
+    """All recipes with their sizes, errors and speeds."""
+    return recipes_table(list(IDEAS), section)
+
+
+def recipes_table(paths: list[str], explained: Callable[[str], str]) -> str:
+    """A row per recipe; its file and its diff are linked, the diff to where a page explains it."""
+    rows = []
+    for path in paths:
+        parent = next(iter(parents(FAMILY[path])), None)
+        lines = "+{} −{}".format(*size(parent, path)) if parent else f"{lines_of_code(FAMILY[path].source)} lines"
+        page = explained(path)
+        file = Path(path).name if page.startswith("#") else path
+        error, speed = worst_error(path), ratio(path)
+        rows.append([f"[`{file}`]({file})", IDEAS[path], f"[{lines}]({page})", error, speed])
+    return table(["file", "idea", "diff", "error", "speed"], rows)
+
+
+def worst_error(path: str) -> str:
+    """The largest relative error of any tensor, loss or norm, in float64 on CPUs, over all cases of a recipe."""
+    entries = [e["errors"] for e in results("equivalence.json") if e["recipe"] == path and e["device"] == "cpu"]
+    errors = [error for entry in entries for error in entry.values()]
+    return (f"{max(errors):.0e}" if max(errors) else "0") if errors else ""
+
+
+def suites(folder: str) -> dict[str, dict]:
+    """The suites whose tables a folder's page shows, in order."""
+    stored = results("speed.json") or {}
+
+    def home(name: str) -> str | None:
+        return SUITES[name][0] if name in SUITES else stored[name]["rows"][0]["file"].split("/")[0]
+
+    order = [*SUITES, *(name for name in stored if name not in SUITES)]
+    return {name: stored[name] for name in order if name in stored and home(name) == folder}
+
+
+def ratio(path: str) -> str:
+    """Tokens/s over those of the library twin, each at its best settings, from a suite in which both took turns."""
+    for suite in suites(path.split("/")[0]).values():
+        alike = suite["rows"][: suite["alike"]]
+        twin = alike[0]["file"]
+        ours = [row for row in alike if row["file"] == path]
+        if ours and Path(twin).name.startswith(("torch_", "library")):
+            theirs = [row for row in alike if row["file"] == twin]
+            mine, best = (max(statistics.median(measured(row, "tokens")) for row in rows) for rows in (ours, theirs))
+            return f"{mine / best:.2f}"
+    return ""
+
+
+def equivalence() -> str:
+    """Worst errors of each recipe over all its cases."""
+    entries, rows = results("equivalence.json"), []
+
+    def worst(path: str, device: str, *keys: str) -> str:
+        ours = [e["errors"] for e in entries if e["recipe"] == path and e["device"] == device]
+        errors = [errors[key] for errors in ours for key in keys if key in errors]
+        return f"{max(errors):.1e}" if errors else ""
+
+    for path in IDEAS:
+        ours = [entry for entry in entries if entry["recipe"] == path]
+        if ours:
+            ranks = {device: sorted({e["ranks"] for e in ours if e["device"] == device}) for device in ("cpu", "cuda")}
+            bf16 = [e["errors"]["bfloat16"] for e in ours if e["device"] == "cuda"]
+            rows.append(
+                [
+                    f"[`{path}`](../{path})",
+                    ", ".join(map(str, ranks["cpu"])),
+                    worst(path, "cpu", "gradient"),
+                    worst(path, "cpu", "training"),
+                    worst(path, "cpu", "gradient history", "training history"),
+                    ", ".join(map(str, ranks["cuda"])),
+                    worst(path, "cuda", "float32"),
+                    f"{max(bf16):.2f}" if bf16 else "",
+                ]
+            )
+    head = ["recipe", "CPU ranks", "gradient", "trained weights", "loss, norm", "GPUs", "gradient fp32"]
+    return table([*head, "bf16, × root's own"], rows)
+
+
+def bugs(folder: str) -> str:
+    """The seeded bugs of a folder's recipes: the gradient's error, and whether a loss curve would have shown them."""
+    order, rows = list(IDEAS), []
+    ours = [bug for bug in results("bugs.json") if bug["recipe"].startswith(f"{folder}/")]
+    for bug in sorted(ours, key=lambda bug: order.index(bug["recipe"])):
+        name = Path(bug["recipe"]).name
+        gradient = "" if bug["gradient"] is None else f"{bug['gradient']:.1e}"
+        rows.append([f"[`{name}`](#{anchor(name)})", bug["what"], gradient, percent(bug["loss"]), seen(bug)])
+    return table(["recipe", "bug", "gradient error", "loss curve differs by", "would you have seen it?"], rows)
+
+
+def percent(share: float | None) -> str:
+    """A share in percent, with two digits."""
+    if share is None or not math.isfinite(share):
+        return ""
+    digits = f"{100 * share:.0f}." if share >= 0.1 else f"{float(f'{100 * share:.2g}'):.9f}".rstrip("0")
+    return digits.rstrip(".") + " %"
+
+
+def seen(bug: dict) -> str:
+    """Whether somebody who watches the loss would have noticed."""
+    if bug["end"]:
+        return f"yes, it {bug['end']}"
+    if bug["loss"] is None:
+        return ""
+    if not math.isfinite(bug["loss"]):
+        return "yes, the loss is not finite"
+    return "yes" if bug["loss"] > SEEN[0] else "no" if bug["loss"] < SEEN[1] else "hardly"
+
+
+def label(row: dict, rows: list[dict], folder: str) -> str:
+    """The file, and those of its flags that another line of the same file does not have."""
+    others = [other["flags"] for other in rows if other["file"] == row["file"]]
+    flags = re.findall(r"--\S+ [^-\s]\S*", row["flags"])
+    own = [flag for flag in flags if not all(f"{flag} " in f"{other} " for other in others)]
+    alone = ", on each GPU alone, the slowest" if "each" in row["rounds"][0] else ""
+    return f"`{' '.join([row['file'].removeprefix(f'{folder}/'), *own])}`{alone}"
+
+
+def exposed(row: dict) -> str:
+    """Exposed communication of the rank that computes longest: the others also wait for it."""
+    if "profile" not in row:
+        return ""
+    slowest = max(row["profile"], key=lambda ms: ms["compute"])
+    return f"{slowest['exposed'] / slowest['step']:.1%}"
+
+
+def measured(row: dict, key: str) -> list[float]:
+    """The numbers of the rounds; none, an empty cell, where there is no measurement."""
+    return [numbers[key] for numbers in row["rounds"] if numbers[key] is not None]
+
+
+def speed(folder: str) -> str:
+    """A table per suite: median and range of the rounds, and ratios to the first line, where the work is the same."""
+    parts = []
+    for name, suite in suites(folder).items():
+        rows, first = [], suite["rows"][0]
+        for i, row in enumerate(suite["rows"]):
+            tokens, mfu, memory = (measured(row, key) for key in ("tokens", "mfu", "memory"))
+            median, pipeline = statistics.median(tokens), row.get("pipeline")
+            compared = i < suite["alike"] > 1
+            rows.append(
+                [
+                    label(row, suite["rows"], folder),
+                    f"{median:,.0f}",
+                    f"{min(tokens):,.0f} to {max(tokens):,.0f}" if len(tokens) > 1 else "",
+                    f"{median / statistics.median(measured(first, 'tokens')):.3f}" if compared else "",
+                    f"{statistics.median(mfu):.1f} %" if mfu else "",
+                    f"{max(memory):.1f} GiB" if memory else "",
+                    exposed(row),
+                    f"{pipeline['idle']:.1%} ({pipeline['formula']:.1%})" if pipeline else "",
+                    "{forward:.2f} + {backward:.2f}".format(**row["block_ms"]) if "block_ms" in row else "",
+                ]
+            )
+        head = ["file", "tokens/s/GPU", "in all rounds", "× first", "MFU", "memory", "exposed communication"]
+        head += ["idle (formula)", "block, ms forward + backward"]
+        filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
+        text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
+        flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
+        note = f"{suite['gpu']}, torch {suite['torch']}, {suite['date']}, `{suite['command']}`"
+        note += f", code of {suite['commit']}" if "commit" in suite else ""
+        note += f" ({suite['note']})" if "note" in suite else ""
+        details = f"<details><summary>flags</summary>\n\n```\n{flags}\n```\n\n</details>"
+        sentence = SUITES.get(name, (folder, ""))[1]
+        parts.append("\n\n".join(filter(None, [sentence, note, text, details])))
+    return "\n\n".join(parts)
+
+
+def collectives() -> str:
+    """The bandwidth table of collectives.py, as it was printed."""
+    stored = (results("speed.json") or {}).get("collectives")
+    if not stored:
+        return ""
+    note = f"{stored['gpu']}, torch {stored['torch']}, {stored['date']}, `{stored['command']}`"
+    if "doubling" not in stored["table"]:
+        note += " (what this table calls tree is recursive doubling; the double tree is not measured yet)"
+    return f"{note}\n\n```\n{stored['table'].rstrip()}\n```"
+
+
+def predictor() -> tuple[object, dict]:
+    """01_single_gpu/memory.py, and its fields for Llama 3 8B in bfloat16, compiled, 8,192 tokens per sequence."""
+    from launch import load  # imports torch
+
+    module = load("01_single_gpu/memory.py")
+    presets = load("01_single_gpu/train.py").PRESETS
+    shape = {k: v for k, v in presets["llama3_8b"].items() if k in module.Config.__dataclass_fields__}
+    return module, dict(shape, preset="llama3_8b", seq=8192, dtype="bfloat16", compile=True)
+
+
+@functools.cache
+def memory_of_stages() -> str:
+    """What each stage of ZeRO has in memory at its fullest moment, as memory.py predicts it."""
+    module, fields = predictor()
+    rows = []
+    for stage in range(4):
+        cfg = module.Config(**fields, batch=32, microbatches=4, dp=8, zero=stage)
+        kinds = module.peak(cfg)[1]
+        gib = [f"{kinds[kind] / 2**30:.1f}" for kind in module.KINDS]
+        rows.append([f"ZeRO-{stage}" if stage else "no sharding", *gib, f"{sum(kinds.values()) / 2**30:.1f}"])
+    command = "python 01_single_gpu/memory.py --preset llama3_8b --seq 8192 --batch 32 --microbatches 4 --dp 8 --zero 3"
+    text = table(["GiB", *module.KINDS, "peak"], rows)
+    return f"`{command} --dtype bfloat16 --compile`, and with `--zero` 0, 1 and 2:\n\n{text}"
+
+
+@functools.cache
+def memory_of_blocks() -> str:
+    """What one block keeps for backward under tensor and sequence parallelism, as memory.py predicts it."""
+    module, fields = predictor()
+    rows = []
+    for tp in 1, 2, 4, 8:
+        cells = []
+        for sequence in False, True:
+            cfg = module.Config(**fields, batch=1, tp=tp, sequence_parallel=sequence)
+            cells.append(f"{module.saved(cfg, 'none') / 2**20:,.0f}")
+        rows.append([str(tp), *cells])
+    return table(["tp", "tensor parallel, MiB", "with sequence parallelism, MiB"], rows)
+
+
+def first(text: str) -> str:
+    """What the first command of README.md prints: its first and its last lines."""
+    words = re.search(r"torchrun (.+)", text)[1].split()
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    lines = run.stdout.rstrip().splitlines()
+    return "\n".join(["```", lines[0], "      ...", *lines[-3:], "```"])
+
+
+def pages() -> list[Path]:
+    """All pages."""
+    return [ROOT / "README.md", *sorted(ROOT.glob("[01][0-9]_*/README.md")), ROOT / "tests" / "README.md"]
+
+
+def makers(page: Path) -> dict[str, Callable[[], str]]:
+    """What a page can have between markers: name -> what makes it."""
+    folder = page.parent.name
+    if page.parent == ROOT:
+        return {"recipes": all_recipes}
+    if folder == "tests":
+        return {"equivalence": equivalence}
+    here = {Path(path).name: functools.partial(commands, path) for path in IDEAS if path.startswith(f"{folder}/")}
+    tables = {"recipes": folder_table, "speed": speed, "bugs": bugs}
+    here |= {name: functools.partial(make, folder) for name, make in tables.items()}
+    extra = {
+        "02_data_parallel": {"collectives": collectives},
+        "03_zero": {"memory": memory_of_stages},
+        "04_tensor_sequence": {"memory": memory_of_blocks},
+    }
+    return here | extra.get(folder, {})
+
+
+def filled(text: str, name: str, content: str) -> str:
+    """The page's text with `content` between the markers of this name."""
+    pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- /{re.escape(name)} -->)", re.S)
+    assert len(pattern.findall(text)) == 1, f"the page needs one pair of markers for {name}"
+    return pattern.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
+
+
+def generated(page: Path) -> str:
+    """The page with everything regenerated that its folder can make."""
+    text = page.read_text()
+    for name, make in makers(page).items():
+        text = filled(text, name, make())
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", action="store_true", help="run the first command of README.md")
+    args = parser.parse_args()
+    for page in pages():
+        page.write_text(generated(page))
+    if args.first:
+        page = ROOT / "README.md"
+        page.write_text(filled(page.read_text(), "first", first(page.read_text())))
+
+
+if __name__ == "__main__":
+    main()
