@@ -151,6 +151,7 @@ def kept_by_block(recipe, dtype, compiled):
     return sum(size for address, size in sizes.items() if address not in apart)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "recompute, dtype, compiled",
     [
@@ -205,9 +206,16 @@ def allocated(recipe, shape, flags):
     return highest
 
 
-@pytest.mark.parametrize("vocab", [2048, 256])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recompute", [*RECIPES, "accumulation"])
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "recompute, dtype, vocab",
+    [
+        *((recompute, "bfloat16", 2048) for recompute in [*RECIPES, "accumulation"]),
+        ("none", "float32", 2048),
+        ("selective", "float32", 256),
+        ("full", "bfloat16", 256),
+    ],
+)
 def test_peak_on_the_cpu(recompute, dtype, vocab):
     """The allocator's own count of a real step, whose peak is at the loss, the last norm or a block.
 

@@ -178,6 +178,7 @@ def slow_export(module):
     return lambda: len(barriers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, hides", [("naive", False), ("overlap", True)])
 def test_profile_of_a_recipe(name, hides, tmp_path):
     """On CPUs: naive hides nothing, overlap does; trace, timeline and pictures are there, and --draw draws them."""
@@ -196,6 +197,7 @@ def test_profile_of_a_recipe(name, hides, tmp_path):
     assert "</svg>" in (tmp_path / f"{name}.rank0.memory.svg").read_text()
 
 
+@pytest.mark.thorough
 def test_profiling_without_a_recipe():
     command = ["python", PROFILING, "nowhere.py"]
     end = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)

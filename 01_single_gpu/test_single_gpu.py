@@ -28,6 +28,7 @@ SMALL = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe, world, flags", [case for case in equivalence.CASES if case[0] in FOLDER])
 def test_equals_root(recipe, world, flags):
     equivalence.check(recipe, world, flags)
@@ -255,6 +256,7 @@ def per_block(recipe, flags=""):
     return [b - a for a, b in zip(two, three)]
 
 
+@pytest.mark.thorough
 def test_checkpointing_trades_flops_for_memory():
     """Full: one more forward, b·s·d numbers kept. Selective: not one matmul more, but about half of the memory."""
     matmuls, attention, kept = per_block(TRAIN)
@@ -349,6 +351,7 @@ def test_log_line(monkeypatch, capsys):
 
 
 # -------------------------------------------------------------------------------------------------------- command line
+@pytest.mark.thorough
 def test_run_as_a_user_does(tmp_path):
     """The header's command in a process of its own: the loss falls as the README says, the last line is the median."""
     command = [sys.executable, TRAIN, "--device", "cpu", "--save", str(tmp_path / "out.safetensors")]
@@ -361,6 +364,7 @@ def test_run_as_a_user_does(tmp_path):
     assert set(load_file(tmp_path / "out.safetensors")) >= {"lm_head.weight", "model.embed_tokens.weight"}
 
 
+@pytest.mark.thorough
 def test_compile_and_bfloat16():
     """--compile changes nothing; in bfloat16 the loss stays within the rounding of its 8 bits."""
     flags = "--device cpu --layers 2 --steps 2 --batch 4"

@@ -112,6 +112,7 @@ def time_of_naps(module):
     return lambda: found
 
 
+@pytest.mark.thorough
 def test_seconds():
     """The median of the slowest rank: 0.2 + 0.05 s; the first three calls do not count."""
     for taken, called in launch(COLLECTIVES, 2, "--device cpu --repeats 3", probe=time_of_naps, save=False).probes:

@@ -18,6 +18,7 @@ RECIPES = ["06_pipeline/afab.py", "06_pipeline/1f1b.py"]
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8 --microbatches 8 --steps 1"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe, world, flags", [case for case in equivalence.CASES if case[0][:2] == "06"])
 def test_equals_root(recipe, world, flags):
     equivalence.check(recipe, world, flags)
@@ -29,6 +30,7 @@ def test_schedule(recipe):
     schedules.check(load(recipe), schedules.FLIGHT[recipe], range(1, 17), [*range(1, 18), 32, 64])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe, expected", [(RECIPES[0], [8, 8, 8, 8]), (RECIPES[1], [4, 3, 2, 1])])
 def test_in_flight_in_memory(recipe, expected):
     assert launch(recipe, 4, SMALL, probe=probes.activations_in_memory).probes == expected
@@ -49,6 +51,7 @@ def received_in_memory(module):
     return lambda: peak[0]
 
 
+@pytest.mark.thorough
 def test_received_activations_are_let_go():
     """One per micro-batch in flight, and that of the backward just done; none on the first stage."""
     peaks = launch(RECIPES[1], 4, SMALL, probe=received_in_memory).probes
@@ -74,6 +77,7 @@ def bytes_sent(module):
     return lambda: sum(sent)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", [NAIVE, *RECIPES])
 def test_bytes_sent(recipe):
     """Each micro-batch crosses a boundary as microbatch x seq x dim float32 elements, and so does its gradient."""
@@ -83,6 +87,7 @@ def test_bytes_sent(recipe):
     assert launch(recipe, 4, flags, probe=bytes_sent).probes == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_executor_runs_any_valid_list(p):
     """Random orders of F and B that respect what needs what: the same weights, and nothing waits for ever."""
@@ -126,6 +131,7 @@ def gradients_in_memory(module):
     return lambda: peak[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_that_are_sent_are_let_go(recipe):
     """Two of them, and the one that is being sent: not all of them until the end of the step."""
@@ -173,6 +179,7 @@ def loss_after_the_step(module):
     return lambda: losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_forwards_alone_evaluate(recipe):
     shape = SMALL.replace("--microbatches 8", "")
@@ -182,6 +189,7 @@ def test_forwards_alone_evaluate(recipe):
         assert all(abs(loss / theirs - 1) < equivalence.TOLERANCE["float64"] for losses in ranks for loss in losses)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_smallest_cases(recipe):
     """One stage, and one micro-batch: the same as on one device."""
@@ -234,6 +242,7 @@ def test_picture_is_up_to_date():
     assert schedules.PICTURE.read_text() == schedules.draw(), "run python tests/schedules.py"
 
 
+@pytest.mark.thorough
 def test_torchrun_on_two_nodes():
     """The README's command for two nodes, here with two launchers on one machine."""
     command = (

@@ -34,7 +34,7 @@ SMALLEST[ROOT_RECIPE] = 1, ""  # recipe: (ranks, flags), for what does not depen
 DILOCO = "02_data_parallel/diloco.py"
 # DTensor's caches hold the group until the end of the process
 KEEP_THE_GROUP = {"03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py", "04_tensor_sequence/torch_dtensor.py"}
-SLOW = 0.3  # seconds by which a step is held up on purpose
+SLOW = 0.15  # seconds by which a step is held up on purpose
 STEPS = 10
 
 
@@ -180,7 +180,7 @@ def check_run(recipe: str, file: str | None = None) -> None:
         probes.steps_of_batches,
         probes.slow_steps(4, 6, 7, SLOW),
         probes.things_in_memory,
-        probes.group_is_gone,
+        probes.group_is_gone(0 if recipe in KEEP_THE_GROUP else 5),
     )
     run = launch(file or recipe, world, f"{SMALL} {flags} --steps {STEPS}", probe=probe)
     elapsed = time.perf_counter() - start

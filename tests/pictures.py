@@ -220,7 +220,9 @@ def draw_family() -> str:
     height = tops + row * (len(lines) + 1) + small_row * second + 22
     canvas = Canvas("Family tree of the recipes", width, height, MONO)
     canvas.text(left, 24, ("Each recipe below the one it changes", "ink"), size=14)
-    canvas.text(width - left, 46, ("lines of code: ", "muted"), ("+added", "added"), (" −removed", "removed"), anchor="end")
+    canvas.text(
+        width - left, 46, ("lines of code: ", "muted"), ("+added", "added"), (" −removed", "removed"), anchor="end"
+    )
 
     def name(x: float, y: float, path: str, *right: tuple[str, str]) -> None:
         folder, file = path.split("/")
@@ -447,7 +449,9 @@ def draw_block(canvas: Canvas, x: float, y: float, stream: str, parts: list[Part
     for part in [*parts, None]:
         for center in centers:
             canvas.line((center, y), (center, y + room))
-        canvas.text(left + lane + gap / 2, y + room / 2 + 4, (shape, "ink" if part else "ink"), size=11, anchor="middle")
+        canvas.text(
+            left + lane + gap / 2, y + room / 2 + 4, (shape, "ink" if part else "ink"), size=11, anchor="middle"
+        )
         y += room
         if part is None:
             return y
@@ -462,7 +466,9 @@ def draw_block(canvas: Canvas, x: float, y: float, stream: str, parts: list[Part
             if part.split:
                 draw_weight(canvas, box.x + 8, box.y + 6, part.split, rank)
         if part.label == "+":
-            canvas.line((centers[0], residual), (x + 6, residual), (x + 6, y + high / 2), (left, y + high / 2), arrow=True)
+            canvas.line(
+                (centers[0], residual), (x + 6, residual), (x + 6, y + high / 2), (left, y + high / 2), arrow=True
+            )
             residual = y + high + room / 2
         shape = part.shape or shape
         shape = f"{shape}, partial" if part.partial else shape

@@ -60,20 +60,20 @@ def threads_of_gloo() -> int:
     return sum("gloo" in name for name in names)
 
 
-def group_is_gone(module: ModuleType) -> Report:
-    """After main: whether there is a default process group, and how many threads of gloo are left.
+def group_is_gone(patience: float) -> Callable[[ModuleType], Report]:
+    """A probe: after main, whether there is a default process group, and how many threads of gloo are left.
 
     Of a group that outlives destroy_process_group, threads release tensors at the end of the process, which aborts it
-    now and then.
+    now and then. patience: seconds that the last of them may take to end.
     """
 
     def report() -> tuple[bool, int]:
-        end = time.monotonic() + 5
-        while threads_of_gloo() and time.monotonic() < end:  # one may still be about to end
+        end = time.monotonic() + patience
+        while threads_of_gloo() and time.monotonic() < end:
             time.sleep(0.01)
         return torch.distributed.is_initialized(), threads_of_gloo()
 
-    return report
+    return lambda module: report
 
 
 def results_of_steps(module: ModuleType) -> Report:

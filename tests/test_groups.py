@@ -52,6 +52,7 @@ def of_a_half(folder: str, size: int):
     return probe
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe, size", CASES)
 def test_two_halves(recipe, size):
     flags = f"{SHAPE} --lr 1e-2 --clip 0.5 --warmup 1 --data {equivalence.documents()}"
@@ -67,6 +68,7 @@ def test_two_halves(recipe, size):
                 assert [list(step[:2]) for step in rank] == [step[:2] for step in history]
 
 
+@pytest.mark.thorough
 def test_a_leak_is_seen():
     """A collective that is left on the group of all ranks: the norm of zero3.py, as an example."""
     recipe = "03_zero/zero3.py"

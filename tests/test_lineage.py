@@ -299,6 +299,7 @@ def test_an_unnamed_difference_is_seen():
     assert "order" in " ".join(faults(both, swapped))
 
 
+@pytest.mark.thorough
 def test_propagate(monkeypatch, tmp_path):
     """A change in the root reaches every copy, except where the header says that the recipe has its own."""
     for path in FAMILY:

@@ -110,6 +110,7 @@ def errors(technique: str, world: int, old: str = "", new: str = "") -> dict[str
     return largest
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("technique, world", CASES)
 def test_trains_as_before(technique, world):
     """The same losses, gradient norms, gradients and validation losses in every step, and the same weights."""
@@ -126,12 +127,14 @@ def test_the_clip_acts():
         assert len(set(valid.tolist())) > cfg.batch // 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", BUGS)
 def test_a_bug_is_seen(what):
     name, error = compare.worst(errors(*BUGS[what]))
     assert error > 1e-4, f"{name} is off by {error:.2e} at most"
 
 
+@pytest.mark.thorough
 def test_a_name_that_is_not_listed_is_missed():
     with pytest.raises(RankFailed, match="NameError: name 'flatten'"):
         errors("bucketed", 2, "def flatten(", "def flat(")
