@@ -116,26 +116,11 @@ def test_executor_runs_any_valid_list(p):
         assert all(torch.equal(weights[name], reference[name]) for name in reference)
 
 
-def gradients_in_memory(module):
-    """A probe: the most gradients that are in memory, of those that have been handed to send."""
-    sent, peak, send = [], [0], module.send
-
-    def watched(model, op, tensor):
-        work = send(model, op, tensor)
-        if work and op == "B":
-            sent.append(weakref.ref(tensor))
-            peak[0] = max(peak[0], sum(reference() is not None for reference in sent))
-        return work
-
-    module.send = watched
-    return lambda: peak[0]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_that_are_sent_are_let_go(recipe):
     """Two of them, and the one that is being sent: not all of them until the end of the step."""
-    assert launch(recipe, 4, SMALL, probe=gradients_in_memory).probes == [0, 3, 3, 3]
+    assert launch(recipe, 4, SMALL, probe=probes.gradients_in_flight).probes == [0, 3, 3, 3]
 
 
 def forwards_alone(module):

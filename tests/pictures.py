@@ -5,6 +5,7 @@ python tests/pictures.py        write all of them; tests/test_pictures.py compar
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,8 @@ from xml.sax.saxutils import escape
 import torch
 import torch.distributed as dist
 from launch import ROOT, launch, load
-from test_lineage import FAMILY, TRAINING, difference, lines_of_code, parents
+from test_lineage import FAMILY, TRAINING, lines_of_code, parents
+from test_lineage import difference as count_difference
 
 # ------------------------------------------------------------------------------------------------------------- canvas
 SANS, MONO = "system-ui, sans-serif", "ui-monospace, monospace"
@@ -38,7 +40,7 @@ COLORS = {  # role: (in light mode, in dark mode)
     "folder08": ("#8a1a6b", "#ff9bce"),
     "folder09": ("#3d5a00", "#b5d46a"),
     "folder10": ("#45515e", "#b1bac4"),
-    "sum1": ("#edf3f9", "#18222d"),
+    "sum1": ("#e6eef6", "#1b2733"),
     "sum2": ("#cfe0f1", "#1d3650"),
     "sum3": ("#a9c9e8", "#255078"),
     "sum4": ("#8bd49c", "#2a7040"),
@@ -51,21 +53,21 @@ COLORS = {  # role: (in light mode, in dark mode)
     "backward": ("#a9d6a0", "#38733f"),
     "optimizer": ("#d9c2e9", "#6b4a8c"),
     "gather": ("#2fa8a0", "#37b5ac"),
-    "reduction": ("#f2b661", "#d08a2a"),
+    "other": ("#f2b661", "#d08a2a"),
     "exposed": ("#d64541", "#ff6b60"),
 }
 
 
-def contrast(ink: str, ground: str) -> float:
-    """Contrast ratio of two colors, from 1 to 21 (WCAG 2); text that reads well has 4.5."""
+def contrast(role: str, ground: str) -> float:
+    """Contrast ratio of two roles' colors, from 1 to 21 (WCAG 2), the lower of both modes."""
 
     def luminance(color: str) -> float:
         channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
         return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
 
-    darker, lighter = sorted((luminance(ink), luminance(ground)))
-    return (lighter + 0.05) / (darker + 0.05)
+    both_modes = [sorted(map(luminance, pair)) for pair in zip(COLORS[role], COLORS[ground])]
+    return min((lighter + 0.05) / (darker + 0.05) for darker, lighter in both_modes)
 
 
 class Box(NamedTuple):
@@ -101,14 +103,13 @@ class Canvas:
 
     title: str
     width: float
-    height: float
     font: str = SANS
     parts: list[str] = field(default_factory=list)
-    fills: list[tuple[Box, str]] = field(default_factory=list)  # what lies under a text: the last box that holds it
+    fills: list[tuple[Box, str]] = field(default_factory=list)  # with their roles; the last one is on top
     texts: list[Box] = field(default_factory=list)
 
     def __post_init__(self):
-        self.box(Box(0, 0, self.width, self.height), GROUND)
+        self.fills.append((Box(0, 0, self.width, math.inf), GROUND))
 
     def box(self, box: Box, role: str, radius: float = 0) -> None:
         """Fill a rectangle."""
@@ -118,18 +119,15 @@ class Canvas:
         self.parts.append(f'<rect class="{role}" x="{x}" y="{y}" width="{w}" height="{h}"{rounded}/>')
 
     def text(self, x: float, y: float, *runs: tuple[str, str], size: int = 12, anchor: str = "start") -> None:
-        """Write (text, role) runs, one after another, with the baseline at y. Estimates 0.6 em per character."""
-        width = 0.6 * size * sum(len(text) for text, _ in runs)
-        place = Box(x - width * {"start": 0, "middle": 0.5, "end": 1}[anchor], y - 0.8 * size, width, size)
+        """Write (text, role) runs, one after another, with the baseline at y."""
         words = "".join(text for text, _ in runs)
-        under = [role for box, role in self.fills if box.touches(place)][-1]
-        fits = [box for box, role in self.fills if role == under and box.holds(place)]
-        if not fits or any(place.touches(other) for other in self.texts):
+        width = text_width(words, size)
+        place = Box(x - width * {"start": 0, "middle": 0.5, "end": 1}[anchor], y - 0.8 * size, width, size)
+        under, ground = [(box, role) for box, role in self.fills if box.touches(place)][-1]
+        if not under.holds(place) or any(place.touches(other) for other in self.texts):
             raise ValueError(f"{self.title}: {words!r} leaves its box or overlaps with another text")
-        for _, role in runs:
-            for ink, ground in zip(COLORS[role], COLORS[under]):
-                if size < 11 or contrast(ink, ground) < 4.5:
-                    raise ValueError(f"{self.title}: {words!r} cannot be read on {under}")
+        if size < 11 or min(contrast(role, ground) for _, role in runs) < 4.5:  # what WCAG 2 asks of text
+            raise ValueError(f"{self.title}: {words!r} is too small, or too pale on {ground}")
         self.texts.append(place)
         spans = "".join(f'<tspan class="{role}">{escape(text)}</tspan>' for text, role in runs)
         self.parts.append(
@@ -152,32 +150,39 @@ class Canvas:
             head = "L".join(f"{short(x)} {short(y)}" for x, y in [(x, y), *wings])
             self.parts.append(f'<path class="{role}" d="M{head}z"/>')
 
+    def frame(self, box: Box, role: str) -> None:
+        """Draw the outline of a rectangle."""
+        x, y, w, h = box
+        self.line((x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y), role=role)
+
     def bars(self, spans: list[tuple[float, float]], y: float, height: float, role: str) -> None:
         """Fill a bar from x to x for each span, all in one path."""
         path = "".join(f"M{short(a)} {short(y)}h{short(b - a, 3)}v{height:g}h{short(a - b, 3)}z" for a, b in spans)
         self.parts.append(f'<path class="{role}" d="{path}"/>')
 
-    def svg(self) -> str:
-        """The picture, with the colors that it uses, in both modes."""
+    def svg(self, height: float) -> str:
+        """The picture, cut off at a height below all texts, with the colors that it uses in both modes."""
+        if any(text.y + text.h > height for text in self.texts):
+            raise ValueError(f"{self.title}: a text lies below {height}")
         body = "\n".join(self.parts)
-        used = [role for role in COLORS if f'class="{role}"' in body or f'class="{role} line"' in body]
-        light, dark = (
-            " ".join(
-                f".{role}{{fill:{COLORS[role][mode]}}}" + f" .{role}.line{{fill:none;stroke:{COLORS[role][mode]}}}"
-                if f'class="{role} line"' in body
-                else f".{role}{{fill:{COLORS[role][mode]}}}"
-                for role in used
-            )
-            for mode in (0, 1)
-        )
+        used = [
+            role for role in COLORS if role == GROUND or f'class="{role}"' in body or f'class="{role} line"' in body
+        ]
+        light, dark = (" ".join(f".{role}{{color:{COLORS[role][mode]}}}" for role in used) for mode in (0, 1))
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
-            f'viewBox="0 0 {self.width:g} {self.height:g}" role="img" font-family="{self.font}">\n'
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{height:g}" '
+            f'viewBox="0 0 {self.width:g} {height:g}" role="img" font-family="{self.font}">\n'
             f"<title>{escape(self.title)}</title>\n"
-            f"<style>{light} .line{{stroke-width:1.5}}\n"
-            f"@media (prefers-color-scheme: dark){{{dark}}}</style>\n"
+            "<style>rect,tspan,path{fill:currentColor} .line{fill:none;stroke:currentColor;stroke-width:1.5}\n"
+            f"{light}\n@media (prefers-color-scheme: dark){{{dark}}}</style>\n"
+            f'<rect class="{GROUND}" width="100%" height="100%"/>\n'
             f"{body}\n</svg>\n"
         )
+
+
+def text_width(text: str, size: float) -> float:
+    """An estimate: 0.6 em per character, which is what monospaced fonts take and more than others do."""
+    return 0.6 * size * len(text)
 
 
 def short(value: float, digits: int = 2) -> str:
@@ -190,68 +195,65 @@ def legend(canvas: Canvas, x: float, y: float, entries: list[tuple[str, str]], s
     for role, text in entries:
         canvas.box(Box(x, y - 10, 12, 12), role, radius=2)
         canvas.text(x + 17, y, (text, "ink"), size=size)
-        x += 17 + 0.6 * size * len(text) + 16
+        x += 17 + text_width(text, size) + 16
 
 
 # ------------------------------------------------------------------------------------------------------------- family
-def descent(family: dict[str, list[str]]) -> list[tuple[str, list[bool]]]:
-    """Return (path, levels) of every recipe, parents first, from path -> parents.
+difference = functools.cache(count_difference)  # runs git
 
-    `levels` has an entry per generation: whether the recipe, or its ancestor there, is followed by a sibling.
-    """
 
-    def below(path: str, levels: list[bool]) -> list[tuple[str, list[bool]]]:
-        children = sorted(child for child, theirs in family.items() if theirs and theirs[0] == path)
-        lines = [(path, levels)]
-        for child in children:
-            lines += below(child, [*levels, child != children[-1]])
-        return lines
+def descent(family: dict[str, list[str]]) -> list[tuple[str, int]]:
+    """From path -> parents: every recipe with its generation, each directly below its first parent or a sibling."""
 
-    return [line for path in sorted(family) if not family[path] for line in below(path, [])]
+    def below(path: str, generation: int) -> list[tuple[str, int]]:
+        children = sorted(child for child, theirs in family.items() if theirs[:1] == [path])
+        return [(path, generation), *(line for child in children for line in below(child, generation + 1))]
+
+    return [line for path in sorted(family) if not family[path] for line in below(path, 0)]
 
 
 def draw_family() -> str:
     """The tree of the recipes by their first parents; beside each how many lines of code it adds and removes."""
-    row, small_row, indent, size, width, left, tops = 22, 15, 14, 13, 480, 12, 74
+    row, small_row, indent, width, left, y = 22, 15, 14, 480, 12, 74
     lines = descent({path: parents(recipe) for path, recipe in FAMILY.items()})
-    tools = [path for path, levels in lines if not levels and path not in TRAINING]
-    tree = [(path, levels) for path, levels in lines if path not in tools]
-    second = sum(len(parents(FAMILY[path])) > 1 for path, _ in tree)
-    height = tops + row * (len(lines) + 1) + small_row * second + 22
-    canvas = Canvas("Family tree of the recipes", width, height, MONO)
+    tools = [path for path, generation in lines if generation == 0 and path not in TRAINING]
+    canvas = Canvas("Family tree of the recipes", width, MONO)
     canvas.text(left, 24, ("Each recipe below the one it changes", "ink"), size=14)
-    canvas.text(
-        width - left, 46, ("lines of code: ", "muted"), ("+added", "added"), (" −removed", "removed"), anchor="end"
-    )
+    key = ("lines of code: ", "muted"), ("+added", "added"), (" −removed", "removed")
+    canvas.text(width - left, 46, *key, anchor="end")
 
-    def name(x: float, y: float, path: str, *right: tuple[str, str]) -> None:
+    def name(x: float, path: str, *right: tuple[str, str]) -> None:
         folder, file = path.split("/")
-        canvas.text(x, y, (f"{folder}/", f"folder{folder[:2]}"), (file, "ink"), size=size)
+        canvas.text(x, y, (f"{folder}/", f"folder{folder[:2]}"), (file, "ink"), size=13)
         canvas.text(width - left, y, *right, anchor="end")
 
-    y, open_at = tops, {}  # where the connector of a generation begins
-    for path, levels in tree:
-        x, theirs = left + indent * len(levels), parents(FAMILY[path])
+    starts = {}  # generation: where the line to its next recipe starts
+    for path, generation in lines:
+        if path in tools:
+            continue
+        x, theirs = left + indent * generation, parents(FAMILY[path])
         if theirs:
-            added, removed = difference(theirs[0], path)
             corner = x - indent + 5
-            canvas.line((corner, open_at[len(levels)]), (corner, y - 4), (x - 3, y - 4))
-            open_at[len(levels)] = y - 4
-            name(x, y, path, (f"+{added}", "added"), (f" −{removed}", "removed"))
+            canvas.line((corner, starts[generation]), (corner, y - 4), (x - 3, y - 4))
+            starts[generation] = y - 4
+            added, removed = difference(theirs[0], path)
+            name(x, path, (f"+{added}", "added"), (f" −{removed}", "removed"))
         else:
-            name(x, y, path, (f"{lines_of_code(FAMILY[path].source)} lines", "muted"))
-        open_at[len(levels) + 1] = y + 5
-        if theirs[1:]:
+            name(x, path, (f"{lines_of_code(FAMILY[path].source)} lines", "muted"))
+        starts[generation + 1] = y + 5
+        if others := theirs[1:]:
             y += small_row
-            also = ", ".join(Path(other).name for other in theirs[1:])
-            canvas.text(x + indent, y, (f"and {also}", "muted"), size=11)
+            runs = []
+            for other in others:
+                runs += [("and ", "muted"), (f"{other[:2]}/", f"folder{other[:2]}"), (f"{Path(other).name} ", "muted")]
+            canvas.text(x + indent, y, *runs, size=11)
         y += row
     y += row
-    canvas.text(left, y, ("Tools, which train nothing", "muted"), size=size)
+    canvas.text(left, y, ("Tools, which train nothing", "muted"), size=13)
     for path in tools:
         y += row
-        name(left, y, path, (f"{lines_of_code(FAMILY[path].source)} lines", "muted"))
-    return canvas.svg()
+        name(left, path, (f"{lines_of_code(FAMILY[path].source)} lines", "muted"))
+    return canvas.svg(y + 18)
 
 
 # --------------------------------------------------------------------------------------------------------------- ring
@@ -294,7 +296,7 @@ def watched_ring(module: ModuleType) -> Callable[[], Any]:
 
 
 @functools.cache
-def ring(ranks: int = 4) -> Ring:
+def ring(ranks: int) -> Ring:
     """Run the recipe's ring all-reduce and record it."""
     probes = launch("02_data_parallel/collectives.py", ranks, probe=watched_ring, save=False).probes
     sends, held, sent = zip(*probes)
@@ -307,11 +309,10 @@ def draw_ring(ranks: int = 4) -> str:
     cell_w, cell_h, gap, left, top = 38, 24, 14, 62, 92
     recorded, half = ring(ranks), ranks - 1
     panel_w, panel_h = ranks * (cell_w + 4) + 34, ranks * (cell_h + gap) + 50
-    width, height = left + 2 * panel_w + 4, top + half * panel_h + 36
-    canvas = Canvas(f"Ring all-reduce on {ranks} ranks, step by step", width, height)
+    canvas = Canvas(f"Ring all-reduce on {ranks} ranks, step by step", left + 2 * panel_w + 4)
     canvas.text(14, 26, (f"Ring all-reduce of {ranks} chunks on {ranks} ranks", "ink"), size=15)
     steps, sent = len(recorded.sends), max(recorded.sent)
-    canvas.text(14, 46, (f"{steps} steps; a rank sends {sent:g} × the tensor", "muted"))
+    canvas.text(14, 46, (f"{steps} steps; a rank sends 2(N−1)/N = {sent:g} times the tensor", "muted"))
     canvas.text(left, top - 22, ("reduce-scatter", "ink"), size=13)
     canvas.text(left + panel_w, top - 22, ("all-gather", "ink"), size=13)
     for step, sends in enumerate(recorded.sends):
@@ -336,10 +337,12 @@ def draw_ring(ranks: int = 4) -> str:
             else:  # around: out below the last rank, in above the first
                 canvas.line((x, tail.y + cell_h), (x, tail.y + cell_h + gap - 4), role="ink")
                 canvas.line((x, head.y - gap + 2), (x, head.y), role="ink", arrow=True)
+    y = top + half * panel_h
+    canvas.text(14, y, ("A column is a chunk; arrows are what this step sends.", "muted"))
     shades = [(f"sum{count}", str(count)) for count in range(1, ranks)]
-    canvas.text(14, height - 16, ("ranks in a sum:", "muted"))
-    legend(canvas, 132, height - 16, [*shades, (f"sum{ranks}", f"{ranks}, complete")])
-    return canvas.svg()
+    canvas.text(14, y + 24, ("ranks in the sum", "muted"))
+    legend(canvas, 144, y + 24, [*shades, (f"sum{ranks}", f"{ranks}: complete")])
+    return canvas.svg(y + 40)
 
 
 # ------------------------------------------------------------------------------------------------------------- blocks
@@ -362,68 +365,61 @@ class Exchange(NamedTuple):
 
 
 def block(stream: str, tokens: str, same: bool, enter: Exchange, leave: Exchange) -> list[Part | Exchange]:
-    """A Llama block, top to bottom; `stream` is the shape of the residual stream, `tokens` that between split weights."""
-    norm, add = Part("RMSNorm", same=same), Part("+", same=same)
+    """A Llama block, top to bottom: `stream` is the shape of the residual stream, `tokens` what split weights see."""
+    norm, add = Part("RMSNorm", stream, same=same), Part("+", stream, same=same)
     return [
         norm,
         enter,
         Part("q k v", "b h/tp s k", "columns"),
-        Part("attention"),
+        Part("attention", "b h/tp s k"),
         Part("o", f"{tokens} d", "rows", partial=True),
         leave,
         add,
         norm,
         enter,
         Part("gate up", f"{tokens} f/tp", "columns"),
-        Part("SwiGLU"),
+        Part("SwiGLU", f"{tokens} f/tp"),
         Part("down", f"{tokens} d", "rows", partial=True),
         leave,
-        add._replace(shape=stream),
+        add,
     ]
 
 
-BLOCKS = {  # recipe: (shape of the residual stream, the block)
-    "04_tensor_sequence/tensor_parallel.py": (
+BLOCKS = {
+    "04_tensor_sequence/tensor_parallel.py": block(
         "b s d",
-        block(
-            "b s d",
-            "b s",
-            True,
-            enter=Exchange("b s d", (), ("all-reduce",)),
-            leave=Exchange("b s d", ("all-reduce",), ()),
-        ),
+        "b s",
+        same=True,
+        enter=Exchange("b s d", (), ("all-reduce",)),
+        leave=Exchange("b s d", ("all-reduce",), ()),
     ),
-    "04_tensor_sequence/sequence_parallel.py": (
+    "04_tensor_sequence/sequence_parallel.py": block(
         "(b s)/tp d",
-        block(
-            "(b s)/tp d",
-            "(b s)",
-            False,
-            enter=Exchange("(b s) d", ("all-gather",), ("all-gather", "reduce-scatter")),
-            leave=Exchange("(b s)/tp d", ("reduce-scatter",), ("all-gather",)),
-        ),
+        "(b s)",
+        same=False,
+        enter=Exchange("(b s) d", ("all-gather",), ("all-gather", "reduce-scatter")),
+        leave=Exchange("(b s)/tp d", ("reduce-scatter",), ("all-gather",)),
     ),
 }
 
 
 def draw_weight(canvas: Canvas, x: float, y: float, split: str, rank: int) -> None:
-    """A matrix cut in two by columns or rows, with the half of the rank filled."""
+    """A matrix cut in two by columns or by rows, with the half of the rank filled."""
     side = 14
     half = (side / 2, side) if split == "columns" else (side, side / 2)
     corner = (x + rank * side / 2, y) if split == "columns" else (x, y + rank * side / 2)
-    canvas.box(Box(x, y, side, side), GROUND)
     canvas.box(Box(*corner, *half), "ink")
+    canvas.frame(Box(x, y, side, side), "ink")
 
 
 def draw_exchange(canvas: Canvas, box: Box, exchange: Exchange) -> None:
     """A frame across the ranks with the collectives of forward, and below them those of backward."""
-    canvas.line(*((x, y) for x, y in corners(box)), role="rule")
+    canvas.frame(box, "rule")
     for i, (phase, names) in enumerate([("forward", exchange.forward), ("backward", exchange.backward)]):
-        y = box.y + 4 + 22 * i
+        x, y = box.x + 68, box.y + 4 + 22 * i
         canvas.text(box.x + 8, y + 14, (phase, "muted"), size=11)
-        x = box.x + 68
         for name in names:
-            pill = Box(x, y, 0.6 * 11 * len(name) + 10, 19)
+            pill = Box(x, y, text_width(name, 11) + 10, 19)
             canvas.box(pill, name, radius=9)
             canvas.label(pill, name, size=11)
             x += pill.w + 4
@@ -431,114 +427,108 @@ def draw_exchange(canvas: Canvas, box: Box, exchange: Exchange) -> None:
             canvas.text(x + 2, y + 14, ("nothing", "muted"), size=11)
 
 
-def corners(box: Box) -> list[tuple[float, float]]:
-    """The outline of a box, closed."""
-    x, y, w, h = box
-    return [(x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)]
-
-
-def draw_block(canvas: Canvas, x: float, y: float, stream: str, parts: list[Part | Exchange]) -> float:
-    """One recipe's block on two ranks, side by side, with the residual stream on the left; returns where it ends."""
-    lane, gap, margin, high, room = 124, 8, 18, 26, 22
-    left = x + margin
-    centers = [left + lane / 2, left + lane + gap + lane / 2]
-    for rank in (0, 1):
-        canvas.text(centers[rank], y, (f"rank {rank}", "muted"), anchor="middle")
+def draw_block(canvas: Canvas, x: float, y: float, parts: list[Part | Exchange]) -> float:
+    """A block on two ranks, side by side, with the residual stream to their left; returns where it ends."""
+    lane, gap, room = 124, 8, 22  # widths of a rank and between ranks; height between parts
+    lanes = [x + 18, x + 18 + lane + gap]
+    centers = [left + lane / 2 for left in lanes]
+    for rank, center in enumerate(centers):
+        canvas.text(center, y, (f"rank {rank}", "muted"), anchor="middle")
     y += 8
-    shape, residual = stream, y + room / 2
-    for part in [*parts, None]:
-        for center in centers:
-            canvas.line((center, y), (center, y + room))
-        canvas.text(
-            left + lane + gap / 2, y + room / 2 + 4, (shape, "ink" if part else "ink"), size=11, anchor="middle"
-        )
+    stream, shape = y + room / 2, parts[0].shape
+    for part in parts:
+        draw_shape(canvas, centers, y, room, shape)
         y += room
-        if part is None:
-            return y
+        shape = part.shape
         if isinstance(part, Exchange):
-            draw_exchange(canvas, Box(left, y, 2 * lane + gap, 50), part)
-            y, shape = y + 50, part.shape
+            draw_exchange(canvas, Box(lanes[0], y, 2 * lane + gap, 50), part)
+            y += 50
             continue
-        for rank in (0, 1):
-            box = Box(left + rank * (lane + gap), y, lane, high)
+        boxes = [Box(left, y, lane, 26) for left in lanes]
+        for rank, box in enumerate(boxes):
             canvas.box(box, "plain" if part.same else f"rank{rank}", radius=4)
             canvas.label(box, part.label)
             if part.split:
                 draw_weight(canvas, box.x + 8, box.y + 6, part.split, rank)
+        if part.partial:
+            shape += ", partial"
         if part.label == "+":
-            canvas.line(
-                (centers[0], residual), (x + 6, residual), (x + 6, y + high / 2), (left, y + high / 2), arrow=True
-            )
-            residual = y + high + room / 2
-        shape = part.shape or shape
-        shape = f"{shape}, partial" if part.partial else shape
-        y += high
-    return y
+            canvas.line((centers[0], stream), (x + 6, stream), (x + 6, y + 13), (lanes[0], y + 13), arrow=True)
+            stream = y + 26 + room / 2
+        y += 26
+    draw_shape(canvas, centers, y, room, shape)
+    return y + room
+
+
+def draw_shape(canvas: Canvas, centers: list[float], y: float, height: float, shape: str) -> None:
+    """The lines from one part of a block to the next, and between them the shape of what each rank holds there."""
+    for center in centers:
+        canvas.line((center, y), (center, y + height))
+    canvas.text(sum(centers) / 2, y + height / 2 + 4, (shape, "ink"), size=11, anchor="middle")
 
 
 def draw_blocks() -> str:
     """A Llama block under tensor and under sequence parallelism: weights, shapes and collectives on two ranks."""
-    column, top, width = 292, 62, 620
-    canvas = Canvas("A Llama block under tensor parallelism and under tensor and sequence parallelism", width, 940)
-    canvas.text(14, 26, ("A Llama block on 2 ranks", "ink"), size=15)
-    for i, (recipe, (stream, parts)) in enumerate(BLOCKS.items()):
-        x = 14 + i * (column + 14)
-        canvas.text(x + 18, top - 8, (Path(recipe).name, "ink"), size=13)
-        bottom = draw_block(canvas, x, top + 12, stream, parts)
-    y = bottom + 20
+    column, top = 306, 74
+    canvas = Canvas("A Llama block under tensor parallelism, and with sequence parallelism", 620)
+    canvas.text(14, 26, ("A Llama block on tp = 2 ranks", "ink"), size=15)
+    for i, (recipe, parts) in enumerate(BLOCKS.items()):
+        x = 14 + i * column
+        canvas.text(x + 18, top - 20, (Path(recipe).name, "ink"), size=13)
+        bottom = draw_block(canvas, x, top, parts)
+    y = bottom + 24
     legend(canvas, 14, y, [("plain", "the same on both ranks"), ("rank0", "only rank 0"), ("rank1", "only rank 1")])
     for i, split in enumerate(("columns", "rows")):
-        draw_weight(canvas, 14 + 280 * i, y + 12, split, 0)
-        canvas.text(35 + 280 * i, y + 23, (f"weights split by {split}", "ink"))
-    return canvas.svg()
+        draw_weight(canvas, 14 + 224 * i, y + 13, split, 0)
+        canvas.text(35 + 224 * i, y + 24, (f"weights split by {split}", "ink"))
+    return canvas.svg(y + 40)
 
 
 # ----------------------------------------------------------------------------------------------------------- timeline
 TIMELINES = ROOT / "tests" / "results" / "timelines" / "zero_stages"
 STAGES = ("zero1", "zero1_overlap", "zero2", "zero3")
-PHASES = ("forward", "backward", "optimizer")
+PHASES, PARTS = ("forward", "backward", "optimizer"), ("gather", "other")
 Spans = list[tuple[float, float]]
 
 
 def read_timeline(stage: str) -> tuple[dict[str, Any], dict[str, Spans]]:
-    """The stored report of a stage, and its spans; `reduction` is what of communication is no gather."""
+    """The stored report of a stage, and its spans in ms. `other` is what of communication is no gather.
+
+    These are reductions and, on the side stream, the copies that round a shard to the dtype in which it is sent.
+    """
     report = json.loads((TIMELINES / f"{stage}.json").read_text())
     spans = {kind: [(start, end) for start, end in found] for kind, found in report["timeline"].items()}
-    spans["reduction"] = load("01_single_gpu/profiling.py").without(spans["communication"], spans["gather"])
+    spans["other"] = load("01_single_gpu/profiling.py").without(spans["communication"], spans["gather"])
     return report, spans
 
 
 def draw_timeline() -> str:
     """One step of each ZeRO stage on one time axis: compute, communication, and what of it nothing hides."""
-    left, right, top, group, lane, width = 106, 14, 62, 84, 17, 640
+    left, right, y, width = 106, 22, 62, 640
     timelines = [read_timeline(stage) for stage in STAGES]
     (where,) = {report["where"] for report, _ in timelines}
     end = max(stop for _, spans in timelines for found in spans.values() for _, stop in found)
     scale = (width - left - right) / end
-    bottom = top + group * len(STAGES)
-    canvas = Canvas("Timelines of the ZeRO stages: compute and communication", width, bottom + 82)
+    canvas = Canvas("Timelines of the ZeRO stages: compute and communication", width)
     canvas.text(14, 26, (f"One step of each ZeRO stage, {where}", "ink"), size=15)
-    for tick in range(0, int(end) + 1, 50):
-        x = left + tick * scale
-        canvas.line((x, top - 8), (x, bottom))
-        canvas.text(x, bottom + 16, (f"{tick} ms" if tick else "0", "muted"), size=11, anchor="middle")
-    for i, (report, spans) in enumerate(timelines):
-        y, ms = top + group * i, report["ms"]
-        numbers = ", ".join(f"{kind} {ms[kind]:.0f} ms" for kind in ("step", "communication", "exposed"))
-        heading = [(Path(report["recipe"]).name, "ink"), (f"  {numbers}", "muted")]
-        canvas.box(Box(left - 2, y - 10, 0.6 * 12 * sum(len(text) for text, _ in heading) + 6, 17), GROUND)
-        canvas.text(left, y + 3, *heading)
-        rows = {"compute": (y + 12, lane, PHASES), "communication": (y + 33, lane, ("gather", "reduction"))}
-        for row, (at, high, kinds) in rows.items():
-            canvas.text(left - 8, at + 13, (row, "muted"), size=11, anchor="end")
+    for report, spans in timelines:
+        numbers = ", ".join(f"{kind} {report['ms'][kind]:.1f} ms" for kind in ("step", "communication", "exposed"))
+        canvas.text(left, y, (Path(report["recipe"]).name, "ink"), (f"  {numbers}", "muted"))
+        for tick in range(0, int(end) + 1, 10):
+            canvas.line((left + tick * scale, y + 8), (left + tick * scale, y + 66), role="plain")
+        lanes = {"compute": (9, 17, PHASES), "communication": (30, 17, PARTS), "exposed": (51, 12, ("exposed",))}
+        for lane, (below, height, kinds) in lanes.items():
+            canvas.text(left - 8, y + below + height / 2 + 4, (lane, "muted"), size=11, anchor="end")
             for kind in kinds:
-                canvas.bars([(left + a * scale, left + b * scale) for a, b in spans[kind]], at, high, kind)
-        canvas.text(left - 8, y + 63, ("exposed", "muted"), size=11, anchor="end")
-        canvas.bars([(left + a * scale, left + b * scale) for a, b in spans["exposed"]], y + 54, 9, "exposed")
-    legend(canvas, 14, bottom + 44, [(phase, phase) for phase in PHASES])
-    named = [("gather", "all-gather"), ("reduction", "reduction"), ("exposed", "exposed: nothing computes")]
-    legend(canvas, 14, bottom + 66, named)
-    return canvas.svg()
+                bars = [(left + start * scale, left + stop * scale) for start, stop in spans[kind]]
+                canvas.bars(bars, y + below, height, kind)
+        y += 90
+    for tick in range(0, int(end) + 1, 10):
+        canvas.text(left + tick * scale, y - 8, (f"{tick} ms", "muted"), size=11, anchor="middle")
+    legend(canvas, 14, y + 22, [(phase, phase) for phase in PHASES])
+    named = [("gather", "all-gather"), ("other", "reductions, copies"), ("exposed", "exposed: nothing computes")]
+    legend(canvas, 14, y + 44, named)
+    return canvas.svg(y + 60)
 
 
 # --------------------------------------------------------------------------------------------------------------- main

@@ -204,7 +204,7 @@ def slow_steps(working: int, reading: int, batching: int, seconds: float) -> Cal
 
 
 def things_in_memory(module: ModuleType) -> Report:
-    """Tensors, their bytes, objects of Python and hooks on parameters, at the end of some steps, after collection."""
+    """Tensors, other objects of Python, hooks on parameters, gradients: when steps 5 and 9 begin, after collection."""
     models, counts, steps, train_step = [], [], [0], module.train_step
     build_model = module.build_model
 
@@ -213,10 +213,12 @@ def things_in_memory(module: ModuleType) -> Report:
         models.append(weakref.ref(model))
         return model
 
-    def count() -> tuple[int, int, int]:
+    def count() -> tuple[int, int, int, int]:
         gc.collect()
         things = gc.get_objects()
-        return sum(issubclass(type(thing), torch.Tensor) for thing in things), len(things), hooks()
+        tensors = [thing for thing in things if issubclass(type(thing), torch.Tensor)]
+        gradients = sum(tensor.is_leaf and tensor.grad is not None for tensor in tensors)
+        return len(tensors), len(things) - len(tensors), hooks(), gradients
 
     def hooks() -> int:
         kept = [(p._post_accumulate_grad_hooks, p._backward_hooks) for p in models[0]().parameters()]
@@ -234,7 +236,7 @@ def things_in_memory(module: ModuleType) -> Report:
         return train_step(*args)
 
     module.build_model, module.train_step = build, step
-    return lambda: {kind: counts[i::3] for i, kind in enumerate(("tensors", "objects", "hooks"))}
+    return lambda: {kind: counts[i::4] for i, kind in enumerate(("tensors", "objects", "hooks", "gradients"))}
 
 
 class Mallinfo(ctypes.Structure):
@@ -371,6 +373,21 @@ def activations_in_memory(module: ModuleType) -> Report:
         return output
 
     module.forward = forward
+    return lambda: peak[0]
+
+
+def gradients_in_flight(module: ModuleType) -> Report:
+    """The most gradients that are in memory, of those that have been handed to send."""
+    sent, peak, send = [], [0], module.send
+
+    def watched(model, op, tensor):
+        work = send(model, op, tensor)
+        if work and op == "B":
+            sent.append(weakref.ref(tensor))
+            peak[0] = max(peak[0], sum(reference() is not None for reference in sent))
+        return work
+
+    module.send = watched
     return lambda: peak[0]
 
 

@@ -10,10 +10,9 @@ from equivalence import CASES, HARDEST
 from launch import ROOT, free_port
 from test_lineage import TRAINING
 
-
-THOROUGH = ("activations", "failure")
 PROMISES = [
-    pytest.param(promise, marks=pytest.mark.thorough if promise in THOROUGH else ()) for promise in contract.CHECKS
+    pytest.param(promise, marks=pytest.mark.thorough if promise in contract.THOROUGH else ())
+    for promise in contract.CHECKS
 ]
 
 

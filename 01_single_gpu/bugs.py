@@ -1,0 +1,191 @@
+"""Bugs that the tests of this folder see: what becomes what, on how many ranks, and what sees it."""
+
+from mutation import Bug
+
+FULL = "01_single_gpu/activation_checkpointing.py"
+ACCUMULATION = "01_single_gpu/gradient_accumulation.py"
+SELECTIVE_CHECKPOINTING = "01_single_gpu/selective_checkpointing.py"
+ROOT_RECIPE = "01_single_gpu/train.py"
+
+BUGS = [
+    Bug(
+        "attention is not causal: each token also attends to later tokens",
+        ROOT_RECIPE,
+        "is_causal=True",
+        "is_causal=False",
+        seen="transformers",
+    ),
+    Bug(
+        "key and value heads are in reverse order, mismatched with their query heads",
+        ROOT_RECIPE,
+        "(q, k, v, is",
+        "(q, k.flip(1), v.flip(1), is",
+        seen="transformers",
+    ),
+    Bug(
+        "rotary embedding rotates in the opposite direction (negated angles)",
+        ROOT_RECIPE,
+        "(-high, low)",
+        "(high, -low)",
+        seen="transformers",
+    ),
+    Bug(
+        "rotary embedding splits each head into even and odd elements, not halves",
+        ROOT_RECIPE,
+        "x.chunk(2, dim=-1)",
+        "x[..., ::2], x[..., 1::2]",
+        seen="transformers",
+    ),
+    Bug(
+        "rotary frequencies use base theta + 1 instead of theta",
+        ROOT_RECIPE,
+        "cfg.theta **",
+        "(cfg.theta + 1) **",
+        seen="transformers",
+    ),
+    Bug(
+        "long rotary wavelengths are not stretched by --rope_factor",
+        ROOT_RECIPE,
+        "(1 - keep) / cfg.rope_factor",
+        "(1 - keep)",
+        seen="transformers",
+    ),
+    Bug("the epsilon of RMSNorm is 1e-6 instead of 1e-5", ROOT_RECIPE, "+ 1e-5)", "+ 1e-6)", seen="transformers"),
+    Bug(
+        "norms take the mean of the activations instead of their mean square",
+        ROOT_RECIPE,
+        "wide.square().mean(-1",
+        "wide.mean(-1",
+        seen="transformers",
+    ),
+    Bug(
+        "the MLP applies SiLU to up_proj's output instead of gate_proj's",
+        ROOT_RECIPE,
+        "silu(self.gate_proj(x)) * self.up_proj(x)",
+        "silu(self.up_proj(x)) * self.gate_proj(x)",
+        seen="transformers",
+    ),
+    Bug(
+        "the final norm before the head is skipped",
+        ROOT_RECIPE,
+        "self.lm_head(self.model.norm(x))",
+        "self.lm_head(x)",
+        seen="transformers",
+    ),
+    Bug(
+        "the MLP's input goes through input_layernorm instead of post_attention_layernorm",
+        ROOT_RECIPE,
+        "self.mlp(self.post_attention_layernorm(x))",
+        "self.mlp(self.input_layernorm(x))",
+        seen="transformers",
+    ),
+    Bug(
+        "the summed loss is not divided by the number of valid tokens",
+        ROOT_RECIPE,
+        "inputs, targets) / tokens",
+        "inputs, targets)",
+        seen="transformers",
+    ),
+    Bug(
+        "the summed loss is divided by all tokens, ignored targets included",
+        ROOT_RECIPE,
+        "(targets != IGNORE).sum()",
+        "targets.numel()",
+        seen="transformers",
+    ),
+    Bug(
+        "gradients are clipped by their 3-norm instead of their 2-norm",
+        ROOT_RECIPE,
+        "parameters(), cfg.clip)",
+        "parameters(), cfg.clip, 3)",
+        seen="transformers",
+    ),
+    Bug(
+        "norm weights are set to 1 instead of read from --init",
+        ROOT_RECIPE,
+        "    if cfg.init:\n        return",
+        "    if cfg.init and len(shape) > 1:\n        return",
+        seen="transformers",
+    ),
+    Bug(
+        "a batch that holds the last vocabulary id (--vocab minus 1) is refused",
+        ROOT_RECIPE,
+        "if (largest := window.max()) >= cfg.vocab:",
+        "if (largest := window.max()) >= cfg.vocab - 1:",
+        seen="valid_input",
+    ),
+    Bug(
+        "attention is not causal: each token also attends to later tokens",
+        ACCUMULATION,
+        "is_causal=True",
+        "is_causal=False",
+        flags="--microbatches 4",
+    ),
+    Bug(
+        "gradients are clipped to a norm of 1e9 instead of --clip",
+        ACCUMULATION,
+        "model.parameters(), cfg.clip",
+        "model.parameters(), 1e9",
+        flags="--microbatches 4",
+    ),
+    Bug(
+        "weight decay is also applied to the norm weights",
+        ACCUMULATION,
+        "weight_decay=0.0",
+        "weight_decay=cfg.weight_decay",
+        flags="--microbatches 4",
+    ),
+    Bug(
+        "each micro-batch loss is divided by its own valid tokens, not the batch's",
+        ACCUMULATION,
+        "x, y) / tokens",
+        "x, y) / (y != IGNORE).sum()",
+        flags="--microbatches 4",
+    ),
+    Bug(
+        "micro-batch losses are not divided by the number of valid tokens",
+        ACCUMULATION,
+        "x, y) / tokens",
+        "x, y)",
+        flags="--microbatches 4",
+    ),
+    Bug(
+        "gradients are zeroed before each micro-batch, so only the last one's remain",
+        ACCUMULATION,
+        "loss.backward()",
+        "model.zero_grad(); loss.backward()",
+        flags="--microbatches 4",
+    ),
+    Bug(
+        "data of exactly --seq + 1 tokens (one window) is refused",
+        ACCUMULATION,
+        "if len(ids) <= cfg.seq:",
+        "if len(ids) <= cfg.seq + 1:",
+        seen="valid_input",
+    ),
+    Bug(
+        "every block checkpoints a detached input, cutting the graph to earlier blocks",
+        FULL,
+        "self.body, x, rope",
+        "self.body, x.detach(), rope",
+    ),
+    Bug(
+        "recomputation in backward adds the attention output twice instead of once",
+        FULL,
+        "x = x + self.self_attn(",
+        "x = x + (1 if torch._C._current_graph_task_id() == -1 else 2) * self.self_attn(",
+    ),
+    Bug(
+        "the MFU counts the recomputed forward: 8 FLOPs per weight instead of 6",
+        FULL,
+        "return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq",
+        "return 8 * (cfg.layers * block + cfg.dim * cfg.vocab) + 8 * cfg.layers * cfg.dim * cfg.seq",
+        seen="log_line",
+    ),
+    Bug(
+        "every block checkpoints a detached input, cutting the graph to earlier blocks",
+        SELECTIVE_CHECKPOINTING,
+        "self.body, x, rope",
+        "self.body, x.detach(), rope",
+    ),
+]

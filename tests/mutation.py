@@ -1,0 +1,153 @@
+"""Seeded bugs: small changes of a recipe, several of them once shipped by somebody, and what each turns red.
+
+Each folder has its list, `bugs.py`. tests/test_bugs.py asserts that every one is seen; this file measures what each does
+to the gradient and to a loss curve, for the table "What breaks it" of the folder's page.
+
+    python tests/mutation.py [--jobs 2] [FOLDER ...]        measure the bugs of all folders, or of these
+    python tests/mutation.py --tier [--jobs 2] [FOLDER ...]  say which of the promises of every recipe see them
+"""
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import compare
+import equivalence
+import launch as launching
+from launch import ROOT, RankFailed, launch, load, run_folder
+
+RESULTS = ROOT / "tests" / "results" / "bugs.json"
+RACES = "waited for", "let go", "does not wait", "changed while"  # what tests/streams.py says of them
+CURVE = "--steps 20 --lr 3e-3 --warmup 5"  # of AdamW, with the default clip: 1
+
+
+@dataclass(frozen=True)
+class Bug:
+    """In a recipe, `old` becomes `new`; to be seen on `world` ranks with `flags`, by what `seen` names.
+
+    seen: "equivalence", the comparison with the root; "late" or "at once", the same with simulated streams; a promise
+    of tests/contract.py; or another entry of SEES in tests/test_bugs.py.
+    """
+
+    what: str
+    recipe: str
+    old: str
+    new: str
+    world: int = 1
+    flags: str = ""
+    seen: str = "equivalence"
+
+
+def bugs() -> list[Bug]:
+    """The bugs of all folders."""
+    found = []
+    for path in sorted(ROOT.glob("[01][0-9]_*/bugs.py")):
+        spec = importlib.util.spec_from_file_location(f"bugs_of_{path.parent.name}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found += module.BUGS
+    return found
+
+
+def mutate(bug: Bug, folder: Path) -> str:
+    """Write the recipe with the bug into a folder, and return its path."""
+    source = (ROOT / bug.recipe).read_text()
+    assert source.count(bug.old) == 1, f"{bug.recipe} must contain {bug.old!r} once"
+    path = Path(folder) / bug.recipe.split("/")[1]
+    path.write_text(source.replace(bug.old, bug.new))
+    return str(path)
+
+
+def probe_of(bug: Bug):
+    """The probe with which the bug shows, or None: only simulated streams show what a GPU shows now and then."""
+    import probes
+    from streams import streams
+
+    if bug.seen in ("late", "at once"):
+        return streams(bug.seen)
+    if bug.seen in ("compiled, late", "compiled, at once"):
+        return probes.together(equivalence.unfused_attention, streams(bug.seen.split(", ")[1]))
+    return None
+
+
+def measured(bug: Bug) -> dict[str, object]:
+    """What the bug does: relative error of the worst tensor's gradient, largest relative difference of the loss curve.
+
+    "end" says what happens instead where nothing can be measured.
+    """
+    root = equivalence.root_of(bug.recipe)
+    entry = {"recipe": bug.recipe, "what": bug.what, "gradient": None, "loss": None, "end": None}
+    flags = bug.flags + (" --compile" if bug.seen.startswith("compiled") else "")
+    shared = equivalence.shared(flags)
+    init = equivalence.start(root, f"{equivalence.SHAPE} {shared}")
+    common = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} --init {init}"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            file = mutate(bug, Path(folder))
+            for key, mode in ("gradient", equivalence.GRADIENT), ("loss", CURVE):
+                theirs = equivalence.reference(root, f"{common} {mode} {shared}")
+                ours = launch(file, bug.world, f"{common} {mode} {flags}", probe=probe_of(bug), timeout=60)
+                if key == "gradient":
+                    errors = compare.relative_errors(ours.weights, theirs.weights, compare.read(init)[0])
+                    entry[key] = compare.worst(errors)[1]
+                else:
+                    pairs = zip(ours.history, theirs.history, strict=True)
+                    entry[key] = max(abs(mine[0] / right[0] - 1) for mine, right in pairs)
+        except TimeoutError:
+            entry["end"] = "hangs"
+        except RankFailed as failure:
+            simulated = any(
+                words in failure.output for words in ("waited for", "let go", "does not wait", "changed while")
+            )
+            entry["end"] = "races" if simulated else "crashes"
+    return {key: None if value != value else value for key, value in entry.items()}
+
+
+def tier(bug: Bug) -> str:
+    """The first broken promise of tests/contract.py that the plain run checks; "" if only the thorough run sees it."""
+    import contract
+
+    launching.launch.__defaults__ = (*launching.launch.__defaults__[:3], 40, True)  # a bug may hang
+    with tempfile.TemporaryDirectory() as folder:
+        file = mutate(bug, Path(folder))
+        for promise, check in contract.CHECKS.items():
+            if promise not in contract.THOROUGH:
+                try:
+                    check(bug.recipe, file)
+                except (Exception, SystemExit):
+                    return promise
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", metavar="FOLDER")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--tier", action="store_true")
+    args = parser.parse_args()
+    chosen = [bug for bug in bugs() if not args.folders or bug.recipe.split("/")[0] in args.folders]
+    run_folder()  # of this process, for those of the pool
+    load("01_single_gpu/train.py")
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as jobs:
+        if args.tier:
+            for bug, promise in zip(chosen, jobs.map(tier, chosen)):
+                print(f"{promise or '-- thorough only, ' + bug.seen:25} {bug.recipe:42} {bug.what}", flush=True)
+            return
+        entries = []
+        for entry in jobs.map(measured, chosen):
+            print(entry, flush=True)
+            entries.append(entry)
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    kept = [e for e in kept if args.folders and e["recipe"].split("/")[0] not in args.folders] + entries
+    order = {(bug.recipe, bug.what): i for i, bug in enumerate(bugs())}
+    kept = sorted((e for e in kept if (e["recipe"], e["what"]) in order), key=lambda e: order[e["recipe"], e["what"]])
+    RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""Pictures on disk are those that pictures.py draws, and what they show is what the recipes do."""
+
+import math
+import re
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pictures
+import pytest
+from launch import ROOT, launch, load
+from test_lineage import FAMILY, parents
+
+SVG = "{http://www.w3.org/2000/svg}"
+FOLDERS = {path[:2]: path.split("/")[0] for path in FAMILY}
+
+
+def elements(path: str, tag: str) -> list[ElementTree.Element]:
+    """All elements of a stored picture with this tag, in order."""
+    return list(ElementTree.parse(ROOT / path).iter(SVG + tag))
+
+
+@pytest.mark.parametrize("path", pictures.PICTURES)
+def test_is_up_to_date(path):
+    assert (ROOT / path).read_text() == pictures.PICTURES[path](), "run python tests/pictures.py"
+
+
+@pytest.mark.parametrize("path", pictures.PICTURES)
+def test_reads_well(path):
+    """On a phone, by a screen reader, and in both modes: every class has a color in each."""
+    svg = ElementTree.parse(ROOT / path).getroot()
+    left, top, width, height = map(float, svg.get("viewBox").split())
+    assert width <= (480 if path == "tests/family.svg" else 640)
+    assert svg.get("role") == "img" and svg.find(f"{SVG}title").text
+    assert all(int(text.get("font-size")) >= 11 for text in elements(path, "text"))
+    used = {name for element in svg.iter() for name in element.get("class", "").split()} - {"line"}
+    light, dark = svg.find(f"{SVG}style").text.split("@media (prefers-color-scheme: dark)")
+    for colors, mode in (light, 0), (dark, 1):
+        found = dict(re.findall(r"\.(\w[\w-]*)\{color:(#\w{6})\}", colors))
+        assert found == {role: pictures.COLORS[role][mode] for role in used}
+    ground = next(svg.iter(f"{SVG}rect"))
+    assert (ground.get("class"), ground.get("width"), ground.get("height")) == ("ground", "100%", "100%")
+
+
+def test_canvas_refuses_what_cannot_be_read():
+    def canvas():
+        canvas = pictures.Canvas("a picture", 100)
+        canvas.box(pictures.Box(10, 40, 30, 20), "plain")
+        canvas.text(10, 20, ("ten", "ink"))
+        return canvas
+
+    canvas().text(40, 20, ("beside", "ink"))
+    canvas().label(pictures.Box(10, 40, 30, 20), "four")
+    assert canvas().svg(30)
+    refused = [
+        lambda: canvas().text(60, 20, ("too long", "ink")),
+        lambda: canvas().text(5, 50, ("half inside", "ink")),
+        lambda: canvas().text(30, 24, ("over ten", "ink")),
+        lambda: canvas().label(pictures.Box(10, 40, 30, 20), "wider"),
+        lambda: canvas().text(10, 80, ("small", "ink"), size=10),
+        lambda: canvas().text(10, 80, ("pale", "rule")),
+        lambda: canvas().svg(20),
+    ]
+    for draw in refused:
+        with pytest.raises(ValueError, match="a picture"):
+            draw()
+
+
+# ------------------------------------------------------------------------------------------------------------- family
+def test_family_shows_the_headers():
+    """Read back from positions and texts: every recipe once, below its first parent, with others and differences."""
+    texts = [("".join(text.itertext()), float(text.get("x"))) for text in elements("tests/family.svg", "text")]
+    lines = [(text, x) for text, x in texts if text in FAMILY]
+    assert sorted(text for text, _ in lines) == sorted(FAMILY)
+    above = {}  # x -> the last recipe there
+    for text, x in lines:
+        left = [other for other in above if other < x]
+        theirs = parents(FAMILY[text])
+        assert [above[max(left)]] * bool(theirs) == theirs[:1] if left else not theirs, text
+        above = {other: recipe for other, recipe in above.items() if other < x} | {x: text}
+        where = texts.index((text, x))
+        if theirs:
+            added, removed = pictures.difference(theirs[0], text)
+            assert texts[where + 1][0] == f"+{added} −{removed}"
+        if theirs[1:]:
+            others = re.findall(r"and (\d\d)/(\S+) ", texts[where + 2][0])
+            assert [f"{FOLDERS[number]}/{file}" for number, file in others] == theirs[1:]
+
+
+# --------------------------------------------------------------------------------------------------------------- ring
+def test_ring_sums_all_chunks():
+    """Each step, every rank sends a chunk to the next; half-way each has one sum, at the end all; 2(N-1)/N is sent."""
+    ranks, n = range(4), 4
+    sends, held, sent = pictures.ring(4)
+    assert len(sends) == 2 * (n - 1) and len(held) == len(sends) + 1 and sent == [2 * (n - 1) / n] * n
+    assert held[0] == [[[int(other == rank) for other in ranks]] * n for rank in ranks]
+    for step, moves in enumerate(sends):
+        assert [(sender, receiver) for sender, receiver, _ in moves] == [(rank, (rank + 1) % n) for rank in ranks]
+        assert len({chunk for _, _, chunk in moves}) == n
+        after = [list(chunks) for chunks in held[step]]
+        for sender, receiver, chunk in moves:
+            there = held[step][receiver][chunk] if step < n - 1 else [0] * n
+            after[receiver][chunk] = [a + b for a, b in zip(held[step][sender][chunk], there)]
+        assert held[step + 1] == after
+    complete = [[sum(chunk == [1] * n for chunk in chunks) for chunks in now] for now in held]
+    assert complete[n - 1] == [1] * n and complete[-1] == [n] * n
+
+
+def test_ring_shades_its_sums():
+    cells = [rect.get("class") for rect in elements("02_data_parallel/ring.svg", "rect")]
+    recorded = [sum(chunk) for now in pictures.ring(4).held[1:] for chunks in now for chunk in chunks]
+    legend = [f"sum{count}" for count in (1, 2, 3, 4)]
+    assert cells == ["ground", *(f"sum{count}" for count in recorded), *legend]
+
+
+# ------------------------------------------------------------------------------------------------------------- blocks
+SIZES = dict(b=3, s=12, d=40, h=4, k=10, f=56, tp=2)
+KV_HEADS = 2
+WEIGHTS = {"q k v": [40 + 2 * KV_HEADS * 10, 40], "o": [40, 40], "gate up": [2 * 56, 40], "down": [40, 56]}
+FLAGS = f"--device cpu --steps 1 --layers 1 --batch 3 --seq 12 --dim 40 --heads 4 --kv_heads {KV_HEADS} --ffn 56"
+COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter"}
+
+
+def sizes(shape: str) -> list[int]:
+    """'(b s)/tp d' -> [18, 40]"""
+    axes = [axis.partition("/") for axis in re.findall(r"\([^)]*\)\S*|\S+", shape)]
+    return [
+        math.prod(SIZES[letter] for letter in re.findall(r"\w+", above)) // SIZES.get(below, 1)
+        for above, _, below in axes
+    ]
+
+
+def watched_block(module):
+    """A probe: events of the block in forward, (name, shape of the output, digest), and their names in backward.
+
+    Behind the shape of a matmul's output stands the length of its input.
+    """
+    forward, backward, phase = [], [], [None]
+    functional, dist, torch = module.nn.functional, module.dist, module.torch
+    run_block, run_norm, matmul = module.Block.forward, module.RMSNorm.forward, torch.Tensor.__matmul__
+
+    def record(name, shape, tensor=None):
+        if phase[0] == "forward":
+            forward.append((name, list(shape), None if tensor is None else tensor.double().sum().item()))
+        if phase[0] == "backward":
+            backward.append(name)
+
+    def computes(name, function):
+        def wrapper(*args, **kwargs):
+            out = function(*args, **kwargs)
+            if phase[0] == "forward":
+                record(name, out.shape, out)
+                out.register_hook(lambda gradient: record(name, gradient.shape))
+            return out
+
+        return wrapper
+
+    def sends(name, function, output):
+        def wrapper(*args, **kwargs):
+            record(name, args[output].shape)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    def multiplies(function):
+        def wrapper(x, weight, *args):
+            out = function(x, weight, *args)
+            if phase[0] == "forward":
+                record("matmul", [*out.shape, x.shape[-1]], out)
+            return out
+
+        return wrapper
+
+    def norm(self, x):
+        record("+", x.shape, x)
+        return run_norm(self, x)
+
+    def block(self, x, *args):
+        phase[0] = "forward"
+        x.register_hook(lambda gradient: phase.__setitem__(0, None))
+        out = run_block(self, x, *args)
+        record("+", out.shape, out)
+        phase[0] = None
+        out.register_hook(lambda gradient: phase.__setitem__(0, "backward"))
+        return out
+
+    module.Block.forward = block
+    module.RMSNorm.forward = computes("RMSNorm", norm)
+    functional.scaled_dot_product_attention = computes("attention", functional.scaled_dot_product_attention)
+    functional.silu = computes("SwiGLU", functional.silu)
+    functional.linear = multiplies(functional.linear)
+    torch.Tensor.__matmul__ = multiplies(matmul)
+    dist.all_reduce = sends("all-reduce", dist.all_reduce, 0)
+    group = dist.ProcessGroup
+    group._allgather_base = sends("all-gather", group._allgather_base, 1)
+    group._reduce_scatter_base = sends("reduce-scatter", group._reduce_scatter_base, 1)
+    return lambda: (forward, backward)
+
+
+@cache
+def events(recipe: str) -> list[tuple[list, list]]:
+    """What watched_block reports, per rank."""
+    return launch(recipe, SIZES["tp"], FLAGS, probe=watched_block, save=False).probes
+
+
+def joined(forward: list[tuple]) -> list[tuple[str, list[int]]]:
+    """Names and shapes, without SwiGLU; matmuls in a row that read the same input are one, with all their outputs."""
+    found = []
+    for name, shape, _ in forward:
+        if name == "matmul" and found[-1][0] == "matmul" and found[-1][1][-1] == shape[-1]:
+            found[-1][1][-2] += shape[-2]
+        elif name != "SwiGLU":
+            found.append((name, list(shape)))
+    return found
+
+
+@pytest.mark.parametrize("recipe", pictures.BLOCKS)
+def test_block_computes_and_communicates_as_drawn(recipe):
+    """Forward, top to bottom: norms, split weights, attention and collectives, with their shapes."""
+    parts = pictures.BLOCKS[recipe]
+    wanted = [("+", sizes(parts[0].shape))]
+    for before, part, after in zip([None, *parts], parts, [*parts[1:], None]):
+        if isinstance(part, pictures.Exchange):
+            wanted += [(name, sizes(part.shape)) for name in part.forward]
+        elif part.split == "columns":
+            outputs, inputs = WEIGHTS[part.label]
+            wanted.append(("matmul", [*sizes(before.shape)[:-1], outputs // 2, inputs]))
+            assert part.shape == after.shape  # attention and SwiGLU return what they read, queries and gates
+        elif part.split == "rows":
+            outputs, inputs = WEIGHTS[part.label]
+            wanted.append(("matmul", [*sizes(part.shape)[:-1], outputs, inputs // 2]))
+            assert sizes(part.shape)[-1] == outputs
+        elif part.label != "SwiGLU":
+            wanted.append((part.label, sizes(part.shape)))
+    swiglu = [sizes(part.shape) for part in parts if part[0] == "SwiGLU"]
+    for forward, _ in events(recipe):
+        assert joined(forward) == wanted
+        assert [shape for name, shape, _ in forward if name == "SwiGLU"] == swiglu
+
+
+@pytest.mark.parametrize("recipe", pictures.BLOCKS)
+def test_block_communicates_in_backward_as_drawn(recipe):
+    """Backward, bottom to top: the collectives of each point, between the gradients of what lies around it."""
+    wanted = []
+    for part in reversed(pictures.BLOCKS[recipe]):
+        if isinstance(part, pictures.Exchange):
+            wanted += part.backward
+        elif not part.split and part.label != "+":
+            wanted.append(part.label)
+    assert [backward for _, backward in events(recipe)] == [wanted] * SIZES["tp"]
+
+
+@pytest.mark.parametrize("recipe", pictures.BLOCKS)
+def test_block_computes_the_same_where_drawn(recipe):
+    """What is drawn in one color is equal on both ranks to the bit; all else differs."""
+    (forward, _), (other, _) = events(recipe)
+    equal = defaultdict(set)
+    for (name, _, mine), (_, _, theirs) in zip(forward, other):
+        if name not in COLLECTIVES:
+            equal[name].add(mine == theirs)
+    drawn = defaultdict(set)
+    for part in pictures.BLOCKS[recipe]:
+        if isinstance(part, pictures.Part):
+            drawn["matmul" if part.split else part.label].add(part.same)
+    assert equal == drawn
+
+
+@pytest.mark.parametrize("recipe", pictures.BLOCKS)
+def test_block_is_drawn_from_its_parts(recipe):
+    """The column of the recipe has the parts' labels, shapes and collectives, top to bottom."""
+    svg = "04_tensor_sequence/blocks.svg"
+    texts = ["".join(text.itertext()) for text in elements(svg, "text")]
+    start = texts.index(Path(recipe).name) + 3  # behind the ranks
+    wanted, shape = [], pictures.BLOCKS[recipe][0].shape
+    for part in pictures.BLOCKS[recipe]:
+        wanted.append(shape)
+        if isinstance(part, pictures.Exchange):
+            wanted += ["forward", *(part.forward or ["nothing"]), "backward", *(part.backward or ["nothing"])]
+            shape = part.shape
+        else:
+            wanted += [part.label] * 2
+            shape = part.shape + ", partial" * part.partial
+    assert texts[start : start + len(wanted) + 1] == [*wanted, shape]
+
+
+# ----------------------------------------------------------------------------------------------------------- timeline
+def length(spans: list) -> float:
+    """Sum of the lengths."""
+    return sum(end - start for start, end in spans)
+
+
+@pytest.mark.parametrize("stage", pictures.STAGES)
+def test_timeline_is_consistent(stage):
+    """Gathers are communication; nothing computes while it is exposed; the sums are those beside the name."""
+    without = load("01_single_gpu/profiling.py").without
+    report, spans = pictures.read_timeline(stage)
+    assert report["recipe"] == f"03_zero/{stage}.py"
+    rounding = 0.002 * len(spans["exposed"])  # ms: spans are rounded to 1 µs at both ends, and joined over gaps of 1 µs
+    assert length(without(spans["gather"], spans["communication"])) <= rounding
+    assert length(without(spans["exposed"], spans["communication"])) <= rounding
+    for kind in "communication", "exposed":
+        assert abs(length(spans[kind]) - report["ms"][kind]) <= rounding, kind
+
+
+def test_timeline_shows_what_the_headers_say():
+    """Stage 1 waits for all of its communication, the others hide most; only stage 3 gathers in backward."""
+    for stage in pictures.STAGES:
+        report, spans = pictures.read_timeline(stage)
+        exposed = report["ms"]["exposed"] / report["ms"]["communication"]
+        assert exposed > 0.95 if stage == "zero1" else exposed < 0.5, stage
+        start, end = min(spans["backward"])[0], max(spans["backward"])[1]
+        in_backward = [span for span in spans["gather"] if start < span[0] and span[1] < end]
+        assert bool(in_backward) == (stage == "zero3"), stage
+
+
+def test_timeline_is_to_scale():
+    """Bars, measured by the labels of the axis, begin and last as long as what they show."""
+    svg = "03_zero/timeline.svg"
+    texts = [("".join(text.itertext()), float(text.get("x"))) for text in elements(svg, "text")]
+    axis = sorted((int(text.split()[0]), x) for text, x in texts if re.fullmatch(r"\d+ ms", text))
+    (_, zero), (last, end) = axis[0], axis[-1]
+    scale = (end - zero) / last
+    drawn = defaultdict(list)
+    for path in elements(svg, "path"):
+        if path.get("class") in (*pictures.PHASES, *pictures.PARTS, "exposed"):
+            found = re.findall(r"M([\d.]+) [\d.]+h([\d.]+)v", path.get("d"))
+            drawn[path.get("class")].append([((float(x) - zero) / scale, float(w) / scale) for x, w in found])
+    for kind, lanes in drawn.items():
+        for stage, bars in zip(pictures.STAGES, lanes, strict=True):
+            spans = pictures.read_timeline(stage)[1][kind]
+            wanted = [number for start, end in spans for number in (start, end - start)]
+            precision = 0.02 / scale  # ms: bars and labels lie at hundredths of a pixel
+            assert [number for bar in bars for number in bar] == pytest.approx(wanted, abs=precision), (kind, stage)
+    assert set(drawn) == {*pictures.PHASES, *pictures.PARTS, "exposed"}
