@@ -161,6 +161,7 @@ BUGS = [
         ACCUMULATION,
         "if len(ids) <= cfg.seq:",
         "if len(ids) <= cfg.seq + 1:",
+        flags="--microbatches 4",
         seen="valid_input",
     ),
     Bug(

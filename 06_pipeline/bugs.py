@@ -92,7 +92,7 @@ BUGS = [
         "return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)",
         "return x * rope[0].to(x.dtype) + torch.cat((-high, low), dim=-1) * rope[1].to(x.dtype)",
         world=2,
-        flags="--dtype bfloat16",
+        flags="--dtype bfloat16 --microbatches 4",
         seen="bfloat16",
     ),
     Bug(
@@ -117,7 +117,7 @@ BUGS = [
         "stages - 1 - stage",
         "stages - stage",
         world=4,
-        flags="--microbatches 8",
+        flags="--microbatches 6",
         seen="schedule",
     ),
     Bug(
@@ -126,7 +126,7 @@ BUGS = [
         "stages - 1 - stage",
         "stages - 2 - stage",
         world=4,
-        flags="--microbatches 8",
+        flags="--microbatches 6",
         seen="schedule",
     ),
     Bug(
@@ -135,7 +135,7 @@ BUGS = [
         "stages - 1 - stage",
         "microbatches",
         world=4,
-        flags="--microbatches 8",
+        flags="--microbatches 6",
         seen="schedule",
     ),
     Bug(
@@ -144,7 +144,7 @@ BUGS = [
         "stages - 1 - stage",
         "0",
         world=4,
-        flags="--microbatches 8",
+        flags="--microbatches 6",
         seen="schedule",
     ),
     Bug(
@@ -153,7 +153,7 @@ BUGS = [
         "stages - 1 - stage",
         "stage",
         world=4,
-        flags="--microbatches 8",
+        flags="--microbatches 6",
         seen="schedule",
     ),
     Bug(
@@ -162,7 +162,7 @@ BUGS = [
         ("        if len(sending) > 2:\n            finish(sending.pop(0)[0])  # and frees what was sent\n"),
         "",
         world=2,
-        flags="--microbatches 8",
+        flags="--microbatches 6",
         seen="in flight",
     ),
     Bug(
@@ -171,7 +171,7 @@ BUGS = [
         "(cfg.layers < world, ",
         "(cfg.layers <= world, ",
         world=2,
-        flags="--layers 2",
+        flags="--layers 2 --microbatches 4",
         seen="valid_input",
     ),
 ]

@@ -170,7 +170,7 @@ def in_parts(root: str, flags: str, parts: int, low_weights: bool, rounded: int)
 
 
 def check_partial_sums(recipe: str, file: str | None = None) -> None:
-    """What a recipe adds up itself, the ranks' parts of a matmul in bfloat16, is rounded once: by half a unit at most."""
+    """What a recipe adds up itself, the ranks' parts of a matmul in bfloat16, is rounded once: by half a unit."""
 
     def error() -> float:
         total = getattr(load(file or recipe), "total", None)
@@ -180,7 +180,7 @@ def check_partial_sums(recipe: str, file: str | None = None) -> None:
         exact = parts.double().sum(0)
         return ((total(parts).double() - exact).abs() / (exact.abs() + 1e-2)).max().item()  # sums may cancel
 
-    assert isolated(error) <= 1.01 * 2**-9, "partial sums are rounded more than once"
+    assert isolated(error) <= 1.01 * 2**-8, "partial sums are rounded more than once"
 
 
 # ----------------------------------------------------------------------------------------------------------- log, file
@@ -352,8 +352,8 @@ def check_bad_input(recipe: str, file: str | None = None) -> None:
                 probe = probes.never_a_process_group
                 launch(file or recipe, world, f"--device cpu {flags} {bad}", probe=probe, timeout=30)
             except RankFailed as failure:
-                (line,) = failure.output.splitlines()
-                assert word in line and failure.code == 1, failure.output
+                lines = failure.output.splitlines()
+                assert len(lines) == 1 and word in lines[0] and failure.code == 1, failure.output
             else:
                 raise AssertionError(f"{bad} is not refused")
 

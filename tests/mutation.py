@@ -1,7 +1,7 @@
 """Seeded bugs: small changes of a recipe, several of them once shipped by somebody, and what each turns red.
 
-Each folder has its list, `bugs.py`. tests/test_bugs.py asserts that every one is seen; this file measures what each does
-to the gradient and to a loss curve, for the table "What breaks it" of the folder's page.
+Each folder has its list, `bugs.py`. tests/test_bugs.py asserts that every one is seen; this file measures what each
+does to the gradient and to a loss curve, for the table "What breaks it" of the folder's page.
 
     python tests/mutation.py [--jobs 2] [FOLDER ...]        measure the bugs of all folders, or of these
     python tests/mutation.py --tier [--jobs 2] [FOLDER ...]  say which of the promises of every recipe see them
@@ -19,7 +19,7 @@ from pathlib import Path
 import compare
 import equivalence
 import launch as launching
-from launch import ROOT, RankFailed, launch, load, run_folder
+from launch import ROOT, RankFailed, Run, launch, load, once, run_folder
 
 RESULTS = ROOT / "tests" / "results" / "bugs.json"
 RACES = "waited for", "let go", "does not wait", "changed while"  # what tests/streams.py says of them
@@ -60,6 +60,7 @@ def mutate(bug: Bug, folder: Path) -> str:
     assert source.count(bug.old) == 1, f"{bug.recipe} must contain {bug.old!r} once"
     path = Path(folder) / bug.recipe.split("/")[1]
     path.write_text(source.replace(bug.old, bug.new))
+    compile(path.read_text(), path, "exec")  # a bug that is none of Python's
     return str(path)
 
 
@@ -75,36 +76,41 @@ def probe_of(bug: Bug):
     return None
 
 
+@once
+def without_bug(recipe: str, world: int, flags: str) -> Run:
+    """The run of the recipe as it is."""
+    return launch(recipe, world, flags, equivalence.unfused_attention if "--compile" in flags else None)
+
+
 def measured(bug: Bug) -> dict[str, object]:
     """What the bug does: relative error of the worst tensor's gradient, largest relative difference of the loss curve.
 
-    "end" says what happens instead where nothing can be measured.
+    Both against the recipe without it. Of DiLoCo, which has no gradient of the whole batch, the gradient is the change
+    of the weights. "end" says what happens instead where nothing can be measured.
     """
     root = equivalence.root_of(bug.recipe)
     entry = {"recipe": bug.recipe, "what": bug.what, "gradient": None, "loss": None, "end": None}
     flags = bug.flags + (" --compile" if bug.seen.startswith("compiled") else "")
-    shared = equivalence.shared(flags)
-    init = equivalence.start(root, f"{equivalence.SHAPE} {shared}")
+    init = equivalence.start(root, f"{equivalence.SHAPE} {equivalence.shared(flags)}")
     common = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} --init {init}"
+    theirs = {
+        key: without_bug(bug.recipe, bug.world, f"{common} {mode} {flags}")
+        for key, mode in (("gradient", equivalence.GRADIENT), ("loss", CURVE))
+    }
     with tempfile.TemporaryDirectory() as folder:
+        file = mutate(bug, Path(folder))
         try:
-            file = mutate(bug, Path(folder))
-            for key, mode in ("gradient", equivalence.GRADIENT), ("loss", CURVE):
-                theirs = equivalence.reference(root, f"{common} {mode} {shared}")
-                ours = launch(file, bug.world, f"{common} {mode} {flags}", probe=probe_of(bug), timeout=60)
-                if key == "gradient":
-                    errors = compare.relative_errors(ours.weights, theirs.weights, compare.read(init)[0])
-                    entry[key] = compare.worst(errors)[1]
-                else:
-                    pairs = zip(ours.history, theirs.history, strict=True)
-                    entry[key] = max(abs(mine[0] / right[0] - 1) for mine, right in pairs)
+            ours = launch(file, bug.world, f"{common} {equivalence.GRADIENT} {flags}", probe_of(bug), timeout=60)
+            errors = compare.relative_errors(ours.weights, theirs["gradient"].weights, compare.read(init)[0])
+            entry["gradient"] = compare.worst(errors)[1]
+            ours = launch(file, bug.world, f"{common} {CURVE} {flags}", probe_of(bug), timeout=60)
+            pairs = zip(ours.history, theirs["loss"].history, strict=True)
+            entry["loss"] = max(abs(mine[0] / right[0] - 1) for mine, right in pairs)
         except TimeoutError:
             entry["end"] = "hangs"
         except RankFailed as failure:
-            simulated = any(
-                words in failure.output for words in ("waited for", "let go", "does not wait", "changed while")
-            )
-            entry["end"] = "races" if simulated else "crashes"
+            races = any(words in failure.output for words in RACES)
+            entry["end"] = "races" if races else "crashes" if "Traceback" in failure.output else "refuses to run"
     return {key: None if value != value else value for key, value in entry.items()}
 
 
