@@ -72,6 +72,14 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "collectives": (None, ""),  # has a table of its own
 }
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
+NOTHING = 1e-10  # a difference below is rounding
+SHOWN = 12  # so many bugs are in sight, the others below a line to be opened
+MARKS = {"01_single_gpu/train.py": " †", "02_data_parallel/diloco.py": " ‡"}  # what the pages say of their errors
+NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the recipe is for
+    "03_zero/zero2.py",  # with one micro-batch, where it does what zero1_overlap.py does
+    "03_zero/hsdp.py",  # inside one node
+    "03_zero/offload.py",  # older code, with one micro-batch: nothing hides the CPU's step
+}
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -116,7 +124,7 @@ def commands(path: str) -> str:
 def folder_table(folder: str) -> str:
     """The recipes of a folder with their sizes, errors and speeds."""
     paths = [path for path in IDEAS if path.startswith(f"{folder}/")]
-    return recipes_table(paths, lambda path: f"#{anchor(Path(path).name)}")
+    return recipes_table(paths, lambda path: f"#{anchor(Path(path).name)}", with_parent=True)
 
 
 def all_recipes() -> str:
@@ -124,7 +132,7 @@ def all_recipes() -> str:
     return recipes_table(list(IDEAS), section)
 
 
-def recipes_table(paths: list[str], explained: Callable[[str], str]) -> str:
+def recipes_table(paths: list[str], explained: Callable[[str], str], with_parent: bool = False) -> str:
     """A row per recipe; its file and its diff are linked, the diff to where a page explains it."""
     rows = []
     for path in paths:
@@ -132,9 +140,10 @@ def recipes_table(paths: list[str], explained: Callable[[str], str]) -> str:
         lines = "+{} −{}".format(*size(parent, path)) if parent else f"{lines_of_code(FAMILY[path].source)} lines"
         page = explained(path)
         file = Path(path).name if page.startswith("#") else path
-        error, speed = worst_error(path), ratio(path)
-        rows.append([f"[`{file}`]({file})", IDEAS[path], f"[{lines}]({page})", error, speed])
-    return table(["file", "idea", "diff", "error", "speed"], rows)
+        above = [f"`{parent.removeprefix(path.split('/')[0] + '/')}`" if parent else ""] if with_parent else []
+        error, speed = worst_error(path) + MARKS.get(path, ""), ratio(path)
+        rows.append([f"[`{file}`]({file})", IDEAS[path], *above, f"[{lines}]({page})", error, speed])
+    return table(["file", "idea", *(["parent"] if with_parent else []), "diff", "error", "speed"], rows)
 
 
 def worst_error(path: str) -> str:
@@ -156,13 +165,20 @@ def suites(folder: str) -> dict[str, dict]:
 
 
 def ratio(path: str) -> str:
-    """Tokens/s over those of the library twin, each at its best settings, from a suite in which both took turns."""
+    """Tokens/s over those of the library twin, each at its best settings, from a suite in which both took turns.
+
+    Accelerate, which wraps the twin, is compared with the twin at the same settings.
+    """
+    if path in NOT_COMPARED:
+        return ""
     for suite in suites(path.split("/")[0]).values():
         alike = suite["rows"][: suite["alike"]]
         twin = alike[0]["file"]
         ours = [row for row in alike if row["file"] == path]
         if ours and Path(twin).name.startswith(("torch_", "library")):
             theirs = [row for row in alike if row["file"] == twin]
+            if Path(path).name.startswith("accelerate_"):
+                theirs = [row for row in theirs if row["flags"] in [mine["flags"] for mine in ours]]
             mine, best = (max(statistics.median(measured(row, "tokens")) for row in rows) for rows in (ours, theirs))
             return f"{mine / best:.2f}"
     return ""
@@ -199,31 +215,82 @@ def equivalence() -> str:
 
 
 def bugs(folder: str) -> str:
-    """The seeded bugs of a folder's recipes: the gradient's error, and whether a loss curve would have shown them."""
-    order, rows = list(IDEAS), []
+    """The seeded bugs of a folder's recipes: the gradient's error, and whether a loss curve would have shown them.
+
+    In the order of the folder, those that change no number last. Of many, the most instructive are in sight.
+    """
+    order = list(IDEAS)
     ours = [bug for bug in results("bugs.json") if bug["recipe"].startswith(f"{folder}/")]
-    for bug in sorted(ours, key=lambda bug: order.index(bug["recipe"])):
+    ours.sort(key=lambda bug: (without_effect(bug), order.index(bug["recipe"])))
+    first = [bug for bug in ours if bug in instructive(ours)]
+    others = [bug for bug in ours if bug not in first]
+    if not others:
+        return "\n\n".join(filter(None, [summary(ours), bugs_table(ours)]))
+    more = f"<details><summary>{len(others)} more bugs</summary>\n\n{bugs_table(others)}\n\n</details>"
+    return "\n\n".join([summary(ours), bugs_table(first), more])
+
+
+def instructive(found: list[dict]) -> list[dict]:
+    """The bugs to show: first those that the loss curve hides, the largest errors first; none twice."""
+    hidden = [bug for bug in found if hides(bug)]
+    others = [bug for bug in found if not hides(bug)]
+    ranked = [
+        *sorted(hidden, key=lambda bug: -bug["gradient"]),
+        *sorted(others, key=lambda bug: (without_effect(bug), -(bug["gradient"] or 0))),
+    ]
+    return list({bug["what"]: bug for bug in reversed(ranked)}.values())[::-1][:SHOWN]
+
+
+def hides(bug: dict) -> bool:
+    """Whether the gradient is wrong by more than 1 % and the loss curve shows less than that."""
+    return (bug["gradient"] or 0) > 0.01 and bug["loss"] is not None and bug["loss"] < SEEN[1]
+
+
+def without_effect(bug: dict) -> bool:
+    """Whether a bug changes no number: it is about time, memory, processes, or input that is refused."""
+    numbers = bug["gradient"], bug["loss"]
+    return not bug["end"] and all(number is not None and number < NOTHING for number in numbers)
+
+
+def summary(found: list[dict]) -> str:
+    """How many bugs there are, and how many of them a loss curve hides."""
+    if not found:
+        return ""
+    wrong = [bug for bug in found if (bug["gradient"] or 0) > 0.01]
+    few = f"{sum(map(hides, wrong))} of those move the loss by less than 1 % over 20 steps"
+    return f"{len(found)} bugs; {len(wrong)} of them change the gradient by more than 1 %; {few}."
+
+
+def bugs_table(found: list[dict]) -> str:
+    """A row per bug."""
+    rows = []
+    for bug in found:
         name = Path(bug["recipe"]).name
-        gradient = "" if bug["gradient"] is None else f"{bug['gradient']:.1e}"
+        gradient = "races" if bug["end"] == "races" else digits(bug["gradient"])
         rows.append([f"[`{name}`](#{anchor(name)})", bug["what"], gradient, percent(bug["loss"]), seen(bug)])
     return table(["recipe", "bug", "gradient error", "loss curve differs by", "would you have seen it?"], rows)
+
+
+def digits(number: float | None) -> str:
+    """Two significant digits; 0 is what rounding explains, and what is not finite has none."""
+    if number is None or not math.isfinite(number):
+        return ""
+    return f"{float(f'{number:.2g}') if number >= NOTHING else 0:g}"
 
 
 def percent(share: float | None) -> str:
     """A share in percent, with two digits."""
     if share is None or not math.isfinite(share):
         return ""
-    digits = f"{100 * share:.0f}." if share >= 0.1 else f"{float(f'{100 * share:.2g}'):.9f}".rstrip("0")
-    return digits.rstrip(".") + " %"
+    rounded = float(f"{100 * share:.2g}") if share >= NOTHING else 0
+    return f"{rounded:,.9f}".rstrip("0").rstrip(".") + (" %" if rounded else "")
 
 
 def seen(bug: dict) -> str:
     """Whether somebody who watches the loss would have noticed."""
     if bug["end"]:
-        return f"yes, it {bug['end']}"
-    if bug["loss"] is None:
-        return ""
-    if not math.isfinite(bug["loss"]):
+        return "not reliably" if bug["end"] == "races" else f"yes, it {bug['end']}"
+    if bug["loss"] is None or not math.isfinite(bug["loss"]):
         return "yes, the loss is not finite"
     return "yes" if bug["loss"] > SEEN[0] else "no" if bug["loss"] < SEEN[1] else "hardly"
 
@@ -266,7 +333,7 @@ def speed(folder: str) -> str:
                     f"{min(tokens):,.0f} to {max(tokens):,.0f}" if len(tokens) > 1 else "",
                     f"{median / statistics.median(measured(first, 'tokens')):.3f}" if compared else "",
                     f"{statistics.median(mfu):.1f} %" if mfu else "",
-                    f"{max(memory):.1f} GiB" if memory else "",
+                    " to ".join(f"{gib:.1f}" for gib in sorted({min(memory), max(memory)})) + " GiB" if memory else "",
                     exposed(row),
                     f"{pipeline['idle']:.1%} ({pipeline['formula']:.1%})" if pipeline else "",
                     "{forward:.2f} + {backward:.2f}".format(**row["block_ms"]) if "block_ms" in row else "",
@@ -278,7 +345,7 @@ def speed(folder: str) -> str:
         text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
         flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
         note = f"{suite['gpu']}, torch {suite['torch']}, {suite['date']}, `{suite['command']}`"
-        note += f", code of {suite['commit']}" if "commit" in suite else ""
+        note += f", commit {suite['commit']}" if "commit" in suite else ""
         note += f" ({suite['note']})" if "note" in suite else ""
         details = f"<details><summary>flags</summary>\n\n```\n{flags}\n```\n\n</details>"
         sentence = SUITES.get(name, (folder, ""))[1]
@@ -311,12 +378,13 @@ def predictor() -> tuple[object, dict]:
 def memory_of_stages() -> str:
     """What each stage of ZeRO has in memory at its fullest moment, as memory.py predicts it."""
     module, fields = predictor()
-    rows = []
+    rows, stages = [], ["", "zero1_overlap", "zero2", "zero3"]
     for stage in range(4):
         cfg = module.Config(**fields, batch=32, microbatches=4, dp=8, zero=stage)
         kinds = module.peak(cfg)[1]
         gib = [f"{kinds[kind] / 2**30:.1f}" for kind in module.KINDS]
-        rows.append([f"ZeRO-{stage}" if stage else "no sharding", *gib, f"{sum(kinds.values()) / 2**30:.1f}"])
+        label = f"ZeRO-{stage}, `{stages[stage]}.py`" if stage else "no sharding"
+        rows.append([label, *gib, f"{sum(kinds.values()) / 2**30:.1f}"])
     command = "python 01_single_gpu/memory.py --preset llama3_8b --seq 8192 --batch 32 --microbatches 4 --dp 8 --zero 3"
     text = table(["GiB", *module.KINDS, "peak"], rows)
     return f"`{command} --dtype bfloat16 --compile`, and with `--zero` 0, 1 and 2:\n\n{text}"

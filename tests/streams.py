@@ -106,7 +106,7 @@ class Loan:
     lent = Counter()  # by storage, the aliases of all loans
 
     def __init__(self, arguments, stream: Stream | None):
-        self.aliases, self.returned = [], False
+        self.aliases: list[torch.Tensor] = []
         self.arguments = torch.utils._pytree.tree_map_only(torch.Tensor, self.alias, arguments)
         self.watched = [t for t in self.aliases if not (stream and stream.owns(t))]
         assert not (stream and self.watched) or stream.has_waited, "a side stream does not wait for what it reads"
@@ -122,13 +122,8 @@ class Loan:
             storage = tensor.untyped_storage()
             others = torch._C._storage_Use_Count(storage._cdata) - 1 - Loan.lent[storage._cdata]  # 1: `storage`
             assert others > 0, f"memory of {list(tensor.shape)} was let go while a side stream had still to use it"
-        self.give_back()
+        Loan.lent.subtract(t.untyped_storage()._cdata for t in self.aliases)
         return self.arguments
-
-    def give_back(self) -> None:
-        if not self.returned:
-            self.returned = True
-            Loan.lent.subtract(t.untyped_storage()._cdata for t in self.aliases)
 
 
 def writing(tensors: list[torch.Tensor], work: Callable[[], None]) -> Callable[[], None]:

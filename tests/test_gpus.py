@@ -8,6 +8,8 @@ import torch
 from launch import launch
 from torch.utils.flop_counter import FlopCounterMode
 
+pytestmark = pytest.mark.thorough
+
 
 def flops(module):
     """A probe: FLOPs of the matmuls and of the attention of a step."""

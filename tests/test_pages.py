@@ -102,26 +102,50 @@ def test_every_measured_suite_is_on_a_page():
     assert stored.keys() - shown <= {name for name, (folder, _) in pages.SUITES.items() if folder is None}
 
 
+def store_bugs(monkeypatch, tmp_path, stored):
+    """Let the pages find these bugs, (recipe, what, gradient, loss, end), in the folder of results."""
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    keys = ["recipe", "what", "gradient", "loss", "end"]
+    entries = [dict(zip(keys, (f"03_zero/{name}.py", *rest))) for name, *rest in stored]
+    (tmp_path / "bugs.json").write_text(json.dumps(entries))
+
+
 def test_bugs_become_a_table(monkeypatch, tmp_path):
     """The words that follow from the numbers, in the folder's order; no file, no rows."""
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     assert len(pages.bugs("03_zero").splitlines()) == 2
     stored = [("zero3", 1.0, 0.2, None), ("zero1", 0.5, 0.03, None), ("zero1", 3, 4e-5, None)]
-    stored += [("zero2", None, None, "hangs"), ("zero2", 1.0, float("nan"), None)]
-    keys = ["recipe", "what", "gradient", "loss", "end"]
-    entries = [dict(zip(keys, (f"03_zero/{name}.py", "a | b", *rest))) for name, *rest in stored]
-    (tmp_path / "bugs.json").write_text(json.dumps(entries))
-    head, line, *rows = pages.bugs("03_zero").splitlines()
-    assert line == "| --- | --- | ---: | ---: | --- |" and all("a \\| b" in row for row in rows)
-    cells = [re.split(r" (?<!\\)\| ", row.strip("| "))[2:] for row in rows]
+    stored += [("zero1", 1e-15, 4e-16, None), ("zero2", None, None, "hangs"), ("zero2", 271.3, float("nan"), None)]
+    stored += [("zero2", None, None, "races"), ("zero3", None, None, None), ("zero3", 1e-14, 268.9, None)]
+    store_bugs(monkeypatch, tmp_path, [(name, f"{i}: a | b", *rest) for i, (name, *rest) in enumerate(stored)])
+    text, _, head, line, *rows = pages.bugs("03_zero").splitlines()
+    assert text.startswith("9 bugs; 4 of them change the gradient by more than 1 %; 1 of those")
+    assert line.count("---") == 5 and all("a \\| b" in row for row in rows)
+    cells = [re.split(r" (?<!\\)\| ", row.removeprefix("| ").removesuffix(" |"))[2:] for row in rows]
     assert cells == [
-        ["5.0e-01", "3 %", "hardly"],
-        ["3.0e+00", "0.004 %", "no"],
+        ["0.5", "3 %", "hardly"],
+        ["3", "0.004 %", "no"],
         ["", "", "yes, it hangs"],
-        ["1.0e+00", "", "yes, the loss is not finite"],
-        ["1.0e+00", "20 %", "yes"],
+        ["270", "", "yes, the loss is not finite"],
+        ["races", "", "not reliably"],
+        ["1", "20 %", "yes"],
+        ["", "", "yes, the loss is not finite"],
+        ["0", "27,000 %", "yes"],
+        ["0", "0", "no"],  # changes no number: at the end
     ]
     assert len(pages.bugs("06_pipeline").splitlines()) == 2
+
+
+def test_the_most_instructive_bugs_are_in_sight(monkeypatch, tmp_path):
+    """Of many, those with wrong gradients that the loss curve hides; each of them once; the others can be opened."""
+    stored = [("zero1", f"seen {i}", 100.0 + i, 0.5, None) for i in range(20)]
+    stored += [("zero3", f"hidden {i}", 0.1 + i, 1e-4, None) for i in range(5)]
+    stored += [("zero2", "hidden 4", 4.0, 1e-4, None), ("zero1", "memory", 0.0, 0.0, None)]
+    store_bugs(monkeypatch, tmp_path, stored)
+    shown, more = pages.bugs("03_zero").split("<details>")
+    names = re.findall(r"\) \| (\w+ ?\d*) \|", shown)
+    assert names == [*(f"seen {i}" for i in range(13, 20)), *(f"hidden {i}" for i in range(5))]
+    assert "<summary>15 more bugs</summary>" in more and re.findall(r"\) \| (\w+ ?\d*) \|", more)[-1] == "memory"
 
 
 def test_transformers_loads_what_a_recipe_saves(tmp_path, monkeypatch):
