@@ -110,7 +110,8 @@ def measured(bug: Bug) -> dict[str, object]:
             entry["end"] = "hangs"
         except RankFailed as failure:
             races = any(words in failure.output for words in RACES)
-            entry["end"] = "races" if races else "crashes" if "Traceback" in failure.output else "refuses to run"
+            crashes = failure.code < 0 or "Traceback" in failure.output  # by a signal, or by an error
+            entry["end"] = "races" if races else "crashes" if crashes else "refuses to run"
     return {key: None if value != value else value for key, value in entry.items()}
 
 
