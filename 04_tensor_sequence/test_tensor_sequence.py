@@ -232,10 +232,10 @@ def order(module):
     for name in "_allgather_base", "_reduce_scatter_base":
         original = getattr(group, name)
         setattr(group, name, lambda *args, name=name, original=original: Work(name.split("_")[1], original(*args)))
-    matmul, barrier, mm = torch.Tensor.__matmul__, module.dist.barrier, torch.mm
+    matmul, barrier, mm = torch.Tensor.__matmul__, group.barrier, torch.mm
     torch.Tensor.__matmul__ = lambda *args: seen.append("matmul") or matmul(*args)
     torch.mm = lambda *args, **kwargs: seen.append("piece") or mm(*args, **kwargs)
-    module.dist.barrier = lambda group: seen.append("barrier") or barrier(group)
+    group.barrier = lambda *args, **kwargs: seen.append("barrier") or barrier(*args, **kwargs)
     copy = torch.Tensor.copy_
     torch.Tensor.copy_ = lambda *args: seen.append("copy") or copy(*args)
     kept = []
