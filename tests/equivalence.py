@@ -7,13 +7,14 @@ the root's: one step of gradient descent, which turns the change of the weights 
 AdamW with a clip that acts. The text is cut into short documents, so that every rank and micro-batch has its own number
 of valid tokens; norm weights are random; 6 query heads share 2 key and value heads; 5 layers split evenly over nothing.
 
-On GPUs, over NCCL, the gradients of all cases that fit (and on the CPU of one case per recipe): in float32 to 1e-5, and
-in bfloat16 no further from the root's float32 gradient than twice as far as the root's own bfloat16 gradient is. A
-layout rounds the same numbers as often as the root; where it adds up in another order, or rounds the parts of a sum
-before adding them, both errors are random sums of as many roundings of the same size, so their norms are alike, and
-twice leaves room for chance in small tensors. Recipes whose weights are themselves bfloat16, with master weights beside
-them, round more: gradients are handed over in 16 bits, and a CPU adds up that of the embedding in 16 bits, a row per
-token. Their measure is the root with bfloat16 weights, which rounds all of that too, whatever instructions a CPU has.
+On CPUs, tests/contract.py has low precision: where only the batch is cut, nothing is rounded that the root does not
+round. On GPUs, over NCCL, the gradients of all cases that fit: in float32 to 1e-5, and in bfloat16 no further from the
+root's float32 gradient than twice as far as the root's own bfloat16 gradient is. A layout rounds the same numbers as
+often as the root; where it adds up in another order, or rounds the parts of a sum before adding them, both errors are
+random sums of as many roundings of the same size, so their norms are alike, and twice leaves room for chance in small
+tensors. Recipes whose weights are themselves bfloat16, with master weights beside them, round more: gradients are
+handed over in 16 bits, and a CPU adds up that of the embedding in 16 bits, a row per token. Their measure is the root
+with bfloat16 weights, which rounds all of that too, whatever instructions a CPU has.
 """
 
 import argparse
