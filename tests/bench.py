@@ -41,6 +41,7 @@ TENSOR = f"{LARGE} --batch 2"  # for all ranks together
 # a step of which a picture shows something
 FEW = f"{TENSOR.replace('--steps 8', '--steps 15')} --layers 4 --vocab 8192"
 PIPELINE = "--preset smollm_1_7b --layers 27 --seq 4096 --batch 16 --microbatches 16 --dtype bfloat16 --compile"
+TWO = f"{PARALLEL} --batch 8"
 SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
     "single": (
         1,
@@ -102,6 +103,19 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
             ("03_zero/zero3.py", f"{ZERO} --microbatches 1"),
             ("03_zero/zero3_copy_engines.py", f"{ZERO} --microbatches 1"),
             ("03_zero/hsdp.py", f"{ZERO} --microbatches 1 --shard 2"),
+        ],
+    ),
+    "zero_two": (
+        2,
+        7,
+        [
+            ("03_zero/torch_fsdp.py", TWO),
+            ("03_zero/zero1.py", TWO),
+            ("03_zero/zero1_overlap.py", f"{TWO} --microbatches 1"),
+            ("03_zero/zero2.py", f"{TWO} --microbatches 1"),
+            ("03_zero/zero3.py", f"{TWO} --microbatches 1"),
+            ("03_zero/zero3_copy_engines.py", f"{TWO} --microbatches 1"),
+            ("03_zero/hsdp.py", f"{TWO} --microbatches 1 --shard 2"),
         ],
     ),
     "one_gpu": (
