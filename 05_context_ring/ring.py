@@ -8,8 +8,8 @@ many fp32 gradients, while it computes. The parts are contiguous: in step i, ran
 idle. The last rank computes in every step, so the ring takes (2·cp-1)/cp times as long as it would with equal work.
 
 Parent:   05_context_ring/all_gather_kv.py
-Lesson:   pass_on, visible, total, RingAttention, attention
-Copy:     shard, pass_on, visible, masked_scores, local_attention, local_attention_backward, pack, merge, total,
+Lesson:   pass_on, visible, sum_parts, RingAttention, attention
+Copy:     shard, pass_on, visible, masked_scores, local_attention, local_attention_backward, pack, merge, sum_parts,
           RingAttention, attention, backward (as all_gather_kv.py says)
 Run:      torchrun --nproc_per_node 8 05_context_ring/ring.py
 Source:   Liu et al. 2023, Ring Attention, arXiv:2310.01889
@@ -62,7 +62,7 @@ class Config:
     rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
-    steps: int = 15  # fewer than the root's: on two cores, processes wait long for each other in every layer
+    steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other in every layer
     warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
     weight_decay: float = 0.1
@@ -181,7 +181,7 @@ def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tupl
 
 
 @torch.compile(dynamic=False)
-def total(parts: list[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
+def sum_parts(parts: list[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
     """Add up gradients of queries, [b, h, s, k] of which each has some, in fp32 or above. The first has all queries."""
     (_, x), *others = parts
     x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -227,7 +227,7 @@ class RingAttention(torch.autograd.Function):
                 dq, dk, dv = local_attention_backward(dout, some, *seen, out, sums, causal)
                 parts.append((queries, dq))
             if len(parts) > 4:
-                parts = [(everything, total(parts, lse.dtype))]
+                parts = [(everything, sum_parts(parts, lse.dtype))]
             if step == 0:
                 own = pack(dk, dv)  # stays here, and waits for what others add
             else:
@@ -244,7 +244,7 @@ class RingAttention(torch.autograd.Function):
         if cp.size() > 1:
             returning.wait()  # its own, after the last hop
             own = (travelling + own).to(k.dtype)
-        return total(parts, q.dtype), *rearrange(own, "n b s g k -> n b g s k"), None
+        return sum_parts(parts, q.dtype), *rearrange(own, "n b s g k -> n b g s k"), None
 
 
 @torch.compiler.disable  # a compiler would wait for communication where it begins
@@ -471,20 +471,28 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def backward(model: Model, loss: Tensor) -> None:
-    """Run backward; start to sum each gradient over the ranks as soon as this rank has it. Call it once per step.
+    """Run backward; start to sum gradients over the ranks, a few at a time, as soon as this rank has them.
 
-    Weights are replicated, but each rank's gradients come from its own tokens alone.
+    Weights are replicated, but each rank's gradients come from its own tokens alone. Call it once per step.
     """
-    reductions = []
+    ready, reductions = [], []
 
-    def reduce(p: Tensor) -> None:
-        # 2 (cp-1)/cp of its bytes out and in per rank; nobody waits, backward goes on
-        reductions.append(dist.all_reduce(p.grad, group=model.cp, async_op=True))  # all ranks run through one graph
+    def reduce(least: int) -> None:
+        if len(ready) >= least:  # in one order on all ranks, which run through the same graph
+            # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+            # 2 (cp-1)/cp of their bytes out and in per rank; nobody waits, backward goes on
+            reductions.append(model.cp.allreduce_coalesced(ready[:]))
+            ready.clear()
 
-    hooks = [p.register_post_accumulate_grad_hook(reduce) for p in model.parameters()]
+    def hook(p: Tensor) -> None:
+        ready.append(p.grad)
+        reduce(9)  # about a block's
+
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
     loss.backward()
     for handle in hooks:
         handle.remove()
+    reduce(1)
     for reduction in reductions:
         reduction.wait()  # on GPUs the stream waits, not this process
 

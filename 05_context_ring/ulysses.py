@@ -61,7 +61,7 @@ class Config:
     rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
-    steps: int = 15  # fewer than the root's: on two cores, processes wait long for each other in every layer
+    steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other in every layer
     warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
     weight_decay: float = 0.1
@@ -347,20 +347,28 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def backward(model: Model, loss: Tensor) -> None:
-    """Run backward; start to sum each gradient over the ranks as soon as this rank has it. Call it once per step.
+    """Run backward; start to sum gradients over the ranks, a few at a time, as soon as this rank has them.
 
-    Weights are replicated, but each rank's gradients come from its own tokens alone.
+    Weights are replicated, but each rank's gradients come from its own tokens alone. Call it once per step.
     """
-    reductions = []
+    ready, reductions = [], []
 
-    def reduce(p: Tensor) -> None:
-        # 2 (cp-1)/cp of its bytes out and in per rank; nobody waits, backward goes on
-        reductions.append(dist.all_reduce(p.grad, group=model.cp, async_op=True))  # all ranks run through one graph
+    def reduce(least: int) -> None:
+        if len(ready) >= least:  # in one order on all ranks, which run through the same graph
+            # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+            # 2 (cp-1)/cp of their bytes out and in per rank; nobody waits, backward goes on
+            reductions.append(model.cp.allreduce_coalesced(ready[:]))
+            ready.clear()
 
-    hooks = [p.register_post_accumulate_grad_hook(reduce) for p in model.parameters()]
+    def hook(p: Tensor) -> None:
+        ready.append(p.grad)
+        reduce(9)  # about a block's
+
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
     loss.backward()
     for handle in hooks:
         handle.remove()
+    reduce(1)
     for reduction in reductions:
         reduction.wait()  # on GPUs the stream waits, not this process
 
@@ -474,13 +482,13 @@ def check(cfg: Config, world: int) -> None:
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.seq % max(1, world), f"--seq {cfg.seq}: must be divisible by the number of processes, {world}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.heads % max(1, world), f"--heads {cfg.heads}: must be divisible by the number of processes, {world}"),
         (
             cfg.kv_heads % max(1, world) and world % cfg.kv_heads,
             f"--kv_heads {cfg.kv_heads}: must divide, or be divisible by, the number of processes, {world}",
         ),
-        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
-        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
         (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
         (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
