@@ -33,7 +33,12 @@ SMALLEST = {recipe: (world, flags) for recipe, world, flags in reversed(CASES) i
 SMALLEST[ROOT_RECIPE] = 1, ""  # recipe: (ranks, flags), for what does not depend on the size
 DILOCO = "02_data_parallel/diloco.py"
 # DTensor's caches hold the group until the end of the process
-KEEP_THE_GROUP = {"03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py", "04_tensor_sequence/torch_dtensor.py"}
+KEEP_THE_GROUP = {
+    "03_zero/torch_fsdp.py",
+    "03_zero/accelerate_fsdp.py",
+    "04_tensor_sequence/torch_dtensor.py",
+    "05_context_ring/torch_context_parallel.py",
+}
 CONTEXT_TWIN = "05_context_ring/torch_context_parallel.py"
 # fp32 gradients in one buffer, by design: the header's formulas have them
 KEEP_GRADIENTS = {"03_zero/zero1.py", "03_zero/offload.py"}
