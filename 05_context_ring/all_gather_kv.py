@@ -123,7 +123,7 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 
 
 def local_attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+    gradient: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what these keys add to the gradients of q, and the gradients of k and v that these queries cause.
 
@@ -158,8 +158,8 @@ def pack(k: Tensor, v: Tensor) -> Tensor:
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: of each the queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
-    The first has all queries. An average, weighted by the sums of exponentials, in fp32 or above. With a sigmoid and
-    logaddexp nothing overflows, however far apart the log-sum-exps are.
+    The first has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their sums of
+    exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
     """
     (_, o, lse), *others = parts
     o, lse = o.to(lse.dtype), lse.clone()
@@ -190,13 +190,13 @@ class GatherKV(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         (q, k, v, o, lse), cp = ctx.saved_tensors, ctx.cp
         gathered, arrived = gather(pack(k, v), cp)  # overlaps with the next line
-        dq, dk, dv = local_attention_backward(gradient, q, k, v, o, lse, causal=True)
+        dq, dk, dv = local_attention_backward(gradient, q, o, lse, k, v, causal=True)
         everyones = gathered.new_zeros(gathered.shape, dtype=lse.dtype)  # gradients of all keys and values, in fp32
         everyones[cp.rank()] = pack(dk, dv)
         arrived.wait()
         if cp.rank() > 0:
             earlier = rearrange(gathered[: cp.rank()], "r n b s g k -> n b g (r s) k")
-            dq_part, *dkv = local_attention_backward(gradient, q, *earlier, o, lse, causal=False)
+            dq_part, *dkv = local_attention_backward(gradient, q, o, lse, *earlier, causal=False)
             dq = dq.to(lse.dtype) + dq_part
             everyones[: cp.rank()] = rearrange(torch.stack(dkv), "n b g (r s) k -> r n b s g k", r=cp.rank())
         own = torch.empty_like(everyones[0])  # 2 b s g k
@@ -352,7 +352,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 def build_model(cfg: Config) -> Model:
     """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice."""
-    torch.compiler.set_stance("default" if cfg.compile else "force_eager")  # for merge
+    torch.compiler.set_stance("default" if cfg.compile else "force_eager")  # for @torch.compile
     with torch.device("meta"):
         model = Model(cfg, dist.group.WORLD)
     model.to_empty(device=cfg.device)

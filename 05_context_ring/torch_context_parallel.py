@@ -4,15 +4,15 @@ Inside the context, inputs, targets and positions are cut as in zigzag.py, and s
 It has two ways to bring keys to a rank: --rotate allgather gathers all of them at once in forward and in backward,
 alltoall passes them on. A rank sends (cp-1)·2·b·s/cp·kv elements per layer in forward either way, as many in backward,
 and behind them cp times 2·b·s/cp·kv fp32 gradients. Each result is cast to fp32 and merged by operators of its own;
-those that cover half of the queries copy the rest. The library knows the attention operators of GPUs; on CPUs this file
-adds theirs.
+those that cover half of the queries copy the rest. The library knows the attention operators of GPUs, which with shared
+key heads need --dtype bfloat16; on CPUs this file adds theirs.
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py, 05_context_ring/all_gather_kv.py
 Lesson:   ring_on_cpu, Model, build_model, forward, forward_backward
 Plumbing: Config, check
 Copy:     backward (forward_backward shows the context, which must reach around forward and backward; call
           set_rotate_method once, before)
-Run:      torchrun --nproc_per_node 8 05_context_ring/torch_context_parallel.py
+Run:      torchrun --nproc_per_node 8 05_context_ring/torch_context_parallel.py --dtype bfloat16
 Source:   documentation of torch.distributed.tensor.experimental.context_parallel
 """
 
@@ -464,6 +464,7 @@ def check(cfg: Config, world: int) -> None:
         (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
         (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+        (cfg.device == "cuda" and cfg.dtype != "bfloat16", f"--dtype {cfg.dtype}: must be bfloat16 on GPUs"),
     ]
     for wrong, problem in problems:
         if wrong:

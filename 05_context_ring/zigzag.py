@@ -135,7 +135,7 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 
 
 def local_attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+    gradient: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what these keys add to the gradients of q, and the gradients of k and v that these queries cause.
 
@@ -170,8 +170,8 @@ def pack(k: Tensor, v: Tensor) -> Tensor:
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: of each the queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
-    The first has all queries. An average, weighted by the sums of exponentials, in fp32 or above. With a sigmoid and
-    logaddexp nothing overflows, however far apart the log-sum-exps are.
+    The first has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their sums of
+    exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
     """
     (_, o, lse), *others = parts
     o, lse = o.to(lse.dtype), lse.clone()
@@ -184,7 +184,7 @@ def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tupl
 
 @torch.compile(dynamic=False)
 def sum_parts(parts: list[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Add up gradients of queries, [b, h, s, k] of which each has some, in fp32 or above. The first has all queries."""
+    """Add up gradients of queries in fp32 or above, of each the queries that it has; the first [b, h, s, k] has all."""
     (_, x), *others = parts
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     for queries, part in others:
@@ -225,8 +225,8 @@ class RingAttention(torch.autograd.Function):
             if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
                 queries, keys, causal = found
                 seen = rearrange(kv[:, :, keys], "n b s g k -> n b g s k")
-                dout, some, out, sums = (x[:, :, queries] for x in (gradient, q, o, lse))
-                dq, dk, dv = local_attention_backward(dout, some, *seen, out, sums, causal)
+                rows = [x[:, :, queries] for x in (gradient, q, o, lse)]
+                dq, dk, dv = local_attention_backward(*rows, *seen, causal)
                 parts.append((queries, dq))
             if len(parts) > 4:
                 parts = [(everything, sum_parts(parts, lse.dtype))]
@@ -245,8 +245,8 @@ class RingAttention(torch.autograd.Function):
                 kv = arriving
         if cp.size() > 1:
             returning.wait()  # its own, after the last hop
-            own = (travelling + own).to(k.dtype)
-        return sum_parts(parts, q.dtype), *rearrange(own, "n b s g k -> n b g s k"), None
+            own = travelling + own
+        return sum_parts(parts, q.dtype), *rearrange(own.to(k.dtype), "n b s g k -> n b g s k"), None
 
 
 @torch.compiler.disable  # a compiler would wait for communication where it begins
@@ -396,7 +396,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 def build_model(cfg: Config) -> Model:
     """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice."""
-    torch.compiler.set_stance("default" if cfg.compile else "force_eager")  # for merge
+    torch.compiler.set_stance("default" if cfg.compile else "force_eager")  # for @torch.compile
     with torch.device("meta"):
         model = Model(cfg, dist.group.WORLD)
     model.to_empty(device=cfg.device)

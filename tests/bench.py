@@ -12,6 +12,7 @@ other cannot surpass.
 computes nothing. `profiled` runs 01_single_gpu/profiling.py and keeps the slowest rank's timeline; from these, on any
 machine, `python 01_single_gpu/profiling.py --draw 02_data_parallel/overlap.svg
 tests/results/timelines/{naive,overlap,bucketed}.json` draws the picture.
+`context_attention` times what one rank of four computes in the attention of 05_context_ring, without transfers.
 `collectives` stores what 02_data_parallel/collectives.py prints. `memory` needs no GPU: it puts the measured peaks of
 naive data parallelism and of ZeRO beside what 01_single_gpu/memory.py predicts, for `python 01_single_gpu/memory.py
 --draw 03_zero/memory.svg tests/results/memory.json`.
@@ -20,14 +21,17 @@ naive data parallelism and of ZeRO beside what 01_single_gpu/memory.py predicts,
 import argparse
 import datetime
 import json
+import math
 import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from launch import ROOT, isolated, launch, load
@@ -42,6 +46,8 @@ TENSOR = f"{LARGE} --batch 2"  # for all ranks together
 FEW = f"{TENSOR.replace('--steps 8', '--steps 15')} --layers 4 --vocab 8192"
 PIPELINE = "--preset smollm_1_7b --layers 27 --seq 4096 --batch 16 --microbatches 16 --dtype bfloat16 --compile"
 TWO = f"{PARALLEL} --batch 8"
+# one long sequence; the warm-up is short because a step is long
+LONG = "--preset llama3_8b --layers 8 --batch 1 --dtype bfloat16 --compile --warmup 2 --steps 8"
 SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
     "single": (
         1,
@@ -178,6 +184,48 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
             ("04_tensor_sequence/vocab_parallel.py", TENSOR),
             ("04_tensor_sequence/tensor_parallel.py", TENSOR),
         ],
+    ),
+    "context": (
+        2,
+        3,
+        [
+            ("05_context_ring/torch_context_parallel.py", f"{LONG} --seq 32768"),
+            ("05_context_ring/torch_context_parallel.py", f"{LONG} --seq 32768 --rotate alltoall"),
+            ("05_context_ring/zigzag.py", f"{LONG} --seq 32768"),
+            ("01_single_gpu/train.py", f"{LONG} --seq 32768"),
+        ],
+    ),
+    "context_more": (
+        2,
+        5,
+        [
+            ("05_context_ring/torch_context_parallel.py", f"{LONG} --seq 32768"),
+            ("05_context_ring/all_gather_kv.py", f"{LONG} --seq 32768"),
+            ("05_context_ring/ring.py", f"{LONG} --seq 32768"),
+            ("05_context_ring/striped.py", f"{LONG} --seq 32768"),
+            ("05_context_ring/ulysses.py", f"{LONG} --seq 32768"),
+        ],
+    ),
+    "context_64k": (
+        2,
+        2,
+        [
+            ("05_context_ring/torch_context_parallel.py", f"{LONG} --seq 65536"),
+            ("05_context_ring/zigzag.py", f"{LONG} --seq 65536"),
+        ],
+    ),
+    "context_128k": (
+        2,
+        2,
+        [
+            ("05_context_ring/torch_context_parallel.py", f"{LONG} --layers 4 --seq 131072"),
+            ("05_context_ring/zigzag.py", f"{LONG} --layers 4 --seq 131072"),
+        ],
+    ),
+    "context_million": (
+        2,
+        1,
+        [("05_context_ring/zigzag.py", f"{LONG} --layers 1 --vocab 256 --steps 3 --seq 1048576")],
     ),
     "tensor_few_layers": (
         4,
@@ -372,6 +420,107 @@ def collectives(gpus: int) -> dict[str, object]:
     return {**where(gpus), "table": table, "command": f"torchrun --nproc_per_node {gpus} {' '.join(words)}"}
 
 
+class Rank:
+    """A group of which only one rank is there: what it sends is what arrives, at once."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = lambda: rank, lambda: size
+        self.get_group = self.wait = self.exchange_buffers = lambda *_: self
+        self._reduce_scatter_base = self.exchange_buffers
+
+    def exchange(self, x: torch.Tensor) -> None:
+        self.sent = x
+
+    def next_buffer(self) -> torch.Tensor:
+        return self.sent
+
+
+def library_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: Rank, gradient: torch.Tensor | None):
+    """The attention of torch_context_parallel.py on one rank: forward, and backward if there is a gradient."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as library
+
+    rank.exchange_buffers = rank.exchange
+    library._create_rotater = lambda *_, **__: rank
+    library.dist = SimpleNamespace(
+        get_rank=lambda _: rank.rank(), get_world_size=lambda _: rank.size(), ProcessGroup=Rank
+    )
+    library._cp_options.enable_load_balance = True
+    o, lse, *_ = library._scaled_dot_product_ring_cudnn_attention(rank, q, k, v, None, True, 0.0, True)
+    if gradient is not None:
+        seed, sizes = torch.zeros((), dtype=torch.int64, device=q.device), (q.shape[2], k.shape[2])
+        rest = seed, seed, None, None, None, *sizes, 0.0, True
+        library._scaled_dot_product_ring_cudnn_attention_backward(rank, gradient, q, k, v, o, lse, *rest)
+
+
+def attention_of(file: str | None, seq: int, rank: int, cp: int) -> list[Callable[[], None]]:
+    """Forward, and forward and backward, of a rank's attention without transfers; of all of it if there is no file."""
+
+    def heads(n: int) -> torch.Tensor:
+        return torch.randn(1, seq // cp, n, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+
+    q, k, v, gradient = heads(32).requires_grad_(), heads(8).requires_grad_(), heads(8).requires_grad_(), heads(32)
+    group, module = Rank(rank, cp), load(file) if file else None
+    if module:
+        module.pass_on = lambda x, cp: (x, group)
+        module.gather = lambda x, cp: (x.expand(group.size(), *x.shape), group)
+
+    def attend(backward: bool) -> None:
+        if file and "torch" in file:
+            with torch.no_grad():
+                return library_attention(q, k, v, group, gradient if backward else None)
+        with torch.set_grad_enabled(backward):
+            if file:
+                o = module.attention(q, k, v, group)
+            else:
+                o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        if backward:
+            o.backward(gradient)
+            q.grad = k.grad = v.grad = None
+
+    return [partial(attend, False), partial(attend, True)]
+
+
+def milliseconds(run: Callable[[], None], least: float = 300) -> float:
+    """Time per run, of so many in a row that they take at least `least` milliseconds."""
+    run()
+    count = 1
+    while True:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(count):
+            run()
+        end.record()
+        torch.cuda.synchronize()  # the events
+        taken = start.elapsed_time(end)
+        if taken >= least:
+            return taken / count
+        count = math.ceil(1.2 * least / taken * count)
+
+
+def context_attention(rounds: int) -> dict[str, object]:
+    """What one rank of cp 4 computes in attention (llama3_8b's heads), beside a quarter of one call for all of it."""
+    cp, rows, whole = 4, [], []
+    names = [("all_gather_kv", 3), ("ring", 3), ("striped", 0), ("striped", 3)]
+    names += [*(("zigzag", rank) for rank in range(cp)), ("torch_context_parallel", 0), ("torch_context_parallel", 3)]
+    for seq in 32768, 131072:
+        every = [(None, 0, attention_of(None, seq, 0, 1))]
+        every += [(f, rank, attention_of(f"05_context_ring/{f}.py", seq, rank, cp)) for f, rank in names]
+        times = [[] for _ in every]
+        torch._dynamo.config.recompile_limit = 64  # a process of a training has one rank, and needs few
+        for _ in range(rounds):
+            for (*_, runs), found in zip(every, times):
+                found.append([milliseconds(run) for run in runs])
+        middle = [[statistics.median(column) for column in zip(*found)] for found in times]
+        (forward, both), *ours = middle
+        whole.append({"seq": seq, "forward_ms": forward, "both_ms": both})
+        for (name, rank, _), (mine, mine_both) in zip(every[1:], ours):
+            shares = {"share_forward": forward / cp / mine, "share": both / cp / mine_both}
+            row = {"file": f"05_context_ring/{name}.py", "seq": seq, "rank": rank, "forward_ms": mine}
+            rows.append({**row, "both_ms": mine_both, **shares})
+            print(*(f"{value:.3f}" if isinstance(value, float) else value for value in rows[-1].values()), flush=True)
+    return {"rows": rows, "whole": whole}
+
+
 def memory(stored: dict[str, dict]) -> list[dict[str, object]]:
     """Bytes by kind at the peak, with what was measured, and at the optimizer's step, of recipes by what they shard."""
     predict, rows = load("01_single_gpu/memory.py"), {"peak": [], "optimizer": []}
@@ -430,7 +579,9 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}, collectives, memory")
+    parser.add_argument(
+        "suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}, collectives, context_attention, memory"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--gpus", type=int, help="other than the number that a suite is made for")
     parser.add_argument("--brief", action="store_true", help="speed and memory alone, no profiles, idle shares, blocks")
@@ -441,6 +592,15 @@ def main() -> None:
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if suites == ["memory"]:
         (RESULTS.parent / "memory.json").write_text(json.dumps({"rows": memory(stored)}, indent=1) + "\n")
+        return
+    if suites == ["context_attention"]:
+        command = f"python tests/bench.py context_attention --rounds {args.rounds}"
+        stored["context_attention"] = {
+            **where(1),
+            "command": command,
+            **isolated(partial(context_attention, args.rounds)),
+        }
+        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
         return
     if not suites:
         raise SystemExit(f"no suite fits {present} GPUs")

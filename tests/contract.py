@@ -23,7 +23,7 @@ import equivalence
 import numpy as np
 import probes
 import torch
-from equivalence import CASES, HARDEST, ROOT_RECIPE
+from equivalence import CASES, CONTEXT_TWIN, HARDEST, ROOT_RECIPE
 from launch import RankFailed, Run, free_port, isolated, launch, load, once
 from safetensors.torch import save_file
 from test_lineage import FAMILY
@@ -39,7 +39,6 @@ KEEP_THE_GROUP = {
     "04_tensor_sequence/torch_dtensor.py",
     "05_context_ring/torch_context_parallel.py",
 }
-CONTEXT_TWIN = "05_context_ring/torch_context_parallel.py"
 # fp32 gradients in one buffer, by design: the header's formulas have them
 KEEP_GRADIENTS = {"03_zero/zero1.py", "03_zero/offload.py"}
 SLOW = 0.15  # seconds by which a step is held up on purpose

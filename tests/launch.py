@@ -63,7 +63,10 @@ class RankFailed(Exception):
 
     def __init__(self, rank: int, code: int, output: str):
         super().__init__(f"rank {rank} ended with exit code {code}:\n{output}")
-        self.code, self.output = code, output
+        self.rank, self.code, self.output = rank, code, output
+
+    def __reduce__(self):
+        return RankFailed, (self.rank, self.code, self.output)  # through a pool of processes, too
 
 
 @functools.cache

@@ -51,9 +51,24 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "04_tensor_sequence/sequence_parallel.py": "... and the tokens in between",
     "04_tensor_sequence/async_tensor_parallel.py": "transfers overlap with the matmuls that need them",
     "04_tensor_sequence/torch_dtensor.py": "the same by torch's DTensor",
+    "05_context_ring/all_gather_kv.py": "tokens split, attention gathers keys and values",
+    "05_context_ring/ring.py": "... which pass from rank to rank instead",
+    "05_context_ring/striped.py": "... tokens dealt like cards, so that none idles",
+    "05_context_ring/zigzag.py": "... or an early and a late part, with fewer masks",
+    "05_context_ring/ulysses.py": "tokens swapped for heads around attention",
+    "05_context_ring/usp.py": "... inside a host, a zigzag ring across hosts",
+    "05_context_ring/torch_context_parallel.py": "the same by torch's context_parallel",
     "06_pipeline/naive.py": "the layers cut into stages",
     "06_pipeline/afab.py": "several micro-batches in the pipeline at once",
     "06_pipeline/1f1b.py": "the same operations in an order that frees memory",
+}
+FOLDERS = {  # and what each teaches
+    "01_single_gpu": "the program that all others change, its memory and its time",
+    "02_data_parallel": "each rank a part of the batch; sum gradients while backward runs",
+    "03_zero": "optimizer state, gradients and weights in shards, gathered when needed",
+    "04_tensor_sequence": "every matmul split, then the tokens between matmuls",
+    "05_context_ring": "long sequences split; only attention communicates",
+    "06_pipeline": "layers in stages, and schedules that keep all of them busy",
 }
 SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or None, sentence); else: first row's
     "single": ("01_single_gpu", "One GPU, against the Llama of `transformers`, compiled, with the same AdamW."),
@@ -68,12 +83,27 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "zero_stages": (None, ""),  # for the picture alone
     "tensor": ("04_tensor_sequence", "A whole model, split over all GPUs."),
     "tensor_few_layers": ("04_tensor_sequence", "A few layers of the same width, so that a picture shows each block."),
+    "context": (
+        "05_context_ring",
+        "One sequence of 32,768 tokens on all GPUs; the last line is one GPU with all of it.",
+    ),
+    "context_more": ("05_context_ring", "The same with the other recipes, against the library's default."),
+    "context_64k": (
+        "05_context_ring",
+        "One sequence of 65,536 tokens: per token, attention costs more, a transfer does not.",
+    ),
+    "context_128k": ("05_context_ring", "One sequence of 131,072 tokens, in half of the layers."),
+    "context_million": ("05_context_ring", "A million tokens: one layer and a small vocabulary, so that they fit."),
+    "context_attention": (None, ""),  # has a table of its own
     "four": ("06_pipeline", "Two schedules. The first line trains another model and batch: compare its MFU alone."),
     "collectives": (None, ""),  # has a table of its own
 }
+LIBRARIES = "torch_", "accelerate_"  # how the names of library twins start
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
 NOTHING = 1e-10  # a difference below is rounding
 SHOWN = 12  # so many bugs are in sight, the others below a line to be opened
+UNKNOWN = "Not measured yet."
+SHARES = ("forward_ms", "share_forward"), ("both_ms", "share")  # a time, and what it would ideally be over it
 MARKS = {"01_single_gpu/train.py": " †", "02_data_parallel/diloco.py": " ‡"}  # what the pages say of their errors
 NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the recipe is for
     "03_zero/zero2.py",  # with one micro-batch, where it does what zero1_overlap.py does
@@ -101,12 +131,6 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-def section(path: str) -> str:
-    """Where the folder's page explains a recipe, seen from the root."""
-    folder, name = path.split("/")
-    return f"{folder}/README.md#{anchor(name)}"
-
-
 size = functools.cache(difference)
 
 
@@ -121,36 +145,43 @@ def commands(path: str) -> str:
     return f"{text}\n\n{lines_of_code(FAMILY[path].source)} lines of code"
 
 
-def folder_table(folder: str) -> str:
-    """The recipes of a folder with their sizes, errors and speeds."""
-    paths = [path for path in IDEAS if path.startswith(f"{folder}/")]
-    return recipes_table(paths, lambda path: f"#{anchor(Path(path).name)}", with_parent=True)
+def recipes_of(folder: str) -> list[str]:
+    """The recipes of a folder, in reading order."""
+    return [path for path in IDEAS if path.startswith(f"{folder}/")]
 
 
-def all_recipes() -> str:
-    """All recipes with their sizes, errors and speeds."""
-    return recipes_table(list(IDEAS), section)
-
-
-def recipes_table(paths: list[str], explained: Callable[[str], str], with_parent: bool = False) -> str:
-    """A row per recipe; its file and its diff are linked, the diff to where a page explains it."""
+def all_folders() -> str:
+    """A row per folder: its recipes, the largest of their errors, and the best of their speeds."""
     rows = []
-    for path in paths:
-        parent = next(iter(parents(FAMILY[path])), None)
+    for folder, lesson in FOLDERS.items():
+        paths = recipes_of(folder)
+        links = " · ".join(f"[`{Path(path).stem}`]({path})" for path in paths)
+        speeds = [ratio(path) for path in paths if not Path(path).name.startswith(LIBRARIES)]
+        best = max(filter(None, speeds), key=float, default="")
+        rows.append([f"[`{folder}`]({folder}/README.md)", lesson, links, worst_error(paths), best])
+    return table(["folder", "what it teaches", "recipes, in reading order", "error", "speed"], rows)
+
+
+def folder_table(folder: str) -> str:
+    """A row per recipe, with its size, error and speed; the diff is linked to where the page explains it."""
+    rows = []
+    for path in recipes_of(folder):
+        parent, name = next(iter(parents(FAMILY[path])), None), Path(path).name
         lines = "+{} −{}".format(*size(parent, path)) if parent else f"{lines_of_code(FAMILY[path].source)} lines"
-        page = explained(path)
-        file = Path(path).name if page.startswith("#") else path
-        above = [f"`{parent.removeprefix(path.split('/')[0] + '/')}`" if parent else ""] if with_parent else []
-        error, speed = worst_error(path) + MARKS.get(path, ""), ratio(path)
-        rows.append([f"[`{file}`]({file})", IDEAS[path], *above, f"[{lines}]({page})", error, speed])
-    return table(["file", "idea", *(["parent"] if with_parent else []), "diff", "error", "speed"], rows)
+        above = f"`{parent.removeprefix(f'{folder}/')}`" if parent else ""
+        diff = f"[{lines}](#{anchor(name)})"
+        rows.append([f"[`{name}`]({name})", IDEAS[path], above, diff, worst_error([path]), ratio(path)])
+    return table(["file", "idea", "parent", "diff", "error", "speed"], rows)
 
 
-def worst_error(path: str) -> str:
-    """The largest relative error of any tensor, loss or norm, in float64 on CPUs, over all cases of a recipe."""
-    entries = [e["errors"] for e in results("equivalence.json") if e["recipe"] == path and e["device"] == "cpu"]
-    errors = [error for entry in entries for error in entry.values()]
-    return (f"{max(errors):.0e}" if max(errors) else "0") if errors else ""
+def worst_error(paths: list[str]) -> str:
+    """The largest relative error of any tensor, loss or norm, in float64 on CPUs, over all cases of these recipes."""
+    entries = [e for e in results("equivalence.json") if e["recipe"] in paths and e["device"] == "cpu"]
+    errors = [(error, entry["recipe"]) for entry in entries for error in entry["errors"].values()]
+    if not errors:
+        return ""
+    worst, path = max(errors)
+    return (f"{worst:.0e}" if worst else "0") + MARKS.get(path, "")
 
 
 def suites(folder: str) -> dict[str, dict]:
@@ -350,7 +381,26 @@ def speed(folder: str) -> str:
         details = f"<details><summary>flags</summary>\n\n```\n{flags}\n```\n\n</details>"
         sentence = SUITES.get(name, (folder, ""))[1]
         parts.append("\n\n".join(filter(None, [sentence, note, text, details])))
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or UNKNOWN
+
+
+def attention() -> str:
+    """What a rank of four computes in attention, and how near that is to a quarter of one call for all tokens."""
+    stored = (results("speed.json") or {}).get("context_attention")
+    if not stored:
+        return UNKNOWN
+    rows = []
+    for whole in stored["whole"]:
+        tokens, ms = f"{whole['seq']:,}", [f"{whole[key]:.2f}" for key in ("forward_ms", "both_ms")]
+        rows.append([tokens, "one call for all tokens", "", ms[0], "", ms[1], ""])
+        for row in stored["rows"]:
+            if row["seq"] == whole["seq"]:
+                name = Path(row["file"]).name
+                forward, both = ([f"{row[ms]:.2f}", f"{row[share]:.2f}"] for ms, share in SHARES)
+                rows.append([tokens, f"[`{name}`](#{anchor(name)})", str(row["rank"]), *forward, *both])
+    head = ["tokens", "file", "rank", "forward, ms", "ideal over it", "forward and backward, ms", "ideal over it"]
+    note = f"{stored['gpu']}, torch {stored['torch']}, {stored['date']}, `{stored['command']}`"
+    return f"{note}\n\n{table(head, rows)}"
 
 
 def collectives() -> str:
@@ -422,16 +472,17 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
     """What a page can have between markers: name -> what makes it."""
     folder = page.parent.name
     if page.parent == ROOT:
-        return {"recipes": all_recipes}
+        return {"recipes": all_folders}
     if folder == "tests":
         return {"equivalence": equivalence}
-    here = {Path(path).name: functools.partial(commands, path) for path in IDEAS if path.startswith(f"{folder}/")}
+    here = {Path(path).name: functools.partial(commands, path) for path in recipes_of(folder)}
     tables = {"recipes": folder_table, "speed": speed, "bugs": bugs}
     here |= {name: functools.partial(make, folder) for name, make in tables.items()}
     extra = {
         "02_data_parallel": {"collectives": collectives},
         "03_zero": {"memory": memory_of_stages},
         "04_tensor_sequence": {"memory": memory_of_blocks},
+        "05_context_ring": {"attention": attention},
     }
     return here | extra.get(folder, {})
 

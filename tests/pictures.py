@@ -6,6 +6,7 @@ python tests/pictures.py        write all of them; tests/test_pictures.py compar
 import functools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,12 @@ COLORS = {  # role: (in light mode, in dark mode)
     "sum4": ("#8bd49c", "#2a7040"),
     "rank0": ("#b5d4f0", "#1f4e79"),
     "rank1": ("#fbd3ad", "#6b4116"),
+    "rank2": ("#b9dfb0", "#2f6b35"),
+    "rank3": ("#dcc5f3", "#5a3a82"),
+    "step0": ("#f6dd8c", "#6b5510"),
+    "step1": ("#a6d99a", "#2c6a34"),
+    "step2": ("#86c8de", "#1b6079"),
+    "step3": ("#b9a8ec", "#55439a"),
     "all-reduce": ("#dcc5f3", "#5a3a82"),
     "all-gather": ("#94dbd5", "#17625d"),
     "reduce-scatter": ("#f3b9c6", "#7d2f45"),
@@ -484,6 +491,154 @@ def draw_blocks() -> str:
     return canvas.svg(y + 40)
 
 
+# ------------------------------------------------------------------------------------------------------------ context
+CP, TOKENS = 4, 16
+RINGS = {
+    "05_context_ring/ring.py": "contiguous parts",
+    "05_context_ring/striped.py": "every fourth token",
+    "05_context_ring/zigzag.py": "an early and a late part",
+}
+SHARDED = [f"05_context_ring/{name}.py" for name in ("all_gather_kv", "ring", "ulysses", "striped", "zigzag", "usp")]
+
+
+class Member(NamedTuple):
+    """A stand-in for a process group, which knows a rank and the size."""
+
+    place: int
+    ranks: int
+
+    def rank(self) -> int:
+        return self.place
+
+    def size(self) -> int:
+        return self.ranks
+
+
+class Score(NamedTuple):
+    """A score that a ring computes, of a query and a key by their positions, on a rank in a step."""
+
+    query: int
+    key: int
+    rank: int
+    step: int
+
+
+@functools.cache
+def held(recipe: str) -> list[list[int]]:
+    """Per rank, the positions that the recipe's `shard` gives it."""
+    module, found = load(recipe), []
+    cfg = module.Config(seq=TOKENS, device="cpu")
+    for rank in range(CP):
+        group = Member(rank, CP)
+        if hasattr(module, "Mesh"):
+            row, column = divmod(rank, cfg.ulysses)
+            group = module.Mesh(group, Member(row, CP // cfg.ulysses), Member(column, cfg.ulysses))
+        found.append(module.shard(cfg, group).tolist())
+    return found
+
+
+@functools.cache
+def scores(recipe: str) -> list[Score]:
+    """All scores that a ring computes, by the recipe's `shard` and `visible`."""
+    module, tokens, found = load(recipe), held(recipe), []
+    for rank in range(CP):
+        for step in range(CP):
+            owner = (rank - step) % CP
+            if seen := module.visible(rank, owner, TOKENS // CP):
+                queries, keys, causal = seen
+                for i, query in enumerate(tokens[rank][queries]):
+                    behind = tokens[owner][keys][: i + 1] if causal else tokens[owner][keys]
+                    found += [Score(query, key, rank, step) for key in behind]
+    return found
+
+
+def draw_scores(canvas: Canvas, x: float, y: float, recipe: str, side: float) -> None:
+    """The matrix of scores in the order of the tokens, colored by step; ranks beside their queries and above keys."""
+    rank_of = {token: rank for rank, tokens in enumerate(held(recipe)) for token in tokens}
+    for token, rank in rank_of.items():
+        middle = (token + 0.5) * side
+        canvas.text(x - 5, y + middle + 4, (str(rank), "muted"), size=11, anchor="end")
+        canvas.text(x + middle, y - 4, (str(rank), "muted"), size=11, anchor="middle")
+    for score in sorted(scores(recipe)):
+        canvas.box(Box(x + score.key * side, y + score.query * side, side - 1, side - 1), f"step{score.step}")
+
+
+def work(recipe: str) -> tuple[dict[tuple[int, int], int], list[int]]:
+    """(rank, step) -> number of scores; and per step that of the rank that has most, for which the others wait."""
+    counts = Counter((score.rank, score.step) for score in scores(recipe))
+    return counts, [max(counts[rank, step] for rank in range(CP)) for step in range(CP)]
+
+
+def draw_ranks(canvas: Canvas, x: float, y: float, recipe: str, unit: float) -> None:
+    """Per rank and step a frame as long as the step, filled as far as the rank has scores."""
+    counts, lengths = work(recipe)
+    height, gap, end = 24, 9, x + sum(lengths) * unit
+    for step, length in enumerate(lengths):
+        left = x + sum(lengths[:step]) * unit
+        canvas.text(left + length * unit / 2, y - 8, (f"step {step}", "muted"), size=11, anchor="middle")
+        for rank in range(CP):
+            cell = Box(left, y + rank * (height + gap), length * unit, height)
+            if count := counts[rank, step]:
+                bar = cell._replace(w=count * unit)
+                canvas.box(bar, f"step{step}")
+                canvas.label(bar, str(count))
+            canvas.frame(cell, "rule")
+    for rank in range(CP):
+        middle = y + rank * (height + gap) + height / 2 + 4
+        canvas.text(x - 8, middle, (f"rank {rank}", "muted"), size=11, anchor="end")
+    below, even = y + CP * (height + gap) + 12, len(scores(recipe)) / CP
+    canvas.line((x, below - 10), (end, below - 10), role="ink", arrow=True)
+    canvas.text(x, below + 8, (f"time of {sum(lengths)} scores", "ink"), (f"; {even:g} if all worked alike", "muted"))
+
+
+def draw_steps() -> str:
+    """Causal attention on three rings: in which step each score is computed, and how long that takes."""
+    width, left, side, right = 640, 32, 12, 292
+    unit = (width - 14 - right) / max(sum(work(recipe)[1]) for recipe in RINGS)
+    canvas = Canvas("Scores of causal attention on three rings, by step and rank", width)
+    canvas.text(14, 26, (f"Causal attention to {TOKENS} tokens on a ring of {CP} ranks", "ink"), size=15)
+    lines = [
+        "Left: a cell is a score, of the query in its row and the key in its column, with the",
+        "ranks that hold them. Its color is the step of the ring in which it is computed.",
+        "Right: each rank over time, with its number of scores. Empty frame: it idles.",
+    ]
+    for i, line in enumerate(lines):
+        canvas.text(14, 46 + 17 * i, (line, "muted"))
+    y = 110
+    for recipe, layout in RINGS.items():
+        canvas.text(14, y, (Path(recipe).name, "ink"), (f"  {layout}", "muted"), size=13)
+        draw_scores(canvas, left, y + 26, recipe, side)
+        draw_ranks(canvas, right, y + 42, recipe, unit)
+        y += TOKENS * side + 56
+    legend(canvas, 14, y, [("step0", "step 0: its own keys"), *((f"step{i}", f"step {i}") for i in range(1, CP))])
+    return canvas.svg(y + 18)
+
+
+def draw_tokens() -> str:
+    """Which rank holds which token: a row for each way in which recipes cut the sequence."""
+    cell, left, y = 38, 14, 62
+    canvas = Canvas("Which rank holds which tokens", 2 * left + TOKENS * cell)
+    canvas.text(left, 26, (f"Which of {CP} ranks holds which of {TOKENS} tokens", "ink"), size=15)
+    layouts = {}
+    for recipe in SHARDED:
+        layouts.setdefault(str(held(recipe)), []).append(recipe)
+    for recipes in layouts.values():
+        runs = [(", ".join(Path(recipe).name for recipe in recipes), "ink")]
+        if hasattr(load(recipes[0]), "Mesh"):
+            u = load(recipes[0]).Config.ulysses
+            rows = [" and ".join(map(str, range(first, first + u))) for first in range(0, CP, u)]
+            runs.append((f"  heads are swapped between ranks {', '.join(rows)}", "muted"))
+        canvas.text(left, y, *runs, size=13)
+        for rank, tokens in enumerate(held(recipes[0])):
+            for token in tokens:
+                box = Box(left + token * cell, y + 8, cell - 2, 24)
+                canvas.box(box, f"rank{rank}", radius=3)
+                canvas.label(box, str(token))
+        y += 62
+    legend(canvas, left, y, [(f"rank{rank}", f"rank {rank}") for rank in range(CP)])
+    return canvas.svg(y + 18)
+
+
 # ----------------------------------------------------------------------------------------------------------- timeline
 TIMELINES = ROOT / "tests" / "results" / "timelines" / "zero_stages"
 STAGES = ("zero1", "zero1_overlap", "zero2", "zero3")
@@ -537,6 +692,8 @@ PICTURES = {
     "02_data_parallel/ring.svg": draw_ring,
     "04_tensor_sequence/blocks.svg": draw_blocks,
     "03_zero/timeline.svg": draw_timeline,
+    "05_context_ring/steps.svg": draw_steps,
+    "05_context_ring/tokens.svg": draw_tokens,
 }
 
 

@@ -29,7 +29,7 @@ if GPUS := torch.cuda.device_count():
 
     @pytest.mark.parametrize("recipe, world, flags", [case for case in equivalence.CASES if case[1] <= GPUS])
     def test_equals_root(recipe, world, flags):
-        equivalence.check_low_precision(recipe, world, flags, "cuda")
+        equivalence.check_low_precision(recipe, world, flags)
 
     def test_selective_checkpointing_recomputes_no_matmul():
         """Matmuls and attention count as many FLOPs as in the root, with the attention kernel that a GPU takes.

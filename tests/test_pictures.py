@@ -284,6 +284,112 @@ def test_block_is_drawn_from_its_parts(recipe):
     assert texts[start : start + len(wanted) + 1] == [*wanted, shape]
 
 
+# ------------------------------------------------------------------------------------------------------------ context
+def watched_attention(module):
+    """A probe: instead of main, attend once, with the positions that shard gives this rank as queries and keys.
+
+    Reports these, and of a ring per step (query, key) of each score that is computed, by the keys that have arrived.
+    """
+    held, steps = [], []
+
+    def main():
+        module.dist.init_process_group("gloo")
+        cfg = module.Config(seq=pictures.TOKENS, layers=1, device="cpu")
+        cp = module.build_model(cfg).cp
+        held.extend(module.shard(cfg, cp).tolist())
+        if hasattr(module, "visible") and not hasattr(module, "Mesh"):
+            visible, attend = module.visible, module.local_attention
+
+            def watched_visible(*args):
+                steps.append([])
+                return visible(*args)
+
+            def watched_attend(q, k, v, causal):
+                found = module.masked_scores(q, k, causal)[0, 0, 0].isfinite().nonzero().tolist()
+                steps[-1].extend((int(q[0, 0, i, 0]), int(k[0, 0, j, 0])) for i, j in found)
+                return attend(q, k, v, causal)
+
+            module.visible, module.local_attention = watched_visible, watched_attend
+            x = module.torch.tensor(held, dtype=module.torch.float64)[None, None, :, None]  # b h s k
+            module.attention(x, x, x, cp)
+        module.dist.destroy_process_group()
+
+    module.main = main
+    return lambda: (held, steps)
+
+
+@cache
+def attended(recipe: str) -> list[tuple[list, list]]:
+    """What watched_attention reports, per rank."""
+    return launch(recipe, pictures.CP, probe=watched_attention, save=False).probes
+
+
+def placed(path: str) -> tuple[list[tuple], list[tuple]]:
+    """The rectangles of a stored picture, (class, x, y, width, height), and its texts, (text, x, y), in order."""
+    sides, (_, *drawn) = ("x", "y", "width", "height"), elements(path, "rect")  # the first is the background
+    rects = [(rect.get("class"), *(float(rect.get(side)) for side in sides)) for rect in drawn]
+    texts = [("".join(t.itertext()), float(t.get("x")), float(t.get("y"))) for t in elements(path, "text")]
+    return rects, texts
+
+
+@pytest.mark.parametrize("recipe", pictures.SHARDED)
+def test_tokens_are_held_as_drawn(recipe):
+    """Real groups give the positions of the stand-ins; each token has one rank, and its color below the recipe."""
+    held = [held for held, _ in attended(recipe)]
+    assert held == pictures.held(recipe)
+    rank_of = {token: rank for rank, tokens in enumerate(held) for token in tokens}
+    assert sorted(rank_of) == list(range(pictures.TOKENS)) and sum(map(len, held)) == pictures.TOKENS
+    rects, texts = placed("05_context_ring/tokens.svg")
+    (top,) = [y for text, _, y in texts if Path(recipe).name in re.split(r", |  ", text)]
+    row = sorted((x, y, w, h, color) for color, x, y, w, h in rects if top < y < top + 20)
+    assert [color for *_, color in row] == [f"rank{rank_of[token]}" for token in range(pictures.TOKENS)]
+    for token, (x, y, w, h, _) in enumerate(row):
+        assert [text for text, a, b in texts if x < a < x + w and y < b < y + h] == [str(token)]
+
+
+@pytest.mark.parametrize("recipe", pictures.RINGS)
+def test_ring_computes_the_drawn_scores(recipe):
+    """A real ring computes what is drawn, each step on each rank: every score that is not masked, and each once."""
+    ran = [
+        pictures.Score(query, key, rank, step)
+        for rank, (_, steps) in enumerate(attended(recipe))
+        for step, found in enumerate(steps)
+        for query, key in found
+    ]
+    assert sorted(ran) == sorted(pictures.scores(recipe))
+    tokens = range(pictures.TOKENS)
+    assert sorted((s.query, s.key) for s in ran) == [(query, key) for query in tokens for key in tokens if key <= query]
+
+
+def test_steps_show_the_scores():
+    """Read back: cells in the colors of their steps beside the ranks of their queries; frames and bars to scale."""
+    rects, texts = placed("05_context_ring/steps.svg")
+    cells, bars = ([rect for rect in rects if rect[4] == height] for height in (11, 24))
+    paths = [re.findall(r"[\d.]+", path.get("d")) for path in elements("05_context_ring/steps.svg", "path")]
+    frames = [(float(d[0]), float(d[1]), float(d[2]) - float(d[0])) for d in paths if len(d) == 10]
+    places, units = [(step, rank) for step in range(pictures.CP) for rank in range(pictures.CP)], []
+    for recipe in pictures.RINGS:
+        scores, rank_of = sorted(pictures.scores(recipe)), {s.query: s.rank for s in pictures.scores(recipe)}
+        panel, cells = cells[: len(scores)], cells[len(scores) :]
+        columns, rows = (sorted({cell[i] for cell in panel}) for i in (1, 2))
+        drawn = [(rows.index(y), columns.index(x), color) for color, x, y, *_ in panel]
+        assert drawn == [(s.query, s.key, f"step{s.step}") for s in scores]
+        for query, y in enumerate(rows):
+            assert [text for text, a, b in texts if a < columns[0] and y < b < y + 11] == [str(rank_of[query])]
+        counts, lengths = pictures.work(recipe)
+        framed, frames = frames[: len(places)], frames[len(places) :]
+        zero, unit = framed[0][0], framed[0][2] / lengths[0]
+        units.append(unit)
+        for (step, rank), (x, y, w) in zip(places, framed):
+            count, start = counts[rank, step], zero + unit * sum(lengths[:step])
+            assert (x, w) == pytest.approx((start, unit * lengths[step]), abs=0.05)
+            filled = [(color, width) for color, a, b, width, _ in bars if (a, b) == (x, y)]
+            assert filled == [(f"step{step}", pytest.approx(count * unit, abs=0.05))] * bool(count)
+            assert [text for text, a, b in texts if x < a < x + w and y < b < y + 24] == [str(count)] * bool(count)
+            assert f"rank {rank}" in [text for text, a, b in texts if a < zero and y < b < y + 24]
+    assert units == pytest.approx(units[:1] * 3, abs=0.01) and not cells + frames
+
+
 # ----------------------------------------------------------------------------------------------------------- timeline
 def length(spans: list) -> float:
     """Sum of the lengths."""

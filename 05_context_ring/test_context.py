@@ -1,0 +1,406 @@
+"""The context-parallel recipes train as the root does, share out tokens and work, and send and keep what they say."""
+
+from types import SimpleNamespace
+
+import equivalence
+import pytest
+import torch
+from contract import refusal
+from launch import isolated, launch, load, once
+from probes import together
+from streams import streams
+from torch.multiprocessing.reductions import StorageWeakRef
+
+GATHER, RING, STRIPED, ZIGZAG, ULYSSES, USP, TWIN = (
+    f"05_context_ring/{name}.py"
+    for name in ("all_gather_kv", "ring", "striped", "zigzag", "ulysses", "usp", "torch_context_parallel")
+)
+OURS = (GATHER, RING, STRIPED, ZIGZAG, ULYSSES, USP)
+IN_RINGS = (RING, STRIPED, ZIGZAG, USP)
+LAYERS, D, H, KV, S, B = 2, 32, 8, 4, 32, 4
+SMALL = f"--device cpu --layers {LAYERS} --dim {D} --heads {H} --kv_heads {KV} --ffn 48 --seq {S} --batch {B} --steps 1"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe, world, flags", [case for case in equivalence.CASES if case[0].startswith("05")])
+def test_equals_root(recipe, world, flags):
+    equivalence.check(recipe, world, flags)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("when", ["at once", "late"])
+@pytest.mark.parametrize(
+    "recipe, world, flags",
+    [
+        (GATHER, 3, ""),
+        (RING, 3, ""),
+        (STRIPED, 2, ""),
+        (ZIGZAG, 4, ""),
+        (ULYSSES, 2, ""),
+        (USP, 4, "--ulysses 2"),
+    ],
+)
+def test_whenever_streams_get_to_it(recipe, world, flags, when):
+    """Keys and gradients arrive at some time between the start of their transfer and the end of the wait for it."""
+    equivalence.check(recipe, world, flags, probe=streams(when))
+
+
+# --------------------------------------------------------------------------------------------------- tokens and work
+def group(rank, size):
+    """What shard asks of a process group."""
+    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+
+def held(recipe, cp, seq, ulysses=1):
+    """The positions that each of cp ranks holds."""
+    module, groups = load(recipe), [group(rank, cp) for rank in range(cp)]
+    if recipe == USP:
+        grid = [(*divmod(rank, ulysses), cp // ulysses) for rank in range(cp)]
+        groups = [SimpleNamespace(ring=group(row, rows), ulysses=group(column, ulysses)) for row, column, rows in grid]
+    return [module.shard(module.Config(seq=seq, device="cpu"), cp) for cp in groups]
+
+
+@pytest.mark.parametrize(
+    "recipe, ulysses", [*((recipe, 1) for recipe in OURS if recipe != USP), (USP, 1), (USP, 2), (USP, 4)]
+)
+def test_every_token_is_on_one_rank(recipe, ulysses):
+    for cp in (2, 3, 4, 8):
+        if cp % ulysses == 0:
+            parts = held(recipe, cp, 48, ulysses)
+            assert [len(part) for part in parts] == [48 // cp] * cp
+            assert torch.equal(torch.cat(parts).sort().values, torch.arange(48))
+
+
+@pytest.mark.parametrize("recipe", IN_RINGS)
+def test_every_query_sees_every_earlier_key_once(recipe):
+    """Over all steps on all ranks; and it sees no later key. With USP, a row of the grid acts as one rank of a ring."""
+    visible = load(recipe).visible
+    for cp in (1, 2, 3, 4, 8):
+        for s in (2, 12):
+            ulysses = 2 if recipe == USP else 1
+            parts = torch.cat(held(recipe, cp * ulysses, cp * s, ulysses)).unflatten(0, (cp, s))
+            seen = torch.zeros(cp * s, cp * s, dtype=torch.int64)
+            for rank in range(cp):
+                for owner in range(cp):
+                    if found := visible(rank, owner, s):
+                        queries, keys, causal = parts[rank, found[0]], parts[owner, found[1]], found[2]
+                        assert len(queries) == len(keys) or not causal
+                        mask = torch.ones(len(queries), len(keys), dtype=torch.int64)
+                        seen[queries[:, None], keys] += mask.tril() if causal else mask
+            assert torch.equal(seen, torch.ones_like(seen).tril()), (cp, s)
+
+
+def scores(visible, cp, s):
+    """How many scores each rank computes in each step, without those that are masked."""
+
+    def count(queries, keys, causal):
+        n, m = (len(range(s)[part]) for part in (queries, keys))
+        return n * (n + 1) // 2 if causal else n * m
+
+    found = [[visible(rank, (rank - step) % cp, s) for step in range(cp)] for rank in range(cp)]
+    return [[count(*parts) if parts else 0 for parts in steps] for steps in found]
+
+
+SIZES = [(cp, s) for cp in range(2, 9) for s in (2, 64)]
+
+
+def test_work_of_the_ring():
+    """In step i ranks below i idle. The last rank has (2·cp-1)/cp times the average, but for half of its diagonal."""
+    visible = load(RING).visible
+    for cp, s in SIZES:
+        work = scores(visible, cp, s)
+        for rank in range(cp):
+            assert work[rank] == [s * (s + 1) // 2, *[s * s] * rank, *[0] * (cp - 1 - rank)]
+        average = sum(map(sum, work)) / cp
+        assert 0 < (2 * cp - 1) / cp - sum(work[-1]) / average < 1 / (cp * s)
+
+
+def test_work_of_the_striped_ring():
+    """Half of s·s scores in every step on every rank: s/2 more where keys come from a lower rank, s/2 less if not."""
+    visible = load(STRIPED).visible
+    for cp, s in SIZES:
+        for rank, steps in enumerate(scores(visible, cp, s)):
+            assert steps == [s * (s + 1) // 2] * (rank + 1) + [s * (s - 1) // 2] * (cp - 1 - rank)
+
+
+@pytest.mark.parametrize("recipe", [ZIGZAG, USP])
+def test_work_of_the_zigzag_ring(recipe):
+    """The same on all ranks: half of s·s scores in every step, and in the first half of a diagonal more."""
+    visible = load(recipe).visible
+    for cp, s in SIZES:
+        assert scores(visible, cp, s) == [[s * (s + 1) // 2] + [s * s // 2] * (cp - 1)] * cp
+
+
+# ------------------------------------------------------------------------------------------- communication and memory
+def phase():
+    return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+
+
+def sent(module):
+    """A probe: bytes that attention sends from this rank, and who takes part in all-to-alls of all with all."""
+    seen, meets, dist = {"forward": 0, "backward": 0}, set(), module.dist
+    process_group, all_to_all = dist.ProcessGroup, dist.all_to_all_single
+    gather, scatter = process_group._allgather_base, process_group._reduce_scatter_base
+
+    def gathered(cp, whole, own):
+        seen[phase()] += (cp.size() - 1) * own.nbytes
+        return gather(cp, whole, own)
+
+    def scattered(cp, own, whole):
+        seen[phase()] += (cp.size() - 1) * own.nbytes
+        return scatter(cp, own, whole)
+
+    def exchanged(out, x, to_here=None, to_others=None, group=None, async_op=False):
+        if not to_others:
+            meets.add(tuple(dist.get_process_group_ranks(group)))
+        rows = to_others or [len(x) // group.size()] * group.size()
+        seen[phase()] += sum(rows[: group.rank()] + rows[group.rank() + 1 :]) * x[0].nbytes
+        return all_to_all(out, x, to_here, to_others, group, async_op)
+
+    process_group._allgather_base, process_group._reduce_scatter_base = gathered, scattered
+    dist.all_to_all_single = exchanged
+    return lambda: (seen, meets)
+
+
+def order(module):
+    """A probe: what starts, computes and is waited for in the forward, and in the backward, of a block's attention."""
+    seen, last = [], {}
+
+    class Work:
+        def __init__(self, work):
+            self.work, self.number = work, len(seen)
+            seen.append(self.number)
+
+        def wait(self):
+            seen.append(f"{self.number} is there")
+            self.work.wait()
+
+    def starts(owner, name):
+        original = getattr(owner, name)
+
+        def start(*args, **kwargs):
+            work = original(*args, **kwargs)
+            return Work(work) if work else None  # of an all-to-all that has waited itself
+
+        setattr(owner, name, start)
+
+    def computes(name):
+        original = getattr(module, name)
+        setattr(module, name, lambda *args, **kwargs: seen.append("attention") or original(*args, **kwargs))
+
+    def whole(owner, name):
+        original = getattr(owner, name)
+
+        def run(*args):
+            seen.clear()
+            result = original(*args)
+            last[name] = list(seen)
+            return result
+
+        setattr(owner, name, staticmethod(run))
+
+    for owner, name in (
+        (module.dist.ProcessGroup, "_allgather_base"),
+        (module.dist.ProcessGroup, "_reduce_scatter_base"),
+        (module.dist, "all_to_all_single"),
+    ):
+        starts(owner, name)
+    for name in "local_attention", "local_attention_backward":
+        computes(name)
+    for name in "forward", "backward":
+        whole(getattr(module, "RingAttention", None) or module.GatherKV, name)
+    return lambda: last
+
+
+def kept(module):
+    """A probe: bytes of activations that a forward keeps for its backward, each storage once."""
+    storages, sizes, forward = {}, [], module.forward
+
+    def watched(cfg, model, *batch):
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def pack(tensor):
+            if tensor.is_floating_point() and tensor.ndim:  # else token ids, or their number
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = forward(cfg, model, *batch)
+        sizes.append(sum(storage.nbytes() for address, storage in storages.items() if address not in weights))
+        storages.clear()
+        return loss
+
+    module.forward = watched
+    return lambda: sizes[0]
+
+
+@once
+def observed(recipe, dtype):
+    """What those probes see, on 4 ranks."""
+    probe = together(sent, kept, *([] if recipe == ULYSSES else [order]))
+    return launch(recipe, 4, f"{SMALL} --dtype {dtype}", probe=probe).probes
+
+
+@pytest.mark.parametrize("dtype, size", [("float32", 4), pytest.param("bfloat16", 2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("recipe", OURS)
+def test_bytes_sent(recipe, dtype, size):
+    """The formulas of the headers, per layer: keys and values have the dtype of matmuls, their gradients 4 bytes."""
+    cp, kv, ulysses = 4, KV * D // H, 2
+    keys, heads = (cp - 1) * 2 * B * S // cp * kv, 0
+    if recipe == ULYSSES:
+        keys, heads = 0, (cp - 1) * B * S // cp * (2 * D + 2 * kv) // cp
+    if recipe == USP:
+        keys = (cp // ulysses - 1) * 2 * B * S // cp * kv
+        heads = (ulysses - 1) * B * S // cp * (2 * D + 2 * kv) // ulysses
+    wanted = {"forward": LAYERS * (keys + heads) * size, "backward": LAYERS * (keys * (size + 4) + heads * size)}
+    for rank, ((seen, meets), *_) in enumerate(observed(recipe, dtype)):
+        assert seen == wanted
+        neighbours = (rank // ulysses * ulysses, rank // ulysses * ulysses + 1)
+        assert meets == {ULYSSES: {(0, 1, 2, 3)}, USP: {neighbours}}.get(recipe, set())  # heads stay inside a host
+
+
+@once
+def root_kept():
+    """What the root keeps."""
+    return launch("01_single_gpu/train.py", 1, SMALL, probe=kept).probes[0]
+
+
+@pytest.mark.parametrize("recipe", OURS)
+def test_activations_kept(recipe):
+    """Each rank keeps 1/cp of what the root keeps; and, on a CPU, an attention output per layer.
+
+    The root's kernel writes it in the order in which o_proj reads it, so that both keep one tensor. Plain matmuls write
+    it head by head, and all-to-alls bring it so.
+    """
+    twice = LAYERS * B * S * D * 4
+    assert [bytes_kept for _, bytes_kept, *_ in observed(recipe, "float32")] == [(root_kept() + twice) // 4] * 4
+
+
+@pytest.mark.parametrize("recipe", [GATHER, *IN_RINGS])
+def test_attention_runs_while_keys_travel(recipe):
+    """... on the last rank, which always has work. Nothing hides the last transfer of backward: gradients come home."""
+    *_, last = observed(recipe, "float32")
+    for name, seen in last[-1].items():
+        print(name, seen)
+        transfers = [event for event in seen if isinstance(event, int)]
+        assert transfers and seen.count("attention") == (2 if recipe in (GATHER, USP) else 4)
+        for start in transfers[:-1] if name == "backward" else transfers:
+            assert "attention" in seen[seen.index(start) : seen.index(f"{start} is there")], (name, seen)
+
+
+def blocks_of_keys(module):
+    """A probe: the most blocks of keys and values that are in memory, in forward and in backward.
+
+    A transfer is done when it returns: gloo's threads hold on to what they send for a moment longer than GPUs do.
+    """
+    blocks, peak, pass_on = [], {"forward": 0, "backward": 0}, module.pass_on
+    all_to_all = module.dist.all_to_all_single
+    done = SimpleNamespace(wait=lambda: None)
+    module.dist.all_to_all_single = lambda *args, async_op, **kwargs: all_to_all(*args, **kwargs) or done
+
+    def watched(x, cp):
+        arriving, passing = pass_on(x, cp)
+        if x.dtype == torch.bfloat16:  # else gradients
+            blocks.extend((t.untyped_storage()._cdata, StorageWeakRef(t.untyped_storage())) for t in (x, arriving))
+            alive = {block for block, reference in blocks if not reference.expired()}
+            peak[phase()] = max(peak[phase()], len(alive))
+        return arriving, passing
+
+    module.pass_on = watched
+    return lambda: peak
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe, cp", [(RING, 2), (RING, 4), (RING, 8), (ZIGZAG, 4)])
+def test_two_blocks_of_keys_are_in_memory(recipe, cp):
+    """Those in use, and those that arrive meanwhile, on however many ranks."""
+    flags = f"{SMALL} --layers 1 --dtype bfloat16"
+    assert launch(recipe, cp, flags, probe=blocks_of_keys).probes == [{"forward": 2, "backward": 2}] * cp
+
+
+# ------------------------------------------------------------------------------------------------------------- merging
+def test_merge_of_log_sum_exps_far_apart():
+    """Sets of keys whose scores are 1,000 apart, either way, and a set that only the later queries see."""
+
+    def errors(apart):
+        torch.compiler.set_stance("force_eager")
+        generator = torch.Generator().manual_seed(0)
+        scores = torch.randn(2, 3, 8, 15, generator=generator, dtype=torch.float64)
+        v = torch.randn(2, 3, 15, 4, generator=generator, dtype=torch.float64)
+        scores[..., 5:10] += apart
+        scores[:, :, 4:, 10:] -= apart / 2
+        parts = []
+        for keys, queries in (slice(0, 5), slice(None)), (slice(5, 10), slice(None)), (slice(10, 15), slice(4, 8)):
+            some = scores[:, :, queries, keys]
+            parts.append((queries, some.softmax(-1) @ v[:, :, keys], some.logsumexp(-1, keepdim=True)))
+        o, lse = load(RING).merge([(queries, o.float(), lse.float()) for queries, o, lse in parts], torch.float32)
+        scores[:, :, :4, 10:] = -torch.inf
+        exact, sums = scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
+        return (o - exact).abs().max().item(), ((lse - sums) / (1 + sums.abs())).abs().max().item()
+
+    for apart in (0, 1000, -1000):
+        for error in isolated(lambda apart=apart: errors(apart)):
+            assert error < 1e-6  # rounding in float32; nan is no less
+
+
+def test_merge_rounds_once():
+    """Outputs in bfloat16 are weighted in fp32, in one call or in several: the error is half a unit."""
+
+    def error(at_a_time):
+        torch.compiler.set_stance("force_eager")
+        generator, everything = torch.Generator().manual_seed(0), slice(None)
+        outs = torch.randn(9, 2, 3, 50, 8, generator=generator).bfloat16()
+        sums = torch.randn(9, 2, 3, 50, 1, generator=generator)
+        merge, parts = load(RING).merge, []
+        for out, lse in zip(outs, sums):
+            parts.append((everything, out, lse))
+            if len(parts) == at_a_time:
+                parts = [(everything, *merge(parts, torch.float32))]
+        merged, _ = merge(parts, torch.bfloat16)
+        exact = (sums.double().softmax(0) * outs.double()).sum(0)
+        return ((merged.double() - exact).abs() / (exact.abs() + 1e-3)).max().item()  # sums may cancel
+
+    for at_a_time in (9, 3):
+        assert isolated(lambda parts=at_a_time: error(parts)) <= 1.01 * 2**-8
+
+
+# ---------------------------------------------------------------------------------------------------------------- sizes
+WIDE = "--dim 96 --heads 12"
+REFUSED = [  # recipes, ranks, flags, what the one line must have
+    ((*OURS, TWIN), 4, "--seq 127", ["--seq 127", "must be divisible by"]),
+    ((STRIPED,), 8, "--seq 8", ["--seq 8", "16"]),
+    ((ZIGZAG, TWIN), 4, "--seq 12", ["--seq 12", "8"]),
+    ((ULYSSES,), 8, f"{WIDE} --kv_heads 4", ["--heads 12", "8"]),
+    ((ULYSSES,), 4, f"{WIDE} --kv_heads 6", ["--kv_heads 6", "4"]),
+    ((USP,), 4, "--ulysses 3", ["--ulysses 3", "4"]),
+    ((USP,), 2, "--ulysses 4", ["--ulysses 4", "2"]),
+    ((USP,), 4, "--ulysses 0", ["--ulysses 0", "1"]),
+    ((USP,), 8, f"{WIDE} --kv_heads 4 --ulysses 8", ["--heads 12", "--ulysses 8"]),
+    ((USP,), 4, f"{WIDE} --kv_heads 6 --ulysses 4", ["--kv_heads 6", "--ulysses 4"]),
+    ((USP,), 8, "--seq 24 --ulysses 1", ["--seq 24", "16"]),
+]
+ACCEPTED = [  # recipes, ranks, flags
+    ((GATHER, RING), 8, "--seq 8"),  # a token per rank
+    ((STRIPED, ZIGZAG, TWIN), 8, "--seq 16"),  # two
+    ((GATHER, RING, STRIPED, ZIGZAG, TWIN), 3, "--seq 24 --kv_heads 1"),
+    ((ULYSSES,), 8, "--seq 8 --kv_heads 1"),
+    ((ULYSSES,), 4, "--kv_heads 8"),
+    ((USP,), 8, "--seq 8 --ulysses 8 --kv_heads 2"),  # one ring of one rank
+    ((USP,), 8, "--seq 16 --ulysses 1"),  # heads stay where they are
+    ((USP,), 16, f"{WIDE} --kv_heads 1 --ulysses 4"),  # more ranks than heads
+    ((USP,), 1, "--ulysses 1"),
+    ((*OURS[:-1], TWIN), 1, ""),
+]
+
+
+@pytest.mark.parametrize("recipe", [*OURS, TWIN])
+def test_sizes(recipe):
+    """What cannot be split ends with one line that names the flag and what would work; all else is trained."""
+    module = load(recipe)
+    for recipes, world, flags, words in REFUSED:
+        if recipe in recipes:
+            line = refusal(module, world, f"--device cpu {flags}")
+            assert isinstance(line, str) and "\n" not in line and all(word in line for word in words), (flags, line)
+    for recipes, world, flags in ACCEPTED:
+        if recipe in recipes:
+            assert refusal(module, world, f"--device cpu {flags}") is None, flags
