@@ -1,11 +1,12 @@
 """Context parallelism, all-gather: each rank holds 1/cp of every sequence, and attention gathers keys and values.
 
 Everything but attention looks at one token at a time, so a rank computes it for its own tokens alone, and keeps 1/cp of
-the activations. Attention needs the keys and values of all earlier tokens: each rank gathers them, few of them where
-query heads share key heads, beside attention to its own. Backward gathers them again, and reduce-scatters their
-gradients in fp32. Per layer a rank sends (cp-1)·2·b·s/cp·kv elements in forward and 2 times as many in backward, with
-kv the width of all key heads. One long sequence is all it takes, but late tokens see more than early ones: the last
-rank has (2·cp-1)/cp times the average work, for which all wait. Weights are replicated: their gradients are summed.
+the activations. Attention needs the keys and values of all earlier tokens: each rank gathers them while it attends to
+its own; where query heads share key heads, they are small. Backward gathers them again, and reduce-scatters their
+gradients in fp32, for which it waits. Per layer a rank sends (cp-1)·2·b·s/cp·kv elements in forward, as many again in
+backward, and as many fp32 gradients, with kv the width of all key heads. A batch of one sequence is enough. But late
+tokens see more than early ones: the last rank has (2·cp-1)/cp times the average work, for which all wait. Weights are
+replicated: their gradients are summed.
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
 Lesson:   shard, gather, masked_scores, local_attention, local_attention_backward, pack, merge, GatherKV, attention,

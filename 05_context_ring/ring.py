@@ -4,8 +4,9 @@ In cp steps the keys and values of every rank pass by, and only two ranks' are i
 sequence: those in use and those that arrive meanwhile. Results of the steps are merged by their log-sum-exps. In
 backward, keys and values travel again, and behind them, with every rank adding its part, their gradients in fp32, which
 arrive at home in the end. Per layer a rank sends (cp-1)·2·b·s/cp·kv elements in forward, as many in backward, and as
-many fp32 gradients, while it computes. The parts are contiguous: in step i, ranks below i have only later keys, and
-idle. The last rank computes in every step, so the ring takes (2·cp-1)/cp times as long as it would with equal work.
+many fp32 gradients, while it computes; only the gradients' last hop is waited for. The parts are contiguous: in step i,
+counted from 0, ranks below i have only later keys, and idle. The last rank computes in every step, so the ring takes
+(2·cp-1)/cp times as long as it would with equal work.
 
 Parent:   05_context_ring/all_gather_kv.py
 Lesson:   pass_on, visible, sum_parts, RingAttention, attention

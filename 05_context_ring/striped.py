@@ -1,10 +1,10 @@
 """Striped attention: rank r holds the tokens r, r + cp, r + 2·cp and so on, so that all ranks work in every step.
 
-Every rank has early and late tokens alike, and every step of the ring is causal attention: a query sees those of the
-passing keys that have its own number within the rank or a smaller one, and of later ranks only smaller ones. That is
-half of s/cp · s/cp scores in each step on each rank, where the contiguous ring has all of them or none. It sends what
-ring.py sends. An attention kernel computes blocks of scores, and throws away half of those on the diagonal: with a
-diagonal in every step, that is cp times as many as with one. zigzag.py has one.
+Every rank has early and late tokens alike, and every step of the ring is causal attention: query i sees keys 0 to i of
+its own rank and of lower ones, and 0 to i-1 of higher ranks. That is half of s/cp · s/cp scores in each step on each
+rank, give or take s/cp/2, where the contiguous ring has all of them or none. It sends what ring.py sends. An attention
+kernel computes blocks of scores, and throws away half of those on the diagonal: with a diagonal in every step, that is
+cp times as many as with one. zigzag.py has one.
 
 Parent:   05_context_ring/ring.py
 Lesson:   shard, visible

@@ -3,9 +3,9 @@
 Inside the context, inputs, targets and positions are cut as in zigzag.py, and scaled_dot_product_attention is a ring.
 It has two ways to bring keys to a rank: --rotate allgather gathers all of them at once in forward and in backward,
 alltoall passes them on. A rank sends (cp-1)·2·b·s/cp·kv elements per layer in forward either way, as many in backward,
-and behind them cp times 2·b·s/cp·kv fp32 gradients. Each result is cast to fp32 and merged by operators of its own;
-those that cover half of the queries copy the rest. The library knows the attention operators of GPUs, which with shared
-key heads need --dtype bfloat16; on CPUs this file adds theirs.
+and behind them fp32 gradients, with one hop more than in zigzag.py. Each result is cast to fp32 and merged by operators
+of its own; those that cover half of the queries copy the rest. The library knows the attention operators of GPUs, which
+with shared key heads need --dtype bfloat16; on CPUs this file adds theirs.
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py, 05_context_ring/all_gather_kv.py
 Lesson:   ring_on_cpu, Model, build_model, forward, forward_backward

@@ -3,8 +3,9 @@
 A head's attention does not look at other heads. So each rank gets h/cp of the query heads, with their key heads, of all
 tokens, runs one fused attention, and sends the outputs back to whose tokens they are. Work is balanced, and the kernel
 is any that one GPU would use. Per layer a rank sends (cp-1)/cp·b·s/cp·(2·d + 2·kv) elements in forward and as many in
-backward: it shrinks with 1/cp, where a ring's does not. But nothing else can run meanwhile, cp must divide the heads,
-and where there are fewer key heads than ranks each travels to several.
+backward: it shrinks with 1/cp, where a ring's does not, and is less from about d/kv + 1 ranks on. But nothing else can
+run meanwhile, and cp must divide the heads. Where there are fewer key heads than ranks each is repeated, and counts in
+kv as often.
 
 Parent:   05_context_ring/all_gather_kv.py
 Lesson:   AllToAll, to_heads, to_tokens, attention

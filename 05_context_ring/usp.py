@@ -2,10 +2,10 @@
 
 Ranks form a grid: --ulysses neighbours share one part of the sequence, cut once more among them, and cp/ulysses ranks,
 one from each neighbourhood, form a ring. An all-to-all gives each rank all tokens of its neighbourhood and 1/ulysses of
-the heads; these attend in a zigzag ring. So cp may exceed the number of heads, messages of the ring shrink to
-1/ulysses, and the all-to-alls, which nothing hides, stay inside a host. Per layer a rank sends, with r = cp/ulysses,
-(ulysses-1)/ulysses·b·s/cp·(2·d + 2·kv) elements for heads and (r-1)·2·b·s/cp·kv for keys in forward; in backward as
-many, and as many fp32 gradients of keys.
+the heads; these attend in a zigzag ring. So cp may exceed the number of heads, a ring has fewer hops, and the
+all-to-alls, which nothing hides, stay inside a host. Per layer a rank sends, with r = cp/ulysses,
+(ulysses-1)/ulysses·b·s/cp·(2·d + 2·kv) elements for heads and (r-1)·2·b·s/cp·kv for keys in forward. In backward it
+sends as many of both, and in the ring once more as many, the fp32 gradients of keys.
 
 Parent:   05_context_ring/zigzag.py, 05_context_ring/ulysses.py
 Lesson:   Mesh, shard, attention

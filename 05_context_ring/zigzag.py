@@ -3,7 +3,7 @@
 The sequence is cut into 2·cp parts, and rank r holds parts r and 2·cp-1-r. Keys from a lower rank: both parts of the
 queries see the first half of them. From a higher rank: the second part of the queries sees all of them. Either way that
 is half of s/cp · s/cp scores without any mask, for which attention kernels are fastest; only a rank's own keys need the
-causal mask. Nobody idles, and no score is computed for nothing. It sends what ring.py sends.
+causal mask: one diagonal, where striped.py has one in every step. Nobody idles. It sends what ring.py sends.
 
 Parent:   05_context_ring/ring.py
 Lesson:   shard, visible

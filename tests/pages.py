@@ -53,7 +53,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "04_tensor_sequence/torch_dtensor.py": "the same by torch's DTensor",
     "05_context_ring/all_gather_kv.py": "tokens split, attention gathers keys and values",
     "05_context_ring/ring.py": "... which pass from rank to rank instead",
-    "05_context_ring/striped.py": "... tokens dealt like cards, so that none idles",
+    "05_context_ring/striped.py": "... every cp-th token to a rank, so that none idles",
     "05_context_ring/zigzag.py": "... or an early and a late part, with fewer masks",
     "05_context_ring/ulysses.py": "tokens swapped for heads around attention",
     "05_context_ring/usp.py": "... inside a host, a zigzag ring across hosts",
@@ -83,16 +83,10 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "zero_stages": (None, ""),  # for the picture alone
     "tensor": ("04_tensor_sequence", "A whole model, split over all GPUs."),
     "tensor_few_layers": ("04_tensor_sequence", "A few layers of the same width, so that a picture shows each block."),
-    "context": (
-        "05_context_ring",
-        "One sequence of 32,768 tokens on all GPUs; the last line is one GPU with all of it.",
-    ),
-    "context_more": ("05_context_ring", "The same with the other recipes, against the library's default."),
-    "context_64k": (
-        "05_context_ring",
-        "One sequence of 65,536 tokens: per token, attention costs more, a transfer does not.",
-    ),
-    "context_128k": ("05_context_ring", "One sequence of 131,072 tokens, in half of the layers."),
+    "context": ("05_context_ring", "One sequence of 32,768 tokens for all GPUs; in the last line, for one GPU alone."),
+    "context_more": ("05_context_ring", "The same with other recipes, against the library's default."),
+    "context_64k": ("05_context_ring", "One sequence of 65,536 tokens."),
+    "context_128k": ("05_context_ring", "One sequence of 131,072 tokens, and half as many layers."),
     "context_million": ("05_context_ring", "A million tokens: one layer and a small vocabulary, so that they fit."),
     "context_attention": (None, ""),  # has a table of its own
     "four": ("06_pipeline", "Two schedules. The first line trains another model and batch: compare its MFU alone."),
@@ -103,7 +97,7 @@ SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that 
 NOTHING = 1e-10  # a difference below is rounding
 SHOWN = 12  # so many bugs are in sight, the others below a line to be opened
 UNKNOWN = "Not measured yet."
-SHARES = ("forward_ms", "share_forward"), ("both_ms", "share")  # a time, and what it would ideally be over it
+SHARES = ("forward_ms", "share_forward"), ("both_ms", "share")  # a time, and the ideal time over it
 MARKS = {"01_single_gpu/train.py": " †", "02_data_parallel/diloco.py": " ‡"}  # what the pages say of their errors
 NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the recipe is for
     "03_zero/zero2.py",  # with one micro-batch, where it does what zero1_overlap.py does
@@ -385,7 +379,7 @@ def speed(folder: str) -> str:
 
 
 def attention() -> str:
-    """What a rank of four computes in attention, and how near that is to a quarter of one call for all tokens."""
+    """What a rank of four computes in attention, and how fast that is against a quarter of one call for all tokens."""
     stored = (results("speed.json") or {}).get("context_attention")
     if not stored:
         return UNKNOWN
@@ -398,7 +392,7 @@ def attention() -> str:
                 name = Path(row["file"]).name
                 forward, both = ([f"{row[ms]:.2f}", f"{row[share]:.2f}"] for ms, share in SHARES)
                 rows.append([tokens, f"[`{name}`](#{anchor(name)})", str(row["rank"]), *forward, *both])
-    head = ["tokens", "file", "rank", "forward, ms", "ideal over it", "forward and backward, ms", "ideal over it"]
+    head = ["tokens", "file", "rank", "forward, ms", "× ideal", "forward and backward, ms", "× ideal"]
     note = f"{stored['gpu']}, torch {stored['torch']}, {stored['date']}, `{stored['command']}`"
     return f"{note}\n\n{table(head, rows)}"
 

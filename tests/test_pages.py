@@ -64,9 +64,9 @@ def test_flags_on_pages_exist(page):
 
 
 def test_first_screen():
-    """At most 150 lines, the two commands, and the first one's output in the form of a log."""
+    """At most 150 lines, also with ten folders; the two commands, and the first one's output in the form of a log."""
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) + 10 - len(pages.FOLDERS) <= 150
     first, second = [block.strip() for block in blocks(ROOT / "README.md", "bash")[:2]]
     assert first == "pip install -r requirements.txt && torchrun --nproc_per_node 8 06_pipeline/1f1b.py"
     assert second == "pip install -r requirements.txt && pytest -n auto"
@@ -81,6 +81,32 @@ def test_every_recipe_is_on_the_reading_path():
     for path in order:  # the root first, a folder in one piece, a parent before its child
         assert all(order.index(parent) < order.index(path) for parent in parents(FAMILY[path])), path
     assert [path.split("/")[0] for path in order] == sorted(path.split("/")[0] for path in order)
+    assert list(pages.FOLDERS) == list(dict.fromkeys(path.split("/")[0] for path in order))
+
+
+def test_first_table_has_every_recipe(monkeypatch):
+    """A row per folder: links in reading order, the worst error, and the best speed of what is no library twin."""
+    found = [("02_data_parallel/naive.py", "cpu", 1e-13), ("02_data_parallel/diloco.py", "cpu", 3e-12)]
+    found += [("03_zero/zero1.py", "cpu", 1e-14), ("03_zero/zero1.py", "cuda", 1.0)]
+    entries = [{"recipe": path, "device": device, "errors": {"gradient": error}} for path, device, error in found]
+    speeds = {"03_zero/zero1.py": "0.96", "03_zero/zero3.py": "1.07", "03_zero/torch_fsdp.py": "1.10"}
+    monkeypatch.setattr(pages, "results", lambda name: entries)
+    monkeypatch.setattr(pages, "ratio", lambda path: speeds.get(path, ""))
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in pages.all_folders().splitlines()[2:]]
+    links = [re.findall(r"\]\((.+?)\)", " ".join(row)) for row in rows]
+    assert [link for row in links for link in row if link.endswith(".py")] == list(pages.IDEAS)
+    assert [row[0] for row in links] == [f"{folder}/README.md" for folder in pages.FOLDERS]
+    ends = {folder: row[3:] for folder, row in zip(pages.FOLDERS, rows)}
+    assert ends.pop("02_data_parallel") == ["3e-12 ‡", ""] and ends.pop("03_zero") == ["1e-14", "1.07"]
+    assert all(end == ["", ""] for end in ends.values())
+
+
+@every_page
+def test_marks_are_explained(page):
+    """What stands beside a number is said outside of the tables."""
+    text = page.read_text()
+    prose = re.sub(r"^\|.*$", "", text, flags=re.M)
+    assert [mark for mark in "†‡" if mark in text] == [mark for mark in "†‡" if mark in prose]
 
 
 @pytest.mark.parametrize("path", FAMILY)
@@ -100,6 +126,23 @@ def test_every_measured_suite_is_on_a_page():
     stored = json.loads((pages.RESULTS / "speed.json").read_text())
     shown = {name for page in PAGES for name in pages.suites(page.parent.name)}
     assert stored.keys() - shown <= {name for name, (folder, _) in pages.SUITES.items() if folder is None}
+
+
+def test_attention_becomes_a_table(monkeypatch, tmp_path):
+    """Each rank's time below that of one call for as many tokens, with its share of the ideal; no file, no table."""
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert pages.attention() == pages.speed("05_context_ring") == "Not measured yet."
+    numbers = {"forward_ms": 2.5, "both_ms": 10.0, "share_forward": 1.04, "share": 0.951}
+    rows = [{"file": "05_context_ring/zigzag.py", "seq": seq, "rank": 3, **numbers} for seq in (2048, 1024)]
+    whole = [{"seq": seq, "forward_ms": 10.4, "both_ms": 38.2} for seq in (1024, 2048)]
+    stored = {"date": "today", "gpu": "1 x GPU", "torch": "3", "command": "run", "rows": rows, "whole": whole}
+    (tmp_path / "speed.json").write_text(json.dumps({"context_attention": stored}))
+    note, _, _, _, *lines = pages.attention().splitlines()
+    assert note == "1 x GPU, torch 3, today, `run`"
+    cells = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
+    one, ours = ["one call for all tokens", "", "10.40", "", "38.20", ""], ["3", "2.50", "1.04", "10.00", "0.95"]
+    file = "[`zigzag.py`](#zigzagpy)"
+    assert cells == [["1,024", *one], ["1,024", file, *ours], ["2,048", *one], ["2,048", file, *ours]]
 
 
 def store_bugs(monkeypatch, tmp_path, stored):
