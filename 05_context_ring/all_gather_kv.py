@@ -9,12 +9,12 @@ tokens see more than early ones: the last rank has (2·cp-1)/cp times the averag
 replicated: their gradients are summed.
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
-Lesson:   shard, gather, masked_scores, local_attention, local_attention_backward, pack, merge, GatherKV, attention,
-          Attention, Model, backward, forward_backward
+Lesson:   shard, gather, masked_scores, local_attention, local_attention_backward, pack, unpack, merge, GatherKV,
+          attention, Attention, Model, backward, forward_backward
 Plumbing: Config, Block, build_model, check
-Copy:     shard, gather, masked_scores, local_attention, local_attention_backward, pack, merge, GatherKV, attention,
-          backward (use shard for inputs, targets and positions alike, as forward_backward and Model.forward do; call
-          attention with rotated q and k, and backward once per step)
+Copy:     shard, gather, masked_scores, local_attention, local_attention_backward, pack, unpack, merge, GatherKV,
+          attention, backward (use shard for inputs, targets and positions alike, as forward_backward and Model.forward
+          do; call attention with rotated q and k, and backward once per step)
 Run:      torchrun --nproc_per_node 8 05_context_ring/all_gather_kv.py
 Source:   Llama 3, arXiv:2407.21783, section 3.3.2, "Context parallelism for better long-context"
 """
@@ -155,6 +155,11 @@ def pack(k: Tensor, v: Tensor) -> Tensor:
     return torch.stack([rearrange(x, "b g s k -> b s g k") for x in (k, v)])
 
 
+def unpack(kv: Tensor) -> Tensor:
+    """What pack has made -> [2, b, g, s, k], a view: k and v"""
+    return rearrange(kv, "n b s g k -> n b g s k")
+
+
 @torch.compile(dynamic=False)  # where --compile is given: one pass over memory
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: of each the queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
@@ -203,7 +208,7 @@ class GatherKV(torch.autograd.Function):
         own = torch.empty_like(everyones[0])  # 2 b s g k
         # (cp-1) times the bytes of own out and in per rank; everyone waits
         cp._reduce_scatter_base(own, everyones.flatten(0, 1)).wait()
-        return dq.to(q.dtype), *rearrange(own.to(k.dtype), "n b s g k -> n b g s k"), None
+        return dq.to(q.dtype), *unpack(own.to(k.dtype)), None
 
 
 @torch.compiler.disable  # a compiler would wait for communication where it begins

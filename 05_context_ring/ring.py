@@ -10,8 +10,8 @@ counted from 0, ranks below i have only later keys, and idle. The last rank comp
 
 Parent:   05_context_ring/all_gather_kv.py
 Lesson:   pass_on, visible, sum_parts, RingAttention, attention
-Copy:     shard, pass_on, visible, masked_scores, local_attention, local_attention_backward, pack, merge, sum_parts,
-          RingAttention, attention, backward (as all_gather_kv.py says)
+Copy:     shard, pass_on, visible, masked_scores, local_attention, local_attention_backward, pack, unpack, merge,
+          sum_parts, RingAttention, attention, backward (as all_gather_kv.py says)
 Run:      torchrun --nproc_per_node 8 05_context_ring/ring.py
 Source:   Liu et al. 2023, Ring Attention, arXiv:2310.01889
 """
@@ -165,6 +165,11 @@ def pack(k: Tensor, v: Tensor) -> Tensor:
     return torch.stack([rearrange(x, "b g s k -> b s g k") for x in (k, v)])
 
 
+def unpack(kv: Tensor) -> Tensor:
+    """What pack has made -> [2, b, g, s, k], a view: k and v"""
+    return rearrange(kv, "n b s g k -> n b g s k")
+
+
 @torch.compile(dynamic=False)  # where --compile is given: one pass over memory
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: of each the queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
@@ -202,8 +207,7 @@ class RingAttention(torch.autograd.Function):
                 arriving, passing = pass_on(kv, cp)  # overlaps with attention
             if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
                 queries, keys, causal = found
-                seen = rearrange(kv[:, :, keys], "n b s g k -> n b g s k")
-                parts.append((queries, *local_attention(q[:, :, queries], *seen, causal)))
+                parts.append((queries, *local_attention(q[:, :, queries], *unpack(kv[:, :, keys]), causal)))
             if len(parts) > 4:  # one pass over memory for several: fewer would cost more time, more would cost memory
                 parts = [(everything, *merge(parts, parts[0][2].dtype))]
             if step < cp.size() - 1:
@@ -223,9 +227,8 @@ class RingAttention(torch.autograd.Function):
                 arriving, passing = pass_on(kv, cp)  # overlaps with attention
             if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
                 queries, keys, causal = found
-                seen = rearrange(kv[:, :, keys], "n b s g k -> n b g s k")
                 rows = [x[:, :, queries] for x in (gradient, q, o, lse)]
-                dq, dk, dv = local_attention_backward(*rows, *seen, causal)
+                dq, dk, dv = local_attention_backward(*rows, *unpack(kv[:, :, keys]), causal)
                 parts.append((queries, dq))
             if len(parts) > 4:
                 parts = [(everything, sum_parts(parts, lse.dtype))]
@@ -236,8 +239,7 @@ class RingAttention(torch.autograd.Function):
                     returning.wait()  # gradients of these keys, from all ranks that have seen them
                 travelling = own.new_zeros(own.shape, dtype=lse.dtype) if step == 1 else travelling
                 if found:
-                    for x, part in zip(travelling, (dk, dv)):
-                        x[:, keys] += rearrange(part, "b g s k -> b s g k")
+                    travelling[:, :, keys] += pack(dk, dv)
                 travelling, returning = pass_on(travelling, cp)  # overlaps with the next attention
             if step < cp.size() - 1:
                 passing.wait()
@@ -245,7 +247,7 @@ class RingAttention(torch.autograd.Function):
         if cp.size() > 1:
             returning.wait()  # its own, after the last hop
             own = travelling + own
-        return sum_parts(parts, q.dtype), *rearrange(own.to(k.dtype), "n b s g k -> n b g s k"), None
+        return sum_parts(parts, q.dtype), *unpack(own.to(k.dtype)), None
 
 
 @torch.compiler.disable  # a compiler would wait for communication where it begins

@@ -112,7 +112,8 @@ def measured(bug: Bug) -> dict[str, object]:
             races = any(words in failure.output for words in RACES)
             crashes = failure.code < 0 or "Traceback" in failure.output  # by a signal, or by an error
             entry["end"] = "races" if races else "crashes" if crashes else "refuses to run"
-    return {key: None if value != value else value for key, value in entry.items()}
+    finite = {key: None if value != value else value for key, value in entry.items()}
+    return finite if finite == entry else {**finite, "end": "gives NaN"}
 
 
 def tier(bug: Bug) -> str:
