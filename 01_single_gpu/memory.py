@@ -52,10 +52,24 @@ RECIPES = {  # what --measure can predict, and in what a recipe's memory differs
     },
     # uncompiled, their loss keeps more than the root's, which is what is predicted
     "04_tensor_sequence": {"vocab_parallel": {}, "sequence_parallel": dict(sequence_parallel=True)},
+    "05_context_ring": {
+        "all_gather_kv": dict(gather_kv=True),
+        "ring": {},
+        "striped": {},
+        "zigzag": {},
+        "ulysses": dict(ulysses=0),
+        "usp": {},
+    },
     "06_pipeline": {"naive": {}, "afab": dict(schedule="afab"), "1f1b": dict(schedule="1f1b")},
 }
 # what the number of processes is
-PROCESSES = {"02_data_parallel": "dp", "03_zero": "dp", "04_tensor_sequence": "tp", "06_pipeline": "pp"}
+PROCESSES = {
+    "02_data_parallel": "dp",
+    "03_zero": "dp",
+    "04_tensor_sequence": "tp",
+    "05_context_ring": "cp",
+    "06_pipeline": "pp",
+}
 WORKSPACE = 2 * 32 * 2**20  # of cuBLAS on Hopper: 32 MiB for the thread of forward, as many for that of backward
 STEPS = 4  # of a measured run; the first two compile kernels, and tune them on copies of their arguments
 KINDS = {
@@ -86,10 +100,13 @@ class Config:
     compile: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     microbatches: int = 1
-    zero: Literal[0, 1, 2, 3] = 0  # 1: optimizer sharded over dp; 2: and accumulated gradients; 3: and weights
+    zero: Literal[0, 1, 2, 3] = 0  # 1: optimizer sharded over dp·cp; 2: and accumulated gradients; 3: and weights
     dp: int = 1
     tp: int = 1  # blocks, embedding and head are cut; norms are not
     sequence_parallel: bool = False  # what tp does not cut is cut along the sequence
+    cp: int = 1  # ranks that share every sequence
+    gather_kv: bool = False  # attention gathers the keys and values of all of them
+    ulysses: int = 1  # of them, ranks that swap tokens for heads around attention; 0: all
     pp: int = 1
     stage: int = 0  # of the pipeline, whose memory is predicted
     schedule: Literal["1f1b", "afab"] = "1f1b"
@@ -120,8 +137,8 @@ def copy_item(cfg: Config) -> int:
 
 
 def tokens(cfg: Config) -> int:
-    """Tokens of a micro-batch, b·s."""
-    return cfg.batch // (cfg.dp * cfg.microbatches) * cfg.seq
+    """Tokens of a micro-batch, b·s, of which a rank has b·s/cp."""
+    return cfg.batch // (cfg.dp * cfg.microbatches) * cfg.seq // cfg.cp
 
 
 def kv_width(cfg: Config) -> int:
@@ -164,6 +181,17 @@ def per_token(cfg: Config, stream: int, split: int) -> int:
     return tokens(cfg) * stream // (cfg.tp if cfg.sequence_parallel else 1) + tokens(cfg) * split // cfg.tp
 
 
+def attended(cfg: Config) -> int:
+    """Bytes per token that attention keeps: q, k, v, o and a log-sum-exp per head, with cp of the rank's tokens alone.
+
+    Ulysses keeps o of all tokens and some heads, and o_proj keeps it as it came back, of some tokens and all heads. It
+    repeats key heads if there are fewer than ranks.
+    """
+    ranks = cfg.ulysses or cfg.cp
+    kv = kv_width(cfg) * max(1, ranks * cfg.tp // cfg.kv_heads)
+    return ((3 if ranks > 1 else 2) * cfg.dim + 2 * kv) * item(cfg) + cfg.heads * wide(cfg)
+
+
 def saved(cfg: Config, recompute: str) -> int:
     """Bytes of activations that one block keeps from forward to backward.
 
@@ -175,8 +203,7 @@ def saved(cfg: Config, recompute: str) -> int:
     Selective checkpointing keeps the outputs of matmuls and attention, down's too if no compiler sees that nobody needs
     it. With sequence parallelism the normalised input, cut along the sequence, is gathered again in backward.
     """
-    d, kv, f, h, e, w = cfg.dim, kv_width(cfg), cfg.ffn, cfg.heads, item(cfg), wide(cfg)
-    attention = (2 * d + 2 * kv) * e + h * w  # q, o, k, v, log-sum-exp
+    d, f, e, w, attention = cfg.dim, cfg.ffn, item(cfg), wide(cfg), attended(cfg)
     if recompute == "full":
         return per_token(cfg, d * e, 0)  # x
     if recompute == "selective":
@@ -217,6 +244,26 @@ def widest_weights(cfg: Config, accumulating: bool) -> int:
     if cfg.compile:
         return {"none": g * down, "selective": 0, "full": c * (matrices(cfg) - down)}[cfg.recompute]
     return (g * (not accumulating) - c) * down + (c * matrices(cfg) if cfg.recompute != "none" else 0)
+
+
+def gathering(cfg: Config, accumulating: bool) -> int:
+    """Bytes of one block in backward of an attention that gathers keys and values, which can be its widest moment.
+
+    All ranks' keys and values are there as they arrived, and their fp32 gradients; those of earlier ranks a second time,
+    as attention reads them, and their gradients as it makes them, then side by side: for the last rank
+    2·kv·((4·cp-2)·e + cp·w) per token, which does not shrink with cp. Beside it x, the normalised input, what attention
+    keeps, gradients of o and of the block's output, and that of q in fp32 and a part of it; of weights the gradients of
+    o_proj and the MLP, whose copies are freed. A ring holds two ranks' keys, which is less than what SwiGLU's backward
+    or the last norm takes; and cuDNN's own workspace is left out.
+    """
+    if not cfg.gather_kv:
+        return 0
+    d, e, w, g, c = cfg.dim, item(cfg), wide(cfg), weight_item(cfg), copy_item(cfg)
+    kv = 2 * kv_width(cfg) * ((3 * cfg.cp - 1) * e + cfg.cp * w + max((cfg.cp - 1) * e, w))
+    norm = d * (2 * e if cfg.compile else 2 * w + e) + w
+    done = (3 * d * cfg.ffn + d * d) // cfg.tp
+    weights = (g * (not accumulating) - c) * done + (c * matrices(cfg) if cfg.recompute != "none" else 0)
+    return per_token(cfg, norm + d * e, attended(cfg) + kv + d * (w + 2 * e)) + weights
 
 
 def resident(cfg: Config) -> dict[str, int]:
@@ -303,12 +350,14 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
     outputs until their gradients are there, and at most two gradients of its inputs, which are being sent.
     """
     n, layers, block, d = parameters(cfg), layers_here(cfg), matrices(cfg) + 2 * cfg.dim, cfg.dim
-    tables = tokens(cfg) * 16 + 2 * wide(cfg) * cfg.seq * (d // cfg.heads)  # token ids, targets, cosine and sine
+    angles = 2 * cfg.seq // cfg.cp * (d // cfg.heads)  # cosine and sine
+    tables = tokens(cfg) * 16 + wide(cfg) * angles  # token ids and targets have 8 bytes each
     kept, copies = saved(cfg, cfg.recompute), copy_item(cfg) * matrices(cfg) * (cfg.recompute == "none")
     top, every = n["norm"] + n["head"], sum(n.values())
     found = {}
     for flying, accumulating in in_flight(cfg):
-        temporary = widest(cfg) - kept + widest_weights(cfg, accumulating and not cfg.zero)
+        adding = accumulating and not cfg.zero
+        temporary = max(widest(cfg) + widest_weights(cfg, adding), gathering(cfg, adding)) - kept
         here = head_moments(cfg) if n["head"] else {}
         two = gathered(cfg, 2 * block)  # the last and the one before it; the first is the last to be gathered
         here["last block"] = {"weights": two, "gradients": gradients(cfg, top, top), "temporary": temporary}

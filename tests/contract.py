@@ -442,7 +442,7 @@ def check_second_node(recipe: str, file: str | None = None) -> None:
         if "needs one host" in source or "nnodes" in source:
             os.environ["LOCAL_WORLD_SIZE"] = "4"  # it refuses two nodes
             torch.cuda.device_count = lambda: 4
-        sys.argv = [recipe, "--device", "cuda"]
+        sys.argv = [recipe, "--device", "cuda", "--dtype", "bfloat16"]
         with contextlib.suppress(KeyboardInterrupt):
             module.main()
         return seen
