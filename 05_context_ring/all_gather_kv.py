@@ -14,7 +14,8 @@ Lesson:   shard, gather, masked_scores, local_attention, local_attention_backwar
 Plumbing: Config, Block, build_model, check
 Copy:     shard, gather, masked_scores, local_attention, local_attention_backward, pack, unpack, merge, GatherKV,
           attention, backward (use shard for inputs, targets and positions alike, as forward_backward and Model.forward
-          do; call attention with rotated q and k, and backward once per step)
+          do; call attention with rotated q and k, and backward once per step; merge compiles itself, unless set_stance
+          forbids it, as in build_model)
 Run:      torchrun --nproc_per_node 8 05_context_ring/all_gather_kv.py
 Source:   Llama 3, arXiv:2407.21783, section 3.3.2, "Context parallelism for better long-context"
 """
@@ -434,7 +435,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def backward(model: Model, loss: Tensor) -> None:
+def backward(model: nn.Module, loss: Tensor) -> None:
     """Run backward; start to sum gradients over the ranks, a few at a time, as soon as this rank has them.
 
     Weights are replicated, but each rank's gradients come from its own tokens alone. Call it once per step.

@@ -474,7 +474,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs), targets)
 
 
-def backward(model: Model, loss: Tensor) -> None:
+def backward(model: nn.Module, loss: Tensor) -> None:
     """Run backward; start to sum gradients over the ranks, a few at a time, as soon as this rank has them.
 
     Weights are replicated, but each rank's gradients come from its own tokens alone. Call it once per step.

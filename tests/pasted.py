@@ -398,6 +398,49 @@ def tensor_parallel(cfg: Config):
     return model, optimizer_of(cfg, model), *functions
 
 
+# ------------------------------------------------------------------ 05_context_ring/zigzag and 05_context_ring/ulysses
+
+
+class SplitAttention(Attention):
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (-1, self.width)).transpose(1, 2) for part in x.chunk(3, dim=2))
+        return attention(q, k, v, self.cp).transpose(1, 2).flatten(2)
+
+
+class SplitGPT(GPT):
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.wpe(shard(Config(), self.cp)) + self.wte(ids)
+
+
+def loss_of_tokens(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    held = shard(cfg, model.cp)
+    return sum_of_losses(model(ids[:, held]), targets[:, held]) / (targets != IGNORE).sum()
+
+
+def forward_backward_context(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    loss = loss_of_tokens(cfg, model, ids, targets)
+    backward(model, loss)
+    return summed(loss.detach(), model.cp)
+
+
+def evaluate_context(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    return summed(loss_of_tokens(cfg, model, ids, targets), model.cp)
+
+
+def zigzag(cfg: Config):
+    torch.compiler.set_stance("force_eager")  # merge and sum_parts need a C++ compiler on CPUs otherwise
+    model = SplitGPT(cfg)
+    model.cp = dist.group.WORLD
+    for block in model.blocks:
+        block.attn = SplitAttention(cfg)
+        block.attn.cp = model.cp
+    initialize(cfg, model)
+    return model, optimizer_of(cfg, model), forward_backward_context, clip, evaluate_context, tensors
+
+
+ulysses = zigzag
+
+
 def main() -> dict[str, Tensor]:
     cfg, technique = Config(), globals()[sys.argv[1]]
     if technique is not single:

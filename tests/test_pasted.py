@@ -24,9 +24,11 @@ RECIPES = {
     "zero3": "03_zero/zero3.py",
     "one_f_one_b": "06_pipeline/1f1b.py",
     "tensor_parallel": "04_tensor_sequence/tensor_parallel.py",
+    "zigzag": "05_context_ring/zigzag.py",
+    "ulysses": "05_context_ring/ulysses.py",
 }
 CASES = [("bucketed", 2), ("bucketed", 3), ("zero3", 2), ("zero3", 4)]
-CASES += [("one_f_one_b", 2), ("one_f_one_b", 4), ("tensor_parallel", 4)]
+CASES += [("one_f_one_b", 2), ("one_f_one_b", 4), ("tensor_parallel", 4), ("zigzag", 4), ("ulysses", 4)]
 BUGS = {  # what a reader may get wrong: technique, ranks, what stands in the pasted trainer, what would be wrong
     "each rank divides by its own tokens": (
         "bucketed",
@@ -46,6 +48,12 @@ BUGS = {  # what a reader may get wrong: technique, ranks, what stands in the pa
         4,
         "self.proj.weight), self.tp) + self.proj.bias",
         "self.proj.weight, self.proj.bias), self.tp)",
+    ),
+    "position embeddings are those of the first tokens": (
+        "zigzag",
+        4,
+        "self.wpe(shard(Config(), self.cp))",
+        "self.wpe(torch.arange(ids.shape[1]))",
     ),
 }
 
