@@ -54,11 +54,8 @@ RECIPES = {  # what --measure can predict, and in what a recipe's memory differs
     "04_tensor_sequence": {"vocab_parallel": {}, "sequence_parallel": dict(sequence_parallel=True)},
     "05_context_ring": {
         "all_gather_kv": dict(gather_kv=True),
-        "ring": {},
-        "striped": {},
-        "zigzag": {},
+        **{name: {} for name in ("ring", "striped", "zigzag", "usp")},
         "ulysses": dict(ulysses=0),
-        "usp": {},
     },
     "06_pipeline": {"naive": {}, "afab": dict(schedule="afab"), "1f1b": dict(schedule="1f1b")},
 }
@@ -249,33 +246,40 @@ def widest_weights(cfg: Config, accumulating: bool) -> int:
 def gathering(cfg: Config, accumulating: bool) -> int:
     """Bytes of one block in backward of an attention that gathers keys and values, which can be its widest moment.
 
-    All ranks' keys and values are there as they arrived, and their fp32 gradients; those of earlier ranks a second time,
-    as attention reads them, and their gradients as it makes them, then side by side: for the last rank
-    2·kv·((4·cp-2)·e + cp·w) per token, which does not shrink with cp. Beside it x, the normalised input, what attention
-    keeps, gradients of o and of the block's output, and that of q in fp32 and a part of it; of weights the gradients of
-    o_proj and the MLP, whose copies are freed. A ring holds two ranks' keys, which is less than what SwiGLU's backward
-    or the last norm takes; and cuDNN's own workspace is left out.
+    Per token the last rank, which has the most, holds 2·kv·((3·cp-1)·e + cp·w) bytes: keys and values of all ranks as
+    they arrived, those of the others side by side, gradients of all as attention makes them, and in fp32 for the
+    reduce-scatter; and then 2·kv·(cp-1)·e, the others' gradients side by side, or 2·kv·(w+e) + d·e, its own sums in two
+    precisions and the gradient of q, if that is more. Beside them: x, its normalised copy, what attention keeps, the
+    gradients of the block's output, of o, and of q, in fp32 and a part; of weights the gradients of o_proj and the MLP,
+    whose copies are freed. In a ring, keys of two ranks are less than what the derivative of SwiGLU or the last norm
+    takes. Left out are what cuDNN allocates for itself and, in float32, the scores.
     """
     if not cfg.gather_kv:
         return 0
-    d, e, w, g, c = cfg.dim, item(cfg), wide(cfg), weight_item(cfg), copy_item(cfg)
-    kv = 2 * kv_width(cfg) * ((3 * cfg.cp - 1) * e + cfg.cp * w + max((cfg.cp - 1) * e, w))
+    d, kv, n, e, w = cfg.dim, 2 * kv_width(cfg), cfg.cp, item(cfg), wide(cfg)
+    beside = n - 1 if n > 2 else 0  # one rank's are read where they are
+    keys = kv * ((n + beside + n) * e + n * w) + max(kv * (n - 1) * e, kv * (w + e) + d * e)
     norm = d * (2 * e if cfg.compile else 2 * w + e) + w
-    done = (3 * d * cfg.ffn + d * d) // cfg.tp
+    done, g, c = (3 * d * cfg.ffn + d * d) // cfg.tp, weight_item(cfg), copy_item(cfg)
     weights = (g * (not accumulating) - c) * done + (c * matrices(cfg) if cfg.recompute != "none" else 0)
-    return per_token(cfg, norm + d * e, attended(cfg) + kv + d * (w + 2 * e)) + weights
+    return per_token(cfg, norm + d * e, attended(cfg) + d * e + keys + d * (w + e)) + weights
+
+
+def replicas(cfg: Config) -> int:
+    """Ranks that sum their gradients, over which ZeRO shards: dp·cp."""
+    return cfg.dp * cfg.cp
 
 
 def resident(cfg: Config) -> dict[str, int]:
     """Bytes that are there all the time. The root: 4N of float32 weights and 8N of AdamW's moments.
 
     ZeRO, which has no autocast: weights in the dtype of the matmuls, with stage 3 only those gathered just then, and
-    shards in float32 of the weights and of the moments, 12N/dp.
+    shards in float32 of the weights and of the moments, 12N/(dp·cp).
     """
     n, full = sum(parameters(cfg).values()), weight_item(cfg) * sum(parameters(cfg).values())
     if not cfg.zero:
         return {"weights": full, "optimizer": 2 * full}
-    shard = wide(cfg) * n // cfg.dp
+    shard = wide(cfg) * n // replicas(cfg)
     return {"weights": full if cfg.zero < 3 else 0, "optimizer": 3 * shard}
 
 
@@ -292,7 +296,7 @@ def gradients(cfg: Config, done: int, *leaving: int) -> int:
     """
     if not cfg.zero:
         return weight_item(cfg) * done
-    return weight_item(cfg) * sum(leaving) + wide(cfg) * done // (1 if keeps_sums(cfg) else cfg.dp)
+    return weight_item(cfg) * sum(leaving) + wide(cfg) * done // (1 if keeps_sums(cfg) else replicas(cfg))
 
 
 def keeps_sums(cfg: Config) -> bool:
@@ -345,9 +349,10 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
     """Bytes by kind at the moments of a step at which memory can peak; tensors of a few elements are left out.
 
     Backward of block i: the gradients of all after it, all that the blocks up to i have kept, and the temporaries
-    of i. That is linear in i, so the last and the first block suffice. Then the embedding, whose gradient is dense,
-    then norm, clipping and AdamW, which work in place: all gradients, no activations. A pipeline stage also holds its
-    outputs until their gradients are there, and at most two gradients of its inputs, which are being sent.
+    of i, most of them in SwiGLU, or in attention that gathers keys. That is linear in i, so the last and the first
+    block suffice. Then the embedding, whose gradient is dense, then norm, clipping and AdamW, which work in place: all
+    gradients, no activations. A pipeline stage also holds its outputs until their gradients are there, and at most two
+    gradients of its inputs, which are being sent.
     """
     n, layers, block, d = parameters(cfg), layers_here(cfg), matrices(cfg) + 2 * cfg.dim, cfg.dim
     angles = 2 * cfg.seq // cfg.cp * (d // cfg.heads)  # cosine and sine
@@ -368,7 +373,7 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
         embedding = per_token(cfg, weight_item(cfg) * d, 0) * (n["embedding"] > 0)
         last = gradients(cfg, every, block, n["embedding"])
         here["embedding"] = {"weights": gathered(cfg, block), "gradients": last, "temporary": embedding}
-        here["optimizer"] = {"gradients": wide(cfg) * every // cfg.dp if cfg.zero else gradients(cfg, every)}
+        here["optimizer"] = {"gradients": wide(cfg) * every // replicas(cfg) if cfg.zero else gradients(cfg, every)}
         for name, parts in here.items():
             blocks = {"first block": 1, "embedding": 0, "optimizer": 0}.get(name, layers)  # not yet through backward
             others = (flying - 1) * layers if name != "optimizer" else 0
@@ -618,16 +623,24 @@ def parse_config() -> tuple[argparse.Namespace, Config | list[str]]:
 def check(cfg: Config) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("zero", "stage") else 1
+        least = 0 if flag in ("zero", "stage", "ulysses") else 1
         if type(value) is int and value < least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     parts, cut = cfg.dp * cfg.microbatches, math.gcd(cfg.kv_heads, cfg.ffn, cfg.vocab)
+    seq, swap = cfg.seq // cfg.cp, cfg.ulysses or cfg.cp
     problems = [
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.batch % parts, f"--batch {cfg.batch}: must be divisible by --dp times --microbatches, {parts}"),
         (cut % cfg.tp, f"--tp {cfg.tp}: must divide --kv_heads, --ffn and --vocab, and so {cut}"),
-        (cfg.sequence_parallel and cfg.seq % cfg.tp, f"--tp {cfg.tp}: must divide --seq {cfg.seq}"),
+        (cfg.seq % cfg.cp, f"--cp {cfg.cp}: must divide --seq {cfg.seq}"),
+        (cfg.sequence_parallel and seq % cfg.tp, f"--tp {cfg.tp}: must divide --seq / --cp, {seq}"),
+        (cfg.cp % swap, f"--ulysses {swap}: must divide --cp {cfg.cp}"),
+        (cfg.heads // cfg.tp % swap, f"--ulysses {swap}: must divide --heads {cfg.heads} / --tp {cfg.tp}"),
+        (
+            cfg.kv_heads // cfg.tp % swap and swap % (cfg.kv_heads // cfg.tp),
+            f"--ulysses {swap}: must divide --kv_heads {cfg.kv_heads} / --tp {cfg.tp}, or be a multiple of it",
+        ),
         (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
         (cfg.stage >= cfg.pp, f"--stage {cfg.stage}: must be below --pp {cfg.pp}"),
         (cfg.zero and cfg.pp > 1, f"--zero {cfg.zero}: is predicted without --pp only"),

@@ -112,7 +112,11 @@ def classify(events: list[dict]) -> dict[str, list[tuple[float, float]]]:
         raise SystemExit("the trace has no kernels, although the CPU has launched some: the profiler lost them")
     launches = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
     if not work:
-        work = [e for e in events if e.get("cat") == "cpu_op" and not e["name"].startswith(("c10d::", "record_"))]
+        work = [e for e in events if e.get("cat") == "cpu_op"]
+        calls = [(e["ts"], e["ts"] + e["dur"]) for e in work if e["name"].startswith(("c10d::", "record_"))]
+        # what hands a collective over does not compute; a function of autograd around it waits, too, and its operators
+        # are counted by themselves
+        work = [e for e in work if not any(e["ts"] <= start and end <= e["ts"] + e["dur"] for start, end in calls)]
         work += [e for e in events if e["name"].startswith("gloo:")]
     time_of = Counter()
     for e in work:

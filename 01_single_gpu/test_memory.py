@@ -8,6 +8,7 @@ import pytest
 import torch
 from launch import ROOT, RankFailed, isolated, launch, load
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 MEMORY = load("01_single_gpu/memory.py")
 RECIPES = {"none": "train", "selective": "selective_checkpointing", "full": "activation_checkpointing"}
@@ -185,19 +186,22 @@ def test_bytes_per_token_by_hand():
             assert MEMORY.saved(cfg, recompute) == tokens * (stream / (tp if sp else 1) + cut / tp)
 
 
-def allocated(recipe, shape, flags):
+def allocated(file, shape, flags):
     """Peak of the bytes that a step of a recipe allocates on the CPU, above weights and optimizer state.
 
     Without oneDNN, whose matmuls allocate room of their own, as much as the instructions of the CPU need.
     """
     torch.backends.mkldnn.set_flags(False)
-    module = load(f"01_single_gpu/{recipe}.py")
+    module = load(file)
     cfg = module.Config(**shape, device="cpu", **flags)
     data, model = module.load_data(cfg), module.build_model(cfg)
+    if hasattr(module, "local_attention"):
+        module.local_attention, module.local_attention_backward = like_cudnn, like_cudnn_backward
     optimizer = module.make_optimizer(cfg, model)
     module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, 0))  # makes the optimizer's state
+    batch = module.make_batch(cfg, data, 1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, 1))
+        module.train_step(cfg, model, optimizer, *batch)
     changes = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = highest = 0
     for change in sorted(changes, key=lambda e: e.start_ns()):
@@ -221,15 +225,62 @@ def test_peak_on_the_cpu(recompute, dtype, vocab):
 
     On the CPU token ids are not copied, 16 bytes a token.
     """
-    recipe, shape = RECIPES.get(recompute, "gradient_accumulation"), {**SHAPE, "vocab": vocab}
+    file = f"01_single_gpu/{RECIPES.get(recompute, 'gradient_accumulation')}.py"
+    shape = {**SHAPE, "vocab": vocab}
     flags, ours = dict(dtype=dtype), dict(recompute=recompute)
     if recompute == "accumulation":
         flags["microbatches"], ours = 2, {}
-    found = isolated(lambda: allocated(recipe, shape, flags))
+    found = isolated(lambda: allocated(file, shape, flags))
     cfg = MEMORY.Config(**shape, **flags, **ours)
+    assert abs(activations(cfg) - found) <= 16 * MEMORY.tokens(cfg)
+
+
+def activations(cfg):
+    """The predicted peak of what the CPU's allocator counts in a step."""
     _, kinds = MEMORY.peak(cfg)
-    predicted = sum(kinds.values()) - kinds["weights"] - kinds["optimizer"] - MEMORY.WORKSPACE
-    assert abs(predicted - found) <= 16 * MEMORY.tokens(cfg)
+    return sum(kinds.values()) - kinds["weights"] - kinds["optimizer"] - MEMORY.WORKSPACE
+
+
+def like_cudnn(q, k, v, causal):
+    """Tensors of the sizes, layouts and dtypes that cuDNN returns, without the scores that a CPU has in memory."""
+    return torch.zeros_like(q), torch.zeros(*q.shape[:3], 1)
+
+
+def like_cudnn_backward(gradient, q, o, lse, k, v, causal):
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def allocated_on_last_rank(file, ranks, shape):
+    """... of so many ranks, whose collectives do nothing but to return."""
+    torch.distributed.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
+    return allocated(file, shape, {})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name, ranks, kv_heads, moment",
+    [
+        ("zigzag", 2, 2, "last norm"),
+        ("zigzag", 4, 4, "last norm"),
+        ("all_gather_kv", 2, 2, "last norm"),
+        ("all_gather_kv", 2, 4, "last block"),
+        ("all_gather_kv", 4, 4, "last block"),
+        ("ulysses", 4, 2, "last norm"),
+        ("usp", 4, 4, "last norm"),
+    ],
+)
+def test_peak_of_context_parallelism(name, ranks, kv_heads, moment):
+    """The last rank's 1/cp of the tokens; gathered keys and their gradients; Ulysses' second output and copied keys.
+
+    Left out are positions, 8 bytes each, of whole sequences if a rank's are a view, and gradients of norms.
+    """
+    file = f"05_context_ring/{name}.py"
+    shape = {**SHAPE, "layers": 2, "vocab": 256, "kv_heads": kv_heads, "dtype": "bfloat16"}
+    shape |= {"seq": 256 * ranks, "batch": 2}
+    found = isolated(lambda: allocated_on_last_rank(file, ranks, shape))
+    cfg = MEMORY.config_of(file, load(file).Config(**shape), ranks - 1, ranks)
+    assert MEMORY.peak(cfg)[0] == moment and cfg.cp == ranks
+    assert 0 <= found - activations(cfg) <= 16 * cfg.seq
 
 
 def measured_before():
@@ -237,7 +288,7 @@ def measured_before():
     for suite, stored in json.loads((ROOT / "tests/results/speed.json").read_text()).items():
         for row in stored.get("rows", []):
             folder, name = row["file"].removesuffix(".py").split("/")
-            if name in MEMORY.RECIPES.get(folder, {}):
+            if name in MEMORY.RECIPES.get(folder, {}) and "flags" in row:  # whole steps, not attention alone
                 gpus = 1 if folder == "01_single_gpu" else int(stored["gpu"].split()[0])
                 yield pytest.param(row["file"], row["flags"], gpus, row["rounds"][0]["memory"], id=f"{suite} {name}")
 
@@ -279,6 +330,8 @@ def test_zero():
     assert more["loss"] == more["head"] == 4 * n // dp  # from the second on, those of all shards are there
     assert more["optimizer"] == 0 < more["last block"] < more["loss"]
     assert not any(kinds["weight copies"] for kinds in MEMORY.moments(full).values())
+    longer = replace(full, dp=1, cp=dp, batch=full.batch // dp, seq=dp * full.seq)  # of a few sequences
+    assert MEMORY.moments(longer) == MEMORY.moments(full)
 
 
 def test_in_flight():
@@ -314,7 +367,13 @@ def test_1f1b_takes_no_more_memory_for_more_micro_batches(stage):
         ("--pp 9", "--layers 8: must be at least --pp 9"),
         ("--pp 2 --stage 2", "--stage 2: must be below --pp 2"),
         ("--zero 1 --pp 2", "--zero 1: is predicted without --pp only"),
-        ("--seq 6 --tp 4 --sequence_parallel", "--tp 4: must divide --seq 6"),
+        ("--seq 6 --tp 4 --sequence_parallel", "--tp 4: must divide --seq / --cp, 6"),
+        ("--seq 12 --tp 4 --sequence_parallel --cp 2", "--tp 4: must divide --seq / --cp, 6"),
+        ("--cp 3", "--cp 3: must divide --seq 128"),
+        ("--cp 4 --ulysses 8", "--ulysses 8: must divide --cp 4"),
+        ("--cp 16 --ulysses 0", "--ulysses 16: must divide --heads 8 / --tp 1"),
+        ("--cp 4 --ulysses 4 --tp 4", "--ulysses 4: must divide --heads 8 / --tp 4"),
+        ("--cp 3 --seq 9 --ulysses 0 --heads 6 --kv_heads 2 --dim 96", "--ulysses 3: must divide --kv_heads 2 /"),
         ("--measure 01_single_gpu/train.py", "--measure 01_single_gpu/train.py: needs a GPU"),
         ("--measure 02_data_parallel/torch_ddp.py", "--measure 02_data_parallel/torch_ddp.py: must be one of 01_"),
         ("--draw x.svg no.json", "--draw no.json: no such file"),

@@ -99,16 +99,19 @@ def test_launches_by_the_driver_and_fills():
 
 
 def test_report_of_a_cpu_trace():
-    """What hands a collective over, and waits, is not computation."""
+    """What hands a collective over, and waits, is not computation, nor is a function of autograd around it."""
     spans = load(PROFILING).classify(
         [
             event("aten::mm", "cpu_op", 0, 10),
+            event("AllToAll", "cpu_op", 14, 30),
+            event("aten::clone", "cpu_op", 15, 3),
             event("record_param_comms", "cpu_op", 20, 10),
-            event("c10d::allreduce_", "cpu_op", 20, 10),
-            event("gloo:all_reduce", "user_annotation", 22, 20),
+            event("c10d::alltoall_base_", "cpu_op", 20, 10),
+            event("gloo:all_to_all", "user_annotation", 22, 20),
         ]
     )
-    assert spans == {"forward": [], "backward": [], "optimizer": [(0, 10)], "communication": [(22, 42)], "gather": []}
+    compute, communication = [(0, 10), (15, 18)], [(22, 42)]
+    assert spans == {**dict(forward=[], backward=[], gather=[]), "optimizer": compute, "communication": communication}
 
 
 def test_gaps_of_a_timeline():
