@@ -358,7 +358,7 @@ BUGS = [
     Bug(
         "gradients of weights are summed over the ring alone",
         USP,
-        "model.cp.cp.allreduce_coalesced(",
+        "model.cp.whole.allreduce_coalesced(",
         "model.cp.ring.allreduce_coalesced(",
         world=4,
         flags="--ulysses 2",
@@ -366,7 +366,7 @@ BUGS = [
     Bug(
         "gradients of weights are summed over the neighbours alone",
         USP,
-        "model.cp.cp.allreduce_coalesced(",
+        "model.cp.whole.allreduce_coalesced(",
         "model.cp.ulysses.allreduce_coalesced(",
         world=4,
         flags="--ulysses 2",
@@ -375,7 +375,7 @@ BUGS = [
         "rotary positions are those of the whole neighbourhood's first tokens",
         USP,
         "rope_table(self.cfg, shard(self.cfg, self.cp))",
-        "rope_table(self.cfg, shard(self.cfg, Mesh(self.cp.cp, self.cp.ring, self.cp.ring))[: ids.shape[1]])",
+        "rope_table(self.cfg, shard(self.cfg, Mesh(self.cp.whole, self.cp.ring, self.cp.ring))[: ids.shape[1]])",
         world=4,
         flags="--ulysses 2",
     ),

@@ -93,9 +93,8 @@ def ring_on_cpu(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> t
         out = library._templated_ring_attention(mesh.get_group(), 2, operator, q, k, v, causal)
     else:
         gradient, q, k, v, o, lse, dropout, causal = local
-        ring = library._templated_ring_attention_backward
-        group, given = mesh.get_group(), dict(dropout_p=dropout)
-        out = ring(group, 2, operator, gradient, "grad_out", q, k, v, o, lse, causal, **given)
+        given = mesh.get_group(), 2, operator, gradient, "grad_out", q, k, v, o, lse, causal
+        out = library._templated_ring_attention_backward(*given, dropout_p=dropout)
     return tuple(DTensor.from_local(x, mesh, placements) for x in out)
 
 

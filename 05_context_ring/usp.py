@@ -89,7 +89,7 @@ class Config:
 class Mesh:
     """The ranks that share every sequence, as a grid: a row swaps heads for tokens, a column is a ring."""
 
-    cp: dist.ProcessGroup  # all of them
+    whole: dist.ProcessGroup  # all of them
     ring: dist.ProcessGroup  # the ranks of this one's column, one of each row
     ulysses: dist.ProcessGroup  # the neighbours of this rank's row
 
@@ -538,7 +538,7 @@ def backward(model: nn.Module, loss: Tensor) -> None:
         if len(ready) >= least:  # in one order on all ranks, which run through the same graph
             # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
             # 2 (cp-1)/cp of their bytes out and in per rank; nobody waits, backward goes on
-            reductions.append(model.cp.cp.allreduce_coalesced(ready[:]))
+            reductions.append(model.cp.whole.allreduce_coalesced(ready[:]))
             ready.clear()
 
     def hook(p: Tensor) -> None:
@@ -562,7 +562,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     loss = forward(cfg, model, inputs, targets) / tokens
     backward(model, loss)
     loss = loss.detach()
-    dist.all_reduce(loss, group=model.cp.cp)  # one element, for the log; everyone waits
+    dist.all_reduce(loss, group=model.cp.whole)  # one element, for the log; everyone waits
     return loss
 
 
