@@ -282,13 +282,13 @@ def kept_outside_autograd(module: ModuleType) -> Report:
         x = torch.zeros(*inputs.shape, cfg.dim, requires_grad=True) if getattr(model, "stage", 0) else inputs
         x, targets = held(module, cfg, model, x, targets)
         eighth = len(x) // 8
-        for _ in range(3):  # what is made once, or a table that Python doubles, is in one of them
+        for _ in range(3):  # what is made once, or a table that Python doubles, is in one of the three
             some = left_by(cfg, model, x[:eighth], targets[:eighth])
             kept.append(left_by(cfg, model, x, targets) - some)
         return result
 
     module.train_step = step
-    return lambda: min(kept)
+    return lambda: sorted(kept)[len(kept) // 2]
 
 
 def dies_in_the_second_step(module: ModuleType) -> Report:
