@@ -195,6 +195,15 @@ CASES = [
     ("06_pipeline/1f1b.py", 3, "--microbatches 2"),
     ("06_pipeline/1f1b.py", 4, "--microbatches 6"),
     ("06_pipeline/1f1b.py", 8, "--microbatches 12 --layers 11"),
+    ("06_pipeline/split_backward.py", 2, "--microbatches 4"),
+    ("06_pipeline/split_backward.py", 2, "--microbatches 4 --compile"),
+    ("06_pipeline/split_backward.py", 3, "--microbatches 2"),
+    ("06_pipeline/split_backward.py", 4, "--microbatches 6"),
+    ("06_pipeline/split_backward.py", 8, "--microbatches 12 --layers 11"),
+    ("06_pipeline/zero_bubble.py", 2, "--microbatches 4"),
+    ("06_pipeline/zero_bubble.py", 3, "--microbatches 2"),
+    ("06_pipeline/zero_bubble.py", 4, "--microbatches 6"),
+    ("06_pipeline/zero_bubble.py", 8, "--microbatches 12 --layers 11"),
 ]
 
 
@@ -237,6 +246,8 @@ HARDEST = {  # of its cases the one that proves a recipe, when there is time for
     "06_pipeline/naive.py": (4, ""),
     "06_pipeline/afab.py": (4, "--microbatches 6"),
     "06_pipeline/1f1b.py": (4, "--microbatches 6"),
+    "06_pipeline/split_backward.py": (4, "--microbatches 6"),
+    "06_pipeline/zero_bubble.py": (4, "--microbatches 6"),
 }
 
 

@@ -1,0 +1,652 @@
+"""Zero bubble pipeline, schedule ZB-H1: the gradients of the weights fill the time in which a stage would wait.
+
+W of a micro-batch needs nothing from other stages and can wait until there is nothing else to do. Stages idle for
+(p-1)(F+B-W), a third of 1F1B's time if F = B = W. In memory: as in 1F1B at most p - stage micro-batches between F and
+B, and up to stage more that keep x and dy of every linear layer for W, so p on every stage. (The paper also takes the
+optimizer's wait for the gradient norm out of the way, by undoing steps that should have been clipped. Not done here.)
+
+Parent:   06_pipeline/split_backward.py
+Lesson:   schedule
+Copy:     InputGradient, Linear, prepare, backward_input, backward_weights, schedule, run_schedule (use Linear for every
+          nn.Linear; what it needs else is what 06_pipeline/1f1b.py lists)
+Run:      torchrun --nproc_per_node 8 06_pipeline/zero_bubble.py
+Source:   Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, figure 2
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+import zlib
+from dataclasses import asdict, dataclass, fields
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+# Shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two tie their embedding and head; here all are untied.
+PRESETS = {
+    "tiny": dict(warmup=10),  # otherwise the defaults below: for laptops
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
+    seq: int = 128
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 40
+    warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
+    compile: bool = False
+    microbatches: int = 8  # parts of the batch that go through the model one after another
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+def connect(forward: dist.ProcessGroup, backward: dist.ProcessGroup, device: str) -> dict[str, dist.ProcessGroup]:
+    """Return a communicator per direction: "F" carries activations to the next stage, "B" gradients to the one before.
+
+    forward, backward: two groups of the same ranks. On GPUs the transfers of one communicator run one at a time, in the
+    order in which they were started. If both directions shared one, two neighbours that each had started a send first
+    would wait for each other forever.
+    """
+    links, hello = {"F": forward, "B": backward}, torch.zeros(1, device=device)
+    for stage in range(forward.size() - 1):
+        for op, source, target in (("F", stage, stage + 1), ("B", stage + 1, stage)):
+            # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
+            if forward.rank() == source:
+                dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
+            if forward.rank() == target:
+                dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
+    return links
+
+
+def receive(
+    model: nn.Module, op: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Receive what an operation takes from a neighbour: activations for a forward (F), gradients for a backward (B).
+
+    Call it when the operation is next: a receive that waits takes SMs from a GPU.
+    None on the first stage, whose forward starts from ids, and on the last, whose backward starts from the loss.
+    """
+    source = model.stage - 1 if op == "F" else model.stage + 1
+    if not 0 <= source < model.stages:
+        return None
+    buffer = torch.empty(shape, dtype=dtype, device=device)
+    dist.recv(buffer, group=model.links[op], group_src=source)  # the bytes of shape in; the operation waits for them
+    return buffer
+
+
+def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
+    """Start to send what an operation has computed to the neighbour that takes it; None if there is no such stage."""
+    target = model.stage + 1 if op == "F" else model.stage - 1
+    if not 0 <= target < model.stages:
+        return None
+    return dist.isend(tensor, group=model.links[op], group_dst=target)  # its bytes out; nothing waits for them
+
+
+def finish(work: dist.Work | None) -> None:
+    """Wait until a message has left; on GPUs the stream waits, not this process."""
+    if work:
+        work.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class InputGradient(torch.autograd.Function):
+    """x @ weight.T, whose backward computes the gradient of x alone, and hands on what that of weight will need."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, take_x: Tensor, take_dy: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return dy @ weight, None, x, dy  # "gradients" of take_x and take_dy: so they leave a compiled backward, too
+
+
+class Linear(nn.Module):
+    """A linear layer without bias. Once prepare is called, its backward leaves out the gradient of its weight."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.cast: Tensor | None = None  # the weight in the dtype of the matmuls
+        self.takes: tuple[Tensor, ...] = ()  # leaves whose gradients will be x and dy, see InputGradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cast is None:
+            return nn.functional.linear(x, self.weight)
+        return InputGradient.apply(x, self.cast, *self.takes)
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.k = cfg.dim // cfg.heads
+        self.q_proj = Linear(cfg.dim, cfg.heads * self.k)
+        self.k_proj = Linear(cfg.dim, cfg.kv_heads * self.k)
+        self.v_proj = Linear(cfg.dim, cfg.kv_heads * self.k)
+        self.o_proj = Linear(cfg.heads * self.k, cfg.dim)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.gate_proj = Linear(cfg.dim, cfg.ffn)
+        self.up_proj = Linear(cfg.dim, cfg.ffn)
+        self.down_proj = Linear(cfg.ffn, cfg.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Loss(nn.Module):
+    """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
+        return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def split_layers(cfg: Config, stages: int) -> list[range]:
+    """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
+    head = 6 * cfg.dim * cfg.vocab
+    block = (flops_per_token(cfg) - head) / cfg.layers
+    counts, load = [1] * stages, [block] * stages
+    load[0] += cfg.dim  # embedding: backward adds a row per token
+    load[-1] += head
+    for _ in range(cfg.layers - stages):
+        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages hold fewer activations in flight
+        counts[lightest] += 1
+        load[lightest] += block
+    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+
+
+class Model(nn.Module):
+    """One stage of Llama 3: some of the layers; the first stage also has the embedding, the last one the head."""
+
+    def __init__(self, cfg: Config, pp: dist.ProcessGroup, links: dict[str, dist.ProcessGroup]):
+        super().__init__()
+        self.cfg = cfg
+        self.pp = pp  # the ranks that share the model
+        self.links = links  # communicators by operation, see connect
+        self.stage, self.stages = pp.rank(), pp.size()  # stage i is rank i of the group
+        self.model = nn.Module()
+        if self.stage == 0:
+            self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in split_layers(cfg, self.stages)[self.stage]})
+        if self.stage == self.stages - 1:
+            self.model.norm = RMSNorm(cfg)
+            self.lm_head = Linear(cfg.dim, cfg.vocab)
+        self.loss = Loss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """ids [b, s], after the first stage activations [b, s, d] -> activations, on the last stage logits [b, s, v]"""
+        rope = rope_table(self.cfg, torch.arange(x.shape[1], device=x.device))
+        if self.stage == 0:
+            x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        for block in self.model.layers.children():
+            x = block(x, rope)
+        return self.lm_head(self.model.norm(x)) if self.stage == self.stages - 1 else x
+
+
+def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Read one tensor from the files of --init. Published models that tie their head store it as the embedding."""
+    tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []
+    for stored in [name, *tied]:
+        for path in glob(cfg.init):
+            with safe_open(path, "pt") as file:
+                if stored in file.keys():
+                    tensor = file.get_tensor(stored)
+                    if tensor.shape == shape:
+                        return tensor
+                    raise SystemExit(f"--init {cfg.init}: {stored} has shape {list(tensor.shape)}, not {list(shape)}")
+    raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name)."""
+    if cfg.init:
+        return read_tensor(cfg, name, shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def build_model(cfg: Config) -> Model:
+    """Build this stage and fill it tensor by tensor, so that at most one full tensor is held twice."""
+    pp = dist.group.WORLD
+    with torch.device("meta"):
+        model = Model(cfg, pp, connect(pp, dist.new_group(), cfg.device))
+    model.to_empty(device=cfg.device)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(full_tensor(cfg, name, p.shape))
+    if cfg.compile:
+        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
+            part.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids of all documents end to end, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    """
+    path = Path(cfg.data)
+    if path.suffix == ".bin" and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+    else:
+        files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        lengths = np.array([len(document) for document in documents])
+        starts = lengths.cumsum() - lengths
+    if len(ids) <= cfg.seq:
+        raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    return ids, starts
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW, with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def schedule(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
+    """Return what a stage does, in order: (F forward, B input gradient or W weight gradients, micro-batch)."""
+    forwards = [("F", i) for i in range(microbatches)]
+    ahead = min(stages - 1 - stage, microbatches)  # forwards to run before the first gradient can arrive
+    order = forwards[:ahead]
+    for i in range(microbatches):
+        order += forwards[ahead + i : ahead + i + 1] + [("B", i)]
+        if i >= stage:  # a stage that starts later has fewer forwards ahead: it keeps as many W instead, for the end
+            order += [("W", i - stage)]
+    return order + [("W", i) for i in range(max(0, microbatches - stage), microbatches)]
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs of Model.forward, targets [b, s] -> activations [b, s, d], on the last stage the sum of the losses"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        output = model(inputs)
+        return model.loss(output, targets) if model.stage == model.stages - 1 else output
+
+
+def prepare(model: nn.Module, rows: tuple[int, int], dtype: torch.dtype) -> list[Linear]:
+    """Cast all matrices for micro-batches of [b/m, s] rows, and have their layers hand on x and dy; return the layers.
+
+    The leaves of that shape have one element: only their gradients are ever read.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    for layer in layers:
+        layer.cast = layer.weight.detach().to(dtype)
+        one = torch.empty(1, dtype=dtype, device=layer.weight.device)
+        layer.takes = tuple(one.expand(*rows, n).requires_grad_() for n in reversed(layer.weight.shape))
+    return layers
+
+
+def backward_input(
+    model: nn.Module, layers: list[Linear], x: Tensor, output: Tensor, gradient: Tensor | None
+) -> tuple[Tensor | None, list[tuple[nn.Parameter, Tensor, Tensor]]]:
+    """B: return the gradient of x [b/m, s, d], None if x are ids, and (weight, x, dy) of every layer that output needs.
+
+    What the forward saved is freed. Parameters outside of the layers, norms and embedding, get their gradients here.
+    """
+    matrices = {id(layer.weight) for layer in layers}
+    others = [p for p in model.parameters() if id(p) not in matrices]
+    leaves = [*([x] if x.requires_grad else []), *others, *(leaf for layer in layers for leaf in layer.takes)]
+    # what is not part of output has None
+    found = list(torch.autograd.grad(output, leaves, gradient, allow_unused=True))
+    upstream = found.pop(0).contiguous() if x.requires_grad else None
+    for p, g in zip(others, found):
+        if g is not None:
+            p.grad = g if p.grad is None else p.grad + g
+    operands = zip((layer.weight for layer in layers), found[len(others) :: 2], found[len(others) + 1 :: 2])
+    return upstream, [(weight, into, out) for weight, into, out in operands if out is not None]
+
+
+def backward_weights(operands: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
+    """W: add dy.T @ x of a micro-batch to each weight's gradient [out, in]; x is [b/m, s, in], dy [b/m, s, out]."""
+    for weight, x, dy in operands:
+        x, dy = x.flatten(0, 1), dy.flatten(0, 1)
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        if x.dtype == weight.dtype:
+            weight.grad.addmm_(dy.T, x)
+        elif x.is_cuda:  # bf16 operands; the matmul adds its fp32 sums to the fp32 gradient, which nothing rounds
+            torch.addmm(weight.grad, dy.T, x, out_dtype=weight.dtype, out=weight.grad)
+        else:
+            weight.grad += dy.T @ x
+
+
+def run_schedule(
+    cfg: Config,
+    model: nn.Module,
+    operations: list[tuple[str, int]],
+    inputs: tuple[Tensor, ...],
+    targets: tuple[Tensor, ...],
+    tokens: Tensor,
+) -> Tensor:
+    """Run a stage's operations on micro-batches [b/m, s]; return its part of the loss: 0 except on the last stage.
+
+    forward(cfg, model, x, targets) returns activations [b/m, s, d] in cfg.dtype, on the last stage the summed loss. Any
+    list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
+    the same order: messages carry no tag. A list of forwards alone, under torch.no_grad(), evaluates.
+    """
+    alive, due, sending, dtype = {}, {}, [], getattr(torch, cfg.dtype)
+    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    layers = prepare(model, inputs[0].shape, dtype)
+    for op, i in operations:
+        if op == "W":
+            backward_weights(due.pop(i))
+            continue
+        arrived = receive(model, op, (*inputs[i].shape, cfg.dim), dtype, inputs[i].device)  # b/m s d
+        if op == "F":
+            x = inputs[i] if arrived is None else arrived.requires_grad_()
+            output = forward(cfg, model, x, targets[i])
+            if model.stage == model.stages - 1:
+                output = output / tokens
+                total += output.detach()
+            work = send(model, op, output.detach())
+            if output.requires_grad:
+                alive[i] = x, output, work
+            else:  # under torch.no_grad()
+                sending.append((work, output))
+        else:
+            x, output, work = alive.pop(i)
+            finish(work)  # the output has arrived, since its gradient has come back
+            gradient, due[i] = backward_input(model, layers, x, output, arrived)
+            del x, output
+            sending.append((send(model, op, gradient), gradient))
+        if len(sending) > 2:
+            finish(sending.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in sending] + [work for _, _, work in alive.values()]:
+        finish(work)
+    for layer in layers:
+        layer.cast, layer.takes = None, ()  # from here on the model computes on its own, with the newest weights
+    return total
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
+    operations = schedule(model.stage, model.stages, cfg.microbatches)
+    inputs, targets = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)  # b/m s
+    total = run_schedule(cfg, model, operations, inputs, targets, tokens)
+    dist.all_reduce(total, group=model.pp)  # one element, for the log; everyone waits
+    return total
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
+    dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
+    return norm
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    mine, weights = model.state_dict(), {}
+    shapes = [None] * model.stages
+    # names and shapes; everyone waits
+    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
+    for stage, owned in enumerate(shapes):
+        for name, shape in owned.items():
+            tensor = mine[name] if name in mine else torch.empty(shape, device=cfg.device)
+            dist.broadcast(tensor, group=model.pp, group_src=stage)  # one weight after another; everyone waits
+            if dist.get_rank() == 0:
+                weights[name] = tensor.cpu()
+    if dist.get_rank() == 0:
+        save_file(weights, cfg.save, metadata)
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, train it, log every step, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        if step + 1 < cfg.steps:
+            batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+    )
+    for field in fields(Config):
+        flag, text = f"--{field.name}", f"default: {field.default}"
+        if field.type is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            choices = get_args(field.type) or None
+            parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+    given = vars(parser.parse_args())
+    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    preset = PRESETS[given.get("preset", "tiny")]
+    return Config(**{**defaults, **preset, **given})
+
+
+def check(cfg: Config, world: int) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    for flag, value in asdict(cfg).items():
+        may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
+        least = 0 if may_be_zero else 1
+        if isinstance(value, int | float) and not value >= least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.layers < world, f"--layers {cfg.layers}: must be at least the number of processes, {world}"),
+        (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
+        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
+        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
+        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
+    for file in glob(cfg.init):
+        try:
+            names = safe_open(file, "pt").keys()
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
+        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
+            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+
+
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
+    data = load_data(cfg)
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    train(cfg, data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
