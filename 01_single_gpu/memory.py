@@ -4,6 +4,7 @@ The peak is the maximum over the moments of a step, because gradients grow while
 them, for the recipes here: a Llama with SwiGLU, grouped-query and fused attention under autocast. With fewer tokens per
 micro-batch than --dim it is about 1 % too low: small operators are left out. The playbook's formulas, for a GPT with
 GELU and bf16 weights, are separate: functions whose names start with book_, and --playbook.
+A pipeline's rank holds what its order of operations leaves there: `walk` takes the order from the recipe's schedule.
 --measure trains with a recipe and compares; the recipe and its number of processes decide what is predicted.
 
 Parent:   none, it predicts the others
@@ -36,6 +37,7 @@ PRESETS = {  # the root's
     "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256),
     "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
 }
+SCHEDULES = "1f1b", "afab", "split_backward", "zero_bubble", "interleaved", "zbv", "dualpipe"  # files of 06_pipeline
 RECIPES = {  # what --measure can predict, and in what a recipe's memory differs from the root's
     "01_single_gpu": {
         "train": {},
@@ -57,7 +59,7 @@ RECIPES = {  # what --measure can predict, and in what a recipe's memory differs
         **{name: {} for name in ("ring", "striped", "zigzag", "usp")},
         "ulysses": dict(ulysses=0),
     },
-    "06_pipeline": {"naive": {}, "afab": dict(schedule="afab"), "1f1b": dict(schedule="1f1b")},
+    "06_pipeline": {"naive": {}, **{name: dict(schedule=name) for name in SCHEDULES}},
 }
 # what the number of processes is
 PROCESSES = {
@@ -105,8 +107,9 @@ class Config:
     gather_kv: bool = False  # attention gathers the keys and values of all of them
     ulysses: int = 1  # of them, ranks that swap tokens for heads around attention; 0: all
     pp: int = 1
-    stage: int = 0  # of the pipeline, whose memory is predicted
-    schedule: Literal["1f1b", "afab"] = "1f1b"
+    stage: int = 0  # the rank in the pipeline whose memory is predicted
+    schedule: Literal[SCHEDULES] = "1f1b"
+    chunks: int = 2  # stages per rank of the interleaved schedule
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -129,8 +132,8 @@ def weight_item(cfg: Config) -> int:
 
 
 def copy_item(cfg: Config) -> int:
-    """Bytes of the copy of a weight that autocast makes for a matmul."""
-    return item(cfg) if item(cfg) < weight_item(cfg) else 0
+    """Bytes of the copy of a weight that autocast makes for a matmul; split backward has one copy for all of a step."""
+    return item(cfg) if item(cfg) < weight_item(cfg) and not split_backward(cfg) else 0
 
 
 def tokens(cfg: Config) -> int:
@@ -148,29 +151,55 @@ def matrices(cfg: Config) -> int:
     return (2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv_width(cfg) + 3 * cfg.dim * cfg.ffn) // cfg.tp
 
 
-def layers_here(cfg: Config) -> int:
-    """Layers of the stage, as 06_pipeline divides them: by the FLOPs of backward and forward, the head's included."""
+def split_backward(cfg: Config) -> bool:
+    """Whether backward is split: B for the gradients of activations, and W later, for those of matrices."""
+    return cfg.schedule not in ("1f1b", "afab")
+
+
+def stages(cfg: Config) -> int:
+    """Stages of the model."""
+    return cfg.pp * {"interleaved": cfg.chunks, "zbv": 2}.get(cfg.schedule, 1)
+
+
+def stages_here(cfg: Config) -> list[int]:
+    """The stage of each chunk of the rank. ZBV turns around at the last rank; DualPipe's chunks are two directions."""
+    if cfg.schedule == "interleaved":
+        return [*range(cfg.stage, stages(cfg), cfg.pp)]
+    return [cfg.stage] + ([stages(cfg) - 1 - cfg.stage] if cfg.schedule in ("zbv", "dualpipe") else [])
+
+
+def layers_here(cfg: Config) -> list[int]:
+    """Layers of each chunk, as 06_pipeline divides them: by the FLOPs of backward and forward, the head's included."""
     head = 6 * cfg.dim * cfg.vocab
     block = 6 * matrices(replace(cfg, tp=1)) + 6 * cfg.dim * cfg.seq
-    counts, load = [1] * cfg.pp, [block] * cfg.pp
+    counts, load = [1] * stages(cfg), [block] * stages(cfg)
     load[0] += cfg.dim
     load[-1] += head
-    for _ in range(cfg.layers - cfg.pp):
-        lightest = min(reversed(range(cfg.pp)), key=load.__getitem__)
+    for _ in range(cfg.layers - stages(cfg)):
+        lightest = min(reversed(range(stages(cfg))), key=load.__getitem__)
         counts[lightest] += 1
         load[lightest] += block
-    return counts[cfg.stage]
+    return [counts[stage] for stage in stages_here(cfg)]
+
+
+def chunk_parameters(cfg: Config) -> list[dict[str, int]]:
+    """Elements of each chunk, before ZeRO's cuts."""
+    table, last = cfg.vocab * cfg.dim // cfg.tp, stages(cfg) - 1
+    return [
+        {
+            "embedding": table * (stage == 0),
+            "blocks": layers * (matrices(cfg) + 2 * cfg.dim),
+            "norm": cfg.dim * (stage == last),
+            "head": table * (stage == last),
+        }
+        for stage, layers in zip(stages_here(cfg), layers_here(cfg))
+    ]
 
 
 def parameters(cfg: Config) -> dict[str, int]:
     """Elements of the rank's part of the model, before ZeRO's cuts."""
-    first, last = cfg.stage == 0, cfg.stage == cfg.pp - 1
-    return {
-        "embedding": cfg.vocab * cfg.dim // cfg.tp * first,
-        "blocks": layers_here(cfg) * (matrices(cfg) + 2 * cfg.dim),
-        "norm": cfg.dim * last,
-        "head": cfg.vocab * cfg.dim // cfg.tp * last,
-    }
+    chunks = chunk_parameters(cfg)
+    return {part: sum(chunk[part] for chunk in chunks) for part in chunks[0]}
 
 
 def per_token(cfg: Config, stream: int, split: int) -> int:
@@ -304,92 +333,175 @@ def keeps_sums(cfg: Config) -> bool:
     return cfg.zero == 1 and cfg.microbatches > 1
 
 
-def in_flight(cfg: Config) -> list[tuple[int, bool]]:
-    """(micro-batches whose activations are there, whether gradients of others are there) at the fullest backwards.
+def walk(cfg: Config) -> list[tuple[str, int, tuple[int, ...], tuple[int, ...], tuple[bool, ...], int]]:
+    """What the rank's memory holds within each operation of its recipe's schedule; what is equal, once.
 
-    Gradients stay from the first backward to the optimizer. 1F1B has pp - stage micro-batches in flight, AFAB all.
+    The operation, F, B or W, and its chunk. For each chunk: the micro-batches between F and B, with this one at the end
+    of F and within B; those between B and W, with this one at the end of W; and whether its matrices have gradients,
+    which stay from the first W, or B if it is not split, to the optimizer. How many gradients of inputs are being sent.
     """
-    most = cfg.microbatches if cfg.schedule == "afab" and cfg.pp > 1 else min(cfg.pp - cfg.stage, cfg.microbatches)
-    later = most if cfg.microbatches > most else most - 1
-    return [(most, False)] + ([(later, True)] if cfg.microbatches > 1 and later else [])
+    recipe = load(str(Path(__file__).resolve().parents[1] / "06_pipeline" / f"{cfg.schedule}.py"))
+    here, sizes = stages_here(cfg), [cfg.chunks] if cfg.schedule == "interleaved" else []
+    flying, waiting, begun, sent, found = [0 for _ in here], [0 for _ in here], [False for _ in here], [], {}
+    for op, _, *chunk in recipe.schedule(cfg.stage, cfg.pp, *sizes, cfg.microbatches):
+        c = sum(chunk)  # 0 if the schedule names none
+        flying[c] += op == "F"
+        begun[c] |= op == "W"
+        taken = op == "B" and stays(cfg, here[c])  # this B takes the gradient of the last one, which was for this rank
+        found[op, c, tuple(flying), tuple(waiting), tuple(begun), sum(sent[-2:]) - taken] = True
+        if op == "B":
+            sent.append(here[c] > 0)
+            flying[c] -= 1
+            waiting[c] += split_backward(cfg)
+            begun[c] |= not split_backward(cfg)
+        waiting[c] -= op == "W"
+    return list(found)
+
+
+def stays(cfg: Config, stage: int) -> bool:
+    """Whether what a stage hands to the next one stays on this rank, where it is the other's input."""
+    return cfg.schedule != "dualpipe" and {stage, stage + 1} <= {*stages_here(cfg)}
+
+
+def block_copies(cfg: Config) -> int:
+    """Bytes of the copies of a block's weights that a micro-batch keeps from forward to backward."""
+    return copy_item(cfg) * matrices(cfg) * (cfg.recompute == "none")
+
+
+def in_flight(cfg: Config, chunk: int) -> dict[str, int]:
+    """Bytes that a micro-batch keeps of a chunk from forward to backward; of the head what head_moments begins with."""
+    layers, head, d, e, w = layers_here(cfg)[chunk], chunk_parameters(cfg)[chunk]["head"], cfg.dim, item(cfg), wide(cfg)
+    return {
+        "activations": layers * saved(cfg, cfg.recompute) + per_token(cfg, (2 * w + e) * d + w, 0) * (head > 0),
+        "weight copies": layers * block_copies(cfg) + copy_item(cfg) * head,
+        "logits": per_token(cfg, 0, cfg.vocab) * (e if cfg.compile else w) * (head > 0),
+    }
+
+
+def operands(cfg: Config, layers: int, head: bool) -> int:
+    """Bytes that a micro-batch keeps of some blocks, and of the head, for W: x and dy of every matrix.
+
+    x: two normalised inputs, attention's output and SwiGLU's product. dy: for o and down the gradients of the residual
+    stream, then those of q, k, v, gate and up. For the head: the normalised input and the gradient of the logits.
+    """
+    d, e = cfg.dim, item(cfg)
+    block = per_token(cfg, 4 * d * e, (2 * d + 2 * kv_width(cfg) + 3 * cfg.ffn) * e)
+    return (layers * block + head * per_token(cfg, d * e, cfg.vocab * e)) * split_backward(cfg)
+
+
+def forward_moments(cfg: Config, chunk: int) -> dict[str, dict[str, int]]:
+    """What the end of forward has beside what is kept: uncompiled, logits and their float32 copy, for the log-softmax.
+
+    Autocast's cache has copies of all weights until then, also if no micro-batch keeps them.
+    """
+    if cfg.compile or not chunk_parameters(cfg)[chunk]["head"]:
+        return {}
+    e, w, unit = item(cfg), wide(cfg), cfg.vocab * cfg.dim // cfg.tp + cfg.dim
+    caches = copy_item(cfg) * layers_here(cfg)[chunk] * matrices(cfg) * (cfg.recompute != "none")
+    logits = per_token(cfg, 0, cfg.vocab) * (e + w * (e < w))
+    weights = gathered(cfg, matrices(cfg) + 2 * cfg.dim, unit)
+    return {"end of forward": {"weights": weights, "weight copies": caches, "logits": logits}}
 
 
 def head_moments(cfg: Config) -> dict[str, dict[str, int]]:
     """What backward adds above the blocks, from the loss down to the last norm, which is not compiled.
 
     The norm keeps x and weight·x in float32 and its output. The compiled loss reads logits and writes their gradient;
-    uncompiled, forward has logits, their float32 copy and log-softmax, and backward log-softmax and two gradients, all
-    float32. The gradient of the head is first in the dtype of the matmul. Where the vocabulary is small, the norm's
+    uncompiled, forward has log-softmax, and backward log-softmax and two gradients, all float32. The gradient of the
+    head, if W does not compute it, is first in the dtype of the matmul. Where the vocabulary is small, the norm's
     backward is the widest: six tensors in float32, in the derivative of its square.
     """
     d, v, e, w, c = cfg.dim, cfg.vocab, item(cfg), wide(cfg), copy_item(cfg)
     head, unit = v * d // cfg.tp, v * d // cfg.tp + d
     kept, logits = per_token(cfg, (2 * w + e) * d + w, 0), per_token(cfg, 0, v)
     held = {"weights": gathered(cfg, matrices(cfg) + 2 * d, unit), "weight copies": c * head, "activations": kept}
-    found = {}
-    if not cfg.compile:
-        caches = c * layers_here(cfg) * matrices(cfg) * (cfg.recompute != "none")  # autocast's, until forward ends
-        forward = logits * (e + w + w * (e < w))
-        found["end of forward"] = {**held, "weight copies": c * head + caches, "logits": forward}
-    found["loss"] = {**held, "logits": (2 * e if cfg.compile else 3 * w) * logits}
-    found["head"] = {**held, "logits": e * logits, "temporary": per_token(cfg, e * d, 0) + (c or e) * head}
+    found = {"loss": {**held, "logits": (2 * e if cfg.compile else 3 * w) * logits}}
+    gradient = (c or e) * head * (not split_backward(cfg))
+    found["head"] = {**held, "logits": e * logits, "temporary": per_token(cfg, e * d, 0) + gradient}
     if c:
         temporary = per_token(cfg, e * d, 0) + (c + w) * head
         found["head in float32"] = {"activations": per_token(cfg, 2 * w * d, 0), "temporary": temporary}
     found["last norm"] = {
         "weights": gathered(cfg, matrices(cfg) + 2 * d, unit),
         "gradients": gradients(cfg, head, head),
-        "activations": per_token(cfg, 2 * w * d, 0),
+        "activations": per_token(cfg, 2 * w * d, 0) + operands(cfg, 0, True),
         "temporary": per_token(cfg, 4 * w * d, 0),
     }
     return found
 
 
-def moments(cfg: Config) -> dict[str, dict[str, int]]:
-    """Bytes by kind at the moments of a step at which memory can peak; tensors of a few elements are left out.
+def backward_moments(cfg: Config, chunk: int, accumulating: bool) -> dict[str, dict[str, int]]:
+    """Backward of a micro-batch through a chunk: what it holds, and gradients that no earlier micro-batch has made.
 
     Backward of block i: the gradients of all after it, all that the blocks up to i have kept, and the temporaries
     of i, most of them in SwiGLU, or in attention that gathers keys. That is linear in i, so the last and the first
-    block suffice. Then the embedding, whose gradient is dense, then norm, clipping and AdamW, which work in place: all
-    gradients, no activations. A pipeline stage also holds its outputs until their gradients are there, and at most two
-    gradients of its inputs, which are being sent.
+    block suffice. Then the embedding, whose gradient is dense. If backward is split, the blocks after i keep operands
+    instead of gradients, and so SwiGLU's product is not free at its derivative; the gradient of the embedding is added
+    to that of earlier micro-batches out of place.
     """
-    n, layers, block, d = parameters(cfg), layers_here(cfg), matrices(cfg) + 2 * cfg.dim, cfg.dim
-    angles = 2 * cfg.seq // cfg.cp * (d // cfg.heads)  # cosine and sine
-    tables = tokens(cfg) * 16 + wide(cfg) * angles  # token ids and targets have 8 bytes each
-    kept, copies = saved(cfg, cfg.recompute), copy_item(cfg) * matrices(cfg) * (cfg.recompute == "none")
-    top, every = n["norm"] + n["head"], sum(n.values())
+    n, layers, block, d = chunk_parameters(cfg)[chunk], layers_here(cfg)[chunk], matrices(cfg) + 2 * cfg.dim, cfg.dim
+    top, every, kept = n["norm"] + n["head"], sum(n.values()), saved(cfg, cfg.recompute)
+    adding, table = accumulating and not cfg.zero, gradients(cfg, n["embedding"])
+    temporary = max(widest(cfg) + widest_weights(cfg, adding), gathering(cfg, adding)) - kept
+    if split_backward(cfg):
+        temporary = widest(cfg) + per_token(cfg, 0, cfg.ffn * item(cfg)) - kept
+    here = head_moments(cfg) if n["head"] else {}
+    two = gathered(cfg, 2 * block)  # the last and the one before it; the first is the last to be gathered
+    here["last block"] = {"weights": two, "gradients": gradients(cfg, top, top), "temporary": temporary}
+    first = every - n["embedding"] - block  # parameters that have been through backward by then
+    done = {"last norm": n["head"], "last block": top, "first block": first, "embedding": every}
+    below = gradients(cfg, first, *([block, block if layers > 2 else top][: layers - 1]))
+    here["first block"] = {"weights": gathered(cfg, block), "gradients": below, "temporary": temporary}
+    rows, last = per_token(cfg, weight_item(cfg) * d, 0), gradients(cfg, every, block, n["embedding"])
+    sums = (table + max(rows, table) if split_backward(cfg) else table + rows) if adding else rows
+    here["embedding"] = {"weights": gathered(cfg, block), "gradients": last, "temporary": sums * (table > 0)}
+    for name, kinds in here.items():
+        blocks = {"first block": 1, "embedding": 0}.get(name, layers)  # not yet through backward
+        behind = operands(cfg, layers - blocks, n["head"] > 0 and name in ("last block", "first block", "embedding"))
+        kinds["activations"] = kinds.get("activations", 0) + blocks * kept + behind
+        kinds["weight copies"] = kinds.get("weight copies", 0) + blocks * block_copies(cfg)
+        if split_backward(cfg):
+            kinds["gradients"] = table * (name == "embedding" and not accumulating)
+        elif accumulating:
+            kinds["gradients"] = kinds.get("gradients", 0) - gradients(cfg, done.get(name, 0))
+    return here
+
+
+def moments(cfg: Config) -> dict[str, dict[str, int]]:
+    """Bytes by kind at the moments of a step at which memory can peak; tensors of a few elements are left out.
+
+    Beside an operation's own, a rank holds what its other micro-batches keep, the gradients of its weights, and of
+    messages its outputs until their gradients are there and at most two gradients of its inputs, which are being sent.
+    If backward is split, it has one copy of its matrices until its operations have ended, and W adds to gradients
+    without temporaries. Last come norm, clipping and AdamW, which work in place: all gradients, no activations.
+    """
+    here, chunks, message = stages_here(cfg), chunk_parameters(cfg), per_token(cfg, item(cfg) * cfg.dim, 0)
+    angles = wide(cfg) * 2 * cfg.seq // cfg.cp * (cfg.dim // cfg.heads)  # cosine and sine, of each forward its own
+    tables, low = tokens(cfg) * 16 + angles, item(cfg) < wide(cfg)  # token ids and targets have 8 bytes each
+    always, every = {**resident(cfg), "temporary": tables + WORKSPACE}, sum(parameters(cfg).values())
+    copy = item(cfg) * (sum(layers_here(cfg)) * matrices(cfg) + parameters(cfg)["head"]) * (split_backward(cfg) and low)
+    kept = [in_flight(cfg, chunk) for chunk in range(len(here))]
+    due = [operands(cfg, layers, n["head"] > 0) for layers, n in zip(layers_here(cfg), chunks)]
+    copied = low and not cfg.compile and cfg.recompute == "none"  # input, which the first norm keeps in float32
+    # per micro-batch in flight: the output, unless it is an input of this rank, and an input that no block keeps
+    passing = [(s + 1 < stages(cfg) and not stays(cfg, s)) + (s > 0 and copied) for s in here]
     found = {}
-    for flying, accumulating in in_flight(cfg):
-        adding = accumulating and not cfg.zero
-        temporary = max(widest(cfg) + widest_weights(cfg, adding), gathering(cfg, adding)) - kept
-        here = head_moments(cfg) if n["head"] else {}
-        two = gathered(cfg, 2 * block)  # the last and the one before it; the first is the last to be gathered
-        here["last block"] = {"weights": two, "gradients": gradients(cfg, top, top), "temporary": temporary}
-        done = {"last norm": n["head"], "last block": top, "first block": every - n["embedding"] - block}
-        done |= {"embedding": every, "optimizer": every}  # parameters that have been through backward
-        below = gradients(cfg, done["first block"], *([block, block if layers > 2 else top][: layers - 1]))
-        here["first block"] = {"weights": gathered(cfg, block), "gradients": below, "temporary": temporary}
-        embedding = per_token(cfg, weight_item(cfg) * d, 0) * (n["embedding"] > 0)
-        last = gradients(cfg, every, block, n["embedding"])
-        here["embedding"] = {"weights": gathered(cfg, block), "gradients": last, "temporary": embedding}
-        here["optimizer"] = {"gradients": wide(cfg) * every // replicas(cfg) if cfg.zero else gradients(cfg, every)}
-        for name, parts in here.items():
-            blocks = {"first block": 1, "embedding": 0, "optimizer": 0}.get(name, layers)  # not yet through backward
-            others = (flying - 1) * layers if name != "optimizer" else 0
-            sent = min(2, cfg.microbatches - flying) * accumulating  # gradients
-            passing = flying * (cfg.stage < cfg.pp - 1) + sent * (cfg.stage > 0)
-            outputs = per_token(cfg, item(cfg) * d, 0) * passing * (name != "optimizer")
-            total = {kind: parts.get(kind, 0) + resident(cfg).get(kind, 0) for kind in KINDS}
-            if accumulating and name != "optimizer":  # into what is there before backward comes to it
-                total["gradients"] += gradients(cfg, every) - gradients(cfg, done.get(name, 0))
-                total["temporary"] += gradients(cfg, n["embedding"]) * (name == "embedding" and not cfg.zero)
-            total["activations"] += (blocks + others) * kept + outputs
-            total["weight copies"] += (blocks + others) * copies
-            total["temporary"] += tables + WORKSPACE
-            if sum(total.values()) > sum(found.get(name, {}).values()):
-                found[name] = total
-    return found
+    for op, chunk, flying, waiting, begun, sent in walk(cfg):
+        embedded = [there or left > 0 for there, left in zip(begun, waiting)]  # its gradient is computed by B
+        done = [sum(n.values()) * b + n["embedding"] * (e - b) for n, b, e in zip(chunks, begun, embedded)]
+        rest = {"gradients": gradients(cfg, sum(done)), "weight copies": copy}
+        rest["activations"] = message * (sent + sum(n * count for n, count in zip(flying, passing)))
+        rest["activations"] += sum(n * size for n, size in zip(waiting, due))
+        rest["temporary"] = angles * max(0, sum(flying) - 1)
+        others = [n - (op == "B" and c == chunk) for c, n in enumerate(flying)]
+        own = forward_moments(cfg, chunk) if op == "F" else {"weight gradients": {}}
+        own = backward_moments(cfg, chunk, embedded[chunk]) if op == "B" else own
+        for name, kinds in own.items():
+            parts = [(1, always), (1, rest), (1, kinds), *zip(others, kept)]
+            total = {kind: sum(n * part.get(kind, 0) for n, part in parts) for kind in KINDS}
+            found[name] = max(total, found.get(name, total), key=lambda kinds: sum(kinds.values()))
+    last = {"gradients": wide(cfg) * every // replicas(cfg) if cfg.zero else gradients(cfg, every)}
+    return found | {"optimizer": {kind: always.get(kind, 0) + last.get(kind, 0) for kind in KINDS}}
 
 
 def peak(cfg: Config) -> tuple[str, dict[str, int]]:
@@ -628,6 +740,7 @@ def check(cfg: Config) -> None:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     parts, cut = cfg.dp * cfg.microbatches, math.gcd(cfg.kv_heads, cfg.ffn, cfg.vocab)
     seq, swap = cfg.seq // cfg.cp, cfg.ulysses or cfg.cp
+    m, times = cfg.microbatches, {"interleaved": "--chunks times ", "zbv": "twice "}.get(cfg.schedule, "")
     problems = [
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
@@ -641,9 +754,15 @@ def check(cfg: Config) -> None:
             cfg.kv_heads // cfg.tp % swap and swap % (cfg.kv_heads // cfg.tp),
             f"--ulysses {swap}: must divide --kv_heads {cfg.kv_heads} / --tp {cfg.tp}, or be a multiple of it",
         ),
-        (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
+        (cfg.layers < stages(cfg), f"--layers {cfg.layers}: must be at least {times}--pp {cfg.pp}"),
         (cfg.stage >= cfg.pp, f"--stage {cfg.stage}: must be below --pp {cfg.pp}"),
+        (cfg.schedule == "dualpipe" and cfg.pp % 2, f"--pp {cfg.pp}: must be even with --schedule dualpipe"),
+        (cfg.schedule == "interleaved" and m % cfg.pp, f"--microbatches {m}: must be a multiple of --pp {cfg.pp}"),
         (cfg.zero and cfg.pp > 1, f"--zero {cfg.zero}: is predicted without --pp only"),
+        (
+            split_backward(cfg) and (cfg.zero or cfg.gather_kv or cfg.recompute != "none"),
+            f"--schedule {cfg.schedule}: is predicted without --zero, --gather_kv and --recompute only",
+        ),
     ]
     for wrong, problem in problems:
         if wrong:

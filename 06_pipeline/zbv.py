@@ -499,7 +499,8 @@ def run_schedule(
 
     forward(cfg, model, x, targets, chunk) returns activations [b/m, s, d] in cfg.dtype, on the last stage the summed
     loss. Any list works in which each operation comes after those it needs, if both ends of a link take the messages
-    in the same order: they carry no tag. A list of forwards alone, under torch.no_grad(), evaluates.
+    in the same order: they carry no tag. Before it goes on, a rank waits until all but its last two gradients have been
+    taken: no other rank may need something of it first. A list of forwards alone, under torch.no_grad(), evaluates.
     """
     alive, due, sending, handed, dtype = {}, {}, [], {}, getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)

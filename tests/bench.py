@@ -8,9 +8,10 @@ process in a suite for several GPUs runs on each of them at once, and the slowes
 other cannot surpass.
 
 `blocks` measures forward and backward of the model's blocks alone, with CUDA events, on what a step gives the first.
-`idle` runs a pipeline recipe with CUDA events around every forward and backward: the share of the time in which a stage
-computes nothing. `profiled` runs 01_single_gpu/profiling.py and keeps the slowest rank's timeline; from these, on any
-machine, `python 01_single_gpu/profiling.py --draw 02_data_parallel/overlap.svg
+`idle` runs a pipeline recipe with CUDA events around every operation: the share of the time in which a stage computes
+nothing, beside what tests/schedules.py simulates from the measured durations. `pipeline_parts` times every stage of a
+pipeline on one GPU. `profiled` runs 01_single_gpu/profiling.py and keeps the slowest rank's timeline; from these, on
+any machine, `python 01_single_gpu/profiling.py --draw 02_data_parallel/overlap.svg
 tests/results/timelines/{naive,overlap,bucketed}.json` draws the picture.
 `context_attention` times what one rank of four computes in the attention of 05_context_ring, without transfers.
 `collectives` stores what 02_data_parallel/collectives.py prints. `memory` needs no GPU: it puts the measured peaks of
@@ -20,6 +21,7 @@ naive data parallelism and of ZeRO beside what 01_single_gpu/memory.py predicts,
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import os
@@ -33,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import schedules
 import torch
 from launch import ROOT, isolated, launch, load
 
@@ -46,6 +49,8 @@ TENSOR = f"{LARGE} --batch 2"  # for all ranks together
 FEW = f"{TENSOR.replace('--steps 8', '--steps 15')} --layers 4 --vocab 8192"
 PIPELINE = "--preset smollm_1_7b --layers 27 --seq 4096 --batch 16 --microbatches 16 --dtype bfloat16 --compile"
 TWO = f"{PARALLEL} --batch 8"
+STAGED = "--preset smollm_1_7b --seq 4096 --batch 16 --microbatches 16 --dtype bfloat16 --compile --steps 10"
+TWIN = "06_pipeline/torch_pipelining.py"
 # one long sequence; the warm-up is short because a step is long
 LONG = "--preset llama3_8b --layers 8 --batch 1 --dtype bfloat16 --compile --warmup 2 --steps 8"
 SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
@@ -236,6 +241,35 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
             ("04_tensor_sequence/async_tensor_parallel.py", FEW),
         ],
     ),
+    "pipeline": (
+        4,
+        5,
+        [
+            (TWIN, f"{STAGED} --schedule 1F1B"),
+            ("06_pipeline/1f1b.py", STAGED),
+            ("06_pipeline/split_backward.py", STAGED),
+            ("06_pipeline/interleaved.py", STAGED),
+            ("06_pipeline/zbv.py", STAGED),
+        ],
+    ),
+    "pipeline_more": (
+        4,
+        3,
+        [
+            ("06_pipeline/split_backward.py", STAGED),
+            ("06_pipeline/zero_bubble.py", STAGED),
+            ("06_pipeline/dualpipe.py", STAGED),
+        ],
+    ),
+    "pipeline_twins": (
+        4,
+        3,
+        [
+            (TWIN, f"{STAGED} --schedule 1F1B"),
+            (TWIN, f"{STAGED} --schedule Interleaved1F1B"),
+            (TWIN, f"{STAGED} --schedule ZBVZeroBubble".replace(" --compile", "")),  # torch cannot compile it
+        ],
+    ),
     "four": (
         4,
         1,
@@ -246,7 +280,11 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
         ],
     ),
 }
-IDLE = {"four": [("06_pipeline/afab.py", f"{PIPELINE} --steps 8"), ("06_pipeline/1f1b.py", f"{PIPELINE} --steps 8")]}
+IDLE = {
+    "pipeline": SUITES["pipeline"][2][1:],  # not of the twin
+    "pipeline_more": SUITES["pipeline_more"][2][1:],
+    "four": [("06_pipeline/afab.py", f"{PIPELINE} --steps 8"), ("06_pipeline/1f1b.py", f"{PIPELINE} --steps 8")],
+}
 BLOCKS = {"tensor_few_layers"}  # suites of which the blocks are measured alone, too
 PROFILED = {
     "data_parallel": [
@@ -301,9 +339,9 @@ def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
 
 
 def events_around_operations(module):
-    """A probe: for each step [milliseconds of the step, of its forwards, of its backwards], by CUDA events.
+    """A probe: for each step (milliseconds of the step, [of each operation in its order], of summing replicas); GiB.
 
-    The span reaches from the first operation to the all-reduce of the loss, for which all stages wait.
+    By CUDA events. The step reaches from the first operation to the all-reduce of the loss, for which all ranks wait.
     """
     steps = []
 
@@ -312,8 +350,7 @@ def events_around_operations(module):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             if kind == "step":
                 steps.append([])
-            record = (kind, start, end)
-            steps[-1].append(record)
+            steps[-1].append((kind, start, end))
             start.record()
             result = function(*args)
             end.record()
@@ -322,36 +359,135 @@ def events_around_operations(module):
         return wrapper
 
     module.forward_backward = timed("step", module.forward_backward)
-    module.forward = timed("F", module.forward)
-    torch.Tensor.backward = timed("B", torch.Tensor.backward)
+    module.forward = timed("operation", module.forward)
+    if hasattr(module, "backward_input"):
+        module.backward_input = timed("operation", module.backward_input)
+        module.backward_weights = timed("operation", module.backward_weights)
+    else:
+        torch.Tensor.backward = timed("operation", torch.Tensor.backward)
+    if hasattr(module, "sum_replicas"):
+        module.sum_replicas = timed("replicas", module.sum_replicas)
 
     def report():
         torch.cuda.synchronize()  # the events of the last step
-        return [
-            [
-                sum(start.elapsed_time(end) for kind, start, end in step if kind == wanted)
-                for wanted in ("step", "F", "B")
-            ]
-            for step in steps
-        ]
+        found = [[(kind, start.elapsed_time(end)) for kind, start, end in step] for step in steps]
+        kinds = "step", "operation", "replicas"
+        times = [[[ms for kind, ms in step if kind == wanted] for wanted in kinds] for step in found]
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        return [(sum(span), operations, sum(replicas)) for span, operations, replicas in times], peak
 
     return report
 
 
 def idle(file: str, flags: str, gpus: int) -> dict[str, object]:
-    """Idle share of a pipeline, mean over stages, median over the steps after warm-up, beside the formula's."""
+    """Idle share of a pipeline, mean over ranks, median over the steps after warm-up, beside what is expected.
+
+    formula: with equal durations of F, B and W. simulated: with the measured ones of every stage, and a transfer that
+    takes what PEER_TO_PEER says. Milliseconds are those of the whole schedule.
+    """
     ranks = launch(file, gpus, flags, probe=events_around_operations, timeout=500, save=False).probes
-    settled = list(zip(*ranks))[len(ranks[0]) // 2 :]  # step -> rank -> [span, forward, backward]
-    shares = [1 - sum(f + b for _, f, b in step) / sum(span for span, _, _ in step) for step in settled]
-    m = int(re.search(r"--microbatches (\d+)", flags)[1])
-    per_stage = [[statistics.median(column) for column in zip(*rank)] for rank in zip(*settled)]
+    settled = [steps[len(steps) // 2 :] for steps, _ in ranks]
+    line = schedules.pipeline(load(file), gpus, int(re.search(r"--microbatches (\d+)", flags)[1]))
+    durations, replicas = {}, statistics.median(extra for rank in settled for _, _, extra in rank)
+    for order, rank in zip(line.orders, settled, strict=True):
+        for (op, _, stage), *times in zip(order, *(operations for _, operations, _ in rank), strict=True):
+            durations.setdefault((op, stage), []).extend(times)
+    durations = {key: statistics.median(times) for key, times in durations.items()}
+    costs = {key: ms for key, ms in durations.items()}
+    if line.whole:
+        costs |= {("W", stage): 0 for _, stage in durations}
+    simulated = schedules.simulate(line, lambda op, stage: costs[op, stage], transfer_ms(flags))
+    steps = [
+        (1 - sum(sum(rank[i][1]) + rank[i][2] for rank in settled) / sum(rank[i][0] for rank in settled))
+        for i in range(len(settled[0]))
+    ]
+    predicted = schedules.makespan(simulated) + replicas
     return {
-        "idle": statistics.median(shares),
-        "formula": (gpus - 1) / (m + gpus - 1),
-        "forward_ms": [f / m for _, f, _ in per_stage],
-        "backward_ms": [b / m for _, _, b in per_stage],
-        "step_ms": [span for span, _, _ in per_stage],
+        "idle": statistics.median(steps),
+        "simulated": schedules.idle_share(simulated) * schedules.makespan(simulated) / predicted,
+        "formula": schedules.idle_share(schedules.simulate(line)),
+        "ms": statistics.median(span for rank in settled for span, _, _ in rank),
+        "simulated_ms": predicted,
+        "memory": [peak for _, peak in ranks],
+        "durations_ms": {f"{op}{stage}": ms for (op, stage), ms in sorted(durations.items())},
     }
+
+
+PEER_TO_PEER = 135e9  # bytes per second of a message of 16 MiB: what 02_data_parallel/collectives.py has for its ring
+
+
+def transfer_ms(flags: str) -> float:
+    """Milliseconds in which the activations of a micro-batch, in bf16, cross a boundary."""
+    shape = load("06_pipeline/1f1b.py").PRESETS[re.search(r"--preset (\w+)", flags)[1]]
+    seq, batch, m = (int(re.search(rf"--{flag} (\d+)", flags)[1]) for flag in ("seq", "batch", "microbatches"))
+    return 2 * batch // m * seq * shape["dim"] / PEER_TO_PEER * 1e3
+
+
+def stage_times(file: str, stage: int, stages: int, flags: str) -> dict[str, float]:
+    """Milliseconds of one micro-batch on a stage, by operation, and of clip and optimizer, on one GPU alone."""
+    module = load(file)
+    sys.argv = [file, *flags.split()]
+    cfg = module.parse_config()
+    with torch.device("meta"):
+        group = SimpleNamespace(rank=lambda: stage, size=lambda: stages)
+        model = module.Model(cfg, group, {})
+    model.to_empty(device="cuda")
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0, 0.02) if p.ndim > 1 else torch.nn.init.ones_(p)
+    for part in (*model.model.layers.children(), model.loss):
+        part.compile()
+    b = cfg.batch // cfg.microbatches
+    ids = torch.randint(cfg.vocab, (b, cfg.seq), device="cuda")
+    last, split = stage == stages - 1, hasattr(module, "backward_input")
+    gradient = None if last else torch.randn(b, cfg.seq, cfg.dim, device="cuda", dtype=torch.bfloat16) / 1e4
+    optimizer, events = module.make_optimizer(cfg, model), []
+    for _ in range(12):
+        layers = module.prepare(model, (b, cfg.seq), torch.bfloat16) if split else []
+        for _ in range(8):
+            x = ids if stage == 0 else torch.randn(b, cfg.seq, cfg.dim, device="cuda", dtype=torch.bfloat16)
+            x = x if stage == 0 else x.requires_grad_()
+            now = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+            now[0].record()
+            output = module.forward(cfg, model, x, ids)
+            output = output / (cfg.batch * cfg.seq) if last else output
+            now[1].record()
+            if split:
+                _, operands = module.backward_input(model, layers, x, output, gradient)
+                now[2].record()
+                module.backward_weights(operands)
+                operands = None
+            else:
+                output.backward(gradient)
+                now[2].record()
+            now[3].record()
+            output = None
+            events.append(now)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+        optimizer.step()
+        end.record()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()  # the last events
+    times = [[a.elapsed_time(b) for a, b in itertools.pairwise(now)] for now in events[len(events) // 2 :]]
+    middle = [statistics.median(column) for column in zip(*times)]
+    found = dict(zip("FBW" if split else "FB", middle))
+    return {"layers": len(model.model.layers), **found, "optimizer": start.elapsed_time(end)}
+
+
+def pipeline_parts() -> dict[str, object]:
+    """The times of every stage of smollm_1_7b, cut into 4 and into 8, with the backward whole and split."""
+    rows = []
+    torch._dynamo.config.recompile_limit = 64  # a process of a training has one stage, and needs few
+    for file in "06_pipeline/1f1b.py", "06_pipeline/split_backward.py":
+        for stages in 4, 8:
+            for stage in range(stages):
+                rows.append({"file": file, "stages": stages, "stage": stage})
+                rows[-1] |= stage_times(file, stage, stages, STAGED)
+                print(*(f"{v:.3f}" if isinstance(v, float) else v for v in rows[-1].values()), flush=True)
+                torch.cuda.empty_cache()
+    return {"rows": rows}
 
 
 def events_around_blocks(module):
@@ -580,7 +716,10 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}, collectives, context_attention, memory"
+        "suites",
+        nargs="*",
+        metavar="SUITE",
+        help=f"of {', '.join(SUITES)}, collectives, context_attention, pipeline_parts, memory",
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--gpus", type=int, help="other than the number that a suite is made for")
@@ -593,13 +732,10 @@ def main() -> None:
     if suites == ["memory"]:
         (RESULTS.parent / "memory.json").write_text(json.dumps({"rows": memory(stored)}, indent=1) + "\n")
         return
-    if suites == ["context_attention"]:
-        command = f"python tests/bench.py context_attention --rounds {args.rounds}"
-        stored["context_attention"] = {
-            **where(1),
-            "command": command,
-            **isolated(partial(context_attention, args.rounds)),
-        }
+    alone = {"context_attention": partial(context_attention, args.rounds), "pipeline_parts": pipeline_parts}
+    if suites in ([name] for name in alone):  # on one GPU, without a training
+        command = f"python tests/bench.py {suites[0]}" + f" --rounds {args.rounds}" * (suites[0] == "context_attention")
+        stored[suites[0]] = {**where(1), "command": command, **isolated(alone[suites[0]])}
         RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
         return
     if not suites:

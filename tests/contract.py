@@ -41,6 +41,8 @@ KEEP_THE_GROUP = {
 }
 # fp32 gradients in one buffer, by design: the header's formulas have them
 KEEP_GRADIENTS = {"03_zero/zero1.py", "03_zero/offload.py"}
+PIPELINE_TWIN = "06_pipeline/torch_pipelining.py"
+TWO_CHUNKS = {"06_pipeline/interleaved.py", "06_pipeline/zbv.py"}  # stages per rank
 SLOW = 0.15  # seconds by which a step is held up on purpose
 STEPS = 10
 
@@ -149,7 +151,8 @@ def check_bfloat16(recipe: str, file: str | None = None) -> None:
         halves = dict.fromkeys(("Block", "Attention", "MLP", "RMSNorm"), ["torch.bfloat16"])
         assert halves.items() <= seen.items(), seen
         assert seen.get("Linear", halves["MLP"]) == halves["MLP"]  # it is not called where functions take its weight
-    assert run.probes[-1][0]["Loss"] == ["torch.float32"]
+    losses = [seen["Loss"] for seen, _ in run.probes if "Loss" in seen]  # not every stage of a pipeline has one
+    assert losses and all(loss == ["torch.float32"] for loss in losses), losses
     before, parts = compare.read(init)[0], parts_of(recipe, *HARDEST[recipe])
     flags = f"{roots} {equivalence.LOW_GRADIENT}"
     if parts:
@@ -278,8 +281,8 @@ def check_activations(recipe: str, file: str | None = None) -> None:
     Whatever else a module or a context holds is invisible to checkpointing and offloading, and may outlive the step.
     Half of one activation of the residual stream is the limit.
     """
-    if recipe[:2] == "01":
-        return  # checkpointing keeps its inputs itself, on purpose
+    if recipe[:2] == "01" or recipe == PIPELINE_TWIN:
+        return  # checkpointing keeps its inputs itself, on purpose; torch's stages call themselves
     world, flags = SMALLEST[recipe]
     run = launch(file or recipe, world, f"{SMALL} {flags} --batch 128 --steps 1", probe=probes.kept_outside_autograd)
     for kept in run.probes:
@@ -326,7 +329,7 @@ def bad_inputs(folder: Path) -> list[tuple[str, list[str]]]:
         ("--init nowhere.safetensors", ["--init nowhere.safetensors", "no such file"]),
         (f"--init {folder}/text.safetensors", ["--init", "text.safetensors", "no .safetensors file"]),
         (f"--init {folder}", ["--init", "no .safetensors file"]),
-        (f"--init {folder}/deep.safetensors", ["--layers 8", "--init", "more"]),
+        (f"--layers 8 --init {folder}/deep.safetensors", ["--layers 8", "--init", "more"]),
         ("--save nowhere/out.safetensors", ["--save nowhere/out.safetensors", "no folder"]),
         (f"--save {folder}", [f"--save {folder}", "is a folder"]),
         ("--device cuda", ["--device cuda", f"{torch.cuda.device_count()} GPUs for"]),
@@ -407,9 +410,17 @@ def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
         cases += [] if "dtensor" in recipe else [(8, "--heads 8 --kv_heads 4"), (8, "--heads 8 --kv_heads 1")]
         cases += [(4, "--vocab 257"), (4, "--vocab 259")] if "vocab" in recipe or "sequence_p" in recipe else []
     if recipe[:2] == "06":
-        cases += [(8, "--layers 8"), (1, "--layers 1"), (3, "--layers 8")]
+        cases += (
+            [(8, "--layers 16"), (2, "--layers 4")] if recipe in TWO_CHUNKS else [(8, "--layers 8"), (2, "--layers 2")]
+        )
+        cases += [(1, "--layers 2"), (3, "--layers 8 --batch 12 --microbatches 12")] if "dual" not in recipe else []
         if "microbatches" in FAMILY[recipe].definitions["Config"]:
-            cases += [(2, "--batch 16 --microbatches 16"), (8, "--microbatches 1"), (8, "--batch 8 --microbatches 2")]
+            cases += [(2, "--batch 16 --microbatches 16"), (8, "--batch 8 --microbatches 8 --layers 16")]
+            few = "--schedule GPipe" * (recipe == PIPELINE_TWIN)  # torch's 1F1B needs a micro-batch per stage
+            few = [(8, f"--microbatches 1 --layers 16 {few}"), (2, f"--microbatches 1 {few}")]
+            cases += few if "interleaved" not in recipe else []
+        else:
+            cases = [(world, flags.replace("--batch 12 --microbatches 12", "")) for world, flags in cases]
     return cases
 
 
@@ -452,10 +463,11 @@ def check_second_node(recipe: str, file: str | None = None) -> None:
 
 
 def check_flags(recipe: str, file: str | None = None) -> None:
-    """Every recipe has the root's flags, with its defaults, but it may train for fewer steps."""
+    """Every recipe has the root's flags, with its defaults, but may train fewer steps, and a layer for each stage."""
     files = ROOT_RECIPE, file or recipe
     root, ours = ({f.name: f.default for f in dataclasses.fields(load(path).Config)} for path in files)
     assert 0 < ours["steps"] <= root.pop("steps")
+    assert ours["layers"] == root.pop("layers") * (2 if recipe in TWO_CHUNKS else 1)
     assert root.items() <= ours.items() and load(file or recipe).PRESETS == load(ROOT_RECIPE).PRESETS
 
 

@@ -204,6 +204,31 @@ CASES = [
     ("06_pipeline/zero_bubble.py", 3, "--microbatches 2"),
     ("06_pipeline/zero_bubble.py", 4, "--microbatches 6"),
     ("06_pipeline/zero_bubble.py", 8, "--microbatches 12 --layers 11"),
+    ("06_pipeline/interleaved.py", 2, "--microbatches 4"),  # wraps around to the rank before
+    ("06_pipeline/interleaved.py", 2, "--microbatches 4 --compile"),
+    ("06_pipeline/interleaved.py", 2, "--microbatches 2 --chunks 3 --layers 7"),
+    ("06_pipeline/interleaved.py", 3, "--microbatches 6 --layers 7"),
+    ("06_pipeline/interleaved.py", 4, "--microbatches 12 --layers 11"),
+    ("06_pipeline/interleaved.py", 8, "--microbatches 8 --layers 17 --batch 16"),
+    ("06_pipeline/zbv.py", 2, "--microbatches 4"),
+    ("06_pipeline/zbv.py", 2, "--microbatches 4 --compile"),
+    ("06_pipeline/zbv.py", 3, "--microbatches 6 --layers 7"),
+    ("06_pipeline/zbv.py", 4, "--microbatches 12 --layers 11"),
+    ("06_pipeline/zbv.py", 8, "--microbatches 16 --layers 17 --batch 16"),
+    ("06_pipeline/dualpipe.py", 2, "--microbatches 4"),
+    ("06_pipeline/dualpipe.py", 4, "--microbatches 3"),  # fewer than the order needs, and an odd number
+    ("06_pipeline/dualpipe.py", 4, "--microbatches 12 --layers 7"),
+    ("06_pipeline/dualpipe.py", 8, "--microbatches 16 --layers 11 --batch 16"),
+    ("06_pipeline/torch_pipelining.py", 2, "--microbatches 4"),
+    ("06_pipeline/torch_pipelining.py", 2, "--microbatches 4 --compile"),
+    ("06_pipeline/torch_pipelining.py", 3, "--microbatches 3"),
+    ("06_pipeline/torch_pipelining.py", 4, "--microbatches 6 --schedule GPipe"),
+    *(
+        ("06_pipeline/torch_pipelining.py", 4, f"--microbatches 6 --schedule {schedule} --layers 11")
+        for schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
+    ),
+    ("06_pipeline/torch_pipelining.py", 2, "--microbatches 6 --schedule DualPipeV"),
+    ("06_pipeline/torch_pipelining.py", 8, "--microbatches 12 --layers 11"),
 ]
 
 
@@ -248,6 +273,10 @@ HARDEST = {  # of its cases the one that proves a recipe, when there is time for
     "06_pipeline/1f1b.py": (4, "--microbatches 6"),
     "06_pipeline/split_backward.py": (4, "--microbatches 6"),
     "06_pipeline/zero_bubble.py": (4, "--microbatches 6"),
+    "06_pipeline/interleaved.py": (3, "--microbatches 6 --layers 7"),
+    "06_pipeline/zbv.py": (3, "--microbatches 6 --layers 7"),
+    "06_pipeline/dualpipe.py": (4, "--microbatches 12 --layers 7"),
+    "06_pipeline/torch_pipelining.py": (4, "--microbatches 6 --schedule InterleavedZeroBubble --layers 11"),
 }
 
 

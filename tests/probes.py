@@ -320,13 +320,23 @@ def held(module: ModuleType, cfg, model, *batch: torch.Tensor) -> list[torch.Ten
     return list(batch)
 
 
+def forwards(module: ModuleType, cfg, model, microbatches: int) -> list[tuple]:
+    """The forwards of a pipeline's schedule, which alone evaluate."""
+    chunks = [cfg.chunks] if hasattr(cfg, "chunks") else []
+    return [op for op in module.schedule(model.pp.rank(), model.pp.size(), *chunks, microbatches) if op[0] == "F"]
+
+
 def validation_loss(module: ModuleType, cfg, model, inputs: torch.Tensor, targets: torch.Tensor) -> float:
     """The mean loss of a batch, as a validation loop computes it: on every rank, under no_grad."""
     tokens = (targets != module.IGNORE).sum()
     with torch.no_grad():
+        if hasattr(module, "build_schedule"):  # torch's pipelines
+            loss = module.run_schedule(cfg, model, module.build_schedule(cfg, model), inputs, targets)
+            module.dist.all_reduce(loss)
+            return loss.item()
         if hasattr(module, "run_schedule"):
             micro = inputs.chunk(2), targets.chunk(2)
-            loss = module.run_schedule(cfg, model, [("F", i) for i in range(len(micro[0]))], *micro, tokens)
+            loss = module.run_schedule(cfg, model, forwards(module, cfg, model, len(micro[0])), *micro, tokens)
             module.dist.all_reduce(loss)
             return loss.item()
         if hasattr(module, "receive"):  # a pipeline of one micro-batch
@@ -363,7 +373,7 @@ def evaluated(module: ModuleType) -> Report:
 
 
 def activations_in_memory(module: ModuleType) -> Report:
-    """The most micro-batches whose saved activations are in memory at the end of a forward."""
+    """The most micro-batches, or chunks of them, whose saved activations are in memory at the end of a forward."""
     saved, peak, forwards = weakref.WeakSet(), [0], itertools.count()
     original = module.forward
 
@@ -392,10 +402,10 @@ def gradients_in_flight(module: ModuleType) -> Report:
     """The most gradients that are in memory, of those that have been handed to send."""
     sent, peak, send = [], [0], module.send
 
-    def watched(model, op, tensor):
-        work = send(model, op, tensor)
-        if work and op == "B":
-            sent.append(weakref.ref(tensor))
+    def watched(model, op, *rest):
+        work = send(model, op, *rest)
+        if work and op[0] == "B":
+            sent.append(weakref.ref(rest[-1]))
             peak[0] = max(peak[0], sum(reference() is not None for reference in sent))
         return work
 
@@ -410,15 +420,16 @@ def kind_of(part: torch.nn.Module) -> str:
 
 def dtypes(module: ModuleType) -> Report:
     """The dtypes of what every kind of part of the model hands on: {"Block": ["torch.bfloat16"], ...}."""
-    seen, forward = {}, module.forward
+    seen, build_model = {}, module.build_model
 
-    def watched(cfg, model, *batch):
+    def watched(*args):
+        model = build_model(*args)
         for part in model.modules():
             kind = kind_of(part)
             part.register_forward_hook(lambda part, args, out, kind=kind: seen.setdefault(kind, set()).add(out.dtype))
-        return forward(cfg, model, *batch)
+        return model
 
-    module.forward = watched
+    module.build_model = watched
     return lambda: {kind: sorted(map(str, dtypes)) for kind, dtypes in seen.items()}
 
 

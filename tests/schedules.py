@@ -1,14 +1,12 @@
 """Simulate, check and draw pipeline schedules: what every rank does, in order, as the recipes' `schedule` returns it.
 
-python tests/schedules.py          draw 06_pipeline/schedules.svg from the recipes' own schedules
-python tests/schedules.py --full   check all of them against their formulas, for as many sizes as anyone has
+python tests/schedules.py        draw 06_pipeline/schedules.svg from the recipes' own schedules
 """
 
 import inspect
 import itertools
-import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,11 +14,13 @@ from typing import NamedTuple
 
 from launch import ROOT, load
 
-Operation = tuple[str, int, int]  # F, B or W, micro-batch, stage; also names the message that the operation sends
-Duration = Mapping[str, float] | Callable[[str, int], float]  # of an operation: by its kind, or by kind and stage
+Operation = tuple[str, int, int]  # (F, B or W, micro-batch, stage); it also names the message with its output
 PICTURE = ROOT / "06_pipeline" / "schedules.svg"
-UNIT = {"F": 1.0, "B": 1.0, "W": 1.0}
-EAGER = ("F", "B")
+UNIT = {"F": 1, "B": 1, "W": 1}
+ATTENTION = {"F": 1, "B": 1.25, "W": 0.75}  # attention costs B more than F, and W nothing
+QUICK = [(p, m) for p in (1, 2, 3, 4, 8, 16) for m in sorted({p, p + 1, 2 * p, 4 * p, 64})]  # (ranks, micro-batches)
+FULL = [(p, m) for p in range(1, 17) for m in sorted({*range(1, 18), 2 * p, 2 * p + 1, 3 * p, 4 * p, 64})]
+FILL = {"F": ("#a9cdee", "#6ca6dd"), "B": ("#b3dcab", "#79bd70"), "W": ("#f5d595", "#dfa94a")}  # by chunk
 
 
 class Deadlock(Exception):
@@ -28,7 +28,7 @@ class Deadlock(Exception):
 
 
 class Crossed(Deadlock):
-    """The two ends of a channel disagree about which message is next: as messages carry no tag, a wrong one arrives."""
+    """The ends of a channel disagree about which message is next. Messages carry no tag: the wrong one would arrive."""
 
 
 # ---------------------------------------------------------------------------------------------------------- pipeline
@@ -36,8 +36,9 @@ class Crossed(Deadlock):
 class Pipeline:
     """What every rank does, in order, and where the stages are.
 
-    place: the rank of every stage. depth: how many stages a micro-batch goes through, those from a multiple of depth to
-    the next; DualPipe has two such pipelines, all others one. whole: B computes the gradients of the weights as well.
+    place: the rank of every stage. A micro-batch goes through `depth` stages, from one whose number is a multiple of
+    depth to the last before the next such; DualPipe has two pipelines of this kind, all others have one.
+    whole: B computes the weight gradients as well, there is no W.
     """
 
     orders: tuple[tuple[Operation, ...], ...]
@@ -45,46 +46,53 @@ class Pipeline:
     depth: int
     whole: bool
 
-    def input(self, operation: Operation) -> Operation | None:
-        """The operation of another stage whose output this one takes; None if it takes ids, the loss, or is a W."""
+    def takes(self, operation: Operation) -> Operation | None:
+        """The operation of a neighbouring stage whose output this one needs, if there is one."""
         op, i, stage = operation
-        if op == "F" and stage % self.depth:
+        if op == "F" and stage % self.depth > 0:
             return op, i, stage - 1
-        if op == "B" and (stage + 1) % self.depth:
+        if op == "B" and stage % self.depth < self.depth - 1:
             return op, i, stage + 1
         return None
 
-    def own(self, operation: Operation) -> Operation | None:
-        """The operation of the same stage that must be done before: F before B, B before W."""
+    def follows(self, operation: Operation) -> Operation | None:
+        """The operation of its own stage that must be done before: F before B, B before W."""
         op, i, stage = operation
-        return None if op == "F" else ("FBW"["FBW".index(op) - 1], i, stage)
+        return None if op == "F" else ("F" if op == "B" else "B", i, stage)
 
     def target(self, operation: Operation) -> int:
-        """The rank that takes the output; the operation's own if no other does."""
+        """The rank that takes the output; the operation's own if there is none."""
         op, _, stage = operation
-        if op == "F" and (stage + 1) % self.depth:
+        if op == "F" and stage % self.depth < self.depth - 1:
             return self.place[stage + 1]
-        if op == "B" and stage % self.depth:
+        if op == "B" and stage % self.depth > 0:
             return self.place[stage - 1]
         return self.place[stage]
 
 
 def pipeline(module: ModuleType, ranks: int, microbatches: int, chunks: int = 2) -> Pipeline:
-    """Build the pipeline of a recipe. chunks: stages per rank, for a recipe that leaves the choice."""
-    chosen = [chunks] if "chunks" in inspect.signature(module.schedule).parameters else []
-    place = module.place(ranks, *chosen) if hasattr(module, "place") else list(range(ranks))
-    stages = [[stage for stage, rank in enumerate(place) if rank == mine] for mine in range(ranks)]
-    orders = tuple(
-        tuple((op, i, stages[rank][chunk[0] if chunk else 0]) for op, i, *chunk in order)
-        for rank, order in enumerate(module.schedule(rank, ranks, *chosen, microbatches) for rank in range(ranks))
-    )
+    """Build the pipeline of a recipe. chunks: stages per rank, where the recipe has that choice."""
+    chosen = (chunks,) if "chunks" in inspect.signature(module.schedule).parameters else ()
+    place = tuple(module.place(ranks, *chosen)) if hasattr(module, "place") else tuple(range(ranks))
+    orders = []
+    for rank in range(ranks):
+        stages = [stage for stage, owner in enumerate(place) if owner == rank]  # by chunk
+        order = module.schedule(rank, ranks, *chosen, microbatches)
+        orders.append(tuple((op, i, stages[chunk[0] if chunk else 0]) for op, i, *chunk in order))
     depth = ranks if Path(module.__file__).stem == "dualpipe" else len(place)
-    return Pipeline(orders, tuple(place), depth, all(op != "W" for order in orders for op, _, _ in order))
+    whole = all(op != "W" for order in orders for op, _, _ in order)
+    return Pipeline(tuple(orders), place, depth, whole)
 
 
-# ---------------------------------------------------------------------------------------------------------- simulation
+def words(operation: Operation) -> str:
+    """Name an operation, or its output, in a message."""
+    op, i, stage = operation
+    return f"{op} of micro-batch {i} on stage {stage}"
+
+
+# -------------------------------------------------------------------------------------------------------- simulation
 class Slot(NamedTuple):
-    """An operation and when it runs."""
+    """An operation of a rank and when it runs, in the units of `duration`."""
 
     rank: int
     op: str
@@ -94,142 +102,298 @@ class Slot(NamedTuple):
     end: float
 
 
-def simulate(pipeline: Pipeline, duration: Duration = UNIT, transfer: float = 0) -> list[Slot]:
-    """Run every rank's list, in order, each operation as soon as what it needs is there; messages never block.
+def simulate(
+    pipeline: Pipeline, duration: dict[str, float] | Callable[[str, int], float] = UNIT, transfer: float = 0
+) -> list[Slot]:
+    """Run every rank's list in order, each operation as soon as its input is there; sends never block.
 
-    A whole backward takes the durations of B and W. transfer: time from the end of an operation until another rank has
-    its output. Raises Deadlock if an operation can't run.
+    duration: time of F, B and W, or a function of operation and stage; a whole backward takes the time of B and W.
+    transfer: time from the end of an operation until another rank has its output. Raises Deadlock.
     """
-    length = duration if callable(duration) else lambda op, stage: duration[op]
-    ends: dict[Operation, float] = {}
-    slots, position, free = [], [0] * len(pipeline.orders), [0.0] * len(pipeline.orders)
-    progress = True
+    cost = duration if callable(duration) else lambda op, stage: duration[op]
+    left = [deque(order) for order in pipeline.orders]
+    ends: dict[Operation | None, float] = {None: 0}  # None: nothing is needed
+    free, slots, progress = [0.0] * len(left), [], True
     while progress:
         progress = False
-        for rank, order in enumerate(pipeline.orders):
-            while position[rank] < len(order):
-                op, i, stage = operation = order[position[rank]]
-                needed, own, start = pipeline.input(operation), pipeline.own(operation), free[rank]
-                if needed and needed not in ends or own and own not in ends:
+        for rank, order in enumerate(left):
+            while order:
+                op, i, stage = operation = order[0]
+                taken, before = pipeline.takes(operation), pipeline.follows(operation)
+                if taken not in ends or before not in ends:
                     break
-                if needed:
-                    start = max(start, ends[needed] + (transfer if pipeline.place[needed[2]] != rank else 0))
-                end = start + length(op, stage)
-                if op == "B" and pipeline.whole:
-                    end += length("W", stage)
+                arrival = ends[taken] + (transfer if taken and pipeline.place[taken[2]] != rank else 0)
+                start = max(free[rank], arrival)
+                end = start + cost(op, stage) + (cost("W", stage) if op == "B" and pipeline.whole else 0)
                 free[rank] = ends[operation] = end
                 slots.append(Slot(rank, op, i, stage, start, end))
-                position[rank] += 1
+                order.popleft()
                 progress = True
-    waiting = {r: order[n] for r, (order, n) in enumerate(zip(pipeline.orders, position)) if n < len(order)}
-    if waiting:
-        raise Deadlock("; ".join(f"rank {rank} waits for what {name(waits)} needs" for rank, waits in waiting.items()))
+    if any(left):
+        waits = [(r, (pipeline.takes(order[0]), pipeline.follows(order[0]))) for r, order in enumerate(left) if order]
+        missing = [(rank, " and ".join(words(need) for need in needs if need not in ends)) for rank, needs in waits]
+        raise Deadlock("; ".join(f"rank {rank} waits for {what}" for rank, what in missing))
     return slots
 
 
-def name(operation: Operation) -> str:
-    """An operation in words."""
-    op, i, stage = operation
-    return f"{op} of micro-batch {i} on stage {stage}"
-
-
 def makespan(slots: list[Slot]) -> float:
-    """When the last operation ends."""
+    """Return when the last operation ends; the first starts at 0."""
     return max(slot.end for slot in slots)
 
 
 def idle(slots: list[Slot]) -> list[float]:
-    """Time, of every rank, from 0 to the makespan in which it has nothing to do."""
-    spare = [makespan(slots)] * (1 + max(slot.rank for slot in slots))
+    """Return for how much of the makespan each rank has nothing to do."""
+    waiting = [makespan(slots)] * (1 + max(slot.rank for slot in slots))
     for slot in slots:
-        spare[slot.rank] -= slot.end - slot.start
-    return spare
+        waiting[slot.rank] -= slot.end - slot.start
+    return waiting
 
 
 def idle_share(slots: list[Slot]) -> float:
-    """Share of ranks x makespan in which a rank has nothing to do."""
-    return sum(idle(slots)) / (makespan(slots) * len(idle(slots)))
+    """Return the share of ranks x makespan in which a rank has nothing to do."""
+    waiting = idle(slots)
+    return sum(waiting) / (len(waiting) * makespan(slots))
 
 
 def in_flight(pipeline: Pipeline, until: str = "W") -> list[int]:
-    """Most chunks of a rank, counted once per micro-batch, that have been forward and not yet through `until`, B or W."""
-    last, peaks = "B" if pipeline.whole else until, []
-    for order in pipeline.orders:
-        steps = ((op == "F") - (op == last) for op, _, _ in order)
-        peaks.append(max(itertools.accumulate(steps, initial=0)))
-    return peaks
+    """Return each rank's peak of forwards that wait for their W, or for their B: micro-batches x chunks."""
+    last = "B" if pipeline.whole else until
+    changes = [[(op == "F") - (op == last) for op, _, _ in order] for order in pipeline.orders]
+    return [max(itertools.accumulate(change)) for change in changes]
 
 
-# ---------------------------------------------------------------------------------------------------------- transport
-def one_way(op: str, source: int, target: int) -> Hashable:
-    """A communicator of its own for every operation, source and target: as many as there are channels."""
+# --------------------------------------------------------------------------------------------------------- transport
+def per_channel(op: str, source: int, target: int) -> Hashable:
+    """Give the outputs of F, and of B, from one rank to another a communicator of their own."""
     return op, source, target
 
 
-def rendezvous(pipeline: Pipeline, communicators: Callable[[str, int, int], Hashable] = one_way) -> None:
-    """Run every rank's list as run_schedule does, over a transport that stores nothing. Raise Deadlock or Crossed.
+def per_direction(op: str, source: int, target: int) -> Hashable:
+    """Share communicators as `connect` of the recipes does: all ranks one per operation and direction."""
+    return op, source < target
 
-    A message passes when its sender and its receiver have both started it, each after all it had started before on
-    the same communicator. communicators(op, source, target): which one carries the messages of a channel.
+
+def steps(pipeline: Pipeline, rank: int) -> Iterator[tuple[str, Operation, int]]:
+    """Yield what run_schedule does on a rank, as (what, operation, rank).
+
+    "start": its end of the transfer of the operation's output to that rank. "wait": until the output is on that rank.
+    "run": the operation itself.
     """
-    has: list[set[Operation]] = [set() for _ in pipeline.orders]  # results on a rank: its own, and received
-    queues = defaultdict(deque)  # (communicator, rank) -> the transfers it has started, as (operation, source, target)
+    outputs, gradients = {}, []  # sent to which rank
+    for operation in pipeline.orders[rank]:
+        taken, before, target = pipeline.takes(operation), pipeline.follows(operation), pipeline.target(operation)
+        if taken and pipeline.place[taken[2]] != rank:
+            yield "start", taken, rank
+        for need in filter(None, (taken, before)):
+            yield "wait", need, rank
+        if operation[0] == "B":
+            yield "wait", before, outputs.pop(before, rank)  # B frees the output of F: it must have left
+        yield "run", operation, rank
+        if target != rank:
+            yield "start", operation, target
+        if operation[0] == "F":
+            outputs[operation] = target
+        elif operation[0] == "B":
+            gradients.append((operation, target))
+        if len(gradients) > 2:
+            yield "wait", *gradients.pop(0)
+    for sent in [*gradients, *outputs.items()]:
+        yield "wait", *sent
 
-    def start(operation: Operation, source: int, target: int, here: int) -> None:
-        """Queue one end of a transfer on the rank `here`, and let pass what can."""
-        if source == target:
-            return
-        communicator = communicators(operation[0], source, target)
-        queues[communicator, here].append((operation, source, target))
-        look = [here]
-        while look:
-            queue = queues[communicator, look.pop()]
-            if not queue:
-                continue
-            message, *ends = queue[0]
-            other = [queues[communicator, rank] for rank in ends]
-            if not all(other):
-                continue
-            if other[0][0] == other[1][0]:
-                has[ends[1]].add(message)
-                other[0].popleft(), other[1].popleft()
-                look += ends
-            elif other[0][0][1:] == other[1][0][1:]:
-                sent, expected = (name(queue[0][0]) for queue in other)
-                raise Crossed(f"rank {ends[0]} sends {sent}, rank {ends[1]} expects {expected}")
 
-    def run(rank: int) -> Iterator[tuple[Operation, int]]:
-        """The life of a rank: yields (operation, rank) where it waits for that operation's result to be there."""
-        outputs, gradients = {}, []
-        for operation in pipeline.orders[rank]:
-            needed, own, target = pipeline.input(operation), pipeline.own(operation), pipeline.target(operation)
-            if needed:
-                start(needed, pipeline.place[needed[2]], rank, rank)
-                yield needed, rank
-            if own:
-                yield own, rank
-            if operation[0] == "B":
-                yield own, outputs.pop(own)  # the output is let go: it must have been sent
-            has[rank].add(operation)
-            start(operation, rank, target, rank)
-            if operation[0] == "F":
-                outputs[operation] = target
-            if operation[0] == "B":
-                gradients.append((operation, target))
-                if len(gradients) > 2:
-                    yield gradients.pop(0)
-        yield from [*gradients, *outputs.items()]
+def rendezvous(pipeline: Pipeline, communicators: Callable[[str, int, int], Hashable] = per_channel) -> None:
+    """Run every rank's list as run_schedule does, with a transport that stores nothing. Raises Deadlock or Crossed.
 
-    lives = {rank: run(rank) for rank in range(len(pipeline.orders))}
-    waits: dict[int, tuple[Operation, int] | None] = dict.fromkeys(lives)
+    communicators(op, source, target): which one carries the outputs of op from source to target. A message passes when
+    both its ends have been started, and all that either rank has started before on that communicator has passed.
+    """
+    left = [deque(steps(pipeline, rank)) for rank in range(len(pipeline.orders))]
+    has = [set() for _ in left]  # outputs on each rank
+    queues = defaultdict(deque)  # by communicator and rank: (operation, source, target) of the transfers it has started
     progress = True
     while progress:
         progress = False
-        for rank in list(lives):
-            while rank in lives and (waits[rank] is None or waits[rank][0] in has[waits[rank][1]]):
+        for rank, todo in enumerate(left):
+            while todo and (todo[0][0] != "wait" or todo[0][1] in has[todo[0][2]]):
+                what, operation, where = todo.popleft()
                 progress = True
-                waits[rank] = next(lives[rank], None)
-                if waits[rank] is None:
-                    del lives[rank], waits[rank]
-    if waits:
-        raise Deadlock("; ".join(f"rank {r} waits for {name(what)} to reach rank {at}" for r, (what, at) in waits.items()))
+                if what == "run":
+                    has[rank].add(operation)
+                elif what == "start":
+                    source = pipeline.place[operation[2]]
+                    communicator = communicators(operation[0], source, where)
+                    queues[communicator, rank].append((operation, source, where))
+                    let_pass(queues, communicator, rank, has)
+    if any(left):
+        waits = [(rank, *todo[0][1:]) for rank, todo in enumerate(left) if todo]
+        raise Deadlock("; ".join(f"rank {r} waits for {words(what)} to reach rank {to}" for r, what, to in waits))
+
+
+def let_pass(queues: dict, communicator: Hashable, rank: int, has: list[set[Operation]]) -> None:
+    """Pass every message that can pass now that the rank has started a transfer; see rendezvous."""
+    changed = [rank]
+    while changed:
+        queue = queues[communicator, changed.pop()]
+        if not queue:
+            continue
+        operation, source, target = queue[0]
+        sender, receiver = queues[communicator, source], queues[communicator, target]
+        if not sender or not receiver:
+            continue
+        if sender[0] == receiver[0]:
+            has[target].add(operation)
+            sender.popleft()
+            receiver.popleft()
+            changed += [source, target]
+        elif sender[0][1:] == receiver[0][1:]:
+            sent, expected = words(sender[0][0]), words(receiver[0][0])
+            raise Crossed(f"rank {source} sends {sent}, rank {target} expects {expected}")
+
+
+# ------------------------------------------------------------------------------------------------------------ claims
+@dataclass(frozen=True)
+class Claim:
+    """What a recipe's header says of its schedule, and how the picture shows it.
+
+    p: ranks, r: rank, m: micro-batches, v: chunks. idle(p, F, B, W): of each rank, from the times of a stage's
+    operations, W <= F <= B <= 2W. flight(p, r, m, v): peak of forwards that wait for their W, sooner(...): for their B,
+    if that differs. enough(p, m): these two hold. allowed(p, m): the schedule exists.
+    """
+
+    title: str
+    idle: Callable[[int, float, float, float], float]
+    flight: Callable[[int, int, int, int], int]
+    sooner: Callable[[int, int, int, int], int] | None = None
+    enough: Callable[[int, int], bool] = lambda p, m: True
+    allowed: Callable[[int, int], bool] = lambda p, m: True
+    whole: bool = False  # backward is one operation
+    size: float = 1  # layers of a stage in the picture, in layers / p
+
+
+CLAIMS = {
+    "06_pipeline/afab.py": Claim(
+        "AFAB",
+        idle=lambda p, F, B, W: (p - 1) * (F + B + W),
+        flight=lambda p, r, m, v: m,
+        whole=True,
+    ),
+    "06_pipeline/1f1b.py": Claim(
+        "1F1B",
+        idle=lambda p, F, B, W: (p - 1) * (F + B + W),
+        flight=lambda p, r, m, v: min(m, p - r),
+        whole=True,
+    ),
+    "06_pipeline/split_backward.py": Claim(
+        "1F1B, backward split",
+        idle=lambda p, F, B, W: (p - 1) * (F + B),
+        flight=lambda p, r, m, v: min(m, p - r),
+    ),
+    "06_pipeline/interleaved.py": Claim(
+        "Interleaved, 2 chunks",
+        idle=lambda p, F, B, W: (p - 1) * (F + B),
+        flight=lambda p, r, m, v: min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1),
+        allowed=lambda p, m: m % p == 0,
+        size=0.5,
+    ),
+    "06_pipeline/zero_bubble.py": Claim(
+        "Zero bubble (ZB-H1)",
+        idle=lambda p, F, B, W: (p - 1) * (F + B - W),
+        flight=lambda p, r, m, v: min(m, p),
+        sooner=lambda p, r, m, v: min(m, p - r),
+        enough=lambda p, m: m >= p,
+    ),
+    "06_pipeline/zbv.py": Claim(
+        "Zero bubble in a V (ZBV), 2 chunks",
+        idle=lambda p, F, B, W: (p - 1) * B,
+        flight=lambda p, r, m, v: 2 * p,
+        enough=lambda p, m: m >= 2 * p - 1,
+        size=0.5,
+    ),
+    "06_pipeline/dualpipe.py": Claim(
+        "DualPipe, 2 directions",
+        idle=lambda p, F, B, W: (p // 2 - 1) * (F + B - W) + max(0, (p // 2 - 1) * (B - F) - F),
+        flight=lambda p, r, m, v: p + 1,
+        enough=lambda p, m: m >= 2 * p and m % 2 == 0,
+        allowed=lambda p, m: p % 2 == 0,
+    ),
+}
+
+
+def check(module: ModuleType, sizes: Iterable[tuple[int, int]] = QUICK, chunks: Iterable[int] = (2, 3, 4)) -> None:
+    """Assert what the recipe's header says, for all sizes (ranks, micro-batches) that it allows.
+
+    Every operation once; idle time, for two ratios of F, B and W; micro-batches in flight; nothing hangs, without
+    buffers in the transport up to 8 ranks and 4 micro-batches per rank. The file's name says which recipe it is.
+    """
+    claim = CLAIMS[f"06_pipeline/{Path(module.__file__).name}"]
+    chunks = chunks if "chunks" in inspect.signature(module.schedule).parameters else [1]
+    sizes = [(p, m) for p, m in sizes if claim.allowed(p, m)]
+    assert sizes, "the recipe allows none of these sizes"
+    for (p, m), v in itertools.product(sizes, chunks):
+        line = pipeline(module, p, m, v)
+        assert line.whole == claim.whole
+        first = m if line.depth == len(line.place) else (m + 1) // 2  # of the micro-batches of the other direction
+        for rank, order in enumerate(line.orders):
+            stages = [stage for stage, owner in enumerate(line.place) if owner == rank]
+            visits = [(i, s) for s in stages for i in (range(first) if s < line.depth else range(first, m))]
+            every = [(op, *visit) for op in ("FB" if claim.whole else "FBW") for visit in visits]
+            assert sorted(order) == sorted(every), f"{p} ranks, {m} micro-batches: rank {rank} does {order}"
+        for cost in UNIT, ATTENTION:
+            found, expected = idle(simulate(line, cost)), claim.idle(p, **cost)
+            if claim.enough(p, m):
+                assert all(abs(time - expected) < 1e-9 for time in found), (p, m, v, cost, found, expected)
+        if claim.enough(p, m):
+            for until, formula in ("W", claim.flight), ("B", claim.sooner or claim.flight):
+                found, expected = in_flight(line, until), [formula(p, rank, m, v) for rank in range(p)]
+                assert found == expected, (p, m, v, until, found, expected)
+        if p <= 8 and m <= 4 * p:
+            rendezvous(line, per_direction)  # fewer communicators than per_channel: what passes here passes there
+
+
+# ----------------------------------------------------------------------------------------------------------- picture
+def draw(ranks: int = 4, microbatches: int = 8) -> str:
+    """An SVG: time to the right, a row per rank, a box per operation with the number of its micro-batch."""
+    unit, row, left, panel = 24, 24, 60, ranks * 24 + 42
+    charts = []
+    for path, claim in CLAIMS.items():
+        line = pipeline(load(path), ranks, microbatches)
+        charts.append((claim, line, simulate(line, {op: claim.size for op in "FBW"})))
+    width, height = left + unit * max(makespan(slots) for *_, slots in charts) + 100, panel * len(charts) + 66
+    svg = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height}" font-family="sans-serif" '
+        'font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for number, (claim, line, slots) in enumerate(charts):
+        top, end = panel * number + 30, left + unit * makespan(slots)
+        title = f"{claim.title}: {ranks} ranks, {microbatches} micro-batches, idle {idle_share(slots):.1%} of the time"
+        svg.append(f'<text x="{left}" y="{top - 8}" font-weight="bold">{title}</text>')
+        for rank, peak in enumerate(in_flight(line)):
+            y = top + row * rank
+            svg.append(f'<text x="8" y="{y + 15}">rank {rank}</text>')
+            svg.append(f'<rect x="{left}" y="{y}" width="{end - left:g}" height="{row - 3}" fill="#eeeeee"/>')
+            svg.append(f'<text x="{end + 8:g}" y="{y + 15}">{peak * claim.size:g} in flight</text>')
+        boxes, numbers = [], []
+        for slot in slots:
+            x, y, w = left + unit * slot.start, top + row * slot.rank, unit * (slot.end - slot.start)
+            fill = FILL[slot.op][slot.stage >= ranks]
+            boxes.append(f'<rect x="{x:g}" y="{y}" width="{w:g}" height="{row - 3}" fill="{fill}"/>')
+            numbers.append(f'<text x="{x + w / 2:g}" y="{y + 14}">{slot.i}</text>')
+        svg += ['<g stroke="white">', *boxes, '</g><g text-anchor="middle" font-size="10">', *numbers, "</g>"]
+    legend = ["forward", "backward, twice as long where it is not split", "weight gradients"]
+    x, y = left, panel * len(charts) + 16
+    for (light, dark), text in zip(FILL.values(), legend):
+        svg.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{light}"/>')
+        svg.append(f'<rect x="{x + 12}" y="{y}" width="12" height="12" fill="{dark}"/>')
+        svg.append(f'<text x="{x + 30}" y="{y + 10}">{text}</text>')
+        x += 60 + 6 * len(text)
+    notes = [
+        "Darker: a rank's second chunk (each is half of its layers), in DualPipe the second direction. Grey: idle.",
+        f"In flight: peak of activations on a rank; 1 is a micro-batch in 1/{ranks} of the layers, until W is done.",
+    ]
+    svg += [f'<text x="{left}" y="{y + 30 + 16 * n}">{note}</text>' for n, note in enumerate(notes)]
+    return "\n".join([*svg, "</svg>"]) + "\n"
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw())
