@@ -396,16 +396,18 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(output, targets) if model.stage == model.stages - 1 else output
 
 
-def prepare(model: nn.Module, rows: tuple[int, int], dtype: torch.dtype) -> list[Linear]:
-    """Cast all matrices for micro-batches of [b/m, s] rows, and have their layers hand on x and dy; return the layers.
+def prepare(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Linear]:
+    """Cast all matrices for the micro-batches [b/m, s] to come, have their layers hand on x and dy; return the layers.
 
-    The leaves of that shape have one element: only their gradients are ever read.
+    The leaves for x and dy have one element in memory: only their gradients are ever read, and they have full shape.
     """
+    if len({micro.shape for micro in inputs}) > 1:
+        raise ValueError("micro-batches must have the same shape: gradients would be summed to that of the leaves")
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     for layer in layers:
         layer.cast = layer.weight.detach().to(dtype)
         one = torch.empty(1, dtype=dtype, device=layer.weight.device)
-        layer.takes = tuple(one.expand(*rows, n).requires_grad_() for n in reversed(layer.weight.shape))
+        layer.takes = tuple(one.expand(*inputs[0].shape, n).requires_grad_() for n in reversed(layer.weight.shape))
     return layers
 
 
@@ -414,18 +416,18 @@ def backward_input(
 ) -> tuple[Tensor | None, list[tuple[nn.Parameter, Tensor, Tensor]]]:
     """B: return the gradient of x [b/m, s, d], None if x are ids, and (weight, x, dy) of every layer that output needs.
 
-    What the forward saved is freed. Parameters outside of the layers, norms and embedding, get their gradients here.
+    What the forward saved is freed. All that is not the weight of a layer, norms and embedding, gets its gradient here.
     """
-    matrices = {id(layer.weight) for layer in layers}
-    others = [p for p in model.parameters() if id(p) not in matrices]
-    leaves = [*([x] if x.requires_grad else []), *others, *(leaf for layer in layers for leaf in layer.takes)]
-    # what is not part of output has None
+    parameters = list(model.parameters())
+    leaves = [*([x] if x.requires_grad else []), *parameters, *(leaf for layer in layers for leaf in layer.takes)]
+    # None for what output does not need, and for weights of layers, whose casts have no graph; not for a tied embedding
     found = list(torch.autograd.grad(output, leaves, gradient, allow_unused=True))
     upstream = found.pop(0).contiguous() if x.requires_grad else None
-    for p, g in zip(others, found):
+    for p, g in zip(parameters, found):
         if g is not None:
             p.grad = g if p.grad is None else p.grad + g
-    operands = zip((layer.weight for layer in layers), found[len(others) :: 2], found[len(others) + 1 :: 2])
+    handed = found[len(parameters) :]
+    operands = zip((layer.weight for layer in layers), handed[::2], handed[1::2])
     return upstream, [(weight, into, out) for weight, into, out in operands if out is not None]
 
 
@@ -459,7 +461,7 @@ def run_schedule(
     """
     alive, due, sending, dtype = {}, {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
-    layers = prepare(model, inputs[0].shape, dtype)
+    layers = prepare(model, inputs, dtype) if torch.is_grad_enabled() else []
     for op, i in operations:
         if op == "W":
             backward_weights(due.pop(i))

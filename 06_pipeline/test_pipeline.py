@@ -103,6 +103,14 @@ def test_weight_gradients_keep_their_operands_alone(recipe):
         assert (peak, others) == (max(late), 0)
 
 
+@pytest.mark.parametrize("recipe", [*SPLIT, *CHUNKED])
+def test_micro_batches_of_two_shapes_are_refused(recipe):
+    """Gradients of a larger one would be summed to the shape of the leaves that prepare has laid out."""
+    module = load(recipe)
+    with pytest.raises(ValueError, match="same shape"):
+        module.prepare(module.Linear(4, 4), (torch.zeros(1, 8), torch.zeros(2, 8)), torch.float32)
+
+
 def received_in_memory(module):
     """A probe: the most received activations that are in memory when another arrives."""
     arrived, peak, receive = [], [0], module.receive
@@ -353,8 +361,9 @@ def test_bad_input(recipe):
         assert all(word in line for word in words) and failure.value.code == 1
 
 
-def test_picture_is_up_to_date():
-    assert schedules.PICTURE.read_text() == schedules.draw(), "run python tests/schedules.py"
+def test_pictures_are_up_to_date():
+    for file, svg in schedules.pictures().items():
+        assert file.read_text() == svg, "run python tests/schedules.py"
 
 
 @pytest.mark.thorough

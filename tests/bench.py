@@ -383,7 +383,7 @@ def idle(file: str, flags: str, gpus: int) -> dict[str, object]:
     """Idle share of a pipeline, mean over ranks, median over the steps after warm-up, beside what is expected.
 
     formula: with equal durations of F, B and W. simulated: with the measured ones of every stage, and a transfer that
-    takes what PEER_TO_PEER says. Milliseconds are those of the whole schedule.
+    takes what schedules.PEER_TO_PEER says. Milliseconds are those of the whole schedule.
     """
     ranks = launch(file, gpus, flags, probe=events_around_operations, timeout=500, save=False).probes
     settled = [steps[len(steps) // 2 :] for steps, _ in ranks]
@@ -413,14 +413,11 @@ def idle(file: str, flags: str, gpus: int) -> dict[str, object]:
     }
 
 
-PEER_TO_PEER = 135e9  # bytes per second of a message of 16 MiB: what 02_data_parallel/collectives.py has for its ring
-
-
 def transfer_ms(flags: str) -> float:
     """Milliseconds in which the activations of a micro-batch, in bf16, cross a boundary."""
     shape = load("06_pipeline/1f1b.py").PRESETS[re.search(r"--preset (\w+)", flags)[1]]
     seq, batch, m = (int(re.search(rf"--{flag} (\d+)", flags)[1]) for flag in ("seq", "batch", "microbatches"))
-    return 2 * batch // m * seq * shape["dim"] / PEER_TO_PEER * 1e3
+    return 2 * batch // m * seq * shape["dim"] / schedules.PEER_TO_PEER * 1e3
 
 
 def stage_times(file: str, stage: int, stages: int, flags: str) -> dict[str, float]:
@@ -442,7 +439,7 @@ def stage_times(file: str, stage: int, stages: int, flags: str) -> dict[str, flo
     gradient = None if last else torch.randn(b, cfg.seq, cfg.dim, device="cuda", dtype=torch.bfloat16) / 1e4
     optimizer, events = module.make_optimizer(cfg, model), []
     for _ in range(12):
-        layers = module.prepare(model, (b, cfg.seq), torch.bfloat16) if split else []
+        layers = module.prepare(model, (ids,), torch.bfloat16) if split else []
         for _ in range(8):
             x = ids if stage == 0 else torch.randn(b, cfg.seq, cfg.dim, device="cuda", dtype=torch.bfloat16)
             x = x if stage == 0 else x.requires_grad_()

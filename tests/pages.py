@@ -61,6 +61,12 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "06_pipeline/naive.py": "the layers cut into stages",
     "06_pipeline/afab.py": "several micro-batches in the pipeline at once",
     "06_pipeline/1f1b.py": "the same operations in an order that frees memory",
+    "06_pipeline/split_backward.py": "backward in two: what others wait for goes first",
+    "06_pipeline/zero_bubble.py": "... and the rest fills the gaps",
+    "06_pipeline/interleaved.py": "several stages per rank, for shorter gaps",
+    "06_pipeline/zbv.py": "... placed in a V, and backward fills the gaps",
+    "06_pipeline/dualpipe.py": "... a pipeline in each direction, weights twice",
+    "06_pipeline/torch_pipelining.py": "the same by torch.distributed.pipelining",
 }
 FOLDERS = {  # and what each teaches
     "01_single_gpu": "the program that all others change, its memory and its time",
@@ -89,6 +95,10 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "context_128k": ("05_context_ring", "One sequence of 131,072 tokens, and half as many layers."),
     "context_million": ("05_context_ring", "A million tokens: one layer and a small vocabulary, so that they fit."),
     "context_attention": (None, ""),  # has a table of its own
+    "pipeline": ("06_pipeline", "The schedules, against torch's 1F1B, whole model, 16 micro-batches of one sequence."),
+    "pipeline_more": ("06_pipeline", "Two more, against split_backward.py."),
+    "pipeline_twins": ("06_pipeline", "Torch's schedules among themselves; ZBV is not compiled, since torch cannot."),
+    "pipeline_parts": (None, ""),  # for the predictions
     "four": ("06_pipeline", "Two schedules. The first line trains another model and batch: compare its MFU alone."),
     "collectives": (None, ""),  # has a table of its own
 }
@@ -360,12 +370,12 @@ def speed(folder: str) -> str:
                     f"{statistics.median(mfu):.1f} %" if mfu else "",
                     " to ".join(f"{gib:.1f}" for gib in sorted({min(memory), max(memory)})) + " GiB" if memory else "",
                     exposed(row),
-                    f"{pipeline['idle']:.1%} ({pipeline['formula']:.1%})" if pipeline else "",
+                    waiting(pipeline) if pipeline else "",
                     "{forward:.2f} + {backward:.2f}".format(**row["block_ms"]) if "block_ms" in row else "",
                 ]
             )
         head = ["file", "tokens/s/GPU", "in all rounds", "× first", "MFU", "memory", "exposed communication"]
-        head += ["idle (formula)", "block, ms forward + backward"]
+        head += ["idle (expected)", "block, ms forward + backward"]
         filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
         text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
         flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
@@ -376,6 +386,43 @@ def speed(folder: str) -> str:
         sentence = SUITES.get(name, (folder, ""))[1]
         parts.append("\n\n".join(filter(None, [sentence, note, text, details])))
     return "\n\n".join(parts) or UNKNOWN
+
+
+def waiting(pipeline: dict) -> str:
+    """Measured idle share; simulated from the run's own durations, if it was; by the formula."""
+    expected = [f"{pipeline[key]:.1%}" for key in ("simulated", "formula") if key in pipeline]
+    return f"{pipeline['idle']:.1%} ({', '.join(expected)})"
+
+
+def predictions() -> str:
+    """Tokens per second of every schedule for several numbers of ranks, from what one GPU needs for every operation."""
+    import schedules  # imports torch
+
+    stored = results("speed.json") or {}
+    if "pipeline_parts" not in stored:
+        return UNKNOWN
+    rows, parts = [], stored["pipeline_parts"]
+    for path in schedules.CLAIMS:
+        name = Path(path).name
+        cells = []
+        for ranks in schedules.PREDICTED_RANKS:
+            for each in 2, 4:
+                tokens, busy = schedules.tokens_per_second(path, ranks, each * ranks, stored)
+                cells.append(f"{tokens / 1000:.0f}k ({1 - busy:.0%})")
+        rows.append([f"[`{name}`](#{anchor(name)})", *cells])
+    head = ["file", *(f"{p} ranks, m {each * p}" for p in schedules.PREDICTED_RANKS for each in (2, 4))]
+    note = f"{parts['gpu']}, torch {parts['torch']}, {parts['date']}, `{parts['command']}`"
+    measured = {row["file"]: row for suite in ("pipeline", "pipeline_more") for row in stored[suite]["rows"]}
+    rounds = {file: [turn["tokens"] for turn in row["rounds"]] for file, row in measured.items()}
+    ranks, near = int(stored["pipeline"]["gpu"].split()[0]), []
+    for path in schedules.CLAIMS:
+        if path in rounds:
+            _, step, _ = schedules.predict(path, ranks, 16, 24, stored)
+            guess, found = 16 * 4096 / step * 1e3 / ranks, statistics.median(rounds[path])
+            name = Path(path).name
+            near.append([f"[`{name}`](#{anchor(name)})", f"{guess:,.0f}", f"{found:,.0f}", f"{guess / found - 1:+.1%}"])
+    check = table(["file", "predicted, tokens/s/GPU", f"measured on {ranks} GPUs", "difference"], near)
+    return f"{note}\n\n{table(head, rows)}\n\n{check}"
 
 
 def attention() -> str:
@@ -477,6 +524,7 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
         "03_zero": {"memory": memory_of_stages},
         "04_tensor_sequence": {"memory": memory_of_blocks},
         "05_context_ring": {"attention": attention},
+        "06_pipeline": {"predictions": predictions},
     }
     return here | extra.get(folder, {})
 

@@ -331,6 +331,79 @@ def one_f_one_b(cfg: Config):
     return model, optimizer_of(cfg, model), forward_backward_1f1b, clip_1f1b, evaluate_1f1b, tensors
 
 
+# ---------------------------------------------------------------------------------------------------- 06_pipeline/zbv
+
+
+class WithBias:
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bias
+
+
+def replaced(linear: nn.Linear) -> nn.Module:
+    """Return the pasted layer with the weight of one of the trainer's, and with its bias, if it has one."""
+    kind = Linear if linear.bias is None else type("LinearWithBias", (WithBias, Linear), {})
+    layer = kind(linear.in_features, linear.out_features)
+    layer.weight = linear.weight
+    if linear.bias is not None:
+        layer.bias = linear.bias
+    return layer
+
+
+class Chunks(GPT):
+    def forward(self, x: Tensor, chunk: int) -> Tensor:
+        x = self.embed(x) if self.before[chunk] is None else x
+        for i in self.chunks[chunk]:
+            x = self.blocks[i](x)
+        return self.head(self.ln_f(x)) if self.after[chunk] is None else x
+
+
+def forward_zbv(cfg: Config, model: Chunks, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    output = model(x, chunk)
+    return sum_of_losses(output, targets) if model.after[chunk] is None else output
+
+
+def run_chunks(cfg: Config, model: Chunks, operations: list, count: int, ids: Tensor, targets: Tensor) -> Tensor:
+    globals()["forward"] = forward_zbv  # run_schedule calls it by this name
+    tokens = (targets != IGNORE).sum()
+    return summed(run_schedule(cfg, model, operations, ids.chunk(count), targets.chunk(count), tokens), model.pp)
+
+
+def forward_backward_zbv(cfg: Config, model: Chunks, ids: Tensor, targets: Tensor) -> Tensor:
+    return run_chunks(cfg, model, schedule(model.pp.rank(), model.pp.size(), 5), 5, ids, targets)
+
+
+def evaluate_zbv(cfg: Config, model: Chunks, ids: Tensor, targets: Tensor) -> Tensor:
+    forwards = [operation for operation in schedule(model.pp.rank(), model.pp.size(), 2) if operation[0] == "F"]
+    return run_chunks(cfg, model, forwards, 2, ids, targets)
+
+
+def clip_zbv(cfg: Config, model: Chunks) -> Tensor:
+    norm = summed(nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2, model.pp).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
+    return norm
+
+
+def zbv(cfg: Config):
+    pp = dist.group.WORLD
+    model = initialize(cfg, Chunks(cfg))
+    for part in list(model.modules()):
+        for name, child in part.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(part, name, replaced(child))
+    ranks = place(pp.size())
+    stages = [stage for stage, rank in enumerate(ranks) if rank == pp.rank()]
+    model.pp, model.links = pp, connect(ranks, [pp, *(dist.new_group() for _ in range(3))], cfg.device)
+    model.before = [ranks[stage - 1] if stage else None for stage in stages]
+    model.after = [ranks[stage + 1] if stage + 1 < len(ranks) else None for stage in stages]
+    parts = [part.tolist() for part in torch.arange(cfg.layers).tensor_split(len(ranks))]
+    model.chunks = [parts[stage] for stage in stages]
+    for i in set(range(cfg.layers)) - {i for chunk in model.chunks for i in chunk}:
+        model.blocks[i] = nn.Identity()
+    if pp.rank() > 0:
+        del model.wte, model.wpe, model.ln_f, model.head
+    return model, optimizer_of(cfg, model), forward_backward_zbv, clip_zbv, evaluate_zbv, tensors
+
+
 # ----------------------------------------------------------------------------------- 04_tensor_sequence/tensor_parallel
 
 

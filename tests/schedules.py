@@ -1,10 +1,13 @@
 """Simulate, check and draw pipeline schedules: what every rank does, in order, as the recipes' `schedule` returns it.
 
-python tests/schedules.py        draw 06_pipeline/schedules.svg from the recipes' own schedules
+python tests/schedules.py        draw the pictures of 06_pipeline from the recipes' own schedules, with equal durations
+                                  of all operations, and with those that tests/bench.py has measured
 """
 
 import inspect
 import itertools
+import json
+import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +19,12 @@ from launch import ROOT, load
 
 Operation = tuple[str, int, int]  # (F, B or W, micro-batch, stage); it also names the message with its output
 PICTURE = ROOT / "06_pipeline" / "schedules.svg"
+MEASURED = ROOT / "06_pipeline" / "schedules_measured.svg"
+PREDICTED = ROOT / "06_pipeline" / "predicted.svg"
+STORED = ROOT / "tests" / "results" / "speed.json"
+PREDICTED_RANKS = 4, 8, 16, 64
+PEER_TO_PEER = 135e9  # bytes per second of a message of 16 MiB: the ring of 02_data_parallel/collectives.py
+ALL_REDUCE = 307e9  # bus bandwidth from 64 MiB on, by the same table
 UNIT = {"F": 1, "B": 1, "W": 1}
 ATTENTION = {"F": 1, "B": 1.25, "W": 0.75}  # attention costs B more than F, and W nothing
 QUICK = [(p, m) for p in (1, 2, 3, 4, 8, 16) for m in sorted({p, p + 1, 2 * p, 4 * p, 64})]  # (ranks, micro-batches)
@@ -112,27 +121,27 @@ def simulate(
     """
     cost = duration if callable(duration) else lambda op, stage: duration[op]
     left = [deque(order) for order in pipeline.orders]
-    ends: dict[Operation | None, float] = {None: 0}  # None: nothing is needed
-    free, slots, progress = [0.0] * len(left), [], True
-    while progress:
-        progress = False
-        for rank, order in enumerate(left):
-            while order:
-                op, i, stage = operation = order[0]
-                taken, before = pipeline.takes(operation), pipeline.follows(operation)
-                if taken not in ends or before not in ends:
-                    break
-                arrival = ends[taken] + (transfer if taken and pipeline.place[taken[2]] != rank else 0)
-                start = max(free[rank], arrival)
-                end = start + cost(op, stage) + (cost("W", stage) if op == "B" and pipeline.whole else 0)
-                free[rank] = ends[operation] = end
-                slots.append(Slot(rank, op, i, stage, start, end))
-                order.popleft()
-                progress = True
+    ends, free, slots, awake = {}, [0.0] * len(left), [], deque(range(len(left)))
+    while awake:
+        rank = awake.popleft()
+        while left[rank]:
+            op, i, stage = operation = left[rank][0]
+            taken, before = pipeline.takes(operation), pipeline.follows(operation)
+            if (taken and taken not in ends) or (before and before not in ends):
+                break  # the rank that has it wakes this one
+            arrival = ends[taken] + transfer * (pipeline.place[taken[2]] != rank) if taken else 0
+            start = max(free[rank], arrival)
+            end = start + cost(op, stage) + (cost("W", stage) if op == "B" and pipeline.whole else 0)
+            free[rank] = ends[operation] = end
+            slots.append(Slot(rank, op, i, stage, start, end))
+            left[rank].popleft()
+            if (target := pipeline.target(operation)) != rank:
+                awake.append(target)
     if any(left):
-        waits = [(r, (pipeline.takes(order[0]), pipeline.follows(order[0]))) for r, order in enumerate(left) if order]
-        missing = [(rank, " and ".join(words(need) for need in needs if need not in ends)) for rank, needs in waits]
-        raise Deadlock("; ".join(f"rank {rank} waits for {what}" for rank, what in missing))
+        waiting = [(rank, order[0]) for rank, order in enumerate(left) if order]
+        needs = [(rank, [pipeline.takes(op), pipeline.follows(op)]) for rank, op in waiting]
+        missing = [(rank, [words(need) for need in both if need and need not in ends]) for rank, both in needs]
+        raise Deadlock("; ".join(f"rank {rank} waits for {' and '.join(what)}" for rank, what in missing))
     return slots
 
 
@@ -350,14 +359,94 @@ def check(module: ModuleType, sizes: Iterable[tuple[int, int]] = QUICK, chunks: 
             rendezvous(line, per_direction)  # fewer communicators than per_channel: what passes here passes there
 
 
+# -------------------------------------------------------------------------------------------------------- prediction
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of a micro-batch on a stage, by operation, from those that bench.py's pipeline_parts has measured.
+
+    A stage takes `base`, a time per layer, and what embedding and head add: fitted to the stages of smollm_1_7b in 4
+    and in 8, with the backward whole or split. optimizer: the same for clip and AdamW.
+    """
+
+    fits: dict[str, tuple[float, float, float, float]]  # operation: base, per layer, embedding, head
+
+    def of(self, op: str, layers: int, first: bool, last: bool) -> float:
+        """The time of an operation on a stage of so many layers, with embedding or head."""
+        base, layer, embedding, head = self.fits[op]
+        return base + layers * layer + embedding * first + head * last
+
+
+def times(stored: dict, whole: bool) -> Times:
+    """Fit the measured stages: those in the middle by least squares, then embedding and head to what the ends add."""
+    file = "06_pipeline/1f1b.py" if whole else "06_pipeline/split_backward.py"
+    rows = [row for row in stored["pipeline_parts"]["rows"] if row["file"] == file]
+    fits = {}
+    for op in "FB" if whole else "FBW":
+        fits[op] = fit(rows, op)
+    return Times({**fits, "optimizer": fit(rows, "optimizer")} | ({"W": (0.0, 0.0, 0.0, 0.0)} if whole else {}))
+
+
+def fit(rows: list[dict], op: str) -> tuple[float, float, float, float]:
+    """Return base, time per layer, and what embedding and head add to an operation."""
+    middle = [(row["layers"], row[op]) for row in rows if 0 < row["stage"] < row["stages"] - 1]
+    layers, mean = statistics.mean(n for n, _ in middle), statistics.mean(ms for _, ms in middle)
+    layer = sum((n - layers) * (ms - mean) for n, ms in middle) / sum((n - layers) ** 2 for n, _ in middle)
+    base = mean - layer * layers
+    first = [row[op] - base - row["layers"] * layer for row in rows if row["stage"] == 0]
+    last = [row[op] - base - row["layers"] * layer for row in rows if row["stage"] == row["stages"] - 1]
+    return base, layer, statistics.mean(first), statistics.mean(last)
+
+
+def tokens_per_second(path: str, ranks: int, microbatches: int, stored: dict) -> tuple[float, float]:
+    """Return tokens per second of all ranks, with 6 layers each, and the share of the time in which they compute."""
+    _, step, busy = predict(path, ranks, microbatches, 6 * ranks, stored)
+    return microbatches * 4096 / step * 1e3, busy
+
+
+def predict(path: str, ranks: int, microbatches: int, layers: int, stored: dict) -> tuple[list[Slot], float, float]:
+    """Simulate a step of smollm_1_7b with so many layers, a sequence of 4096 tokens per micro-batch, in bf16, compiled.
+
+    Returns slots, milliseconds of the step with clip and optimizer, and the share of all ranks' time in which they
+    compute.
+    """
+    module = load(path)
+    line = pipeline(module, ranks, microbatches)
+    cfg = module.Config(**{**module.PRESETS["smollm_1_7b"], "layers": layers, "seq": 4096})
+    split, model = module.split_layers(cfg, line.depth), times(stored, line.whole)
+
+    def cost(op, stage):
+        stage %= line.depth
+        return model.of(op, len(split[stage]), stage == 0, stage == line.depth - 1)
+
+    slots = simulate(line, cost, 2 * cfg.seq * cfg.dim / PEER_TO_PEER * 1e3)
+    held = [[stage for stage, owner in enumerate(line.place) if owner == rank] for rank in range(ranks)]
+    optimizer = [sum(cost("optimizer", stage) for stage in stages) for stages in held]
+    replicas = 0.0
+    if line.depth < len(line.place):  # two ranks hold the same weights, and sum their gradients
+        elements = module.flops_per_token(cfg) / 6 - layers * cfg.dim * cfg.seq + cfg.vocab * cfg.dim
+        replicas = 4 * elements * 2 / ranks / ALL_REDUCE * 1e3
+    step = makespan(slots) + replicas + max(optimizer)
+    busy = sum(slot.end - slot.start for slot in slots) + sum(optimizer)
+    return slots, step, busy / (ranks * step)
+
+
 # ----------------------------------------------------------------------------------------------------------- picture
-def draw(ranks: int = 4, microbatches: int = 8) -> str:
-    """An SVG: time to the right, a row per rank, a box per operation with the number of its micro-batch."""
-    unit, row, left, panel = 24, 24, 60, ranks * 24 + 42
+def draw(ranks: int = 4, microbatches: int = 8, stored: dict | None = None) -> str:
+    """An SVG: time to the right, a row per rank, a box per operation with the number of its micro-batch.
+
+    All operations of a stage of a rank's size take as long; with `stored`, as long as predict says for smollm_1_7b.
+    """
+    row, left, panel = 24, 60, ranks * 24 + 42
     charts = []
     for path, claim in CLAIMS.items():
         line = pipeline(load(path), ranks, microbatches)
-        charts.append((claim, line, simulate(line, {op: claim.size for op in "FBW"})))
+        slots = (
+            predict(path, ranks, microbatches, 24, stored)[0]
+            if stored
+            else simulate(line, {op: claim.size for op in "FBW"})
+        )
+        charts.append((claim, line, slots))
+    unit = 24 * (3 * microbatches + 3 * ranks - 3) / max(makespan(slots) for *_, slots in charts)
     width, height = left + unit * max(makespan(slots) for *_, slots in charts) + 100, panel * len(charts) + 66
     svg = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height}" font-family="sans-serif" '
@@ -367,33 +456,80 @@ def draw(ranks: int = 4, microbatches: int = 8) -> str:
     for number, (claim, line, slots) in enumerate(charts):
         top, end = panel * number + 30, left + unit * makespan(slots)
         title = f"{claim.title}: {ranks} ranks, {microbatches} micro-batches, idle {idle_share(slots):.1%} of the time"
+        title += f", {makespan(slots):.0f} ms" if stored else ""
         svg.append(f'<text x="{left}" y="{top - 8}" font-weight="bold">{title}</text>')
         for rank, peak in enumerate(in_flight(line)):
             y = top + row * rank
             svg.append(f'<text x="8" y="{y + 15}">rank {rank}</text>')
-            svg.append(f'<rect x="{left}" y="{y}" width="{end - left:g}" height="{row - 3}" fill="#eeeeee"/>')
-            svg.append(f'<text x="{end + 8:g}" y="{y + 15}">{peak * claim.size:g} in flight</text>')
-        boxes, numbers = [], []
+            svg.append(f'<rect x="{left}" y="{y}" width="{end - left:.1f}" height="{row - 3}" fill="#eeeeee"/>')
+            svg.append(f'<text x="{end + 8:.1f}" y="{y + 15}">{peak * claim.size:g} in flight</text>')
         for slot in slots:
             x, y, w = left + unit * slot.start, top + row * slot.rank, unit * (slot.end - slot.start)
             fill = FILL[slot.op][slot.stage >= ranks]
-            boxes.append(f'<rect x="{x:g}" y="{y}" width="{w:g}" height="{row - 3}" fill="{fill}"/>')
-            numbers.append(f'<text x="{x + w / 2:g}" y="{y + 14}">{slot.i}</text>')
-        svg += ['<g stroke="white">', *boxes, '</g><g text-anchor="middle" font-size="10">', *numbers, "</g>"]
-    legend = ["forward", "backward, twice as long where it is not split", "weight gradients"]
-    x, y = left, panel * len(charts) + 16
-    for (light, dark), text in zip(FILL.values(), legend):
+            svg.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{row - 3}" fill="{fill}" stroke="white"/>'
+                f'<text x="{x + w / 2:.1f}" y="{y + 14}" text-anchor="middle" font-size="10">{slot.i}</text>'
+            )
+    svg += legend(left, panel * len(charts) + 16, ranks, bool(stored))
+    return "\n".join([*svg, "</svg>"]) + "\n"
+
+
+def legend(x: float, y: float, ranks: int, measured: bool) -> list[str]:
+    """What colours and numbers of `draw` mean."""
+    left, svg = x, []
+    texts = ["forward", "backward" + ", twice as long" * (not measured) + " where it is not split", "weight gradients"]
+    for (light, dark), text in zip(FILL.values(), texts):
         svg.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{light}"/>')
         svg.append(f'<rect x="{x + 12}" y="{y}" width="12" height="12" fill="{dark}"/>')
         svg.append(f'<text x="{x + 30}" y="{y + 10}">{text}</text>')
         x += 60 + 6 * len(text)
     notes = [
-        "Darker: a rank's second chunk (each is half of its layers), in DualPipe the second direction. Grey: idle.",
-        f"In flight: peak of activations on a rank; 1 is a micro-batch in 1/{ranks} of the layers, until W is done.",
+        "Darker: the second chunk of a rank, half as many layers each; with DualPipe the second direction. Grey: idle.",
+        f"In flight: most activations that a rank holds, in those of one micro-batch in 1/{ranks} of the layers.",
     ]
-    svg += [f'<text x="{left}" y="{y + 30 + 16 * n}">{note}</text>' for n, note in enumerate(notes)]
+    return svg + [f'<text x="{left}" y="{y + 28 + 16 * n}">{note}</text>' for n, note in enumerate(notes)]
+
+
+def draw_predicted(stored: dict) -> str:
+    """An SVG: for 4, 8, 16 and 64 ranks a bar per schedule, tokens per second of the whole pipeline."""
+    colors = "#c8c8c8", "#9cc3e6", "#5b8db8", "#f2b661", "#a9d6a0", "#5fa457", "#b57edc"
+    wide, high, left, top, most = 22, 200, 60, 50, 200_000
+    group = wide * len(CLAIMS) + 40
+    svg = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + 4 * group + 10}" height="{top + high + 90}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{left}" y="20" font-weight="bold">Predicted tokens/s of the whole pipeline: 6 layers of smollm_1_7b '
+        "per rank, 4 micro-batches per rank</text>",
+        f'<text x="{left}" y="36">The line in a bar: 2 micro-batches per rank.</text>',
+    ]
+    for level in range(0, most + 1, 50_000):
+        y = top + high - high * level / most
+        svg.append(f'<line x1="{left}" x2="{left + 4 * group}" y1="{y:g}" y2="{y:g}" stroke="#dddddd"/>')
+        svg.append(f'<text x="{left - 8}" y="{y + 4:g}" text-anchor="end">{level // 1000}k</text>')
+    for place, ranks in enumerate(PREDICTED_RANKS):
+        for bar, (path, color) in enumerate(zip(CLAIMS, colors)):
+            few, many = (tokens_per_second(path, ranks, k * ranks, stored)[0] * high / most for k in (2, 4))
+            x = left + place * group + 20 + bar * wide
+            svg.append(f'<rect x="{x}" y="{top + high - many:.1f}" width="18" height="{many:.1f}" fill="{color}"/>')
+            svg.append(f'<rect x="{x}" y="{top + high - few:.1f}" width="18" height="2" fill="black"/>')
+        middle = left + place * group + group / 2
+        svg.append(f'<text x="{middle:g}" y="{top + high + 18}" text-anchor="middle">{ranks} ranks</text>')
+    x = left
+    for claim, color in zip(CLAIMS.values(), colors):
+        name = claim.title.split(",")[0] if "split" not in claim.title else "split backward"
+        svg.append(f'<rect x="{x}" y="{top + high + 40}" width="12" height="12" fill="{color}"/>')
+        svg.append(f'<text x="{x + 18}" y="{top + high + 50}">{name}</text>')
+        x += 36 + 7 * len(name)
     return "\n".join([*svg, "</svg>"]) + "\n"
 
 
+def pictures() -> dict[Path, str]:
+    """All pictures of this file, and what is in them."""
+    stored = json.loads(STORED.read_text())
+    return {PICTURE: draw(), MEASURED: draw(stored=stored), PREDICTED: draw_predicted(stored)}
+
+
 if __name__ == "__main__":
-    PICTURE.write_text(draw())
+    for file, svg in pictures().items():
+        file.write_text(svg)

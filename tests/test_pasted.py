@@ -23,12 +23,13 @@ RECIPES = {
     "bucketed": "02_data_parallel/bucketed.py",
     "zero3": "03_zero/zero3.py",
     "one_f_one_b": "06_pipeline/1f1b.py",
+    "zbv": "06_pipeline/zbv.py",
     "tensor_parallel": "04_tensor_sequence/tensor_parallel.py",
     "zigzag": "05_context_ring/zigzag.py",
     "ulysses": "05_context_ring/ulysses.py",
 }
 CASES = [("bucketed", 2), ("bucketed", 3), ("zero3", 2), ("zero3", 4)]
-CASES += [("one_f_one_b", 2), ("one_f_one_b", 4), ("tensor_parallel", 4), ("zigzag", 4), ("ulysses", 4)]
+CASES += [("one_f_one_b", 2), ("one_f_one_b", 4), ("zbv", 2), ("tensor_parallel", 4), ("zigzag", 4), ("ulysses", 4)]
 BUGS = {  # what a reader may get wrong: technique, ranks, what stands in the pasted trainer, what would be wrong
     "each rank divides by its own tokens": (
         "bucketed",
