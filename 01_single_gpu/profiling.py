@@ -81,7 +81,9 @@ def run(recipe: str, flags: list[str], folder: str) -> tuple[Path, Path, float]:
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     module.train_step = watched_step
-    module.forward = labelled("forward", module.forward)
+    for name in "forward", "backward_input", "backward_weights":  # the last two where backward is split
+        if hasattr(module, name):
+            setattr(module, name, labelled(name.partition("_")[0], getattr(module, name)))
     backward, torch.Tensor.backward = torch.Tensor.backward, labelled("backward", torch.Tensor.backward)
     sys.argv = [recipe, *flags, "--steps", str(WARMUP + 3)]
     try:

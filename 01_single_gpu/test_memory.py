@@ -193,7 +193,7 @@ def kept_by_split_backward(dtype, compiled):
     cfg = module.Config(**SHAPE, device="cpu", dtype=dtype)
     low = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
     block, rope = module.Block(cfg), module.rope_table(cfg, torch.arange(cfg.seq))
-    layers = module.prepare(block, (cfg.batch, cfg.seq), getattr(torch, dtype))
+    layers = module.prepare(block, (torch.zeros(cfg.batch, cfg.seq),), getattr(torch, dtype))
     if compiled:
         block.compile(backend="aot_eager_decomp_partition")
     x = torch.randn(cfg.batch, cfg.seq, cfg.dim).to(getattr(torch, dtype)).requires_grad_()
