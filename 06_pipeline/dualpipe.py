@@ -198,7 +198,8 @@ class InputGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return dy @ weight, None, x, dy  # "gradients" of take_x and take_dy: so they leave a compiled backward, too
+        # "gradients" of take_x and take_dy: so they leave a compiled backward, too; x without the graph that made it
+        return dy @ weight, None, x.detach(), dy
 
 
 class Linear(nn.Module):

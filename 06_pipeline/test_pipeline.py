@@ -56,9 +56,9 @@ def operands_in_memory(module):
     """A probe: the most micro-batches, or chunks of them, whose dy is in memory after a B; and what else is.
 
     That is the number of tensors returned by parts of the model in the forward of a micro-batch that are in memory
-    after its B, other than the operands of its W.
+    after its B, other than the operands of its W. And the number of gradients that hold on to a graph.
     """
-    parts, waiting, peak, others, done = {}, [], [0], [0], []
+    parts, waiting, peak, others, graphs, done = {}, [], [0], [0], [0], []
     forward, backward_input, send = module.forward, module.backward_input, module.send
 
     def watched_forward(cfg, model, x, *rest):
@@ -83,13 +83,14 @@ def operands_in_memory(module):
     def watched_send(model, op, *rest):
         if op[0] == "B":
             seen, kept = done
+            graphs[0] += sum(p.grad is not None and p.grad.requires_grad for p in model.parameters())
             alive = [tensor for reference in seen if (tensor := reference()) is not None]
             others[0] = max(others[0], sum(tensor.data_ptr() not in kept for tensor in alive))
             peak[0] = max(peak[0], sum(reference() is not None for reference in waiting))
         return send(model, op, *rest)
 
     module.forward, module.backward_input, module.send = watched_forward, watched_backward, watched_send
-    return lambda: (peak[0], others[0])
+    return lambda: (peak[0], others[0], graphs[0])
 
 
 @pytest.mark.thorough
@@ -98,9 +99,9 @@ def test_weight_gradients_keep_their_operands_alone(recipe):
     """Between B and W x and dy are in memory, for as many micro-batches as the schedule lets wait, and nothing else."""
     line = schedules.pipeline(load(recipe), 4, 8)
     found = launch(recipe, 4, SMALL, probe=operands_in_memory).probes
-    for order, (peak, others) in zip(line.orders, found, strict=True):
+    for order, (peak, others, graphs) in zip(line.orders, found, strict=True):
         late = itertools.accumulate((op == "B") - (op == "W") for op, *_ in order)
-        assert (peak, others) == (max(late), 0)
+        assert (peak, others, graphs) == (max(late), 0, 0)
 
 
 @pytest.mark.parametrize("recipe", [*SPLIT, *CHUNKED])
