@@ -342,13 +342,14 @@ def walk(cfg: Config) -> list[tuple[str, int, tuple[int, ...], tuple[int, ...], 
     """
     recipe = load(str(Path(__file__).resolve().parents[1] / "06_pipeline" / f"{cfg.schedule}.py"))
     here, sizes = stages_here(cfg), [cfg.chunks] if cfg.schedule == "interleaved" else []
+    most = cfg.pp if cfg.schedule in ("interleaved", "zbv", "dualpipe") else 2  # gradients under way
     flying, waiting, begun, sent, found = [0 for _ in here], [0 for _ in here], [False for _ in here], [], {}
     for op, _, *chunk in recipe.schedule(cfg.stage, cfg.pp, *sizes, cfg.microbatches):
         c = sum(chunk)  # 0 if the schedule names none
         flying[c] += op == "F"
         begun[c] |= op == "W"
         taken = op == "B" and stays(cfg, here[c])  # this B takes the gradient of the last one, which was for this rank
-        found[op, c, tuple(flying), tuple(waiting), tuple(begun), sum(sent[-2:]) - taken] = True
+        found[op, c, tuple(flying), tuple(waiting), tuple(begun), sum(sent[-most:]) - taken] = True
         if op == "B":
             sent.append(here[c] > 0)
             flying[c] -= 1
@@ -471,7 +472,7 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
     """Bytes by kind at the moments of a step at which memory can peak; tensors of a few elements are left out.
 
     Beside an operation's own, a rank holds what its other micro-batches keep, the gradients of its weights, and of
-    messages its outputs until their gradients are there and at most two gradients of its inputs, which are being sent.
+    messages its outputs until their gradients are there, and gradients of its inputs that are being sent, see walk.
     If backward is split, it has one copy of its matrices until its operations have ended, and W adds to gradients
     without temporaries. Last come norm, clipping and AdamW, which work in place: all gradients, no activations.
     """

@@ -3,13 +3,15 @@
 The stage before waits for B alone, so stages idle for (p-1)(F+B) instead of (p-1)(F+B+W). W needs x and dy, the input
 of every linear layer and the gradient of its output, and can run at any time. It is a matmul that adds to the fp32
 gradient itself, and weights are cast to bf16 once per step instead of once per micro-batch: each micro-batch moves 12
-bytes per parameter, where autocast and .grad move about 30. In memory: dy of all layers of a stage, from B to W.
+bytes per parameter, where autocast and .grad move about 30. In memory: that bf16 copy, 2 bytes per parameter, and dy
+of all layers of a stage, from B to W.
 
 Parent:   06_pipeline/1f1b.py
 Lesson:   InputGradient, Linear, schedule, prepare, backward_input, backward_weights, run_schedule
 Plumbing: Attention.__init__, MLP.__init__, Model.__init__
 Copy:     InputGradient, Linear, prepare, backward_input, backward_weights, schedule, run_schedule (use Linear for every
-          nn.Linear; what it needs else is what 06_pipeline/1f1b.py lists)
+          nn.Linear; what it needs else is what 06_pipeline/1f1b.py lists. Gradients arrive in .grad without the hooks
+          of DDP or FSDP: sum them over replicas after run_schedule)
 Run:      torchrun --nproc_per_node 8 06_pipeline/split_backward.py
 Source:   Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, figure 1
 """
@@ -174,7 +176,7 @@ class InputGradient(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    """A linear layer without bias. Once prepare is called, its backward leaves out the gradient of its weight."""
+    """A linear layer without bias, whose backward leaves out the gradient of its weight while a schedule runs."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -398,9 +400,9 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def prepare(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Linear]:
-    """Cast all matrices for the micro-batches [b/m, s] to come, have their layers hand on x and dy; return the layers.
+    """Cast all matrices once for all micro-batches [b/m, s], give their layers leaves for x and dy; return the layers.
 
-    The leaves for x and dy have one element in memory: only their gradients are ever read, and they have full shape.
+    The leaves have one element in memory: only their gradients are ever read, and those have the full shape.
     """
     if len({micro.shape for micro in inputs}) > 1:
         raise ValueError("micro-batches must have the same shape: gradients would be summed to that of the leaves")
@@ -417,19 +419,19 @@ def backward_input(
 ) -> tuple[Tensor | None, list[tuple[nn.Parameter, Tensor, Tensor]]]:
     """B: return the gradient of x [b/m, s, d], None if x are ids, and (weight, x, dy) of every layer that output needs.
 
-    What the forward saved is freed. All that is not the weight of a layer, norms and embedding, gets its gradient here.
+    What the forward saved is freed. Norms and embedding get their gradients here, without the hooks of DDP or FSDP.
     """
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     leaves = [*([x] if x.requires_grad else []), *parameters, *(leaf for layer in layers for leaf in layer.takes)]
-    # None for what output does not need, and for weights of layers, whose casts have no graph; not for a tied embedding
+    # None for what output does not need, and for the weights of layers (see W), unless one is the embedding as well
     found = list(torch.autograd.grad(output, leaves, gradient, allow_unused=True))
     upstream = found.pop(0).contiguous() if x.requires_grad else None
     for p, g in zip(parameters, found):
         if g is not None:
             p.grad = g if p.grad is None else p.grad + g
-    handed = found[len(parameters) :]
-    operands = zip((layer.weight for layer in layers), handed[::2], handed[1::2])
-    return upstream, [(weight, into, out) for weight, into, out in operands if out is not None]
+    operands = found[len(parameters) :]  # x and dy of every layer
+    every = zip((layer.weight for layer in layers), operands[::2], operands[1::2])
+    return upstream, [(weight, *pair) for weight, *pair in every if pair[0] is not None and weight.requires_grad]
 
 
 def backward_weights(operands: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:

@@ -2,7 +2,7 @@
 
 Stage s and stage 2p-1-s share rank s. The last rank turns around at once, so gradients come back early, and every rank
 holds the activations of the same number of chunks: 2p of half the size, as much as 1F1B's first rank. B and W fill the
-gaps: inside its work no rank waits if F = B = W, but later ranks begin later, so each idles for p-1 chunks per step.
+gaps: inside its work no rank waits if F = B = W, but later ranks begin later, so each idles for (p-1)B/2 per step.
 Embedding and head are on one rank, where they can be one tensor. The order needs 2p-1 micro-batches or more; with fewer
 it is the order for 2p-1 without the surplus, which has gaps.
 
@@ -12,7 +12,7 @@ Plumbing: Config, build_model, forward_backward, check
 Copy:     InputGradient, Linear, place, connect, receive, send, finish, prepare, backward_input, backward_weights,
           schedule, run_schedule (what they need is what 06_pipeline/interleaved.py lists)
 Run:      torchrun --nproc_per_node 8 06_pipeline/zbv.py
-Source:   Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv:2405.15362, figure 5
+Source:   Qi et al. 2023, arXiv:2401.10241, section 6; the order is that of torch's ScheduleZBVZeroBubble
 """
 
 import argparse
@@ -93,6 +93,7 @@ def connect(
     placement: see place. groups: four groups of the same ranks. On GPUs the transfers of one communicator run one at a
     time, in the order in which they were started, on which both ends must agree: so each kind of message has its own.
     With two ranks, and with stages placed in a V, activations go both ways between the same two ranks, like gradients.
+    A group has a communicator per pair of ranks; given a device_id, NCCL's has one for all, and pairs would wait.
     """
     links = dict(zip((("F", True), ("F", False), ("B", True), ("B", False)), groups))
     hello, rank = torch.zeros(1, device=device), groups[0].rank()
@@ -203,7 +204,7 @@ class InputGradient(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    """A linear layer without bias. Once prepare is called, its backward leaves out the gradient of its weight."""
+    """A linear layer without bias, whose backward leaves out the gradient of its weight while a schedule runs."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -443,9 +444,9 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor, chunk: i
 
 
 def prepare(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Linear]:
-    """Cast all matrices for the micro-batches [b/m, s] to come, have their layers hand on x and dy; return the layers.
+    """Cast all matrices once for all micro-batches [b/m, s], give their layers leaves for x and dy; return the layers.
 
-    The leaves for x and dy have one element in memory: only their gradients are ever read, and they have full shape.
+    The leaves have one element in memory: only their gradients are ever read, and those have the full shape.
     """
     if len({micro.shape for micro in inputs}) > 1:
         raise ValueError("micro-batches must have the same shape: gradients would be summed to that of the leaves")
@@ -462,19 +463,19 @@ def backward_input(
 ) -> tuple[Tensor | None, list[tuple[nn.Parameter, Tensor, Tensor]]]:
     """B: return the gradient of x [b/m, s, d], None if x are ids, and (weight, x, dy) of every layer that output needs.
 
-    What the forward saved is freed. All that is not the weight of a layer, norms and embedding, gets its gradient here.
+    What the forward saved is freed. Norms and embedding get their gradients here, without the hooks of DDP or FSDP.
     """
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     leaves = [*([x] if x.requires_grad else []), *parameters, *(leaf for layer in layers for leaf in layer.takes)]
-    # None for what output does not need, and for weights of layers, whose casts have no graph; not for a tied embedding
+    # None for what output does not need, and for the weights of layers (see W), unless one is the embedding as well
     found = list(torch.autograd.grad(output, leaves, gradient, allow_unused=True))
     upstream = found.pop(0).contiguous() if x.requires_grad else None
     for p, g in zip(parameters, found):
         if g is not None:
             p.grad = g if p.grad is None else p.grad + g
-    handed = found[len(parameters) :]
-    operands = zip((layer.weight for layer in layers), handed[::2], handed[1::2])
-    return upstream, [(weight, into, out) for weight, into, out in operands if out is not None]
+    operands = found[len(parameters) :]  # x and dy of every layer
+    every = zip((layer.weight for layer in layers), operands[::2], operands[1::2])
+    return upstream, [(weight, *pair) for weight, *pair in every if pair[0] is not None and weight.requires_grad]
 
 
 def backward_weights(operands: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
@@ -503,8 +504,8 @@ def run_schedule(
 
     forward(cfg, model, x, targets, chunk) returns activations [b/m, s, d] in cfg.dtype, on the last stage the summed
     loss. Any list works in which each operation comes after those it needs, if both ends of a link take the messages
-    in the same order: they carry no tag. Before it goes on, a rank waits until all but its last two gradients have been
-    taken: no other rank may need something of it first. A list of forwards alone, under torch.no_grad(), evaluates.
+    in the same order: they carry no tag. A rank waits while more than p of its gradients are not yet taken; a list in
+    which one is only taken after something that this rank does later hangs. Forwards alone, under no_grad, evaluate.
     """
     alive, due, sending, handed, dtype = {}, {}, [], {}, getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
@@ -532,7 +533,7 @@ def run_schedule(
             gradient, due[i, chunk] = backward_input(model, layers, x, output, arrived)
             del x, output
             sending.append((send(model, operation, handed, gradient), gradient))
-        if len(sending) > 2:
+        if len(sending) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
             finish(sending.pop(0)[0])  # and frees what was sent
     for work in [work for work, _ in sending] + [work for _, _, work in alive.values()]:
         finish(work)

@@ -2,15 +2,16 @@
 
 W of a micro-batch needs nothing from other stages and can wait until there is nothing else to do. Stages idle for
 (p-1)(F+B-W), a third of 1F1B's time if F = B = W. In memory: as in 1F1B at most p - stage micro-batches between F and
-B, and up to stage more that keep x and dy of every linear layer for W, so p on every stage. (The paper also takes the
-optimizer's wait for the gradient norm out of the way, by undoing steps that should have been clipped. Not done here.)
+B, and up to stage more that keep x and dy of every linear layer for W: p on every stage, and on the last stage dy of
+the head is b/m·s·v. (The paper also removes the optimizer's wait for the gradient norm, by undoing steps that should
+have been clipped. Not done here.)
 
 Parent:   06_pipeline/split_backward.py
 Lesson:   schedule
 Copy:     InputGradient, Linear, prepare, backward_input, backward_weights, schedule, run_schedule (use Linear for every
-          nn.Linear; what it needs else is what 06_pipeline/1f1b.py lists)
+          nn.Linear; what it needs else is what 06_pipeline/split_backward.py lists)
 Run:      torchrun --nproc_per_node 8 06_pipeline/zero_bubble.py
-Source:   Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, figure 2
+Source:   Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, figure 3
 """
 
 import argparse
@@ -173,7 +174,7 @@ class InputGradient(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    """A linear layer without bias. Once prepare is called, its backward leaves out the gradient of its weight."""
+    """A linear layer without bias, whose backward leaves out the gradient of its weight while a schedule runs."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -400,9 +401,9 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def prepare(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Linear]:
-    """Cast all matrices for the micro-batches [b/m, s] to come, have their layers hand on x and dy; return the layers.
+    """Cast all matrices once for all micro-batches [b/m, s], give their layers leaves for x and dy; return the layers.
 
-    The leaves for x and dy have one element in memory: only their gradients are ever read, and they have full shape.
+    The leaves have one element in memory: only their gradients are ever read, and those have the full shape.
     """
     if len({micro.shape for micro in inputs}) > 1:
         raise ValueError("micro-batches must have the same shape: gradients would be summed to that of the leaves")
@@ -419,19 +420,19 @@ def backward_input(
 ) -> tuple[Tensor | None, list[tuple[nn.Parameter, Tensor, Tensor]]]:
     """B: return the gradient of x [b/m, s, d], None if x are ids, and (weight, x, dy) of every layer that output needs.
 
-    What the forward saved is freed. All that is not the weight of a layer, norms and embedding, gets its gradient here.
+    What the forward saved is freed. Norms and embedding get their gradients here, without the hooks of DDP or FSDP.
     """
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     leaves = [*([x] if x.requires_grad else []), *parameters, *(leaf for layer in layers for leaf in layer.takes)]
-    # None for what output does not need, and for weights of layers, whose casts have no graph; not for a tied embedding
+    # None for what output does not need, and for the weights of layers (see W), unless one is the embedding as well
     found = list(torch.autograd.grad(output, leaves, gradient, allow_unused=True))
     upstream = found.pop(0).contiguous() if x.requires_grad else None
     for p, g in zip(parameters, found):
         if g is not None:
             p.grad = g if p.grad is None else p.grad + g
-    handed = found[len(parameters) :]
-    operands = zip((layer.weight for layer in layers), handed[::2], handed[1::2])
-    return upstream, [(weight, into, out) for weight, into, out in operands if out is not None]
+    operands = found[len(parameters) :]  # x and dy of every layer
+    every = zip((layer.weight for layer in layers), operands[::2], operands[1::2])
+    return upstream, [(weight, *pair) for weight, *pair in every if pair[0] is not None and weight.requires_grad]
 
 
 def backward_weights(operands: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:

@@ -47,13 +47,15 @@ class Pipeline:
 
     place: the rank of every stage. A micro-batch goes through `depth` stages, from one whose number is a multiple of
     depth to the last before the next such; DualPipe has two pipelines of this kind, all others have one.
-    whole: B computes the weight gradients as well, there is no W.
+    whole: B computes the weight gradients as well, there is no W. under_way: gradients that a rank may have sent and
+    that are not taken yet, before it waits.
     """
 
     orders: tuple[tuple[Operation, ...], ...]
     place: tuple[int, ...]
     depth: int
     whole: bool
+    under_way: int
 
     def takes(self, operation: Operation) -> Operation | None:
         """The operation of a neighbouring stage whose output this one needs, if there is one."""
@@ -90,7 +92,7 @@ def pipeline(module: ModuleType, ranks: int, microbatches: int, chunks: int = 2)
         orders.append(tuple((op, i, stages[chunk[0] if chunk else 0]) for op, i, *chunk in order))
     depth = ranks if Path(module.__file__).stem == "dualpipe" else len(place)
     whole = all(op != "W" for order in orders for op, _, _ in order)
-    return Pipeline(tuple(orders), place, depth, whole)
+    return Pipeline(tuple(orders), place, depth, whole, ranks if hasattr(module, "place") else 2)
 
 
 def words(operation: Operation) -> str:
@@ -204,59 +206,71 @@ def steps(pipeline: Pipeline, rank: int) -> Iterator[tuple[str, Operation, int]]
             outputs[operation] = target
         elif operation[0] == "B":
             gradients.append((operation, target))
-        if len(gradients) > 2:
+        if len(gradients) > pipeline.under_way:
             yield "wait", *gradients.pop(0)
     for sent in [*gradients, *outputs.items()]:
         yield "wait", *sent
 
 
-def rendezvous(pipeline: Pipeline, communicators: Callable[[str, int, int], Hashable] = per_channel) -> None:
-    """Run every rank's list as run_schedule does, with a transport that stores nothing. Raises Deadlock or Crossed.
+def rendezvous(
+    pipeline: Pipeline,
+    communicators: Callable[[str, int, int], Hashable] = per_channel,
+    duration: dict[str, float] = UNIT,
+) -> list[float]:
+    """Run every rank's list as run_schedule does, with a transport that stores nothing; return each rank's idle time.
 
-    communicators(op, source, target): which one carries the outputs of op from source to target. A message passes when
-    both its ends have been started, and all that either rank has started before on that communicator has passed.
+    communicators(op, source, target): which one carries the outputs of op from source to target. A message passes, in
+    no time, when both its ends have been started, and all that either rank has started before on that communicator has
+    passed. Raises Deadlock or Crossed.
     """
     left = [deque(steps(pipeline, rank)) for rank in range(len(pipeline.orders))]
-    has = [set() for _ in left]  # outputs on each rank
-    queues = defaultdict(deque)  # by communicator and rank: (operation, source, target) of the transfers it has started
+    clock, busy = [0.0] * len(left), [0.0] * len(left)
+    arrived = {}  # when an output came to a rank: (operation, rank) -> time
+    queues = defaultdict(deque)  # by communicator and rank: ((operation, source, target), when) of transfers it started
     progress = True
     while progress:
         progress = False
         for rank, todo in enumerate(left):
-            while todo and (todo[0][0] != "wait" or todo[0][1] in has[todo[0][2]]):
+            while todo and (todo[0][0] != "wait" or todo[0][1:] in arrived):
                 what, operation, where = todo.popleft()
                 progress = True
-                if what == "run":
-                    has[rank].add(operation)
-                elif what == "start":
+                if what == "wait":
+                    clock[rank] = max(clock[rank], arrived[operation, where])
+                elif what == "run":
+                    time = duration[operation[0]] + duration["W"] * (operation[0] == "B" and pipeline.whole)
+                    busy[rank] += time
+                    clock[rank] = arrived[operation, rank] = clock[rank] + time
+                else:
                     source = pipeline.place[operation[2]]
                     communicator = communicators(operation[0], source, where)
-                    queues[communicator, rank].append((operation, source, where))
-                    let_pass(queues, communicator, rank, has)
+                    queues[communicator, rank].append(((operation, source, where), clock[rank]))
+                    let_pass(queues, communicator, rank, arrived)
     if any(left):
         waits = [(rank, *todo[0][1:]) for rank, todo in enumerate(left) if todo]
         raise Deadlock("; ".join(f"rank {r} waits for {words(what)} to reach rank {to}" for r, what, to in waits))
+    return [max(clock) - time for time in busy]
 
 
-def let_pass(queues: dict, communicator: Hashable, rank: int, has: list[set[Operation]]) -> None:
+def let_pass(queues: dict, communicator: Hashable, rank: int, arrived: dict[tuple[Operation, int], float]) -> None:
     """Pass every message that can pass now that the rank has started a transfer; see rendezvous."""
     changed = [rank]
     while changed:
         queue = queues[communicator, changed.pop()]
         if not queue:
             continue
-        operation, source, target = queue[0]
+        _, source, target = queue[0][0]
         sender, receiver = queues[communicator, source], queues[communicator, target]
         if not sender or not receiver:
             continue
-        if sender[0] == receiver[0]:
-            has[target].add(operation)
+        (sent, start), (expected, ready) = sender[0], receiver[0]
+        if sent == expected:
+            # the next one cannot pass earlier: both ranks' clocks only go on
+            arrived[sent[0], target] = max(start, ready)
             sender.popleft()
             receiver.popleft()
             changed += [source, target]
-        elif sender[0][1:] == receiver[0][1:]:
-            sent, expected = words(sender[0][0]), words(receiver[0][0])
-            raise Crossed(f"rank {source} sends {sent}, rank {target} expects {expected}")
+        elif sent[1:] == expected[1:]:
+            raise Crossed(f"rank {source} sends {words(sent[0])}, rank {target} expects {words(expected[0])}")
 
 
 # ------------------------------------------------------------------------------------------------------------ claims
@@ -331,8 +345,9 @@ CLAIMS = {
 def check(module: ModuleType, sizes: Iterable[tuple[int, int]] = QUICK, chunks: Iterable[int] = (2, 3, 4)) -> None:
     """Assert what the recipe's header says, for all sizes (ranks, micro-batches) that it allows.
 
-    Every operation once; idle time, for two ratios of F, B and W; micro-batches in flight; nothing hangs, without
-    buffers in the transport up to 8 ranks and 4 micro-batches per rank. The file's name says which recipe it is.
+    Every operation once; idle time, for two ratios of F, B and W; micro-batches in flight. Up to 8 ranks and 4
+    micro-batches per rank nothing hangs, or takes longer, without buffers in the transport. The file's name says which
+    recipe it is.
     """
     claim = CLAIMS[f"06_pipeline/{Path(module.__file__).name}"]
     chunks = chunks if "chunks" in inspect.signature(module.schedule).parameters else [1]
@@ -357,6 +372,9 @@ def check(module: ModuleType, sizes: Iterable[tuple[int, int]] = QUICK, chunks: 
                 assert found == expected, (p, m, v, until, found, expected)
         if p <= 8 and m <= 4 * p:
             rendezvous(line, per_direction)  # fewer communicators than per_channel: what passes here passes there
+            waiting = rendezvous(line)
+            if claim.enough(p, m):  # waiting for sent gradients to be taken costs nothing
+                assert all(abs(time - claim.idle(p, **UNIT)) < 1e-9 for time in waiting), (p, m, v, waiting)
 
 
 # -------------------------------------------------------------------------------------------------------- prediction
