@@ -447,7 +447,7 @@ def test_smollm_on_four_stages():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_bad_input(recipe, file=None):
+def test_bad_input(recipe):
     more = {
         "06_pipeline/interleaved.py": [
             (4, "--microbatches 2", ("--microbatches 2", "multiple", "processes, 4")),
@@ -463,7 +463,7 @@ def test_bad_input(recipe, file=None):
         *more,
     ]:
         with pytest.raises(RankFailed) as failure:
-            launch(file or recipe, world, f"--device cpu {flags}", timeout=20)
+            launch(recipe, world, f"--device cpu {flags}", timeout=20)
         (line,) = failure.value.output.splitlines()
         assert all(word in line for word in words) and failure.value.code == 1
 

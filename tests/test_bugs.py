@@ -22,6 +22,7 @@ from mutation import Bug, bugs, mutate
 from test_lineage import TRAINING
 
 BUGS = bugs()
+PIPELINE_TESTS = "06_pipeline/test_pipeline.py"
 pytestmark = pytest.mark.thorough
 
 
@@ -61,6 +62,9 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
         lambda bug, file: schedules.check(load(file), [(4, 8)]),
         "",
     ),
+    "communicators": (lambda bug, file: load(PIPELINE_TESTS).test_communicators(file), ""),
+    "leftovers": (lambda bug, file: load(PIPELINE_TESTS).test_a_step_leaves_nothing_but_weights(file), ""),
+    "operands": (lambda bug, file: load(PIPELINE_TESTS).test_weight_gradients_keep_their_operands_alone(file), ""),
     **{
         promise: (lambda bug, file, check=check: check(bug.recipe, file), "")
         for promise, check in contract.CHECKS.items()
