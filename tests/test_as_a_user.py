@@ -12,7 +12,7 @@ from launch import ROOT
 from test_lineage import FAMILY, TRAINING
 
 FIRST = "06_pipeline/1f1b.py"  # the README's first command
-SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8 --steps 2"
+SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 16 --steps 2"
 
 
 def command(recipe: str) -> list[str]:
