@@ -268,23 +268,25 @@ def kept_outside_autograd(module: ModuleType) -> Report:
     """
     kept, train_step = [], module.train_step
 
-    def left_by(cfg, model, x, targets) -> int:
+    def left_by(cfg, model, *batch) -> int:
         with torch.no_grad():
-            module.forward(cfg, model, x, targets)  # which leaves weights that are gathered
+            module.forward(cfg, model, *batch)  # which leaves weights that are gathered
         before = allocated()
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
-            out = module.forward(cfg, model, x, targets)
+            out = module.forward(cfg, model, *batch)
         return allocated() - before - out.untyped_storage().nbytes()
 
     def step(cfg, *args):
         result = train_step(cfg, *args)
         *_, model, _, inputs, targets = args
-        x = torch.zeros(*inputs.shape, cfg.dim, requires_grad=True) if getattr(model, "stage", 0) else inputs
+        chunk = [0] if hasattr(model, "before") else []  # where a rank has several stages, the first of them
+        later = model.before[0] is not None if chunk else getattr(model, "stage", 0)
+        x = torch.zeros(*inputs.shape, cfg.dim, requires_grad=True) if later else inputs
         x, targets = held(module, cfg, model, x, targets)
         eighth = len(x) // 8
         for _ in range(3):  # what is made once, or a table that Python doubles, is in one of the three
-            some = left_by(cfg, model, x[:eighth], targets[:eighth])
-            kept.append(left_by(cfg, model, x, targets) - some)
+            some = left_by(cfg, model, x[:eighth], targets[:eighth], *chunk)
+            kept.append(left_by(cfg, model, x, targets, *chunk) - some)
         return result
 
     module.train_step = step
