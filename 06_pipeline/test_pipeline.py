@@ -479,12 +479,13 @@ def test_torchrun_on_two_nodes():
     command = (
         "torchrun --nnodes 2 --nproc_per_node 2 --rdzv_backend c10d --rdzv_id test --rdzv_endpoint localhost:{port}"
     )
-    command = command.format(port=free_port()).split() + ["06_pipeline/1f1b.py", "--device", "cpu", "--steps", "2"]
-    nodes = [subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) for _ in range(2)]
-    try:
-        output = "".join(node.communicate(timeout=240)[0] for node in nodes)
-    finally:
-        for node in nodes:
-            node.kill()
+    with free_port() as port:
+        words = command.format(port=port).split() + ["06_pipeline/1f1b.py", "--device", "cpu", "--steps", "2"]
+        nodes = [subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.PIPE) for _ in range(2)]
+        try:
+            output = "".join(node.communicate(timeout=240)[0] for node in nodes)
+        finally:
+            for node in nodes:
+                node.kill()
     assert [node.returncode for node in nodes] == [0, 0]
     assert output.count("median  loss") == 1 and output.count("step 2") == 1

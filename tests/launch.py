@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -125,11 +125,10 @@ def launch(
     result, asked for after main, is that rank's entry of Run.probes. Raises RankFailed as soon as any rank has failed
     and TimeoutError if they take longer than `timeout` seconds; either way no process is left behind.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, free_port() as port:
         saved = Path(folder) / "weights.safetensors"
         argv = [str(ROOT / recipe), *(["--save", str(saved)] if save else []), *flags.split()]
         context = multiprocessing.get_context("fork")
-        port = free_port()
         ranks = [
             context.Process(target=run_rank, args=(recipe, argv, rank, world, port, folder, probe))
             for rank in range(world)
@@ -178,11 +177,17 @@ def isolated(function: Callable[[], Any]) -> Any:
     return result
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+@contextlib.contextmanager
+def free_port() -> Iterator[int]:
+    """A TCP port that nobody else gets before a rank listens on it.
+
+    The socket stays bound here, without listening: Linux then gives the port to no connection and to no other socket
+    but those that ask for this very port and, like this one and the ranks' store, for SO_REUSEADDR.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
 
 
 def run_rank(recipe, argv, rank, world, port, folder, probe) -> None:

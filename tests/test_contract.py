@@ -41,8 +41,9 @@ runpy.run_path("02_data_parallel/naive.py", run_name="__main__")
 from probes import group_is_gone
 print("threads left:", group_is_gone(5)(None)()[1])"""
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    environment = {**os.environ, **alone, "MASTER_PORT": str(free_port())}
-    end = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, capture_output=True)
+    with free_port() as port:
+        environment = {**os.environ, **alone, "MASTER_PORT": str(port)}
+        end = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, capture_output=True)
     assert end.stdout.splitlines()[-1:] == ["threads left: 0"], end.stdout + end.stderr
     for recipe in TRAINING:
         source = (ROOT / recipe).read_text()
