@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 # ------------------------------------------------------------------------------------------------------------ config
 WARMUP = 6  # steps before the first profiled one: compilation, first allocations, communicators
 GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a trace
-COMMUNICATION = ("nccl", "gloo:", "symmetric_memory")  # parts of names
+COMMUNICATION = ("nccl", "gloo:", "symmetric_memory", "push_kernel")  # parts of names
 PHASES = {"forward": "#9cc3e6", "backward": "#a9d6a0", "optimizer": "#d9c2e9"}
 VISIBLE = 1e-4  # of the longest step; what is shorter has no width in a picture
 HIDDEN = "#f2b661"

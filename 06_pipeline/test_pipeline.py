@@ -468,6 +468,7 @@ def test_bad_input(recipe):
         assert all(word in line for word in words) and failure.value.code == 1
 
 
+@pytest.mark.thorough
 def test_pictures_are_up_to_date():
     for file, svg in schedules.pictures().items():
         assert file.read_text() == svg, "run python tests/schedules.py"

@@ -13,6 +13,7 @@ nothing, beside what tests/schedules.py simulates from the measured durations. `
 pipeline on one GPU. `profiled` runs 01_single_gpu/profiling.py and keeps the slowest rank's timeline; from these, on
 any machine, `python 01_single_gpu/profiling.py --draw 02_data_parallel/overlap.svg
 tests/results/timelines/{naive,overlap,bucketed}.json` draws the picture.
+`expert_layer` times one layer of experts on one GPU, ours and that of transformers, and its matmuls alone.
 `context_attention` times what one rank of four computes in the attention of 05_context_ring, without transfers.
 `collectives` stores what 02_data_parallel/collectives.py prints. `memory` needs no GPU: it puts the measured peaks of
 naive data parallelism and of ZeRO beside what 01_single_gpu/memory.py predicts, for `python 01_single_gpu/memory.py
@@ -35,6 +36,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import schedules
 import torch
 from launch import ROOT, isolated, launch, load
@@ -51,8 +53,12 @@ PIPELINE = "--preset smollm_1_7b --layers 27 --seq 4096 --batch 16 --microbatche
 TWO = f"{PARALLEL} --batch 8"
 STAGED = "--preset smollm_1_7b --seq 4096 --batch 16 --microbatches 16 --dtype bfloat16 --compile --steps 10"
 TWIN = "06_pipeline/torch_pipelining.py"
+MOE = "07_expert/moe.py"
 # one long sequence; the warm-up is short because a step is long
 LONG = "--preset llama3_8b --layers 8 --batch 1 --dtype bfloat16 --compile --warmup 2 --steps 8"
+# random ids and no learning, so that experts are about equally busy, and stay so
+RANDOM_IDS = Path(tempfile.gettempdir(), "random_ids.bin")
+EXPERTS = f"--preset olmoe_1b_7b --layers 4 --seq 4096 --dtype bfloat16 --compile --steps 10 --lr 0 --data {RANDOM_IDS}"
 SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
     "single": (
         1,
@@ -270,6 +276,24 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
             (TWIN, f"{STAGED} --schedule ZBVZeroBubble".replace(" --compile", "")),  # torch cannot compile it
         ],
     ),
+    "expert": (
+        2,
+        3,
+        [
+            ("07_expert/expert_parallel.py", f"{EXPERTS} --batch 8"),
+            ("07_expert/overlap.py", f"{EXPERTS} --batch 8"),
+            ("07_expert/symmetric_memory.py", f"{EXPERTS} --batch 8 --slots 1.25"),
+        ],
+    ),
+    "expert_more": (
+        2,
+        3,
+        [
+            ("07_expert/expert_parallel.py", f"{EXPERTS} --batch 16"),
+            ("07_expert/overlap.py", f"{EXPERTS} --batch 16"),
+            ("07_expert/symmetric_memory.py", f"{EXPERTS} --batch 16 --slots 1.25"),
+        ],
+    ),
     "four": (
         4,
         1,
@@ -296,6 +320,7 @@ PROFILED = {
         f"04_tensor_sequence/{name}.py" for name in ("torch_dtensor", "sequence_parallel", "async_tensor_parallel")
     ],
 }
+PROFILED["expert"] = [file for file, _ in SUITES["expert"][2]]
 STAGES = [f"03_zero/{name}.py" for name in ("zero1_overlap", "zero2", "zero3")]
 TIMELINES = RESULTS.parent / "timelines"
 COLLECTIVES = "--largest 268435456"
@@ -654,6 +679,105 @@ def context_attention(rounds: int) -> dict[str, object]:
     return {"rows": rows, "whole": whole}
 
 
+def layers_of_experts() -> list[tuple[str, torch.nn.Module]]:
+    """Layers of OLMoE's shape by what they are called: ours and that of transformers."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    module = load(MOE)
+    cfg = module.Config(**module.PRESETS["olmoe_1b_7b"])
+    shape = dict(hidden_size=cfg.dim, intermediate_size=cfg.ffn, num_local_experts=cfg.experts)
+
+    def ours(dtype: torch.dtype, loop: bool = False) -> torch.nn.Module:
+        own = load(MOE)
+        own.grouped_matmul = own.one_by_one if loop else own.grouped_matmul
+        layer = own.MLP(cfg).to(dtype)
+        layer.gate.float()
+        if not loop:
+            layer.compile()
+        return layer
+
+    def theirs(implementation: str) -> torch.nn.Module:
+        config = MixtralConfig(**shape, num_experts_per_tok=cfg.top_k, num_attention_heads=cfg.heads)
+        config._experts_implementation = implementation
+        layer = MixtralSparseMoeBlock(config).to(torch.bfloat16)
+        if implementation != "eager":
+            layer.compile()
+        return layer
+
+    with torch.device("cuda"):
+        return [
+            ("moe.py, compiled", ours(torch.float32)),
+            ("moe.py with bf16 weights, compiled", ours(torch.bfloat16)),
+            ("moe.py with a loop over experts, bf16 weights", ours(torch.bfloat16, loop=True)),
+            ("transformers, grouped_mm, bf16 weights, compiled", theirs("grouped_mm")),
+            ("transformers, loop over experts, bf16 weights", theirs("eager")),
+        ]
+
+
+def grouped_matmuls(ends: torch.Tensor, rows: int) -> list[tuple[str, float, Callable[[], torch.Tensor]]]:
+    """Name, FLOPs and call of the matmuls of the layer, forward and backward, of rows in blocks that end at `ends`."""
+    from torch.nn.functional import grouped_mm
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    d, f, e = 2048, 1024, len(ends)
+    x, hidden, up, down = random(rows, d), random(rows, f), random(e, 2 * f, d) / 50, random(e, d, f) / 50
+    wide = random(rows, 2 * f)
+    both, one = 2 * rows * d * 2 * f, 2 * rows * d * f
+    return [
+        ("gate and up", both, lambda: grouped_mm(x, up.mT, offs=ends)),
+        ("down", one, lambda: grouped_mm(hidden, down.mT, offs=ends)),
+        ("gradient of the input of gate and up", both, lambda: grouped_mm(wide, up, offs=ends)),
+        ("gradient of the input of down", one, lambda: grouped_mm(x, down, offs=ends)),
+        ("gradient of gate and up", both, lambda: grouped_mm(wide.mT, x, offs=ends)),
+        ("gradient of down", one, lambda: grouped_mm(x.mT, hidden, offs=ends)),
+    ]
+
+
+def expert_layer(rounds: int) -> dict[str, object]:
+    """One layer of experts on one GPU, OLMoE's shape, 16,384 tokens, bfloat16: ours, the library's, its matmuls."""
+    import transformers
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 4096, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gradient, layers = torch.randn_like(x), layers_of_experts()
+    for _, layer in layers:
+        for p in layer.parameters():
+            torch.nn.init.normal_(p, 0, 0.02)
+
+    def once(layer: torch.nn.Module, backward: bool) -> None:
+        with torch.autocast("cuda", torch.bfloat16), torch.set_grad_enabled(backward):
+            y = layer(x)
+            y = y[0] if isinstance(y, tuple) else y
+        if backward:
+            y.backward(gradient)
+            x.grad = None
+            layer.zero_grad()
+
+    module, (_, first) = load(MOE), layers[0]
+    once(first, True)
+    _, _, ends = module.sort_by_expert(first.gate(x.detach().flatten(0, 1))[1], len(first.rows))
+    matmuls = grouped_matmuls(ends, 8 * 16384)
+    runs = [partial(once, layer, backward) for _, layer in layers for backward in (False, True)]
+    times = [[] for _ in [*runs, *matmuls]]
+    for _ in range(rounds):
+        for run, found in zip([*runs, *(call for *_, call in matmuls)], times):
+            found.append(milliseconds(run))
+    middle = [statistics.median(found) for found in times]
+    rows = [
+        {"label": label, "forward_ms": forward, "both_ms": both}
+        for (label, _), forward, both in zip(layers, middle[::2], middle[1::2])
+    ]
+    alone = [
+        {"label": label, "ms": ms, "tflops": flops / ms / 1e9}
+        for (label, flops, _), ms in zip(matmuls, middle[len(runs) :])
+    ]
+    print(*rows, *alone, sep="\n", flush=True)
+    return {"transformers": transformers.__version__, "rows": rows, "matmuls": alone}
+
+
 def memory(stored: dict[str, dict]) -> list[dict[str, object]]:
     """Bytes by kind at the peak, with what was measured, and at the optimizer's step, of recipes by what they shard."""
     predict, rows = load("01_single_gpu/memory.py"), {"peak": [], "optimizer": []}
@@ -703,7 +827,7 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
         yield result
     for file in PROFILED.get(suite, []):
         row = next(row for row in rows if row["file"] == file)
-        timelines = TIMELINES / suite if suite == "zero_stages" else TIMELINES
+        timelines = TIMELINES / suite if suite in ("zero_stages", "expert") else TIMELINES
         row["profile"] = profiled(row["file"], re.sub(r"--steps \d+", "", row["flags"]), gpus, timelines)
         for rank, ms in enumerate(row["profile"]):
             print(f"profile  {file:35} rank {rank}", *(f"{key} {value:.1f}" for key, value in ms.items()), flush=True)
@@ -716,7 +840,7 @@ def main() -> None:
         "suites",
         nargs="*",
         metavar="SUITE",
-        help=f"of {', '.join(SUITES)}, collectives, context_attention, pipeline_parts, memory",
+        help=f"of {', '.join(SUITES)}, collectives, context_attention, expert_layer, pipeline_parts, memory",
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--gpus", type=int, help="other than the number that a suite is made for")
@@ -730,14 +854,17 @@ def main() -> None:
         (RESULTS.parent / "memory.json").write_text(json.dumps({"rows": memory(stored)}, indent=1) + "\n")
         return
     alone = {"context_attention": partial(context_attention, args.rounds), "pipeline_parts": pipeline_parts}
+    alone["expert_layer"] = partial(expert_layer, args.rounds)
     if suites in ([name] for name in alone):  # on one GPU, without a training
-        command = f"python tests/bench.py {suites[0]}" + f" --rounds {args.rounds}" * (suites[0] == "context_attention")
+        command = f"python tests/bench.py {suites[0]}" + f" --rounds {args.rounds}" * (suites[0] != "pipeline_parts")
         stored[suites[0]] = {**where(1), "command": command, **isolated(alone[suites[0]])}
         RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
         return
     if not suites:
         raise SystemExit(f"no suite fits {present} GPUs")
     RESULTS.parent.mkdir(exist_ok=True)
+    if any(suite.startswith("expert") for suite in suites):
+        np.random.default_rng(0).integers(0, 50304, 20_000_000).astype(np.uint16).tofile(RANDOM_IDS)
     for suite in suites:
         for result in (
             [collectives(present)] if suite == "collectives" else measure(suite, args.rounds, args.gpus, args.brief)

@@ -30,7 +30,8 @@ from test_lineage import FAMILY
 
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8"
 SMALLEST = {recipe: (world, flags) for recipe, world, flags in reversed(CASES) if "--compile" not in flags}
-SMALLEST[ROOT_RECIPE] = 1, ""  # recipe: (ranks, flags), for what does not depend on the size
+# recipe: (ranks, flags), for what does not depend on the size
+SMALLEST[ROOT_RECIPE] = SMALLEST[equivalence.MOE] = 1, ""
 DILOCO = "02_data_parallel/diloco.py"
 # DTensor's caches hold the group until the end of the process
 KEEP_THE_GROUP = {
@@ -86,7 +87,7 @@ def check_training(recipe: str, file: str | None = None) -> None:
     probe = probes.together(probes.evaluated, probes.whole_parameters)
     run = launch(file or recipe, world, f"{ours} {equivalence.TRAINING}", probe)
     reference = root_evaluated(equivalence.root_of(recipe), f"{roots} {equivalence.TRAINING}")
-    assert len(reference.probes[0]) == 1 + 2 * 4 and min(norm for _, norm, _ in reference.history) > 0.5
+    assert len(reference.probes[0]) == 1 + 2 * 4 and min(norm for _, norm, *_ in reference.history) > 0.5
     errors = compare.relative_errors(run.weights, reference.weights)
     errors |= compare.history_errors(run.history, reference.history)
     for losses, parameters in run.probes:
@@ -128,7 +129,7 @@ LARGE_ERROR = 4  # times the root's own error in float32: sums of as many roundi
 
 def parts_of(recipe: str, world: int, flags: str) -> int | None:
     """Into how many parts the batch is cut, each with a gradient of its own; None where the model is cut otherwise."""
-    if recipe.startswith(("04", "05")) or recipe == DILOCO:
+    if recipe.startswith(("04", "05", "07")) or recipe == DILOCO:
         return None
     default = {f.name: f.default for f in dataclasses.fields(load(recipe).Config)}.get("microbatches", 1)
     given = re.search(r"--microbatches (\d+)", flags)
@@ -228,34 +229,40 @@ def check_run(recipe: str, file: str | None = None) -> None:
     assert 0 < seconds.min() and seconds.sum() < elapsed
     labels = [*(f"step {step}" for step in range(1, STEPS + 1)), "median"]
     numbers = [*history, np.median(history[5:], axis=0)]
-    for line, label, (loss, norm, duration) in zip(run.output[0].splitlines(), labels, numbers, strict=True):
+    for line, label, (loss, norm, duration, *_) in zip(run.output[0].splitlines(), labels, numbers, strict=True):
         speed = f"tokens/s/GPU {8 * 16 / duration / world:,.0f}"
-        shown = re.split("  +", line.strip())[:4]
+        shown = [part for part in re.split("  +", line.strip()) if not part.startswith(("busiest", "dropped"))][:4]
         assert shown == [label, f"loss {loss:.4f}", f"gradient norm {norm:.3f}", speed], (shown, speed)
 
 
 def check_log_line(recipe: str, file: str | None = None) -> None:
     """MFU, by the formula, of the speed of all ranks; peak memory; a GPU without a known peak has no MFU."""
 
+    experts = equivalence.root_of(recipe) == equivalence.MOE
+    drops = "dropped" in FAMILY[recipe].definitions["log"]
+    preset, of_experts = ("olmoe_1b_7b", (3.14159, 0.0314159)[: 1 + drops]) if experts else ("smollm_1_7b", ())
+
     def lines() -> list[str]:
         module, out = load(file or recipe), io.StringIO()
-        sys.argv = [recipe, "--device", "cuda", "--preset", "smollm_1_7b", "--seq", "2048", "--batch", "16"]
+        sys.argv = [recipe, "--device", "cuda", "--preset", preset, "--seq", "2048", "--batch", "16"]
         cfg = module.parse_config()
         torch.cuda.max_memory_allocated = lambda: 3 * 2**29
         torch.distributed.get_rank, torch.distributed.get_world_size = lambda *_: 0, lambda *_: 4
         with contextlib.redirect_stdout(out):
             for gpu in "NVIDIA H200", "Unknown":
                 torch.cuda.get_device_name = lambda gpu=gpu: gpu
-                module.log(cfg, "step 3", 1.23456, 0.5, 0.5)
+                module.log(cfg, "step 3", 1.23456, 0.5, 0.5, *of_experts)
         return out.getvalue().splitlines()
 
     known, unknown = isolated(lines)
-    speed = 16 * 2048 / 0.5 / (1 if recipe[:2] == "01" else 4)
-    layers, d, f, v = 24, 2048, 8192, 49152
-    flops = 6 * (layers * (4 * d * d + 3 * d * f) + d * v) + 6 * layers * d * 2048
-    wanted = ["loss 1.2346", "gradient norm 0.500", f"tokens/s/GPU {speed:,.0f}"]
-    assert known.split("  ")[-5:] == [*wanted, f"MFU {speed * flops / 989.5e12:.1%}", "memory 1.5 GiB"], known
-    assert unknown.split("  ")[-5:] == [*wanted, "MFU -", "memory 1.5 GiB"], unknown
+    speed = 16 * 2048 / 0.5 / (1 if recipe[:2] == "01" or recipe == equivalence.MOE else 4)
+    layers, d, f, v = (16, 2048, 8 * 1024, 50304) if experts else (24, 2048, 8192, 49152)
+    router = d * 64 if experts else 0
+    flops = 6 * (layers * (4 * d * d + 3 * d * f + router) + d * v) + 6 * layers * d * 2048
+    wanted = ["loss 1.2346", "gradient norm 0.500", *(["busiest expert 3.14x"] if experts else [])]
+    wanted += [*(["dropped 3.1%"] if drops else []), f"tokens/s/GPU {speed:,.0f}"]
+    for line, mfu in (known, f"MFU {speed * flops / 989.5e12:.1%}"), (unknown, "MFU -"):
+        assert line.split("  ")[-2 - len(wanted) :] == [*wanted, mfu, "memory 1.5 GiB"], line
 
 
 def check_build(recipe: str, file: str | None = None) -> None:
@@ -356,7 +363,7 @@ def check_bad_input(recipe: str, file: str | None = None) -> None:
         for bad, words in bad_inputs(Path(folder)):
             line = refusal(module, world, f"--device cpu {flags} {bad}")
             assert isinstance(line, str) and "\n" not in line and all(word in line for word in words), (bad, line)
-        alone = recipe[:2] == "01"
+        alone = recipe[:2] == "01" or recipe == equivalence.MOE
         line = refusal(module, 2 if alone else 0, "--device cpu")
         words = ["--nproc_per_node 2", "1 process"] if alone else ["torchrun --nproc_per_node"]
         assert line and all(word in line for word in words), line
@@ -409,6 +416,12 @@ def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
         cases += [(8, "--heads 8 --kv_heads 8 --seq 8 --batch 1"), (1, ""), (2, "--ffn 2")]
         cases += [] if "dtensor" in recipe else [(8, "--heads 8 --kv_heads 4"), (8, "--heads 8 --kv_heads 1")]
         cases += [(4, "--vocab 257"), (4, "--vocab 259")] if "vocab" in recipe or "sequence_p" in recipe else []
+    if recipe[:2] == "07":
+        micro = "--microbatches 1" if "microbatches" in FAMILY[recipe].definitions["Config"] else ""
+        cases += [(1, "--experts 1 --top_k 1"), (1, "--experts 8 --top_k 8"), (1, f"--batch 1 {micro}")]
+        if recipe != equivalence.MOE:
+            cases += [(8, f"--experts 8 --batch 8 {micro}"), (3, f"--experts 9 --batch 3 {micro}")]
+            cases += [(8, "--experts 2 --edp 4")]
     if recipe[:2] == "06":
         cases += (
             [(8, "--layers 16"), (2, "--layers 4")] if recipe in TWO_CHUNKS else [(8, "--layers 8"), (2, "--layers 2")]
@@ -436,7 +449,7 @@ def check_valid_input(recipe: str, file: str | None = None) -> None:
 def check_second_node(recipe: str, file: str | None = None) -> None:
     """Rank 3, which is the second process of the second node, takes its GPU 1, before there is a process group."""
     source = Path(load(file or recipe).__file__).read_text()
-    if recipe[:2] == "01" or "Accelerator" in source:
+    if recipe[:2] == "01" or recipe == equivalence.MOE or "Accelerator" in source:
         return  # one process; a library that does it
 
     def chosen() -> list[object]:
@@ -450,7 +463,7 @@ def check_second_node(recipe: str, file: str | None = None) -> None:
         torch.cuda.set_device, module.dist.init_process_group = seen.append, stop
         os.environ.update(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = "1"  # nobody gets that far
-        if "needs one host" in source or "nnodes" in source:
+        if any(words in source for words in ("needs one host", "nnodes", "of one host may")):
             os.environ["LOCAL_WORLD_SIZE"] = "4"  # it refuses two nodes
             torch.cuda.device_count = lambda: 4
         sys.argv = [recipe, "--device", "cuda", "--dtype", "bfloat16"]
@@ -464,11 +477,11 @@ def check_second_node(recipe: str, file: str | None = None) -> None:
 
 def check_flags(recipe: str, file: str | None = None) -> None:
     """Every recipe has the root's flags, with its defaults, but may train fewer steps, and a layer for each stage."""
-    files = ROOT_RECIPE, file or recipe
+    files = equivalence.root_of(recipe), file or recipe
     root, ours = ({f.name: f.default for f in dataclasses.fields(load(path).Config)} for path in files)
     assert 0 < ours["steps"] <= root.pop("steps")
     assert ours["layers"] == root.pop("layers") * (2 if recipe in TWO_CHUNKS else 1)
-    assert root.items() <= ours.items() and load(file or recipe).PRESETS == load(ROOT_RECIPE).PRESETS
+    assert root.items() <= ours.items() and load(file or recipe).PRESETS == load(files[0]).PRESETS
 
 
 THOROUGH = ("activations", "failure")  # promises that the plain run leaves to the thorough one

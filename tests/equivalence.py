@@ -40,7 +40,8 @@ GPU_SHAPE = "--layers 5 --dim 384 --heads 6 --kv_heads 2 --ffn 512 --seq 128 --b
 GRADIENT = "--steps 1 --eps 1e12 --lr 1e12 --clip 1e9 --weight_decay 0 --warmup 0"
 LOW_GRADIENT = GRADIENT.replace("--lr 1e12", "--lr 1e14")  # rate 100: float32 weights must not round the change away
 TRAINING = "--steps 4 --lr 1e-2 --clip 0.5 --warmup 1"
-MODEL = "--layers --batch --seq --vocab --dim --heads --kv_heads --ffn".split()  # what is trained: the root's flags too
+# what is trained: the root's flags too
+MODEL = "--layers --batch --seq --vocab --dim --heads --kv_heads --ffn --experts --top_k".split()
 LARGE = {"lm_head": 1000, "q_proj": 15, "k_proj": 15, "embed_tokens": 50}  # times the weights, by their names
 LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
     f"03_zero/{name}.py"
@@ -229,10 +230,40 @@ CASES = [
     ),
     ("06_pipeline/torch_pipelining.py", 2, "--microbatches 6 --schedule DualPipeV"),
     ("06_pipeline/torch_pipelining.py", 8, "--microbatches 12 --layers 11"),
+    ("07_expert/moe.py", 1, "--compile"),
+    ("07_expert/expert_parallel.py", 2, ""),
+    ("07_expert/expert_parallel.py", 2, "--compile"),
+    ("07_expert/expert_parallel.py", 2, "--top_k 1"),
+    ("07_expert/expert_parallel.py", 3, "--experts 9 --top_k 4"),
+    ("07_expert/expert_parallel.py", 4, "--edp 2 --top_k 4"),
+    ("07_expert/expert_parallel.py", 8, "--batch 16 --top_k 1"),  # an expert per rank
+    ("07_expert/expert_parallel.py", 8, "--experts 56 --top_k 4 --batch 16"),  # more experts than tokens of a rank
+    ("07_expert/expert_parallel.py", 6, "--edp 2 --experts 6"),
+    ("07_expert/auxiliary_loss.py", 2, "--balance 0 --z 0"),  # test_balance.py has others
+    ("07_expert/auxiliary_loss.py", 4, "--edp 2 --balance 0 --z 0"),
+    ("07_expert/bias_balancing.py", 2, "--bias_rate 0 --microbatches 1"),
+    ("07_expert/bias_balancing.py", 4, "--bias_rate 0 --microbatches 3 --edp 2"),
+    ("07_expert/capacity.py", 2, "--capacity 4"),  # experts / top_k, or more: nothing is dropped
+    ("07_expert/capacity.py", 2, "--capacity 4 --compile"),
+    ("07_expert/capacity.py", 3, "--experts 9 --top_k 4 --capacity 2.25"),
+    ("07_expert/capacity.py", 4, "--edp 2 --top_k 4 --capacity 2"),
+    ("07_expert/capacity.py", 6, "--edp 2 --experts 6 --capacity 3"),
+    ("07_expert/capacity.py", 8, "--batch 16 --top_k 1 --capacity 8"),
+    ("07_expert/overlap.py", 2, ""),
+    ("07_expert/overlap.py", 2, "--compile"),
+    ("07_expert/overlap.py", 3, "--experts 9 --top_k 4"),
+    ("07_expert/overlap.py", 4, "--edp 2"),
+    ("07_expert/overlap.py", 8, "--batch 16 --top_k 1"),
+    ("07_expert/symmetric_memory.py", 2, ""),
+    ("07_expert/symmetric_memory.py", 2, "--compile"),
+    ("07_expert/symmetric_memory.py", 3, "--experts 9 --top_k 4"),
+    ("07_expert/symmetric_memory.py", 4, "--edp 2"),
+    ("07_expert/symmetric_memory.py", 8, "--batch 16 --top_k 1 --slots 8"),
 ]
 
 
 ROOT_RECIPE = "01_single_gpu/train.py"
+MOE = "07_expert/moe.py"  # the root of a family of its own
 HARDEST = {  # of its cases the one that proves a recipe, when there is time for one: shards with padding, shared heads
     ROOT_RECIPE: (1, ""),
     "01_single_gpu/gradient_accumulation.py": (1, "--microbatches 4"),
@@ -277,12 +308,19 @@ HARDEST = {  # of its cases the one that proves a recipe, when there is time for
     "06_pipeline/zbv.py": (3, "--microbatches 6 --layers 7"),
     "06_pipeline/dualpipe.py": (4, "--microbatches 12 --layers 7"),
     "06_pipeline/torch_pipelining.py": (4, "--microbatches 6 --schedule InterleavedZeroBubble --layers 11"),
+    MOE: (1, ""),
+    "07_expert/expert_parallel.py": (4, "--edp 2 --top_k 4"),
+    "07_expert/auxiliary_loss.py": (4, "--edp 2 --balance 0 --z 0"),
+    "07_expert/bias_balancing.py": (4, "--bias_rate 0 --microbatches 3 --edp 2"),
+    "07_expert/capacity.py": (4, "--edp 2 --top_k 4 --capacity 2"),
+    "07_expert/overlap.py": (4, "--edp 2"),
+    "07_expert/symmetric_memory.py": (4, "--edp 2"),
 }
 
 
 def root_of(recipe: str) -> str:
     """The recipe that trains the same model on one device."""
-    return "07_expert/moe.py" if recipe.startswith(("07", "08")) else "01_single_gpu/train.py"
+    return MOE if recipe.startswith("07") or recipe == "08_4d/moe.py" else ROOT_RECIPE
 
 
 @once
@@ -326,7 +364,7 @@ def start(root: str, flags: str, large: bool = False) -> str:
 def reference(root: str, flags: str) -> Run:
     """The root's run. Checks that the case is not vacuous: the clip acts, valid tokens differ."""
     run = launch(root, 1, flags, probe=probes.valid_tokens)
-    assert TRAINING not in flags or min(norm for _, norm, _ in run.history) > 0.5, "the clip never acted"
+    assert TRAINING not in flags or min(norm for _, norm, *_ in run.history) > 0.5, "the clip never acted"
     assert len(set(run.probes[0])) > 1, "all sequences have as many valid tokens"
     return run
 

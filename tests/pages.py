@@ -67,6 +67,13 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "06_pipeline/zbv.py": "... placed in a V, and backward fills the gaps",
     "06_pipeline/dualpipe.py": "... a pipeline in each direction, weights twice",
     "06_pipeline/torch_pipelining.py": "the same by torch.distributed.pipelining",
+    "07_expert/moe.py": "many MLPs, of which each token takes a few",
+    "07_expert/expert_parallel.py": "experts shared out, tokens travel to them and back",
+    "07_expert/auxiliary_loss.py": "... kept equally busy by a loss",
+    "07_expert/bias_balancing.py": "... or by biases, without one",
+    "07_expert/capacity.py": "a fixed number of slots, so that the CPU never waits",
+    "07_expert/overlap.py": "half of the batch travels while the other half computes",
+    "07_expert/symmetric_memory.py": "a kernel writes each row straight to its expert",
 }
 FOLDERS = {  # and what each teaches
     "01_single_gpu": "the program that all others change, its memory and its time",
@@ -75,6 +82,7 @@ FOLDERS = {  # and what each teaches
     "04_tensor_sequence": "every matmul split, then the tokens between matmuls",
     "05_context_ring": "long sequences split; only attention communicates",
     "06_pipeline": "layers in stages, and schedules that keep all of them busy",
+    "07_expert": "many MLPs shared out over ranks; tokens travel to a few of them",
 }
 SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or None, sentence); else: first row's
     "single": ("01_single_gpu", "One GPU, against the Llama of `transformers`, compiled, with the same AdamW."),
@@ -100,13 +108,18 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "pipeline_twins": ("06_pipeline", "Torch's schedules among themselves; ZBV is not compiled, since torch cannot."),
     "pipeline_parts": (None, ""),  # for the predictions
     "four": ("06_pipeline", "Two schedules. The first line trains another model and batch: compare its MFU alone."),
+    "expert": ("07_expert", "OLMoE's shape with 4 layers, against expert_parallel.py, 16,384 tokens per GPU."),
+    "expert_more": ("07_expert", "The same with 32,768 tokens per GPU."),
+    "expert_layer": (None, ""),  # has a table of its own
     "collectives": (None, ""),  # has a table of its own
 }
+BASELINES = {"07_expert": "07_expert/expert_parallel.py"}  # where no library trains the same: what speed is over
 LIBRARIES = "torch_", "accelerate_"  # how the names of library twins start
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
 NOTHING = 1e-10  # a difference below is rounding
 SHOWN = 12  # so many bugs are in sight, the others below a line to be opened
 UNKNOWN = "Not measured yet."
+OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
 SHARES = ("forward_ms", "share_forward"), ("both_ms", "share")  # a time, and the ideal time over it
 MARKS = {"01_single_gpu/train.py": " †", "02_data_parallel/diloco.py": " ‡"}  # what the pages say of their errors
 NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the recipe is for
@@ -174,7 +187,7 @@ def folder_table(folder: str) -> str:
         lines = "+{} −{}".format(*size(parent, path)) if parent else f"{lines_of_code(FAMILY[path].source)} lines"
         above = f"`{parent.removeprefix(f'{folder}/')}`" if parent else ""
         diff = f"[{lines}](#{anchor(name)})"
-        rows.append([f"[`{name}`]({name})", IDEAS[path], above, diff, worst_error([path]), ratio(path)])
+        rows.append([f"[`{name}`]({name})", IDEAS[path], above, diff, worst_error([path]), ratio(path) or gain(path)])
     return table(["file", "idea", "parent", "diff", "error", "speed"], rows)
 
 
@@ -216,6 +229,18 @@ def ratio(path: str) -> str:
                 theirs = [row for row in theirs if row["flags"] in [mine["flags"] for mine in ours]]
             mine, best = (max(statistics.median(measured(row, "tokens")) for row in rows) for rows in (ours, theirs))
             return f"{mine / best:.2f}"
+    return ""
+
+
+def gain(path: str) -> str:
+    """Tokens/s over those of the folder's baseline, where it has one, from the first suite in which both took turns."""
+    folder = path.split("/")[0]
+    for suite in suites(folder).values():
+        alike = suite["rows"][: suite["alike"]]
+        found = {row["file"]: statistics.median(measured(row, "tokens")) for row in alike}
+        base = BASELINES.get(folder)
+        if path != base and found.keys() >= {path, base}:
+            return f"{found[path] / found[base]:.2f}"
     return ""
 
 
@@ -444,6 +469,24 @@ def attention() -> str:
     return f"{note}\n\n{table(head, rows)}"
 
 
+def expert_layer() -> str:
+    """What one layer of experts takes, ours and the library's, and what its grouped matmuls take alone."""
+    stored = (results("speed.json") or {}).get("expert_layer")
+    if not stored:
+        return UNKNOWN
+    (ours,) = [row["both_ms"] for row in stored["rows"] if row["label"] == OURS]
+    rows = []
+    for row in stored["rows"]:
+        forward, both = row["forward_ms"], row["both_ms"]
+        rows.append([row["label"], f"{forward:.2f}", f"{both:.2f}", f"{both / ours:.2f}"])
+    layers = table(["layer", "forward, ms", "forward and backward, ms", "× time of moe.py, bf16 weights"], rows)
+    alone = [[row["label"], f"{row['ms']:.2f}", f"{row['tflops']:.0f}"] for row in stored["matmuls"]]
+    matmuls, total = table(["grouped matmul", "ms", "TFLOP/s"], alone), sum(row["ms"] for row in stored["matmuls"])
+    note = f"{stored['gpu']}, torch {stored['torch']}, transformers {stored['transformers']}, {stored['date']}, "
+    last = f"The {len(alone)} grouped matmuls alone take {total:.2f} ms, {total / ours:.0%} of the time of {OURS}."
+    return "\n\n".join([f"{note}`{stored['command']}`", layers, matmuls, last])
+
+
 def collectives() -> str:
     """The bandwidth table of collectives.py, as it was printed."""
     stored = (results("speed.json") or {}).get("collectives")
@@ -525,6 +568,7 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
         "04_tensor_sequence": {"memory": memory_of_blocks},
         "05_context_ring": {"attention": attention},
         "06_pipeline": {"predictions": predictions},
+        "07_expert": {"expert_layer": expert_layer},
     }
     return here | extra.get(folder, {})
 

@@ -1,8 +1,10 @@
 """Draw pictures from the recipes' headers, functions and measured timelines, as plain SVG for light and dark pages.
 
-python tests/pictures.py        write all of them; tests/test_pictures.py compares them with the files
+python tests/pictures.py            write all of them; tests/test_pictures.py compares them with the files
+python tests/pictures.py --balance  first train again what balance.svg shows
 """
 
+import argparse
 import functools
 import json
 import math
@@ -161,6 +163,11 @@ class Canvas:
         """Draw the outline of a rectangle."""
         x, y, w, h = box
         self.line((x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y), role=role)
+
+    def area(self, points: list[tuple[float, float]], role: str) -> None:
+        """Fill a polygon."""
+        path = "L".join(f"{short(x)} {short(y)}" for x, y in points)
+        self.parts.append(f'<path class="{role}" d="M{path}z"/>')
 
     def bars(self, spans: list[tuple[float, float]], y: float, height: float, role: str) -> None:
         """Fill a bar from x to x for each span, all in one path."""
@@ -639,6 +646,57 @@ def draw_tokens() -> str:
     return canvas.svg(y + 18)
 
 
+# ------------------------------------------------------------------------------------------------------------ balance
+BALANCE = ROOT / "tests" / "results" / "balance.json"
+BALANCED = {
+    "07_expert/expert_parallel.py": "nothing balances",
+    "07_expert/auxiliary_loss.py": "losses",
+    "07_expert/bias_balancing.py": "biases",
+}
+BALANCE_FLAGS = "--device cpu --layers 3 --dim 64 --heads 4 --ffn 96 --seq 64 --steps 150"
+
+
+def watched_rows(module: ModuleType) -> Callable[[], Any]:
+    """A probe, for 1 rank: the rows of each expert of the last layer, per step."""
+    seen, busiest = [], module.busiest
+    module.busiest = lambda rows: seen.append(rows[-1].long().tolist()) or busiest(rows)
+    return lambda: seen
+
+
+def measure_balance() -> None:
+    """Train with and without balancing, and store the rows of each expert, per step."""
+    rows = {path: launch(path, 1, BALANCE_FLAGS, probe=watched_rows, save=False).probes[0] for path in BALANCED}
+    lines = (f"{json.dumps(path)}: {json.dumps(steps)}" for path, steps in rows.items())
+    BALANCE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def draw_balance() -> str:
+    """The experts' shares of the rows of the last layer, step by step, without balancing and with two kinds of it."""
+    left, top, height, gap, width = 14, 88, 160, 22, 640
+    runs = json.loads(BALANCE.read_text())
+    steps, experts = len(next(iter(runs.values()))), len(next(iter(runs.values()))[0])
+    panel = (width - 2 * left - gap * (len(runs) - 1)) / len(runs)
+    canvas = Canvas("Rows per expert while training, with and without balancing", width)
+    canvas.text(left, 26, (f"Shares of {experts} experts in the rows of a layer, over {steps} steps", "ink"), size=15)
+    canvas.text(left, 46, ("A band is an expert. Balanced, all are as high as from tick to tick.", "muted"))
+    for i, (recipe, how) in enumerate(BALANCED.items()):
+        x0, edges = left + i * (panel + gap), []
+        canvas.text(x0, top - 12, (Path(recipe).name, "ink"), size=13)
+        for step, rows in enumerate(runs[recipe]):
+            x, y = x0 + panel * step / (steps - 1), top
+            edges.append([(x, y + height * sum(rows[:n]) / sum(rows)) for n in range(experts + 1)])
+        for expert in range(experts):
+            above, below = ([points[expert + side] for points in edges] for side in (0, 1))
+            canvas.area(above + below[::-1], f"rank{expert % 4}")
+        for n in range(experts + 1):
+            y = top + height * n / experts
+            canvas.line((x0 - 6, y), (x0 - 1, y))
+        load = sum(max(rows) / sum(rows) for rows in runs[recipe][-10:]) / 10 * experts
+        canvas.text(x0, top + height + 18, (f"{how}; at the end", "muted"))
+        canvas.text(x0, top + height + 36, (f"busiest {load:.2f}× the mean", "ink"))
+    return canvas.svg(top + height + 52)
+
+
 # ----------------------------------------------------------------------------------------------------------- timeline
 TIMELINES = ROOT / "tests" / "results" / "timelines" / "zero_stages"
 STAGES = ("zero1", "zero1_overlap", "zero2", "zero3")
@@ -694,10 +752,15 @@ PICTURES = {
     "03_zero/timeline.svg": draw_timeline,
     "05_context_ring/steps.svg": draw_steps,
     "05_context_ring/tokens.svg": draw_tokens,
+    "07_expert/balance.svg": draw_balance,
 }
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--balance", action="store_true")
+    if parser.parse_args().balance:
+        measure_balance()
     for path, draw in PICTURES.items():
         (ROOT / path).write_text(draw())
 

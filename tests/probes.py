@@ -427,9 +427,11 @@ def dtypes(module: ModuleType) -> Report:
     def watched(*args):
         model = build_model(*args)
         for part in model.modules():
-            kind = kind_of(part)
-            part.register_forward_hook(lambda part, args, out, kind=kind: seen.setdefault(kind, set()).add(out.dtype))
+            part.register_forward_hook(note)
         return model
+
+    def note(part, args, out) -> None:
+        seen.setdefault(kind_of(part), set()).add((out[0] if isinstance(out, tuple) else out).dtype)
 
     module.build_model = watched
     return lambda: {kind: sorted(map(str, dtypes)) for kind, dtypes in seen.items()}

@@ -23,6 +23,9 @@ from test_lineage import TRAINING
 
 BUGS = bugs()
 PIPELINE_TESTS = "06_pipeline/test_pipeline.py"
+BALANCE_TESTS, CAPACITY_TESTS = "07_expert/test_balance.py", "07_expert/test_capacity.py"
+BALANCED = "is off by|the load differs|biases are not|counts have changed|counts of other rows|a validation has changed"
+EXPERT_TESTS, OVERLAP_TESTS = "07_expert/test_expert.py", "07_expert/test_overlap.py"
 pytestmark = pytest.mark.thorough
 
 
@@ -65,6 +68,55 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
     "communicators": (lambda bug, file: load(PIPELINE_TESTS).test_communicators(file), ""),
     "leftovers": (lambda bug, file: load(PIPELINE_TESTS).test_a_step_leaves_nothing_but_weights(file), ""),
     "operands": (lambda bug, file: load(PIPELINE_TESTS).test_weight_gradients_keep_their_operands_alone(file), ""),
+    "transformers, experts": (
+        lambda bug, file: witness.check(file, experts="--experts 8 --top_k 2"),
+        "is off by",
+    ),
+    "router": (
+        lambda bug, file: load(EXPERT_TESTS).test_router_keeps_close_scores_apart(file),
+        "close scores are confused",
+    ),
+    "rounding": (lambda bug, file: load(EXPERT_TESTS).test_unpermute_rounds_once(file), "rounded more than once"),
+    "empty experts": (lambda bug, file: load(EXPERT_TESTS).test_grouped_matmul(file), "right|garbage"),
+    "dispatch": (lambda bug, file: load(EXPERT_TESTS).test_rows_go_to_their_experts_and_back(file), ""),
+    "share": (
+        lambda bug, file: load(EXPERT_TESTS).test_each_rank_holds_its_share(bug.world, 2, file),
+        "share the experts|is not 1/|differ",
+    ),
+    "load": (
+        lambda bug, file: load(EXPERT_TESTS).test_busiest_expert(bug.recipe, bug.world, bug.flags, file),
+        "the root's load is",
+    ),
+    "auxiliary": (lambda bug, file: load(BALANCE_TESTS).check_auxiliary_loss(bug.world, bug.flags, file), BALANCED),
+    "bias": (lambda bug, file: load(BALANCE_TESTS).check_bias(bug.world, bug.flags, file), BALANCED),
+    "capacity": (lambda bug, file: load(CAPACITY_TESTS).check_scarce(file, bug.world, bug.flags, 0.5), "is off"),
+    "turns": (lambda bug, file: load(OVERLAP_TESTS).test_halves_take_turns(3, file), "transfers without computation"),
+    "sizes of halves": (equal, "is off by|shape|[sS]plit|has no attribute 'wait'"),
+    "late ranks": (
+        lambda bug, file: load(OVERLAP_TESTS).check_late_ranks(file, bug.world, bug.flags),
+        "is off by|IndexError|out of bounds|No such file",
+    ),
+    "wrong slots": (equal, "is off by|IndexError|out of bounds"),
+    "slots": (lambda bug, file: load(OVERLAP_TESTS).test_every_row_has_its_slot(file), "case|split_with_sizes"),
+    "too few slots": (
+        lambda bug, file: load(OVERLAP_TESTS).test_too_few_slots(3, 1, file),
+        "not on every rank",
+    ),
+    "worst layer": (lambda bug, file: load(OVERLAP_TESTS).test_the_worst_layer_counts(file), "2.00 was needed"),
+    "forgotten slots": (
+        lambda bug, file: load(OVERLAP_TESTS).test_too_few_slots_before_memory_grows(file),
+        "forgotten",
+    ),
+    "other sizes": (
+        lambda bug, file: load(OVERLAP_TESTS).test_validation_of_another_size(file),
+        "allocated in steps|must match the size|out of bounds",
+    ),
+    "bytes written": (
+        lambda bug, file: load(OVERLAP_TESTS).test_bytes_written(3, 1, 6, False, file),
+        "the CPU waits for",
+    ),
+    "kernel": (lambda bug, file: load(OVERLAP_TESTS).test_kernel(file), "the kernel has"),
+    "refusals": (lambda bug, file: load(EXPERT_TESTS).test_sizes(bug.recipe, file), "None"),
     **{
         promise: (lambda bug, file, check=check: check(bug.recipe, file), "")
         for promise, check in contract.CHECKS.items()

@@ -145,6 +145,34 @@ def test_attention_becomes_a_table(monkeypatch, tmp_path):
     assert cells == [["1,024", *one], ["1,024", file, *ours], ["2,048", *one], ["2,048", file, *ours]]
 
 
+def test_layer_of_experts_becomes_tables(monkeypatch, tmp_path):
+    """Times over that of our layer with bf16 weights, and the sum of the matmuls' over it; no file, no table."""
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert pages.expert_layer() == "Not measured yet."
+    rows = [{"label": "loop", "forward_ms": 7.5, "both_ms": 25.0}]
+    rows += [{"label": pages.OURS, "forward_ms": 3.75, "both_ms": 10.0}]
+    matmuls = [{"label": name, "ms": ms, "tflops": 600.4} for name, ms in (("up", 5.25), ("down", 2.25))]
+    about = {"date": "today", "gpu": "1 x GPU", "torch": "3", "transformers": "5", "command": "run"}
+    stored = {"expert_layer": {**about, "rows": rows, "matmuls": matmuls}}
+    (tmp_path / "speed.json").write_text(json.dumps(stored))
+    note, layers, alone, last = pages.expert_layer().split("\n\n")
+    assert note == "1 x GPU, torch 3, transformers 5, today, `run`"
+    cells = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in layers.splitlines()[2:]]
+    assert cells == [["loop", "7.50", "25.00", "2.50"], [pages.OURS, "3.75", "10.00", "1.00"]]
+    assert alone.splitlines()[2:] == ["| up | 5.25 | 600 |", "| down | 2.25 | 600 |"]
+    assert last.startswith("The 2 grouped matmuls alone take 7.50 ms, 75% of the time of ")
+
+
+def test_speed_over_the_baseline(monkeypatch, tmp_path):
+    """Where no library trains the same, a recipe's median over that of the folder's baseline, both in one suite."""
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    tokens = {"expert_parallel": (80, 100, 300), "overlap": (90, 95, 400), "capacity": (600, 600, 600)}
+    rows = [{"file": f"07_expert/{n}.py", "rounds": [{"tokens": x} for x in xs]} for n, xs in tokens.items()]
+    (tmp_path / "speed.json").write_text(json.dumps({"expert": {"alike": 2, "rows": rows}}))
+    found = [pages.gain(f"07_expert/{name}.py") for name in (*tokens, "symmetric_memory")]
+    assert found == ["", "0.95", "", ""]  # itself; both; under other settings; not measured
+
+
 def store_bugs(monkeypatch, tmp_path, stored):
     """Let the pages find these bugs, (recipe, what, gradient, loss, end), in the folder of results."""
     monkeypatch.setattr(pages, "RESULTS", tmp_path)

@@ -1,5 +1,6 @@
 """Pictures on disk are those that pictures.py draws, and what they show is what the recipes do."""
 
+import json
 import math
 import re
 from collections import defaultdict
@@ -388,6 +389,33 @@ def test_steps_show_the_scores():
             assert [text for text, a, b in texts if x < a < x + w and y < b < y + 24] == [str(count)] * bool(count)
             assert f"rank {rank}" in [text for text, a, b in texts if a < zero and y < b < y + 24]
     assert units == pytest.approx(units[:1] * 3, abs=0.01) and not cells + frames
+
+
+# ------------------------------------------------------------------------------------------------------------ balance
+def test_balance_is_to_scale():
+    """Read back: each expert's band is as high, in each step, as its share of the stored rows, which are of all tokens.
+
+    Without balancing the busiest expert ends with far more than the mean, with either kind with clearly less.
+    """
+    runs = json.loads(pictures.BALANCE.read_text())
+    svg, loads = "07_expert/balance.svg", []
+    bands = [
+        re.findall(r"([\d.]+) ([\d.]+)", d) for path in elements(svg, "path") if (d := path.get("d")).endswith("z")
+    ]
+    texts = ["".join(text.itertext()) for text in elements(svg, "text")]
+    for recipe, run in runs.items():
+        cfg = load(recipe).Config(seq=int(pictures.BALANCE_FLAGS.split("--seq ")[1].split()[0]))
+        assert {sum(rows) for rows in run} == {cfg.batch * cfg.seq * cfg.top_k}
+        panel, bands = bands[: cfg.experts], bands[cfg.experts :]
+        for expert, points in enumerate(panel):
+            above, below = points[: len(run)], points[len(run) :][::-1]
+            assert [x for x, _ in above] == [x for x, _ in below]
+            heights = [float(y1) - float(y0) for (_, y0), (_, y1) in zip(above, below, strict=True)]
+            assert heights == pytest.approx([160 * rows[expert] / sum(rows) for rows in run], abs=0.02)
+        loads.append(sum(max(rows) / sum(rows) for rows in run[-10:]) / 10 * cfg.experts)
+        assert f"busiest {loads[-1]:.2f}× the mean" in texts and Path(recipe).name in texts
+    without, auxiliary, bias = loads
+    assert not bands and max(auxiliary, bias) - 1 < 0.6 * (without - 1), loads
 
 
 # ----------------------------------------------------------------------------------------------------------- timeline

@@ -1,8 +1,9 @@
-"""The witness from outside: transformers' Llama computes what the root computes."""
+"""The witness from outside: transformers' Llama computes what the root computes, and its Mixtral what moe.py does."""
 
 import contextlib
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -10,39 +11,53 @@ import compare
 import equivalence
 import torch
 from launch import isolated, launch, load
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 ROOT_RECIPE = "01_single_gpu/train.py"
 FLAGS = "--device cpu --dtype float64 --layers 3 --dim 48 --heads 6 --kv_heads 2 --ffn 64 --seq 24 --batch 4"
+SHAPE = dict(num_hidden_layers=3, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, vocab_size=256)
+SHAPE |= dict(intermediate_size=64, rms_norm_eps=1e-5, max_position_embeddings=131072)  # transformers' names of FLAGS
 
 
 def llama_config(theta: float = 5e5, rope_factor: float = 1.0, tied: bool = False):
-    """transformers' config of the shape of FLAGS."""
+    """transformers' config of the root with FLAGS."""
     from transformers import LlamaConfig
 
     rope = {"rope_type": "default", "rope_theta": theta}
     if rope_factor != 1:
         rope |= {"rope_type": "llama3", "factor": rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope |= {"original_max_position_embeddings": 8192}
-    shape = dict(num_hidden_layers=3, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, vocab_size=256)
-    shape |= dict(intermediate_size=64, rms_norm_eps=1e-5, max_position_embeddings=131072, tie_word_embeddings=tied)
-    return LlamaConfig(**shape, rope_parameters=rope)
+    return LlamaConfig(**SHAPE, tie_word_embeddings=tied, rope_parameters=rope)
+
+
+def mixtral_config(experts: int, top_k: int, theta: float = 5e5):
+    """transformers' config of moe.py with FLAGS and that many experts: no window of attention, no auxiliary loss."""
+    from transformers import MixtralConfig
+
+    rope = {"rope_type": "default", "rope_theta": theta}
+    routing = dict(num_local_experts=experts, num_experts_per_tok=top_k, output_router_logits=False)
+    return MixtralConfig(**SHAPE, **routing, sliding_window=None, tie_word_embeddings=False, rope_parameters=rope)
 
 
 @contextlib.contextmanager
 def in_float64():
-    """transformers computes norms and rotary angles in float32 whatever the weights are: in here that means float64."""
+    """transformers computes norms, rotary angles and the router's softmax in float32: in here that means float64."""
     double = torch.float64
     with patch.multiple(torch, float32=double, float=double), patch.object(torch.Tensor, "float", torch.Tensor.double):
         yield
 
 
-def llama(config):
-    """transformers' Llama with large random weights, and norm weights that differ from 1, so that no error hides."""
-    from transformers import LlamaForCausalLM
+def class_of(config):
+    """The class of transformers that has such a config."""
+    import transformers
 
-    config._attn_implementation = "eager"
-    model = LlamaForCausalLM(config).double()
+    return {"llama": transformers.LlamaForCausalLM, "mixtral": transformers.MixtralForCausalLM}[config.model_type]
+
+
+def random_model(config):
+    """transformers' model with large random weights, and norm weights that differ from 1, so that no error hides."""
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = class_of(config)(config).double()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for p in model.parameters():
@@ -68,30 +83,52 @@ def first_logits(module):
     return lambda: seen[0].detach()
 
 
-def check(recipe: Path | str = ROOT_RECIPE, rope: str = "") -> None:
-    """Assert that from_pretrained loads what the recipe saves, and computes the same logits, loss and gradients."""
+def switch_router(router, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Route with Switch's gate, the probability. Mixtral's router would renormalise it to 1, which trains no router."""
+    logits = torch.nn.functional.linear(x, router.weight)
+    gates, experts = logits.softmax(-1).topk(1)
+    return logits, gates, experts
+
+
+def stored(model, folder: Path | str) -> dict[str, torch.Tensor]:
+    """The weights in the file that save_pretrained writes: under the published names, whatever they are in memory."""
+    model.save_pretrained(folder)
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def check(recipe: Path | str = ROOT_RECIPE, rope: str = "", experts: str = "") -> None:
+    """Assert that from_pretrained loads what the recipe saves, and computes the same logits, loss and gradients.
+
+    experts: "--experts E --top_k K" of a recipe that has experts.
+    """
     folder = tempfile.mkdtemp()
     numbers = [float(number) for number in rope.split()[1:4:2]]  # of --theta and --rope_factor
-    config = llama_config(*numbers)
-    weights = isolated(lambda: dict(llama(config).state_dict()))
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, f"{folder}/start.safetensors")
-    start = f"{FLAGS} --data {equivalence.documents()} {rope} --init {folder}/start.safetensors"
+    config = mixtral_config(*map(int, experts.split()[1::2]), *numbers[:1]) if experts else llama_config(*numbers)
+    class_of(config)  # imported here, not in each of the forks
+    weights = isolated(lambda: stored(random_model(config), f"{folder}/start"))
+    start = f"{FLAGS} --data {equivalence.documents()} {rope} {experts} --init {folder}/start/model.safetensors"
     ours = launch(recipe, 1, f"{start} {equivalence.GRADIENT}", probe=first_logits)
     launch(recipe, 1, f"{start} --steps 0 --save {folder}/model.safetensors")
     saved = load_file(f"{folder}/model.safetensors")
     compare.assert_close(compare.relative_errors(saved, weights), 0, f"{recipe}, saved without training")
 
     def theirs():
-        from transformers import LlamaForCausalLM
-
         config.save_pretrained(folder)
-        loaded = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict()
+        loaded = class_of(config).from_pretrained(folder, dtype=torch.float64).state_dict()
         with in_float64():
-            model = llama(config)
+            model = random_model(config)
+            errors = compare.relative_errors(loaded, model.state_dict())
+            compare.assert_close(errors, 0, f"{recipe}, loaded by from_pretrained")
             model.load_state_dict(loaded)
-            logits, loss = loss_of(model, start)
+            if experts.endswith("--top_k 1"):
+                for layer in model.model.layers:
+                    layer.mlp.gate.forward = partial(switch_router, layer.mlp.gate)
+            logits, loss = loss_of(model, f"{FLAGS} --data {equivalence.documents()} {rope}")
             loss.backward()
-        return logits.detach(), loss.item(), {name: p.grad for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(p.grad)
+        return logits.detach(), loss.item(), stored(model, f"{folder}/gradients")
 
     logits, loss, gradients = isolated(theirs)
     change = {name: weights[name] - tensor for name, tensor in ours.weights.items()}
@@ -105,7 +142,7 @@ def check(recipe: Path | str = ROOT_RECIPE, rope: str = "") -> None:
 def save_random(folder: Path, tied: bool, shards: str) -> float:
     """Save a random model as transformers does, in files of at most `shards`; returns its loss on the first batch."""
     with in_float64():
-        model = llama(llama_config(tied=tied))
+        model = random_model(llama_config(tied=tied))
         loss = loss_of(model, f"{FLAGS} --data {equivalence.documents()}")[1].item()
     model.save_pretrained(folder, max_shard_size=shards)
     return loss

@@ -1,0 +1,848 @@
+"""Expert parallelism over symmetric memory: a kernel writes each row straight to where its expert reads it.
+
+All ranks of a host can write into each other's memory. They tell each other how many rows they have for each expert;
+then each knows, on the GPU, in which slot of which rank its rows belong: slots are in the order of experts. One kernel
+does what were three steps: copy tokens to rows, send them, sort what arrives. The same kernel brings rows back, and
+backward of the way there is the way back. A rank sends (ep-1)/ep·t·top_k·d elements four times per layer, as before,
+but the CPU never waits for sizes: shapes are those of the slots, of which the grouped matmul reads as many as are full.
+Memory: (slots + 1)·t·top_k·d elements for all layers together, and activations of --slots times as many rows as equally
+busy experts have. If a rank gets more rows, training ends with an error. The ep ranks must be on one host.
+
+Parent:   07_expert/expert_parallel.py, 02_data_parallel/copy_engines.py
+Lesson:   Config, Shared, Memory, allocate, push_kernel, push, Route, places, send, bring_back, ToExperts, ToTokens,
+          dispatch, combine, one_by_one, MLP
+Plumbing: Block.__init__, Model.__init__, check_slots, train, check
+Copy:     Router, sort_by_expert, share, Shared, Memory, allocate, push_kernel, push, Route, places, send, bring_back,
+          ToExperts, ToTokens, dispatch, combine, grouped_matmul, one_by_one, Experts, MLP (Model.__init__ shows how to
+          make Memory, check_slots what to check after a step)
+Run:      torchrun --nproc_per_node 8 07_expert/symmetric_memory.py
+Source:   DeepEP, github.com/deepseek-ai/DeepEP; torch.distributed._symmetric_memory
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import triton
+import triton.language as tl
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+# Shapes of Mixtral 8x7B, OLMoE-1B-7B and Qwen3-30B-A3B. Attention stays Llama's: OLMoE and Qwen3 also normalise queries
+# and keys, and Qwen3's heads are 128 wide, not dim / heads. OLMoE does not renormalise its gates; here all do.
+PRESETS = {
+    "tiny": dict(warmup=10),  # otherwise the defaults below: for laptops
+    "mixtral_8x7b": dict(
+        layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, experts=8, top_k=2, vocab=32000, theta=1e6, lr=3e-4
+    ),
+    "olmoe_1b_7b": dict(
+        layers=16, dim=2048, heads=16, kv_heads=16, ffn=1024, experts=64, top_k=8, vocab=50304, theta=1e4, lr=3e-4
+    ),
+    "qwen3_30b_a3b": dict(
+        layers=48, dim=2048, heads=32, kv_heads=4, ffn=768, experts=128, top_k=8, vocab=151936, theta=1e6, lr=3e-4
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 192  # of one expert
+    experts: int = 8
+    top_k: int = 2  # experts per token
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
+    seq: int = 128
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 12
+    warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
+    compile: bool = False
+    edp: int = 1  # ranks that hold a copy of each expert; the others share out the experts
+    slots: float = 4.0  # slots of a rank, over the rows that it gets if experts are equally busy
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+def share(
+    elements: int, dtype: torch.dtype, device: str, group: dist.ProcessGroup
+) -> tuple[list[Tensor], Callable[[], None]]:
+    """Allocate symmetric memory; return every rank's tensor [elements], readable and writable by all, and a barrier.
+
+    On GPUs the others' tensors are mapped over NVLink; the barrier blocks the current stream. On CPUs each tensor is a
+    file that all ranks map; the barrier blocks the process. All ranks of the group must be on one host.
+    """
+    if device == "cuda":
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(gpu)):  # counted by torch.cuda.memory_allocated
+            mine = torch.empty(elements, dtype=dtype, device=gpu)
+        handle = symmetric_memory.rendezvous(mine, group)
+        others = [handle.get_buffer(r, mine.shape, dtype) for r in range(group.size())]
+        return [mine if r == group.rank() else other for r, other in enumerate(others)], handle.barrier
+    folder = [tempfile.mkdtemp() if group.rank() == 0 else None]
+    dist.broadcast_object_list(folder, group=group, group_src=0)  # a path, from rank 0; all wait for it
+    files = [f"{folder[0]}/{r}" for r in range(group.size())]
+    tensors = [torch.from_file(file, shared=True, size=elements, dtype=dtype) for file in files]
+    dist.barrier(group)  # no data; all ranks have mapped the files, which may be unlinked
+    shutil.rmtree(folder[0], ignore_errors=True)
+    return tensors, partial(dist.barrier, group)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Symmetric memory: a tensor [rows, width] of every rank, which all ranks may write."""
+
+    tensors: list[Tensor]  # by rank
+    addresses: Tensor  # [ep] of the tensors, for a kernel
+
+
+@dataclass
+class Memory:
+    """What the ranks of ep write into each other's memory. All layers use it in turn; n is t·top_k."""
+
+    ep: dist.ProcessGroup
+    experts: int  # of all ranks
+    slots: float  # --slots, at most ep: then all rows of all ranks could come to this one
+    rows: int = 0  # n, of the largest batch so far: what follows is made by allocate
+    there: Shared | None = None  # [slots·n, d] rows for this rank's experts, in the order of experts
+    gates: Shared | None = None  # [slots·n, 1] their gates
+    origins: Shared | None = None  # [slots·n, 1] where they are from: rank·n + row
+    back: Shared | None = None  # [n, d] what comes back for this rank's rows, in the order of its tokens
+    gates_back: Shared | None = None  # [n, 1]
+    counts: Shared | None = None  # [ep, e] rows of every rank for every expert
+    missing: Tensor | None = None  # [] the most rows for which this rank had too few slots, over n; 0 if it had enough
+    barrier: Callable[[], None] | None = None  # returns once all ranks have called it; on GPUs the stream waits instead
+
+
+def allocate(memory: Memory, x: Tensor, gates: Tensor) -> None:
+    """Make room for tokens like x [t, d] with gates [t, top_k]. All ranks must have equally many tokens."""
+    n, d, ep = gates.numel(), x.shape[1], memory.ep.size()
+    slots = math.ceil(memory.slots * n)
+    sizes = dict(there=(slots, d, x.dtype), back=(n, d, x.dtype), gates=(slots, 1, gates.dtype))
+    sizes |= dict(
+        gates_back=(n, 1, gates.dtype), origins=(slots, 1, torch.long), counts=(ep, memory.experts, torch.long)
+    )
+    bytes_of = {name: rows * width * dtype.itemsize for name, (rows, width, dtype) in sizes.items()}
+    padded = [-(-size // 256) * 256 for size in bytes_of.values()]  # each begins at a multiple of 256 bytes
+    everyones, memory.barrier = share(sum(padded), torch.uint8, x.device.type, memory.ep)
+    for (name, (rows, width, dtype)), parts in zip(sizes.items(), zip(*(all.split(padded) for all in everyones))):
+        tensors = [part[: bytes_of[name]].view(dtype).view(rows, width) for part in parts]
+        addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], device=x.device)
+        setattr(memory, name, Shared(tensors, addresses))
+    memory.rows = n
+    memory.missing = torch.zeros((), device=x.device) if memory.missing is None else memory.missing
+
+
+@triton.jit
+def push_kernel(
+    x, source, place, count, size, addresses, width, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Write row source[i] of x to row place[i] % size at addresses[place[i] // size]; nowhere if place[i] < 0."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    to = tl.load(place + i, mask=i < count, other=-1)
+    sent = to >= 0
+    address = tl.load(addresses + to // size, mask=sent, other=0).to(tl.pointer_type(x.dtype.element_ty))
+    written = tl.multiple_of(address + to % size * width, ALIGN)  # bytes: else it would write element by element
+    read = x + tl.load(source + i, mask=sent, other=0) * width
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        mask = sent[:, None] & (column < width)
+        tl.store(written[:, None] + column, tl.load(read[:, None] + column, mask=mask), mask=mask)
+
+
+def push(x: Tensor, source: Tensor, place: Tensor, to: Shared, size: int) -> None:
+    """Write row source[i] of x [., width] to row place[i] % size of rank place[i] // size; nowhere if place[i] < 0.
+
+    What is not for this rank itself goes over NVLink, (ep-1)/ep of the bytes if experts are equally busy.
+    """
+    if x.dtype != to.tensors[0].dtype or x.shape[1] != to.tensors[0].shape[1]:
+        raise TypeError(f"rows {x.dtype} [{x.shape[1]}] do not fit memory for rows like {to.tensors[0][:0]}")
+    if x.is_cuda:
+        columns = min(2048, triton.next_power_of_2(x.shape[1]))
+        rows = 4096 // columns  # a program moves 4096 elements at a time
+        align = math.gcd(16, x.shape[1] * x.element_size())
+        sizes = len(place), size, to.addresses, x.shape[1], align, rows, columns
+        push_kernel[triton.cdiv(len(place), rows),](x.contiguous(), source, place, *sizes)
+        return
+    for rank, tensor in enumerate(to.tensors):
+        here = place.div(size, rounding_mode="floor") == rank
+        tensor[place[here] % size] = x[source[here]]
+
+
+@dataclass
+class Route:
+    """Where the rows of one layer travel."""
+
+    there: Tensor  # [n] rank·slots·n + slot to which each row goes; -1 if there is no slot for it
+    slots: int  # slots·n
+    k: int  # rows per token
+    back: Tensor | None = None  # [slots·n] rank·n + row to which what is in a slot comes back; -1 if nothing is
+
+
+def places(inverse: Tensor, ends: Tensor, slots: int, memory: Memory) -> tuple[Tensor, Tensor]:
+    """Find Route.there. inverse, ends: as sort_by_expert returns them.
+
+    Also returns where the blocks of this rank's experts end in its slots, [e/ep].
+    """
+    rank, ep = memory.ep.rank(), memory.ep.size()
+    mine = ends.diff(prepend=ends.new_zeros(1))  # e
+    for counts in memory.counts.tensors:
+        counts[rank].copy_(mine)  # 8 bytes per expert to each rank
+    memory.barrier()  # all ranks have written theirs
+    counts = memory.counts.tensors[rank]  # ep e
+    blocks = rearrange(counts.sum(0), "(r e) -> r e", r=ep).cumsum(1)  # ep e/ep, where experts' blocks end in the slots
+    first = blocks.flatten() - counts[rank:].sum(0)  # e, the slot of this rank's first row, behind those of lower ranks
+    row = torch.arange(len(inverse), dtype=ends.dtype, device=ends.device)  # sorted by expert
+    expert = torch.searchsorted(ends, row, right=True)  # n
+    slot = first[expert] + row - (ends - mine)[expert]
+    there = torch.where(slot < slots, expert // blocks.shape[1] * slots + slot, -1)
+    rows = blocks[rank, -1]
+    memory.missing = torch.maximum(memory.missing, torch.where(rows > slots, rows / len(inverse), 0))
+    return there[inverse], blocks[rank].clamp(max=slots).int()
+
+
+def send(x: Tensor, route: Route, memory: Memory) -> Tensor:
+    """Copy tokens x [t, d] to the slots of their experts; return what arrives in this rank's, [slots·n, d].
+
+    The result is overwritten by what any rank sends next.
+    """
+    # in the order of tokens: in that of experts, all would go to one rank first and then to the next, which is slower
+    push(x, torch.arange(len(route.there), device=x.device) // route.k, route.there, memory.there, route.slots)
+    memory.barrier()  # all rows have arrived
+    return memory.there.tensors[memory.ep.rank()][: route.slots]
+
+
+def bring_back(y: Tensor, route: Route, memory: Memory) -> Tensor:
+    """Send rows y [slots·n, d] back to the tokens that they are from, and add the k rows of each token: [t, d]."""
+    n = len(route.there)
+    push(y, torch.arange(len(y), device=y.device), route.back, memory.back, n)
+    memory.barrier()  # all rows have come back
+    return rearrange(memory.back.tensors[memory.ep.rank()][:n], "(t k) d -> t k d", k=route.k).sum(1, dtype=y.dtype)
+
+
+class ToExperts(torch.autograd.Function):
+    """Send tokens x [t, d] and their gates [t, k] to the slots of their experts: [slots·n, d], [slots·n, 1].
+
+    Completes the route: in which slots here there are rows, and where they are from.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gates: Tensor, ends: Tensor, route: Route, memory: Memory) -> tuple[Tensor, Tensor]:
+        rank = memory.ep.rank()
+        row = torch.arange(len(route.there), device=x.device)
+        push(rank * len(row) + row[:, None], row, route.there, memory.origins, route.slots)
+        push(gates.reshape(-1, 1), row, route.there, memory.gates, route.slots)
+        # copies: backward needs them, and the next layer sends to the same memory
+        rows = send(x, route, memory).clone()
+        slot = torch.arange(route.slots, device=x.device)
+        route.back = torch.where(slot < ends[-1], memory.origins.tensors[rank][: route.slots, 0], -1)
+        ctx.save_for_backward(route.there, route.back)
+        ctx.slots, ctx.shape, ctx.memory = route.slots, gates.shape, memory
+        return rows, memory.gates.tensors[rank][: route.slots].clone()
+
+    @staticmethod
+    def backward(ctx, rows: Tensor, gates: Tensor) -> tuple[Tensor | None, ...]:
+        memory, (t, k), (there, back) = ctx.memory, ctx.shape, ctx.saved_tensors
+        route = Route(there, ctx.slots, k, back)
+        push(gates, torch.arange(len(gates), device=gates.device), route.back, memory.gates_back, t * k)
+        x = bring_back(rows, route, memory)
+        return x, memory.gates_back.tensors[memory.ep.rank()][: t * k].clone().view(t, k), None, None, None
+
+
+class ToTokens(torch.autograd.Function):
+    """Send the experts' outputs y [slots·n, d] back and add the k rows of each token: [t, d]."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, route: Route, memory: Memory) -> Tensor:
+        ctx.save_for_backward(route.there, route.back)
+        ctx.slots, ctx.k, ctx.memory = route.slots, route.k, memory
+        return bring_back(y, route, memory)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # not a copy: the experts' backward reads it before the barrier in ToExperts.backward, behind which others send
+        there, back = ctx.saved_tensors
+        return send(gradient, Route(there, ctx.slots, ctx.k, back), ctx.memory), None, None
+
+
+@torch.compiler.disable  # a compiler knows neither the kernel's addresses nor the barriers
+def dispatch(
+    x: Tensor, gates: Tensor, inverse: Tensor, ends: Tensor, memory: Memory
+) -> tuple[Tensor, Tensor, Tensor, Route]:
+    """Send tokens x [t, d] and their gates [t, top_k] to the ranks of their experts. inverse, ends: sort_by_expert.
+
+    Returns what has come from all ranks for this rank's experts, [slots·n, d], by expert, of which the first rows are
+    full; its gates [slots·n, 1]; the ends [e/ep] of the experts' blocks in it; and the way back.
+    """
+    if gates.numel() > memory.rows:
+        allocate(memory, x, gates)
+    slots = math.ceil(memory.slots * gates.numel())
+    there, ends = places(inverse, ends, slots, memory)
+    route = Route(there, slots, gates.shape[1])
+    return *ToExperts.apply(x, gates, ends, route, memory), ends, route
+
+
+@torch.compiler.disable
+def combine(y: Tensor, route: Route, memory: Memory) -> Tensor:
+    """Send the experts' outputs y [slots·n, d] back to their tokens, and add those of each: [t, d]."""
+    return ToTokens.apply(y, route, memory)
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.k = cfg.dim // cfg.heads
+        self.q_proj = nn.Linear(cfg.dim, cfg.heads * self.k, bias=False)
+        self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.o_proj = nn.Linear(cfg.heads * self.k, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
+
+
+# More axes: e experts, t tokens of all sequences, n = t·top_k rows: each is a token for one of its experts.
+class Router(nn.Module):
+    """Choose top_k experts for each token, and the gates by which their outputs are weighted."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.top_k = cfg.top_k
+        self.weight = nn.Parameter(torch.empty(cfg.experts, cfg.dim))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [t, d] -> gates [t, top_k], which are differentiable and add up to 1 if top_k > 1; experts [t, top_k]"""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
+        with torch.autocast(x.device.type, enabled=False):
+            probabilities = nn.functional.linear(wide, self.weight.to(wide.dtype)).softmax(-1)  # t e
+        gates, experts = probabilities.topk(self.top_k)
+        if self.top_k == 1:
+            return gates, experts  # as Switch: renormalised it would always be 1, and the router would not learn
+        return gates / gates.sum(-1, keepdim=True), experts
+
+
+def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the rows n = (t top_k) of experts [t, top_k] by expert, without waiting for the GPU.
+
+    Returns order [n]: sorted row i is row order[i]; inverse [n], its inverse permutation; and ends [e], int32: where
+    the block of each of the `count` experts ends.
+    """
+    expert, order = experts.flatten().sort(stable=True)
+    ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return order, inverse, ends
+
+
+def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each block of rows by the matrix of its expert: x [n, d], w [e, f, d] -> [n, f]. ends: sort_by_expert.
+
+    An expert without rows has a gradient of zeros.
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return nn.functional.grouped_mm(x, w.to(x.dtype).mT, offs=ends)  # one kernel; the sizes stay on the GPU
+    return one_by_one(x, w, ends)
+
+
+@torch.compiler.disable  # the number of rows of an expert is known only when it runs
+def one_by_one(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Do what grouped_matmul does with a matmul per expert, in any dtype and on any device."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()  # waits for the GPU
+    empty = len(x) - sum(sizes)
+    blocks = [rows @ matrix.T for rows, matrix in zip(x.split([*sizes, empty]), w)]
+    return torch.cat([*blocks, blocks[0].new_zeros(empty, w.shape[1])])
+
+
+class Experts(nn.Module):
+    """One SwiGLU per expert (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config, ep: dist.ProcessGroup):
+        super().__init__()
+        here = cfg.experts // ep.size()
+        self.gate_up_proj = nn.Parameter(torch.empty(here, 2 * cfg.ffn, cfg.dim))  # both in one matmul
+        self.down_proj = nn.Parameter(torch.empty(here, cfg.dim, cfg.ffn))
+
+    def forward(self, x: Tensor, gates: Tensor, ends: Tensor) -> Tensor:
+        """x [n, d] and gates [n, 1], sorted by expert -> the experts' outputs times the gates, [n, d]
+
+        down_proj is linear: what it reads may be multiplied as well. Then backward does not need the outputs.
+        """
+        gate, up = grouped_matmul(x, self.gate_up_proj, ends).chunk(2, dim=-1)
+        hidden = (nn.functional.silu(gate) * up * gates).to(x.dtype)  # n f
+        return grouped_matmul(hidden, self.down_proj, ends)
+
+
+class MLP(nn.Module):
+    """The experts, of which each token goes through top_k; this rank holds e/ep of them."""
+
+    def __init__(self, cfg: Config, memory: Memory):
+        super().__init__()
+        self.memory = memory
+        self.top_k = cfg.top_k
+        self.gate = Router(cfg)
+        self.experts = Experts(cfg, memory.ep)
+        self.register_buffer("rows", torch.zeros(cfg.experts, dtype=torch.long), persistent=False)  # of each, this step
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = rearrange(x, "b s d -> (b s) d")
+        gates, experts = self.gate(tokens)
+        _, inverse, ends = sort_by_expert(experts, len(self.rows))
+        if torch.is_grad_enabled():  # not in a validation
+            self.rows += ends.diff(prepend=ends.new_zeros(1))
+        rows, gates, ends, route = dispatch(tokens, gates, inverse, ends, self.memory)
+        y = self.experts(rows, gates, ends)
+        return combine(y, route, self.memory).view_as(x)
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config, memory: Memory):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg, memory)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Loss(nn.Module):
+    """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
+        return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+class Model(nn.Module):
+    """Llama 3 with experts. Parameters have the names and shapes of transformers.MixtralForCausalLM in memory."""
+
+    def __init__(self, cfg: Config, dp: dist.ProcessGroup, ep: dist.ProcessGroup, edp: dist.ProcessGroup):
+        super().__init__()
+        self.cfg = cfg
+        self.dp, self.ep, self.edp = dp, ep, edp
+        self.memory = Memory(ep, cfg.experts, min(cfg.slots, ep.size()))  # of all blocks; the first forward allocates
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleList(Block(cfg, self.memory) for _ in range(cfg.layers))
+        self.model.norm = RMSNorm(cfg)
+        self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.loss = Loss()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> logits [b, s, v]"""
+        rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
+        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        for block in self.model.layers:
+            x = block(x, rope)
+        return self.lm_head(self.model.norm(x))
+
+
+def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Read one tensor from the files of --init. Published models that tie their head store it as the embedding."""
+    tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []
+    for stored in [name, *tied]:
+        for path in glob(cfg.init):
+            with safe_open(path, "pt") as file:
+                if stored in file.keys():
+                    tensor = file.get_tensor(stored)
+                    if tensor.shape == shape:
+                        return tensor
+                    raise SystemExit(f"--init {cfg.init}: {stored} has shape {list(tensor.shape)}, not {list(shape)}")
+    raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name)."""
+    if cfg.init:
+        return read_tensor(cfg, name, shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
+
+    first: the number of the first expert in these weights.
+    """
+    for name, tensor in weights.items():
+        module, _, last = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
+        parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=-2))) if last == "gate_up_proj" else {"w2": tensor}
+        if not module.endswith(".experts"):
+            yield f"{module}.{last}", tensor
+            continue
+        for part, matrices in parts.items():
+            yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices, first))
+
+
+def build_model(cfg: Config) -> Model:
+    """Build the model with this rank's experts, tensor by tensor, so that at most one full tensor is held twice.
+
+    dp is all ranks: they train what is not an expert. ep shares out the experts, edp holds copies of the same.
+    """
+    ep_size = dist.get_world_size() // cfg.edp
+    mesh = init_device_mesh(cfg.device, (cfg.edp, ep_size), mesh_dim_names=("edp", "ep"))
+    ep, edp = mesh["ep"].get_group(), mesh["edp"].get_group()
+    with torch.device("meta"):
+        model = Model(cfg, dist.group.WORLD, ep, edp)
+    model.to_empty(device=cfg.device)
+    with torch.no_grad():
+        for name, tensor in published(dict(model.named_parameters()), ep.rank() * cfg.experts // ep.size()):
+            tensor.copy_(full_tensor(cfg, name, tensor.shape))
+        for buffer in model.buffers():
+            buffer.zero_()
+    if cfg.compile:
+        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
+            part.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids of all documents end to end, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    """
+    path = Path(cfg.data)
+    if path.suffix == ".bin" and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+    else:
+        files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        lengths = np.array([len(document) for document in documents])
+        starts = lengths.cumsum() - lengths
+    if len(ids) <= cfg.seq:
+        raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    return ids, starts
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW, with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs), targets)
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    loss = forward(cfg, model, inputs, targets) / tokens
+    loss.backward()
+    for name, p in model.named_parameters():
+        if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
+            p.grad = torch.zeros_like(p)
+        # a gradient of an expert has the tokens of all ep ranks in it already: only copies of the expert are summed
+        group = model.edp if ".experts." in name else model.dp
+        dist.all_reduce(p.grad, group=group)  # 2 (n-1)/n of its bytes out and in, for n ranks; everyone waits
+    loss = loss.detach()
+    dist.all_reduce(loss, group=model.dp)  # one element, for the log; everyone waits
+    return loss
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    experts = [p.grad for name, p in model.named_parameters() if ".experts." in name]
+    others = [p.grad for name, p in model.named_parameters() if ".experts." not in name]  # the same on all ranks
+    squares = nn.utils.get_total_norm(experts) ** 2 / model.edp.size()  # edp ranks have the same experts
+    # one element; everyone waits. Not over ep: if groups rounded differently, they would also clip differently
+    dist.all_reduce(squares, group=model.dp)
+    norm = (nn.utils.get_total_norm(others) ** 2 + squares).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
+    return norm
+
+
+def count_rows(model: Model) -> Tensor:
+    """Return the rows of each expert in this step, [layers, e]; count from 0 again."""
+    rows = torch.stack([block.mlp.rows for block in model.model.layers]).float()  # layers e
+    dist.all_reduce(rows, group=model.dp)  # 4 bytes per layer and expert; everyone waits
+    for block in model.model.layers:
+        block.mlp.rows.zero_()
+    return rows
+
+
+def busiest(rows: Tensor) -> Tensor:
+    """Return the rows of the busiest expert over the mean of its layer, in the worst layer."""
+    return (rows.amax(1) / rows.mean(1)).amax()
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss, gradient norm and the busiest expert's load."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm, busiest(count_rows(model))
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    Of the experts those count through which a token goes.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float, load: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  busiest expert {load:.2f}x  {tail}", flush=True)
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, norm, seconds, load] per step.
+
+    All ranks take part: each tensor of experts is gathered on all of them, one after another; rank 0 collects them on
+    its CPU.
+    """
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if ".experts." in name:
+            full = tensor.new_empty(model.ep.size() * len(tensor), *tensor.shape[1:])
+            model.ep._allgather_base(full, tensor).wait()  # 1/ep of its bytes out, the rest in; everyone waits
+            tensor = full
+        if dist.get_rank() == 0:
+            weights[name] = tensor.cpu()
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    if dist.get_rank() == 0:
+        save_file(dict(published(weights)), cfg.save, metadata)
+
+
+def check_slots(cfg: Config, model: Model) -> None:
+    """Exit, on all ranks, if any of them was to get more rows than it has slots for."""
+    dist.all_reduce(model.memory.missing, dist.ReduceOp.MAX, group=model.dp)  # one element; everyone waits
+    if needed := model.memory.missing.item():
+        least, enough = math.ceil(100 * needed) / 100, min(model.ep.size(), cfg.experts / cfg.top_k)
+        raise SystemExit(f"--slots {cfg.slots}: {least:.2f} was needed in this step, {enough:g} always suffices")
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, train it, log every step, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm, load = train_step(cfg, model, optimizer, *batch)
+        if step + 1 < cfg.steps:
+            batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
+        loss, norm, load = loss.item(), norm.item(), load.item()  # waits for the GPU
+        check_slots(cfg, model)
+        history.append((loss, norm, time.perf_counter() - start, load))
+        log(cfg, f"step {step + 1}", *history[-1])
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+    )
+    for field in fields(Config):
+        flag, text = f"--{field.name}", f"default: {field.default}"
+        if field.type is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            choices = get_args(field.type) or None
+            parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+    given = vars(parser.parse_args())
+    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    preset = PRESETS[given.get("preset", "tiny")]
+    return Config(**{**defaults, **preset, **given})
+
+
+def check(cfg: Config, world: int) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    for flag, value in asdict(cfg).items():
+        may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
+        least = 0 if may_be_zero else 1
+        if isinstance(value, int | float) and not value >= least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
+        (max(1, world) % cfg.edp, f"--edp {cfg.edp}: must divide the number of processes, {world}"),
+        (
+            cfg.experts % max(1, world // cfg.edp),
+            f"--experts {cfg.experts}: must be divisible by the ranks that share them, {world // cfg.edp}",
+        ),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.top_k > cfg.experts, f"--top_k {cfg.top_k}: must be at most --experts {cfg.experts}"),
+        (
+            cfg.dtype == "bfloat16" and cfg.device == "cuda" and math.gcd(cfg.dim, cfg.ffn) % 8,
+            f"--ffn {cfg.ffn}: it and --dim {cfg.dim} must be multiples of 8, for matmuls of bfloat16",
+        ),
+        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
+        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
+        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
+        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+        (
+            max(1, local) % max(1, world // cfg.edp),
+            f"--edp {cfg.edp}: {world // cfg.edp} ranks share the experts; a divisor of the {local} of one host may",
+        ),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
+    for file in glob(cfg.init):
+        try:
+            names = safe_open(file, "pt").keys()
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
+        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
+            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+        if any(f".experts.{cfg.experts}." in name for name in names):
+            raise SystemExit(f"--experts {cfg.experts}: must be all the experts of --init {cfg.init}, which has more")
+
+
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
+    data = load_data(cfg)
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    train(cfg, data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

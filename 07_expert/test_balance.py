@@ -1,0 +1,280 @@
+"""Auxiliary losses and biases are those of the whole batch, whoever holds it, and both balance the load.
+
+Each is compared with the root, to which the same is added in the plainest way: the probes with_auxiliary_loss and
+with_bias see all tokens at once, count with one-hot vectors, and add the losses to the loss.
+"""
+
+from types import SimpleNamespace
+
+import compare
+import equivalence
+import probes
+import pytest
+import torch
+from contract import refusal
+from launch import Run, isolated, launch, load, once
+from torch import nn
+
+AUXILIARY = "07_expert/auxiliary_loss.py"
+BIAS = "07_expert/bias_balancing.py"
+PARENT = "07_expert/expert_parallel.py"
+BALANCE, Z = 3.0, 0.3  # so large that each changes the gradients of the routers by more than VISIBLE
+RATE = 0.02  # of the biases: probabilities are near 1/8
+VISIBLE = 1e-2
+
+
+# ----------------------------------------------------------------------------------------------------- reference probes
+def with_auxiliary_loss(balance: float, z: float):
+    """A probe of the root: add the auxiliary losses of all layers to what is trained, not to what is logged.
+
+    They are of all tokens, also of those whose targets are ignored.
+    """
+
+    def probe(module):
+        routed, route = [], module.Router.forward
+
+        def watched(self, x):
+            gates, experts = route(self, x)
+            routed.append((x @ self.weight.T, experts))
+            return gates, experts
+
+        def forward_backward(cfg, model, inputs, targets):
+            routed.clear()
+            loss = module.forward(cfg, model, inputs, targets) / (targets != module.IGNORE).sum()
+            auxiliary = 0
+            for logits, experts in routed:
+                share = nn.functional.one_hot(experts, cfg.experts).to(logits.dtype).mean((0, 1))
+                auxiliary += balance * cfg.experts * (share * logits.softmax(-1).mean(0)).sum()
+                auxiliary += z * logits.exp().sum(-1).log().square().mean()
+            (loss + auxiliary).backward()
+            return loss.detach()
+
+        module.Router.forward, module.forward_backward = watched, forward_backward
+        return lambda: None
+
+    return probe
+
+
+def with_bias(rate: float):
+    """A probe of the root: choose experts by probability + bias, and move the biases once after each optimizer step.
+
+    Reports the biases, [layers, e], and which part of the tokens would have had other experts without them.
+    """
+
+    def probe(module):
+        biases, counts, changed, train_step = {}, {}, [], module.train_step
+
+        def route(self, x):
+            probabilities = (x @ self.weight.T).softmax(-1)
+            bias = biases.setdefault(self, torch.zeros(probabilities.shape[-1]))
+            ranked = (probabilities.detach() + bias).argsort(-1, descending=True)
+            chosen = nn.functional.one_hot(ranked[:, : self.top_k], len(bias)).sum(1)  # t e, of zeros and ones
+            plain = nn.functional.one_hot(probabilities.topk(self.top_k).indices, len(bias)).sum(1)
+            changed.extend((chosen != plain).any(-1).tolist())
+            counts[self] = counts.get(self, 0) + chosen.sum(0)
+            experts = ranked[:, : self.top_k]
+            whole = (chosen * probabilities).sum(-1, keepdim=True) if self.top_k > 1 else 1  # one is not renormalised
+            return (probabilities / whole).take_along_dim(experts, -1), experts
+
+        def step(*args):
+            result = train_step(*args)
+            for router, rows in counts.items():
+                biases[router] = biases[router] + rate * torch.sign(rows.double().mean() - rows)
+            counts.clear()
+            return result
+
+        module.Router.forward, module.train_step = route, step
+        return lambda: (torch.stack(list(biases.values())), sum(changed) / len(changed))
+
+    return probe
+
+
+# ---------------------------------------------------------------------------------------------- equality with the root
+def flags_of(flags: str, mode: str) -> tuple[str, str, str]:
+    """Flags of the recipe, and of the root, for a case; and the weights from which both start."""
+    shared = equivalence.shared(flags)
+    init = equivalence.start(equivalence.MOE, f"{equivalence.SHAPE} {shared}")
+    common = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} --init {init} {mode}"
+    return f"{common} {flags}", f"{common} {shared}", init
+
+
+@once
+def reference(flags: str, auxiliary: tuple[float, float] | None, rate: float) -> Run:
+    """The root's run, with auxiliary losses or with biases; sequences differ in their valid tokens."""
+    probe = with_auxiliary_loss(*auxiliary) if auxiliary else with_bias(rate)
+    run = launch(equivalence.MOE, 1, flags, probes.together(probe, probes.valid_tokens))
+    assert len(set(run.probes[0][1])) > 1, "all sequences have as many valid tokens"
+    return run
+
+
+def watched(module):
+    """A probe: before every step, a validation under no_grad. Reports the biases at the end, if there are any.
+
+    Asserts that the validation changes neither counts nor biases, that a rank counts its own rows alone, and that the
+    counts that are summed over the ranks stay the rank's.
+    """
+    models, train_step, clip = [], module.train_step, module.clip_gradients
+
+    def step(cfg, model, optimizer, inputs, targets):
+        models.append(model)
+        before = [buffer.clone() for buffer in model.buffers()]
+        assert before and probes.validation_loss(module, cfg, model, inputs, targets) > 0
+        assert all(map(torch.equal, before, model.buffers())), "a validation has changed counts or biases"
+        return train_step(cfg, model, optimizer, inputs, targets)
+
+    def clipped(cfg, model):
+        own = cfg.batch * cfg.seq * cfg.top_k // model.dp.size()
+        assert all(block.mlp.rows.sum() == own for block in model.model.layers), "counts of other rows than its own"
+        return clip(cfg, model)
+
+    if hasattr(module, "shares_of_rows"):
+        shares_of_rows = module.shares_of_rows
+
+        def shares(counts, dp):
+            before = counts.clone()
+            result = shares_of_rows(counts, dp)
+            assert torch.equal(counts, before), "the caller's counts have changed"
+            return result
+
+        module.shares_of_rows = shares
+
+    module.train_step, module.clip_gradients = step, clipped
+    return lambda: torch.stack([getattr(b.mlp.gate, "bias", torch.zeros(0)) for b in models[0].model.layers]).clone()
+
+
+def assert_equal(ours: Run, theirs: Run, what: str, before=None) -> None:
+    """Weights, or their changes, losses and norms to 1e-10, and the load of the busiest expert exactly."""
+    errors = compare.relative_errors(ours.weights, theirs.weights, before)
+    errors |= compare.history_errors(ours.history, theirs.history)
+    compare.assert_close(errors, equivalence.TOLERANCE["float64"], what)
+    assert [step[3] for step in ours.history] == [step[3] for step in theirs.history], f"{what}: the load differs"
+
+
+def check_auxiliary_loss(world: int, flags: str, file: str = AUXILIARY, modes=("GRADIENT", "TRAINING")) -> None:
+    """Gradient and training are the root's with the same losses."""
+    for mode in modes:
+        ours, roots, init = flags_of(flags, getattr(equivalence, mode))
+        probe = equivalence.unfused_attention if "--compile" in flags else watched
+        run = launch(file, world, f"{ours} --balance {BALANCE} --z {Z}", probe)
+        theirs = reference(roots, (BALANCE, Z), 0.0)
+        before = compare.read(init)[0] if mode == "GRADIENT" else None
+        assert_equal(run, theirs, f"{file} on {world} ranks, {mode.lower()}", before)
+
+
+def check_bias(world: int, flags: str, file: str = BIAS, rate: float = RATE) -> None:
+    """Four steps of training, and the biases to the bit, are the root's with biases; all ranks have the same."""
+    ours, roots, _ = flags_of(flags, equivalence.TRAINING)
+    run = launch(file, world, f"{ours} --bias_rate {rate}", watched)
+    theirs = reference(roots, None, rate)
+    biases, changed = theirs.probes[0][0]
+    assert changed > 0.1 and len(biases.unique()) > 3, "the biases change nothing"
+    assert_equal(run, theirs, f"{file} on {world} ranks")
+    assert all(torch.equal(seen, biases) for seen in run.probes), "biases are not the root's, or not those of all ranks"
+
+
+def test_auxiliary_losses_are_those_of_the_whole_batch():
+    check_auxiliary_loss(6, "--edp 2 --experts 6", modes=["GRADIENT"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world, flags", [(2, ""), (4, ""), (6, "--edp 2 --experts 6"), (4, "--edp 2 --top_k 1")])
+def test_auxiliary_losses_on_other_sizes(world, flags):
+    check_auxiliary_loss(world, flags)
+
+
+@pytest.mark.thorough
+def test_auxiliary_losses_compiled():
+    check_auxiliary_loss(2, "--compile", modes=["GRADIENT"])
+
+
+@pytest.mark.parametrize("alone", [(BALANCE, 0.0), (0.0, Z)])
+def test_auxiliary_losses_are_visible(alone):
+    """Without either of them, the gradient of every router is another one: the tests above could fail."""
+    _, roots, init = flags_of("--experts 6", equivalence.GRADIENT)
+    runs = [reference(roots, coefficients, 0.0) for coefficients in (alone, (BALANCE, Z))]
+    changes = compare.relative_errors(*(run.weights for run in runs), compare.read(init)[0])
+    routers = [change for name, change in changes.items() if name.endswith(".gate.weight")]
+    assert len(routers) == 5 and min(routers) > VISIBLE, routers
+
+
+def test_biases_are_those_of_the_whole_step():
+    check_bias(4, "--batch 16 --microbatches 2")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "world, flags",
+    [
+        (2, "--microbatches 1"),
+        (2, "--microbatches 2"),
+        (4, "--microbatches 1 --edp 2 --top_k 4"),
+        (6, "--microbatches 2 --edp 2 --experts 6"),
+        (4, "--microbatches 3 --top_k 1"),
+    ],
+)
+def test_biases_on_other_sizes(world, flags):
+    check_bias(world, flags)
+
+
+# ----------------------------------------------------------------------------------------------------------- witnesses
+def test_formulas_are_those_of_transformers():
+    """Random logits, the losses of three ranks summed: Mixtral's balancing loss, which counts top_k as often, and
+    Switch's z-loss."""
+
+    def both() -> list[tuple[float, float]]:
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+        from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
+
+        module, found = load(AUXILIARY), []
+        for tokens, experts, top_k in (60, 8, 2), (33, 5, 1), (90, 16, 6):
+            logits = 3 * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            counts = logits.topk(top_k).indices.flatten().bincount(minlength=experts)
+            dp = SimpleNamespace(size=lambda: 3)
+            parts = [(part, counts / counts.sum()) for part in logits.chunk(3)]
+            balance, z = (
+                sum(module.auxiliary_loss(*part, *scales, dp).item() for part in parts) for scales in ((1, 0), (0, 1))
+            )
+            found.append((top_k * balance, load_balancing_loss_func((logits,), experts, top_k).item()))
+            found.append((z, router_z_loss_func(logits[None]).item()))
+        return found
+
+    for ours, theirs in isolated(both):
+        assert abs(ours / theirs - 1) < 1e-6  # transformers counts in float32
+
+
+def test_flags():
+    """All that is added may be 0; the rest ends with a line that names the flag."""
+    auxiliary, bias = load(AUXILIARY), load(BIAS)
+    for module, world, flags in [
+        (auxiliary, 8, "--balance 0 --z 0"),
+        (auxiliary, 8, "--balance 100 --z 1e-9"),
+        (bias, 8, "--bias_rate 0 --microbatches 2"),
+        (bias, 8, "--batch 8 --microbatches 1"),
+        (bias, 1, "--batch 3 --microbatches 3"),
+    ]:
+        assert refusal(module, world, f"--device cpu {flags}") is None, flags
+    for module, world, flags, words in [
+        (auxiliary, 8, "--balance -1", ["--balance -1.0", "at least 0"]),
+        (auxiliary, 8, "--z nan", ["--z nan", "at least 0"]),
+        (bias, 8, "--bias_rate -0.1", ["--bias_rate -0.1", "at least 0"]),
+        (bias, 8, "--microbatches 0", ["--microbatches 0", "at least 1"]),
+        (bias, 8, "--batch 8", ["--microbatches 2", "1 sequences"]),
+        (bias, 2, "--microbatches 3", ["--microbatches 3", "8 sequences"]),
+        (bias, 8, "--batch 12", ["--batch 12", "8"]),
+    ]:
+        line = refusal(module, world, f"--device cpu {flags}")
+        assert isinstance(line, str) and "\n" not in line and all(word in line for word in words), (flags, line)
+
+
+# ------------------------------------------------------------------------------------------------------------- balance
+@pytest.mark.thorough
+def test_both_balance():
+    """On the default text, the busiest expert's load of the last steps is clearly lower than without balancing.
+
+    In float64: rounding of one CPU or another decides between experts, and so where training goes.
+    """
+    small = "--device cpu --dtype float64 --layers 2 --dim 64 --heads 4 --ffn 96 --seq 64 --batch 8 --steps 150"
+    without, auxiliary, bias = (
+        sum(step[3] for step in launch(recipe, 1, small).history[-10:]) / 10 for recipe in (PARENT, AUXILIARY, BIAS)
+    )
+    assert max(auxiliary, bias) < 0.8 * without, (without, auxiliary, bias)  # 1 is balanced, 4 is the worst

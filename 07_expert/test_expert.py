@@ -1,0 +1,563 @@
+"""moe.py computes what Mixtral computes; with expert parallelism rows reach their experts, and their outputs return.
+
+Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
+"""
+
+import tempfile
+from pathlib import Path
+
+import compare
+import equivalence
+import numpy as np
+import pytest
+import torch
+import witness
+from contract import refusal
+from launch import isolated, launch, load, once
+from safetensors.torch import load_file, save_file
+from streams import streams
+
+MOE = "07_expert/moe.py"
+PARALLEL = "07_expert/expert_parallel.py"
+DENSE = "01_single_gpu/train.py"
+LAYERS, D, S, B, E, K = 2, 32, 16, 12, 8, 2
+SHAPE = f"--device cpu --dtype float64 --layers {LAYERS} --dim {D} --heads 4 --kv_heads 2 --ffn 48"
+SHAPE += f" --seq {S} --batch {B}"
+SMALL = f"{SHAPE} --experts {E} --top_k {K}"
+
+
+CASES = [case for case in equivalence.CASES if case[0].startswith("07")]
+COMPILED_ELSEWHERE = PARALLEL, "07_expert/symmetric_memory.py"  # what they compile others compile, too
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "recipe, world, flags", [case for case in CASES if case[0] not in COMPILED_ELSEWHERE or "--compile" not in case[2]]
+)
+def test_equals_root(recipe, world, flags):
+    equivalence.check(recipe, world, flags)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("when", ["at once", "late"])
+def test_whenever_streams_get_to_it(when):
+    """Rows arrive at some time between the start of their exchange and the end of the wait for it."""
+    equivalence.check(PARALLEL, 3, "--experts 9", probe=streams(when))
+
+
+# -------------------------------------------------------------------------------------------------------- transformers
+@pytest.mark.parametrize(
+    "rope, top_k",
+    [
+        ("", 2),
+        pytest.param("--theta 10000 --batch 16", 1, marks=pytest.mark.thorough),  # so that every expert has rows
+        pytest.param("", 4, marks=pytest.mark.thorough),
+    ],
+)
+def test_computes_what_transformers_computes(rope, top_k):
+    witness.check(MOE, rope, f"--experts 8 --top_k {top_k}")
+
+
+# ---------------------------------------------------------------------------------------------------------- dense root
+def as_dense(weights):
+    """The weights of a model with one expert under the names of the dense root, without its routers."""
+    names = {"experts.0.w1": "gate_proj", "experts.0.w3": "up_proj", "experts.0.w2": "down_proj"}
+    dense = {}
+    for name, tensor in weights.items():
+        for theirs, ours in names.items():
+            name = name.replace(f"block_sparse_moe.{theirs}", f"mlp.{ours}")
+        if ".gate." not in name:
+            dense[name] = tensor
+    return dense
+
+
+def test_one_expert_is_the_dense_model(tmp_path):
+    """Gradient, four steps of AdamW with a clip, losses and norms; the router, which has no choice, has gradient 0."""
+    shape = f"{SHAPE} --data {equivalence.documents()}"
+    init = equivalence.start(MOE, f"{SHAPE} --experts 1 --top_k 1")
+    before = load_file(init)
+    save_file(as_dense(before), tmp_path / "dense.safetensors")
+    for mode in equivalence.GRADIENT, equivalence.TRAINING:
+        ours = launch(MOE, 1, f"{shape} --experts 1 --top_k 1 --init {init} {mode}")
+        theirs = equivalence.reference(DENSE, f"{shape} --init {tmp_path}/dense.safetensors {mode}")
+        start = as_dense(before) if mode == equivalence.GRADIENT else None
+        errors = compare.relative_errors(as_dense(ours.weights), theirs.weights, start)
+        errors |= compare.history_errors(ours.history, theirs.history)
+        compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"one expert, {mode}")
+        for name in set(before) - set(as_dense(before)) if start else ():
+            assert ".gate." not in name or torch.equal(ours.weights[name], before[name]), name
+
+
+# ----------------------------------------------------------------------------------------- functions, by naive loops
+def choices():
+    """[t, top_k] experts of tokens, and how many experts there are: some without rows, one with all, no tokens."""
+    generator = torch.Generator().manual_seed(0)
+    for t, k, count in (1, 1, 1), (7, 1, 3), (9, 2, 8), (40, 4, 6), (5, 4, 64), (0, 2, 4):
+        yield torch.rand(t, count, generator=generator).argsort(1)[:, :k], count
+    yield torch.full((6, 1), 2), 5
+
+
+def naive_order(experts):
+    """Numbers of the rows (t top_k), expert by expert, and in each as they come."""
+    flat = experts.flatten().tolist()
+    return [i for expert in sorted(set(flat)) for i, chosen in enumerate(flat) if chosen == expert]
+
+
+def test_sort_by_expert(file=None):
+    """A stable order, its inverse, and where the blocks end, also those of experts without rows."""
+    module = load(file or MOE)
+    for experts, count in choices():
+        order, inverse, ends = module.sort_by_expert(experts, count)
+        assert order.tolist() == naive_order(experts)
+        assert order[inverse].tolist() == inverse[order].tolist() == list(range(experts.numel()))
+        flat = experts.flatten().tolist()
+        assert ends.tolist() == [sum(chosen <= e for chosen in flat) for e in range(count)]
+        assert ends.dtype == torch.int32  # what grouped_mm takes
+
+
+def test_permute_and_unpermute(file=None):
+    """Against loops; each is the other's transpose, forward and backward, and their derivatives are right."""
+
+    def compute():
+        module, generator = load(file or MOE), torch.Generator().manual_seed(1)
+        for experts, count in choices():
+            t, k = experts.shape
+            order, inverse, _ = module.sort_by_expert(experts, count)
+            x = torch.randn(t, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+            y = torch.randn(t * k, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+            rows, tokens = module.Permute.apply(x, order, inverse, k), module.Unpermute.apply(y, order, inverse, k)
+            right, sums = torch.zeros_like(y), torch.zeros_like(x)
+            for i, row in enumerate(naive_order(experts)):
+                right[i] = x[row // k]
+                sums[row // k] += y[i]
+            assert torch.equal(rows, right) and (tokens - sums).abs().sum() <= 1e-13
+            assert abs((rows * y).sum() - (x * tokens).sum()) <= 1e-12  # transposes of each other
+            (gradient,) = torch.autograd.grad(rows, x, y)
+            assert torch.equal(gradient, tokens)
+            (gradient,) = torch.autograd.grad(tokens, y, x)
+            assert torch.equal(gradient, rows)
+            if 0 < t < 10:
+                for function, given in (module.Permute, x), (module.Unpermute, y):
+                    assert torch.autograd.gradcheck(lambda z, f=function: f.apply(z, order, inverse, k), given)  # noqa: B023
+
+    isolated(compute)
+
+
+def test_unpermute_rounds_once(file=None):
+    """In bfloat16 the rows of a token are added in fp32: the error is half a unit."""
+
+    def error():
+        module, k = load(file or MOE), 8
+        order, inverse, _ = module.sort_by_expert(torch.arange(k).repeat(100, 1), k)
+        y = torch.randn(100 * k, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+        exact = y[inverse].double().view(100, k, 16).sum(1)
+        added = module.Unpermute.apply(y, order, inverse, k)
+        return ((added.double() - exact).abs() / (exact.abs() + 1e-3)).max().item()  # sums may cancel
+
+    assert isolated(error) <= 1.01 * 2**-8, "rows are rounded more than once"
+
+
+def test_grouped_matmul(file=None):
+    """Each block by its own matrix. An expert without rows has a gradient: zeros, even where memory was in use."""
+
+    def compute():
+        torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+        module, generator = load(file or MOE), torch.Generator().manual_seed(2)
+        for sizes in [3, 0, 2, 4], [0, 5, 0, 0], [0, 0, 0, 6], [1], [0, 0], [2, 3, 1]:
+            x = torch.randn(sum(sizes), 5, generator=generator, dtype=torch.float64, requires_grad=True)
+            w = torch.randn(len(sizes), 7, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+            dy = torch.randn(sum(sizes), 7, generator=generator, dtype=torch.float64)
+            y = module.grouped_matmul(x, w, torch.tensor(sizes).cumsum(0).int())
+            expert = [e for e, size in enumerate(sizes) for _ in range(size)]
+            assert y.shape == dy.shape and all((y[i] - w[e] @ x[i]).norm() <= 1e-14 for i, e in enumerate(expert))
+            dx, dw = torch.autograd.grad(y, (x, w), dy)
+            assert all((dx[i] - dy[i] @ w[e]).norm() <= 1e-13 for i, e in enumerate(expert))
+            right = torch.zeros_like(w)
+            for i, e in enumerate(expert):
+                right[e] += torch.outer(dy[i], x[i].detach())
+            assert (dw - right).norm() <= 1e-13
+            assert all(not dw[e].any() for e, size in enumerate(sizes) if size == 0), "garbage in a gradient"
+
+    isolated(compute)
+
+
+class OnGPU(torch.Tensor):
+    """A tensor in CPU memory that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_grouped_matmul_in_one_kernel():
+    """What GPUs run in bfloat16: rounded once, zeros for an expert without rows, and the gradients' dtypes."""
+
+    def compute():
+        module, generator = load(MOE), torch.Generator().manual_seed(0)
+        for sizes in [24, 0, 16, 40], [0, 8, 0, 0], [3, 5, 1, 0], [0, 0]:
+            x = torch.randn(sum(sizes), 16, generator=generator).bfloat16().requires_grad_()
+            w = torch.randn(len(sizes), 32, 16, generator=generator).requires_grad_()
+            dy, ends = torch.randn(sum(sizes), 32, generator=generator).bfloat16(), torch.tensor(sizes).cumsum(0).int()
+            y = module.grouped_matmul(x.as_subclass(OnGPU), w, ends).as_subclass(torch.Tensor)
+            found = [y, *(g.as_subclass(torch.Tensor) for g in torch.autograd.grad(y, (x, w), dy))]
+            assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32]
+            exact = [t.detach().double().requires_grad_() for t in (x, w.bfloat16())]
+            right = module.one_by_one(*exact, ends)
+            right = [right, *torch.autograd.grad(right, exact, dy.double())]
+            for ours, theirs in zip(found, right):
+                assert ((ours - theirs).abs() <= 2**-8 * theirs.abs() + 1e-5).all(), sizes  # sums are of float32
+
+    isolated(compute)
+
+
+def test_router_with_weights_in_bfloat16():
+    """A model cast to bfloat16 still routes in float32."""
+    module = load(MOE)
+    router = module.Router(module.Config(dim=64, experts=4, top_k=2, device="cpu")).bfloat16()
+    torch.nn.init.normal_(router.weight)
+    gates, experts = router(torch.randn(50, 64).bfloat16())
+    assert router.weight.dtype == torch.bfloat16 and gates.dtype == torch.float32 and experts.shape == (50, 2)
+
+
+def test_router_keeps_close_scores_apart(file=None):
+    """Under bfloat16's autocast too, scores are those of fp32: in 16 bits experts 2^-10 apart would be equal."""
+
+    def compute():
+        module = load(file or MOE)
+        router = module.Router(module.Config(dim=64, experts=4, top_k=2, device="cpu"))
+        generator = torch.Generator().manual_seed(0)
+        one = torch.randn(64, generator=generator).abs()
+        with torch.no_grad():
+            router.weight.copy_(torch.stack([one, one * (1 + 2**-10), one * (1 - 2**-10), one / 2]) / 16)
+        x = torch.randn(50, 64, generator=generator).abs().bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            gates, experts = router(x)
+        exact = (x.double() @ router.weight.double().T).softmax(-1)
+        highest, order = exact.topk(2)
+        assert torch.equal(experts, order), "close scores are confused"
+        assert order.tolist() == [[1, 0]] * 50 and gates.dtype == torch.float32
+        assert (gates / (highest / highest.sum(-1, keepdim=True)) - 1).abs().max() <= 1e-5
+        assert (gates[:, 0] > gates[:, 1]).all()
+
+    isolated(compute)
+
+
+# -------------------------------------------------------------------------------------------------- dispatch, combine
+ROUTES = [  # rows of ranks 0, 1, 2 for experts 0 to 5: ranks hold two each
+    [[0, 0, 5, 2, 0, 0], [1, 0, 2, 0, 4, 1], [3, 1, 0, 0, 0, 0]],  # 0 and 2 send to one other rank, nothing to itself
+    [[0, 0, 0, 0, 0, 0], [2, 2, 2, 2, 2, 2], [0, 0, 0, 0, 0, 7]],  # rank 0 has no rows
+    [[0, 0, 0, 1, 0, 0], [0, 0, 1, 2, 0, 0], [0, 0, 4, 0, 0, 0]],  # all go to one rank
+    [[0, 0, 0, 0, 0, 0]] * 3,
+]
+
+
+def there_and_back(module):
+    """A probe: instead of training, send rows through dispatch, multiply them by their gates, and combine.
+
+    A row is [rank, number, expert]: every rank knows what may come to it. Reports what is wrong.
+    """
+    wrong = []
+
+    def exchange(cfg, data):
+        ep = module.dist.group.WORLD
+        for number, route in enumerate(ROUTES):
+            counts = torch.tensor(route[ep.rank()])
+            experts = torch.arange(6).repeat_interleave(counts)
+            n = len(experts)
+            x = torch.stack([torch.full((n,), ep.rank()), torch.arange(n), experts], 1).double().requires_grad_()
+            gates = (100.0 * ep.rank() + torch.arange(n)).double()[:, None].requires_grad_()
+            rows, their_gates, ends, way = module.dispatch(x, gates, counts.cumsum(0).int(), ep)
+            here = [sum(counts[expert] for counts in route) for expert in (2 * ep.rank(), 2 * ep.rank() + 1)]
+            found = {
+                "ends": ends.tolist() == [here[0], sum(here)],
+                "experts": rows[:, 2].tolist() == [2 * ep.rank()] * here[0] + [2 * ep.rank() + 1] * here[1],
+                "gates": torch.equal(their_gates[:, 0], 100 * rows[:, 0] + rows[:, 1]),
+                "rows": len({tuple(row) for row in rows.tolist()}) == len(rows) == sum(here),
+                "order": torch.equal(module.combine(rows, way, ep), x),
+            }
+            weight = torch.arange(3.0 * n, dtype=torch.float64).view(n, 3) + ep.rank()
+            y = module.combine(rows * their_gates, way, ep)
+            found["products"] = torch.equal(y, x * gates)
+            y.backward(weight)
+            found["gradients of rows"] = torch.equal(x.grad, weight * gates)
+            found["gradients of gates"] = torch.equal(gates.grad, (weight * x).sum(1, keepdim=True))
+            wrong.extend(f"{name} of route {number}" for name, right in found.items() if not right)
+
+    module.train = exchange
+    return lambda: wrong
+
+
+def test_rows_go_to_their_experts_and_back(file=None):
+    """With their gates; and gradients go the way back. Ranks may have no rows: for others, for themselves, at all."""
+    flags = f"{SHAPE} --experts 6"
+    assert launch(file or PARALLEL, 3, flags, probe=there_and_back, save=False).probes == [[]] * 3
+
+
+# --------------------------------------------------------------------------------------------------------------- bytes
+def balanced(module):
+    """A probe: token i goes to experts i, i + 1, ... whatever the router says; gates stay differentiable."""
+
+    def forward(self, x):
+        probabilities = (x @ self.weight.T).softmax(-1)
+        count = len(self.weight)
+        experts = (torch.arange(len(x))[:, None] + torch.arange(self.top_k)) % count
+        gates = probabilities.gather(1, experts)
+        return gates / gates.sum(-1, keepdim=True), experts
+
+    module.Router.forward = forward
+    return lambda: None
+
+
+def sent(module):
+    """A probe: width and rows of every all-to-all of rows, those to and from other ranks; the experts of each layer."""
+    exchanges, routed, all_to_all, route = [], [], module.dist.all_to_all_single, module.Router.forward
+
+    def exchange(out, x, arriving=None, to_others=None, group=None, **kwargs):
+        if x.is_floating_point():  # else counts
+            phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+            rows = [sum(sizes) - sizes[group.rank()] for sizes in (to_others, arriving)]
+            assert (len(x), len(out)) == (sum(to_others), sum(arriving))
+            exchanges.append((phase, x[0].numel() if len(x) else out[0].numel(), *rows))
+        return all_to_all(out, x, arriving, to_others, group=group, **kwargs)
+
+    def forward(self, x):
+        gates, experts = route(self, x)
+        routed.append(experts.tolist())
+        return gates, experts
+
+    module.dist.all_to_all_single, module.Router.forward = exchange, forward
+    return lambda: (exchanges, routed)
+
+
+@pytest.mark.parametrize(
+    "world, edp, experts, forced",
+    [
+        (4, 2, 8, True),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((3, 1, 6, False), (4, 1, 8, True))),
+    ],
+)
+def test_bytes_sent(world, edp, experts, forced):
+    """Two all-to-alls of rows in forward and two in backward, per layer; of gates one and one. Nothing else.
+
+    With balanced experts a rank sends, and gets, (ep-1)/ep·t·top_k·d elements in each; else what its tokens chose.
+    """
+    ep, t = world // edp, B * S // world
+
+    def probe(module):
+        _ = balanced(module) if forced else None
+        return sent(module)
+
+    flags = f"{SHAPE} --experts {experts} --top_k {K} --steps 1"
+    flags += f" --edp {edp}" if edp > 1 else ""
+    seen = launch(PARALLEL, world, flags, probe=probe).probes
+    for rank, (exchanges, _) in enumerate(seen):
+        groups = [other for other in range(world) if other // ep == rank // ep]  # that share out the experts with it
+        wanted = []
+        for layer in range(LAYERS):
+            chosen = {other: np.array(seen[other][1][layer]).flatten() // (experts // ep) for other in groups}
+            to_others = int((chosen[rank] != rank % ep).sum())
+            from_others = sum(int((chosen[other] == rank % ep).sum()) for other in groups if other != rank)
+            if forced:
+                assert to_others == from_others == (ep - 1) * t * K // ep
+            there, back = (to_others, from_others), (from_others, to_others)
+            wanted += [("forward", D, *there), ("forward", 1, *there), ("forward", D, *back)]
+            wanted += [("backward", D, *there), ("backward", D, *back), ("backward", 1, *back)]
+        assert sorted(exchanges) == sorted(wanted), f"rank {rank}"
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+def experts_here(module):
+    """A probe: what this rank holds of the experts after training: its place among those that share them, tensors."""
+    models, build_model = [], module.build_model
+    module.build_model = lambda *args: models.append(build_model(*args)) or models[0]
+
+    def report():
+        held = {name: p.detach().numpy() for name, p in models[0].named_parameters() if ".experts." in name}
+        return models[0].ep.size(), models[0].ep.rank(), held
+
+    return report
+
+
+def in_one_tensor(weights, name):
+    """All experts of a layer in one tensor, as they are in memory, from the file."""
+    folder, part = name.replace(".mlp.", ".block_sparse_moe.").rsplit(".", 1)
+    names = [f"{folder}.{i}" for i in range(E)]
+    if part == "down_proj":
+        return torch.stack([weights[f"{expert}.w2.weight"] for expert in names])
+    return torch.stack([torch.cat([weights[f"{expert}.{w}.weight"] for w in ("w1", "w3")]) for expert in names])
+
+
+@pytest.mark.parametrize("world, edp", [(4, 2), pytest.param(6, 3, marks=pytest.mark.thorough)])
+def test_each_rank_holds_its_share(world, edp, file=None):
+    """e/ep experts on each rank; copies agree to the bit after training, and the file has every expert once."""
+    ep = world // edp
+    run = launch(file or PARALLEL, world, f"{SMALL} --edp {edp} --steps 2 --warmup 0", probe=experts_here)
+    root = root_built(f"{SMALL} --steps 0")
+    assert {name: t.shape for name, t in run.weights.items()} == {name: t.shape for name, t in root.items()}
+    for size, rank, held in run.probes:
+        assert size == ep, f"{size} ranks share the experts"
+        assert len(held) == 2 * LAYERS
+        for name, mine in held.items():
+            whole = in_one_tensor(run.weights, name)
+            assert mine.nbytes == whole.nbytes // ep, f"{name} is not 1/{ep} of the experts"
+            assert mine.tobytes() == whole.chunk(ep)[rank].numpy().tobytes(), f"copies of {name} differ"
+            assert not np.array_equal(mine, in_one_tensor(root, name).chunk(ep)[rank]), f"{name} was not trained"
+    assert sorted(rank for _, rank, _ in run.probes) == sorted([*range(ep)] * edp)
+
+
+@once
+def root_built(flags):
+    """The root's weights."""
+    return launch(MOE, 1, flags).weights
+
+
+# ---------------------------------------------------------------------------------------------------------------- load
+def loads(module):
+    """A probe: rows of the experts [layers, e] on this rank in every step, with validations before and after it.
+
+    Memory that nobody has written holds the largest numbers there are.
+    """
+    torch.use_deterministic_algorithms(True)
+    steps, now, train_step, route = [], [], module.train_step, module.Router.forward
+
+    def forward(self, x):
+        gates, experts = route(self, x)
+        if torch.is_grad_enabled():
+            now.append(experts.flatten().bincount(minlength=len(self.weight)).tolist())
+        return gates, experts
+
+    def step(cfg, model, optimizer, inputs, targets):
+        def validate():
+            with torch.no_grad():
+                module.forward(cfg, model, inputs[:3].flip(1), targets[:3])
+
+        validate()
+        now.clear()
+        result = train_step(cfg, model, optimizer, inputs, targets)
+        steps.append(list(now))
+        validate()
+        return result
+
+    module.Router.forward, module.train_step = forward, step
+    return lambda: steps
+
+
+@pytest.mark.parametrize(
+    "recipe, world, flags",
+    [
+        (PARALLEL, 4, "--edp 2"),
+        *(pytest.param(*case, "", marks=pytest.mark.thorough) for case in ((MOE, 1), (PARALLEL, 4))),
+    ],
+)
+def test_busiest_expert(recipe, world, flags, file=None):
+    """The log has the rows of the busiest expert over the mean, in the worst layer: of the step, of all ranks alone."""
+    run = launch(file or recipe, world, f"{SMALL} --steps 3 --lr 1e-1 --warmup 0 {flags}", probe=loads)
+    logged = [busiest for *_, busiest in run.history]
+    assert logged == roots_loads(), f"the root's load is {roots_loads()}, not {logged}"
+    rows = np.array(run.probes).sum(0)  # steps layers e
+    assert rows.shape == (3, LAYERS, E) and (rows.sum(-1) == B * S * K).all()
+    worst = (rows.max(-1) / rows.mean(-1)).max(-1)
+    assert len(set(worst)) > 1 and worst == pytest.approx(roots_loads(), rel=1e-6)  # float32
+    for line, shown in zip(run.output[0].splitlines(), [*worst, np.median(worst[1:])]):
+        assert f"  busiest expert {shown:.2f}x  " in line
+
+
+@once
+def roots_loads():
+    """The loads that the root logs."""
+    return [busiest for *_, busiest in launch(MOE, 1, f"{SMALL} --steps 3 --lr 1e-1 --warmup 0").history]
+
+
+ABSENT = (2, 4, 5, 6, 7)  # experts without rows: one of rank 0, all of rank 1
+
+
+def never_chosen(module):
+    """A probe: no token goes to ABSENT. Reports the gradients of this rank's experts by their first, of each step."""
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+    seen, clip = [], module.clip_gradients
+
+    def forward(self, x):
+        logits = (x @ self.weight.T).index_fill(1, torch.tensor(ABSENT), -torch.inf)
+        gates, experts = logits.softmax(-1).topk(self.top_k)
+        return gates / gates.sum(-1, keepdim=True), experts
+
+    def clipped(cfg, model):
+        here = {name: p.grad.clone().numpy() for name, p in model.named_parameters() if ".experts." in name}
+        seen.append((model.ep.rank() if hasattr(model, "ep") else 0, here))
+        return clip(cfg, model)
+
+    module.Router.forward, module.clip_gradients = forward, clipped
+    return lambda: seen
+
+
+@pytest.mark.parametrize("recipe, world", [pytest.param(MOE, 1, marks=pytest.mark.thorough), (PARALLEL, 2)])
+def test_experts_without_rows(recipe, world, file=None):
+    """Their gradient is exactly 0, their weights stay; the norm is finite. Rank 1 has no row in any of its experts."""
+    run = launch(file or recipe, world, f"{SMALL} --steps 2 --weight_decay 0 --warmup 0", probe=never_chosen)
+    for steps in run.probes:
+        assert len(steps) == 2
+        for rank, gradients in steps:
+            for name, gradient in gradients.items():
+                for expert, of_expert in enumerate(gradient, rank * len(gradient)):
+                    absent = expert in ABSENT
+                    assert np.isfinite(of_expert).all() and of_expert.any() != absent, f"{name} {expert}"
+    assert np.isfinite(np.array(run.history)).all() and all(norm > 0 for _, norm, *_ in run.history)
+    for name, start in root_built(f"{SMALL} --steps 0").items():
+        assert run.weights[name].isfinite().all()
+        still = any(f".experts.{expert}." in name for expert in ABSENT)
+        assert torch.equal(run.weights[name], start) == still, name
+
+
+# --------------------------------------------------------------------------------------------------------------- sizes
+REFUSED = [  # recipes, ranks, flags, what the one line must have
+    ((MOE, PARALLEL), 1, "--experts 0", ["--experts 0", "at least 1"]),
+    ((MOE, PARALLEL), 1, "--top_k 0", ["--top_k 0", "at least 1"]),
+    ((MOE, PARALLEL), 1, "--top_k 9", ["--top_k 9", "at most", "--experts 8"]),
+    ((MOE, PARALLEL), 1, "--device cuda --dtype bfloat16 --ffn 100", ["--ffn 100", "--dim 128", "multiples of 8"]),
+    ((MOE, PARALLEL), 1, "--experts 1", ["--top_k 2", "at most", "--experts 1"]),
+    ((PARALLEL,), 4, "--edp 0", ["--edp 0", "at least 1"]),
+    ((PARALLEL,), 4, "--edp 3", ["--edp 3", "divide", "4"]),
+    ((PARALLEL,), 2, "--edp 4", ["--edp 4", "divide", "2"]),
+    ((PARALLEL,), 3, "--batch 12", ["--experts 8", "divisible", "3"]),
+    ((PARALLEL,), 8, "--experts 6 --edp 2", ["--experts 6", "divisible", "4"]),
+    ((PARALLEL,), 8, "--experts 4", ["--experts 4", "divisible", "8"]),
+    ((PARALLEL,), 8, "--batch 12", ["--batch 12", "8"]),
+]
+ACCEPTED = [  # recipes, ranks, flags
+    ((MOE, PARALLEL), 1, "--experts 8 --top_k 8"),
+    ((PARALLEL,), 8, "--experts 6 --edp 4"),
+    ((PARALLEL,), 8, "--experts 1 --top_k 1 --edp 8"),
+]
+
+
+@pytest.mark.parametrize("recipe", [MOE, PARALLEL])
+def test_sizes(recipe, file=None):
+    """What cannot be shared out ends with one line that names the flag and what would work; all else is trained."""
+    module = load(file or recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        for number, name in (8, "more"), (7, "all"):
+            weights = {f"model.layers.0.block_sparse_moe.experts.{number}.w1.weight": torch.zeros(1)}
+            save_file(weights, f"{folder}/{name}.safetensors")
+        more = (recipe,), 1, f"--init {folder}/more.safetensors", ["--experts 8", "--init", "more.safetensors", "all"]
+        for recipes, world, flags, words in [*REFUSED, more]:
+            if recipe in recipes:
+                line = refusal(module, world, f"--device cpu {flags}")
+                assert isinstance(line, str) and "\n" not in line and all(word in line for word in words), (flags, line)
+        for recipes, world, flags in [*ACCEPTED, ((recipe,), 1, f"--init {folder}/all.safetensors")]:
+            if recipe in recipes:
+                assert refusal(module, world, f"--device cpu {flags}") is None, flags
+
+
+def test_an_expert_of_another_shape(tmp_path):
+    """A file whose experts are narrower ends the run with a line that names the tensor and its shape."""
+    weights = {name: tensor.contiguous() for name, tensor in root_built(f"{SMALL} --steps 0").items()}
+    name = "model.layers.1.block_sparse_moe.experts.7.w2.weight"
+    save_file(weights | {name: torch.zeros(D, 47)}, Path(tmp_path, "wrong.safetensors"))
+
+    def words():
+        module = load(MOE)
+        cfg = module.Config(init=f"{tmp_path}/wrong.safetensors", device="cpu")
+        with pytest.raises(SystemExit) as end:
+            module.read_tensor(cfg, name, torch.Size([D, 48]))
+        return end.value.code
+
+    line = words()
+    assert all(word in line for word in ("--init", name, f"[{D}, 47]", f"[{D}, 48]")) and "\n" not in line

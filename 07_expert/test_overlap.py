@@ -1,0 +1,603 @@
+"""overlap.py: one half of the batch travels while the other computes. symmetric_memory.py: rows are in their slots when
+they are read, whichever rank is late, and the CPU waits for nothing.
+
+Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
+"""
+
+import math
+import os
+import re
+import time
+
+import equivalence
+import numpy as np
+import pytest
+import torch
+from launch import RankFailed, isolated, launch, load
+from streams import streams
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PARALLEL = "07_expert/expert_parallel.py"
+OVERLAP = "07_expert/overlap.py"
+SYMMETRIC = "07_expert/symmetric_memory.py"
+expert = load("07_expert/test_expert.py")
+LAYERS, D, S, B, K = expert.LAYERS, expert.D, expert.S, expert.B, expert.K
+SHAPE = expert.SHAPE
+
+
+# --------------------------------------------------------------------------------------------- overlap: who takes turns
+class Matmuls(TorchDispatchMode):
+    """Calls `seen` for every matmul and every attention."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if re.search(r"mm\b|scaled_dot_product", function._schema.name):
+            self.seen()
+        return function(*args, **(kwargs or {}))
+
+
+def turns(module):
+    """A probe: of every transfer of rows, [phase, half, width, whether the other half computes while it is under way].
+
+    In the order in which they start, in one step. Computation is a matmul, or attention: of the half whose module does
+    it; in backward, of the half whose forward made the operation.
+    """
+    halves, halves_of = [0], {}  # of a step; of the calls of each module, by its name
+    events, made, now = [], [], [None]  # made: numbers of operations, from which on they are of a half
+    number = torch.autograd._get_sequence_nr
+
+    def of_operation():
+        """The half of the operation that backward is doing: None if it belongs to the whole batch."""
+        here = torch._C._current_autograd_node()._sequence_nr()
+        return next((half for first, last, half in made if first <= here < last), None)
+
+    def backward():
+        return torch._C._current_graph_task_id() != -1
+
+    def taking_turns(name, original):
+        def forward(*args):
+            now[0] = halves_of[name] = (halves_of.get(name, -1) + 1) % halves[0]
+            first, result = number(), original(*args)
+            made.append((first, number(), now[0]))
+            events.append(("end", now[0]))
+            return result
+
+        return forward
+
+    class Watched:
+        def __init__(self, work, transfer):
+            self.work, self.transfer = work, transfer
+            events.append(("start", transfer))
+
+        def wait(self):
+            events.append(("wait", self.transfer))
+            return self.work.wait()
+
+    all_to_all, train_step, model_forward = module.dist.all_to_all_single, module.train_step, module.Model.forward
+    transfers = []
+
+    def exchange(out, x, *sizes, group=None, async_op=False):
+        work = all_to_all(out, x, *sizes, group=group, async_op=async_op)
+        if not x.is_floating_point():  # counts
+            return work
+        if backward():  # what arrives is read by what comes after it in forward
+            here = torch._C._current_autograd_node()._sequence_nr()
+            half = min((first, half) for first, last, half in made if first > here)[1]
+        else:
+            half = now[0]
+        transfers.append(["backward" if backward() else "forward", half, out.shape[1]])
+        return Watched(work, len(transfers) - 1) if async_op else work
+
+    def forward(self, ids):
+        halves[0] = min(2, len(ids))
+        return model_forward(self, ids)
+
+    def step(*args):
+        with Matmuls(lambda: events.append(("compute", of_operation() if backward() else now[0]))):
+            return train_step(*args)
+
+    def report():
+        for i, (_, half, _) in enumerate(transfers):
+            between = events[events.index(("start", i)) : events.index(("wait", i))]
+            assert ("wait", i) not in events[: events.index(("start", i))]
+            transfers[i].append(any(event == ("compute", 1 - half) for event in between))
+        return transfers
+
+    for name in "Block", "Experts", "Collect":
+        part = getattr(module, name)
+        part.forward = taking_turns(name, part.forward)
+    module.dist.all_to_all_single, module.train_step, module.Model.forward = exchange, step, forward
+    return report
+
+
+@pytest.mark.parametrize("layers", [3, pytest.param(1, marks=pytest.mark.thorough)])
+def test_halves_take_turns(layers, file=None):
+    """While rows of a half are under way, the other half computes: in forward, and in backward.
+
+    But in the last layer, when there is nothing left to do: the last transfer of forward, the first one of backward.
+    """
+    flags = f"{SHAPE} --experts 6 --top_k {K} --layers {layers} --steps 1"
+    for transfers in launch(file or OVERLAP, 2, flags, probe=turns, save=False).probes:
+        for phase, alone in ("forward", -1), ("backward", 0):
+            of_phase = [transfer for transfer in transfers if transfer[0] == phase]
+            halves = sorted((half, width) for _, half, width, _ in of_phase)
+            assert halves == sorted([(0, D), (0, D), (0, 1), (1, D), (1, D), (1, 1)] * layers)
+            overlapped = [seen for *_, seen in of_phase]
+            assert of_phase[alone][:3] == [phase, 1, D] and not overlapped.pop(alone)
+            assert all(overlapped), f"{phase}: {overlapped.count(False)} transfers without computation"
+
+
+@pytest.mark.thorough
+def test_a_single_sequence_has_no_turns():
+    """A rank with one sequence trains as the root does; no transfer overlaps."""
+    equivalence.check(OVERLAP, 2, "--batch 2")
+    flags = f"{SHAPE} --experts 6 --top_k {K} --batch 2 --steps 1"
+    for transfers in launch(OVERLAP, 2, flags, probe=turns, save=False).probes:
+        assert len(transfers) == 6 * LAYERS and not any(seen for *_, seen in transfers)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("when", ["at once", "late"])
+@pytest.mark.parametrize("world, flags", [(2, ""), (3, "--experts 9")])
+def test_whenever_streams_get_to_it(world, flags, when):
+    """Rows, and their gradients, arrive at some time between the start of their exchange and the wait for it.
+
+    A batch of 4 on each of 3 ranks; its halves have different numbers of rows for each expert.
+    """
+    equivalence.check(OVERLAP, world, flags, probe=streams(when))
+
+
+def test_as_many_bytes_in_twice_as_many_messages():
+    """As expert_parallel.py, in each phase and of each width; what is sent and what arrives."""
+    flags = f"{SHAPE} --experts 6 --top_k {K} --steps 1"
+    runs = [launch(recipe, 3, flags, probe=expert.sent, save=False).probes for recipe in (PARALLEL, OVERLAP)]
+    for (parents, _), (ours, _) in zip(*runs):
+        for phase, width, messages in ("forward", D, 2), ("forward", 1, 1), ("backward", D, 2), ("backward", 1, 1):
+            theirs, mine = (np.array([rows for p, w, *rows in x if (p, w) == (phase, width)]) for x in (parents, ours))
+            assert len(theirs) == messages * LAYERS and len(mine) == 2 * len(theirs)
+            assert (mine.sum(0) == theirs.sum(0)).all() and mine.sum() > 0
+
+
+# ------------------------------------------------------------------------------------- symmetric memory: rows and slots
+class OnGPU(torch.Tensor):
+    """A tensor that says it is on a GPU: push takes its kernel, which here runs in Triton's interpreter."""
+
+    is_cuda = True
+
+
+WIDTHS = [  # of rows, their dtypes
+    (1, torch.int64),
+    (1, torch.float32),
+    (1, torch.float64),
+    (7, torch.float32),
+    (33, torch.bfloat16),
+    (64, torch.bfloat16),
+    (48, torch.float64),
+    (2051, torch.float32),
+    (4096, torch.bfloat16),
+]
+
+
+def test_kernel(file=None):
+    """The kernel writes, to the bit, what the loop over ranks writes, and nothing else.
+
+    5,000 rows are not a multiple of the kernel's block of any width here; no rows are none. Some have no place; rows
+    are read more than once, and from a tensor that is not contiguous.
+    """
+
+    def compute():
+        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+        module = load(file or SYMMETRIC)
+        assert type(module.push_kernel).__name__ == "InterpretedFunction"
+        generator = torch.Generator().manual_seed(0)
+        for width, dtype in WIDTHS:
+            for count in [0, 1, 5000] if width == 1 else [0, 3, 131]:
+                ranks, size = 3, count // 2 + 1
+                x = (1000 * torch.randn(width, count // 2 + 1, generator=generator)).to(dtype).T
+                source = torch.randint(len(x), (count,), generator=generator)
+                place = torch.randperm(ranks * size, generator=generator)[:count]
+                place[::5] = -1
+                written = []
+                for rows in x.as_subclass(OnGPU), x:
+                    everything = torch.full((ranks, size + 2, width), 77).to(dtype)  # a row more on both sides
+                    tensors = [tensor[1:-1] for tensor in everything]
+                    to = module.Shared(tensors, torch.tensor([tensor.data_ptr() for tensor in tensors]))
+                    module.push(rows, source, place, to, size)
+                    written.append(everything)
+                right = torch.full((ranks, size + 2, width), 77).to(dtype)
+                for row, to in zip(source.tolist(), place.tolist()):
+                    if to >= 0:
+                        right[to // size, 1 + to % size] = x[row]
+                for who, found in zip(("the kernel", "the loop"), written):
+                    wrong = (found != right).any(-1).sum().item()
+                    assert not wrong, f"{who} has {wrong} wrong rows of {count} of {width} {dtype}"
+
+    isolated(compute)
+
+
+def test_rows_that_do_not_fit_the_memory():
+    """Of another dtype or width: an error, where the kernel would write into what is behind the row."""
+
+    def compute():
+        module = load(SYMMETRIC)
+        memory = torch.zeros(4, 3)
+        to, place = module.Shared([memory], torch.tensor([memory.data_ptr()])), torch.arange(2)
+        for wrong in torch.ones(2, 3).double(), torch.ones(2, 3).bfloat16(), torch.ones(2, 4), torch.ones(2, 2):
+            for rows in wrong, wrong.as_subclass(OnGPU):
+                with pytest.raises(TypeError, match=r"do not fit"):
+                    module.push(rows, place, place, to, 4)
+        assert not memory.any()
+
+    isolated(compute)
+
+
+def chosen_experts():
+    """(experts [ranks, t, k], slots) of 3 ranks, which hold 2 of 6 experts each: as many rows on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    for t, k in (1, 1), (7, 2), (5, 6):
+        yield torch.rand(3, t, 6, generator=generator).argsort(2)[..., :k], 3.0
+    scarce = torch.rand(3, 9, 6, generator=generator).argsort(2)[..., :2]
+    for slots in 1.03, 1.0, 0.5, 0.04:  # the first: 18.54 rows, of which there may be 19
+        yield scarce, slots
+    for expert_of_all in range(6):  # others have no rows
+        yield torch.full((3, 4, 1), expert_of_all), 3.0
+    yield torch.full((3, 4, 1), 3), 1.5  # the second half of rank 1's rows have a slot, nothing of rank 2's
+    yield torch.tensor([4, 2, 0])[:, None, None] + torch.arange(2).expand(3, 5, 2), 1.0  # to one other rank each
+    yield torch.tensor([[0, 1], [1, 0], [0, 1], [5, 0]]).expand(3, 4, 2), 2.0  # nothing for rank 1
+
+
+def slots_of_rows(module):
+    """A probe: instead of training, dispatch rows, and bring them back. A token is [rank, number], its gates as well.
+
+    Reports of every case what there is on this rank.
+    """
+    found = []
+
+    def exchange(cfg, data):
+        ep = module.dist.group.WORLD
+        for experts, slots in chosen_experts():
+            _, t, k = experts.shape
+            memory = module.Memory(ep, 6, slots)
+            x = torch.stack([torch.full((t,), 1.0 + ep.rank()), 1.0 + torch.arange(t)], 1).requires_grad_()
+            gates = (1 + 100.0 * ep.rank() + torch.arange(t * k)).view(t, k).requires_grad_()
+            _, inverse, ends = module.sort_by_expert(experts[ep.rank()], 6)
+            rows, their_gates, ends, route = module.dispatch(x, gates, inverse, ends, memory)
+            sent = [tensor.tolist() for tensor in (route.there, ends, route.back, rows, their_gates[:, 0])]
+            back = module.combine(rows * their_gates, route, memory)
+            back.backward(torch.ones_like(back) * (1 + ep.rank()))
+            found.append([*sent, memory.missing.item(), back.tolist(), x.grad.tolist(), gates.grad.tolist()])
+
+    module.train = exchange
+    return lambda: found
+
+
+def test_every_row_has_its_slot(file=None):
+    """On the rank of its expert, in the order of experts, and in these of ranks and rows; no other slot is written.
+
+    And back. A row for which there is no slot has place -1, and only such rows have. Against loops.
+    """
+    seen = launch(file or SYMMETRIC, 3, f"{SHAPE} --experts 6", probe=slots_of_rows, save=False).probes
+    for number, (experts, factor) in enumerate(chosen_experts()):
+        _, t, k = experts.shape
+        n, slots = t * k, math.ceil(factor * t * k)
+        wanted = [  # (expert, rank, row) of the rows of each rank, in the order of slots
+            sorted((e, r, i) for r in range(3) for i, e in enumerate(experts[r].flatten().tolist()) if e // 2 == here)
+            for here in range(3)
+        ]
+        everything = max(map(len, wanted)) <= slots
+        for rank, (there, ends, back, rows, gates, missing, brought, x_gradient, gates_gradient) in enumerate(
+            cases[number] for cases in seen
+        ):
+            slot = {(r, i): h * slots + s for h in range(3) for s, (_, r, i) in enumerate(wanted[h]) if s < slots}
+            assert there == [slot.get((rank, i), -1) for i in range(n)], f"places of case {number}"
+            mine = wanted[rank][:slots]
+            assert ends == [sum(e <= last for e, *_ in mine) for last in (2 * rank, 2 * rank + 1)], f"case {number}"
+            empty = slots - len(mine)
+            assert back == [r * n + i for _, r, i in mine] + [-1] * empty, f"origins of case {number}"
+            assert rows == [[1 + r, 1 + i // k] for _, r, i in mine] + [[0, 0]] * empty, f"rows of case {number}"
+            assert gates == [1 + 100 * r + i for _, r, i in mine] + [0] * empty, f"gates of case {number}"
+            needed = len(wanted[rank]) / n if len(wanted[rank]) > slots else 0
+            assert missing == pytest.approx(needed, rel=1e-6), f"case {number}"
+            if everything:
+                weight = [[1 + 100 * rank + i for i in range(token * k, token * k + k)] for token in range(t)]
+                sums = [[(1 + rank) * sum(w), (1 + token) * sum(w)] for token, w in enumerate(weight)]
+                assert brought == sums, f"case {number}"
+                assert x_gradient == [[(1 + rank) * sum(w)] * 2 for w in weight], f"case {number}"
+                gradients = [[(1 + rank) * (2 + rank + token)] * k for token in range(t)]
+                assert gates_gradient == gradients, f"case {number}"
+
+
+def refusing(module):
+    """A probe: with what training ends, and the experts that it has chosen until then."""
+    routed, ends, main, route = [], [], module.main, module.Router.forward
+
+    def forward(self, x):
+        gates, experts = route(self, x)
+        routed.append(experts.tolist())
+        return gates, experts
+
+    def until_the_end():
+        try:
+            main()
+        except SystemExit as end:
+            ends.append(end.code)
+            module.dist.destroy_process_group()
+
+    module.main, module.Router.forward = until_the_end, forward
+    return lambda: (ends, routed)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world, edp", [(3, 1), (4, 2)])
+def test_too_few_slots(world, edp, file=None):
+    """Training ends after the step, on every rank, with a line that says how many slots it took; these suffice.
+
+    With one layer: what a second one needs is not known before it gets all that it should.
+    """
+    ep, n = world // edp, B * S // world * K
+    flags = f"{SHAPE} --layers 1 --experts 6 --top_k {K} --edp {edp} --steps 1 --seed 2 --slots"  # 1.3515625
+    with pytest.raises(RankFailed) as failure:
+        launch(file or SYMMETRIC, world, f"{flags} 1.0", save=False, timeout=60)
+    line = failure.value.output.splitlines()[-1]
+    assert failure.value.code == 1 and line.startswith("--slots 1.0: "), failure.value.output
+    seen = launch(file or SYMMETRIC, world, f"{flags} 1.0", probe=refusing, save=False, timeout=60).probes
+    assert [ends for ends, _ in seen] == [[line]] * world, f"not on every rank: {[ends for ends, _ in seen]}"
+    needed = max(
+        sum(int((np.array(seen[rank][1][0]) // (6 // ep) == here).sum()) for rank in range(first, first + ep)) / n
+        for first in range(0, world, ep)
+        for here in range(ep)
+    )
+    enough, always = re.search(r": (\S+) was needed .+, (\S+) always suffices", line).groups()
+    assert 1 < needed <= float(enough) < needed + 0.02, f"it takes {needed} slots, not {enough}"
+    assert float(always) == min(ep, 6 / K), f"{always} rows, over those of a rank, are not all that may come"
+    launch(file or SYMMETRIC, world, f"{flags} {enough}", save=False)
+
+
+@pytest.mark.thorough
+def test_the_worst_layer_counts(file=None):
+    """Too few slots in one layer, which is not the last, are too few."""
+
+    def probe(module):
+        layers, route = [0], module.Router.forward
+
+        def forward(self, x):
+            gates, experts = route(self, x)
+            layers[0] += 1
+            spread = (torch.arange(len(x))[:, None] + torch.arange(self.top_k)) % len(self.weight)
+            return gates, torch.zeros_like(experts) + torch.arange(self.top_k) if layers[0] == 2 else spread
+
+        module.Router.forward = forward
+        return refusing(module)
+
+    flags = f"{SHAPE} --layers 3 --experts 8 --top_k {K} --steps 1 --slots"
+    seen = launch(file or SYMMETRIC, 2, f"{flags} 1.9", probe=probe, save=False).probes
+    line = "--slots 1.9: 2.00 was needed in this step, 2 always suffices"  # all rows of both ranks
+    assert [ends for ends, _ in seen] == [[line]] * 2, f"ends with {[ends for ends, _ in seen]}, not with {line}"
+    seen = launch(file or SYMMETRIC, 2, f"{flags} 2", probe=probe, save=False).probes
+    assert [ends for ends, _ in seen] == [[]] * 2
+
+
+def grown(module):
+    """A probe: instead of training, dispatch rows that all go to the first of two ranks, and then twice as many."""
+    found = []
+
+    def exchange(cfg, data):
+        memory = module.Memory(module.dist.group.WORLD, 6, 1.0)
+        for t, chosen in (4, [0]), (8, [0, 3]):  # of the second half of the experts, which rank 1 holds: the fourth
+            experts = torch.tensor(chosen).repeat(t // len(chosen))[:, None]
+            _, inverse, ends = module.sort_by_expert(experts, 6)
+            module.dispatch(torch.ones(t, 2), torch.ones(t, 1), inverse, ends, memory)
+            found.append(memory.missing.item())
+
+    module.train = exchange
+    return lambda: found
+
+
+@pytest.mark.thorough
+def test_too_few_slots_before_memory_grows(file=None):
+    """They are not forgotten when a larger batch, which has enough of them, gets memory of its own."""
+    seen = launch(file or SYMMETRIC, 2, f"{SHAPE} --experts 6", probe=grown, save=False).probes
+    assert seen == [[2.0, 2.0], [0.0, 0.0]], f"forgotten: {seen}"
+
+
+def test_who_shares_experts_is_on_one_host(monkeypatch):
+    """Eight processes on two hosts: copies of experts may be on another host, ranks that share them may not."""
+    module = load(SYMMETRIC)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for edp in 2, 4, 8:
+        module.check(module.Config(device="cpu", edp=edp), 8)
+    with pytest.raises(SystemExit, match="^--edp 1: 8 ranks share .* the 4 of one host"):
+        module.check(module.Config(device="cpu"), 8)
+
+
+def test_slots_of_any_number():
+    """More than all rows of all ranks never come, so that no number is too large."""
+    equivalence.check(SYMMETRIC, 2, "--slots inf", root=equivalence.MOE)
+
+
+# -------------------------------------------------------------------------- symmetric memory: bytes, and nobody waits
+WAITS = "item tolist __bool__ __int__ __float__ __index__ numpy cpu nonzero"  # for a GPU
+
+
+class Syncs(TorchDispatchMode):
+    """Raises where the CPU would have to wait for a GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::")
+        sizes = name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "bincount")
+        index = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        repeats = name == "repeat_interleave" and not (kwargs or {}).get("output_size")
+        assert not (sizes or index or repeats), f"the CPU waits for {name}"
+        return function(*args, **(kwargs or {}))
+
+
+def written_to_others(module):
+    """A probe: [phase, width, rows] that each push of the second step writes into other ranks' memory, and the experts.
+
+    Asserts that the CPU waits for no result between the first operation of forward and the end of backward. What does
+    is what only a CPU does: one_by_one, and push without its kernel.
+    """
+    pushed, routed, ranks, steps, watching = [], [], [], [0], [False]
+    push, one_by_one, forward_backward = module.push, module.one_by_one, module.forward_backward
+    route, build_model = module.Router.forward, module.build_model
+
+    def unwatched(function, *args):
+        was, watching[0] = watching[0], False
+        with torch.utils._python_dispatch._disable_current_modes():
+            result = function(*args)
+        watching[0] = was
+        return result
+
+    def count(place, size):
+        return int(((place >= 0) & (place // size != ranks[0])).sum())
+
+    def pushing(x, source, place, to, size):
+        phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+        pushed.append((phase, x.shape[1], unwatched(count, place, size)))
+        unwatched(push, x, source, place, to, size)
+
+    def without_tolist(x, w, ends):
+        was, watching[0] = watching[0], False
+        result = one_by_one(x, w, ends)
+        watching[0] = was
+        return result
+
+    def watched(name, original):
+        def method(*args, **kwargs):
+            assert not watching[0], f"the CPU waits for {name}"
+            return original(*args, **kwargs)
+
+        return method
+
+    def step(*args):
+        steps[0] += 1
+        if steps[0] < 2:  # which allocates the memory
+            return forward_backward(*args)
+        pushed.clear(), routed.clear()
+        watching[0] = True
+        with Syncs():
+            result = forward_backward(*args)
+        watching[0] = False
+        return result
+
+    def forward(self, x):
+        gates, experts = route(self, x)
+        routed.append(experts)
+        return gates, experts
+
+    def build(*args):
+        model = build_model(*args)
+        ranks.append(model.ep.rank())
+        return model
+
+    for name in WAITS.split():
+        setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
+    module.push, module.one_by_one, module.forward_backward, module.build_model = pushing, without_tolist, step, build
+    module.Router.forward = forward
+    return lambda: (pushed, [experts.tolist() for experts in routed])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world, edp, experts, forced", [(3, 1, 6, False), (4, 2, 8, True)])
+def test_bytes_written(world, edp, experts, forced, file=None):
+    """Rows go to other ranks twice in forward and twice in backward, per layer; gates once and once, origins once.
+
+    With balanced experts a rank writes (ep-1)/ep·t·top_k·d elements in each; else what its tokens chose. And the CPU
+    does not wait.
+    """
+    ep, t = world // edp, B * S // world
+
+    def probe(module):
+        _ = expert.balanced(module) if forced else None
+        return written_to_others(module)
+
+    flags = f"{SHAPE} --experts {experts} --top_k {K} --steps 2 --edp {edp}"
+    seen = launch(file or SYMMETRIC, world, flags, probe=probe, save=False).probes
+    for rank, (pushed, _) in enumerate(seen):
+        group = [other for other in range(world) if other // ep == rank // ep]  # that share out the experts with it
+        wanted = []
+        for layer in range(LAYERS):
+            chosen = {other: np.array(seen[other][1][layer]).flatten() // (experts // ep) for other in group}
+            there = int((chosen[rank] != rank % ep).sum())
+            back = sum(int((chosen[other] == rank % ep).sum()) for other in group if other != rank)
+            if forced:
+                assert there == back == (ep - 1) * t * K // ep
+            wanted += [("forward", 1, there), ("forward", 1, there), ("forward", D, there), ("forward", D, back)]
+            wanted += [("backward", D, there), ("backward", D, back), ("backward", 1, back)]
+        assert sorted(pushed) == sorted(wanted), f"rank {rank}"
+
+
+# ---------------------------------------------------------------------- symmetric memory: other sizes, and late ranks
+def validating(module):
+    """A probe: after the first step a validation with twice the batch, after the second with a third of it.
+
+    Asserts that memory is allocated where it must grow, and nowhere else: a batch that is smaller again fits.
+    """
+    allocated, steps, train_step, share = [], [0], module.train_step, module.share
+
+    def counted(*args):
+        allocated.append(steps[0])
+        return share(*args)
+
+    def step(cfg, model, optimizer, inputs, targets):
+        result = train_step(cfg, model, optimizer, inputs, targets)
+        with torch.no_grad():
+            here = inputs.chunk(model.dp.size())[model.dp.rank()], targets.chunk(model.dp.size())[model.dp.rank()]
+            for_all = [torch.cat([x, x]) if steps[0] == 0 else x[: max(1, len(x) // 3)] for x in here]
+            losses = [module.forward(cfg, model, *for_all) for _ in range(2)]
+            assert losses[0] == losses[1] and losses[0].isfinite()
+        steps[0] += 1
+        return result
+
+    def report():
+        assert allocated == [0, 0], f"allocated in steps {allocated}"
+
+    module.train_step, module.share = step, counted
+    return report
+
+
+@pytest.mark.thorough
+def test_validation_of_another_size(file=None):
+    """Before and after memory has grown for a larger batch, and with a smaller one, training is the root's."""
+    equivalence.check(file or SYMMETRIC, 2, "", root=equivalence.MOE, probe=validating)
+
+
+def late(module):
+    """A probe: now and then a rank is late, before it writes into others' memory, before a barrier, before it reads.
+
+    And where memory is shared, all ranks are later than the first, which removes the files.
+    """
+    rank = int(os.environ["RANK"])
+    random = np.random.default_rng(rank)
+
+    def delayed(original, probability=0.25):
+        def function(*args, **kwargs):
+            if random.random() < probability:
+                time.sleep(0.01)
+            return original(*args, **kwargs)
+
+        return function
+
+    def share(*args):
+        tensors, barrier = shared(*args)
+        past = delayed(lambda: None)
+        return tensors, delayed(lambda: (barrier(), past()))
+
+    shared = module.share
+    module.push, module.places, module.share = delayed(module.push), delayed(module.places), share
+    module.torch.from_file = delayed(module.torch.from_file, min(1, rank))
+    return lambda: None
+
+
+def check_late_ranks(file, world, flags):
+    equivalence.check(file, world, flags, root=equivalence.MOE, probe=late)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world, flags", [(2, ""), (6, "--edp 2 --experts 6")])
+def test_a_rank_may_be_late(world, flags):
+    """No barrier is missing: whoever reads waits for those who write, whoever writes for those who read."""
+    check_late_ranks(SYMMETRIC, world, flags)
