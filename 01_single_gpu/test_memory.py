@@ -261,10 +261,10 @@ def allocated(file, shape, flags):
 @pytest.mark.parametrize(
     "recompute, dtype, vocab",
     [
-        *((recompute, "bfloat16", 2048) for recompute in [*RECIPES, "accumulation"]),
-        ("none", "float32", 2048),
-        ("selective", "float32", 256),
-        ("full", "bfloat16", 256),
+        *((recompute, "bfloat16", 1024) for recompute in [*RECIPES, "accumulation"]),
+        ("none", "float32", 1024),
+        ("selective", "float32", 128),
+        ("full", "bfloat16", 128),
     ],
 )
 def test_peak_on_the_cpu(recompute, dtype, vocab):
@@ -273,7 +273,7 @@ def test_peak_on_the_cpu(recompute, dtype, vocab):
     On the CPU token ids are not copied, 16 bytes a token.
     """
     file = f"01_single_gpu/{RECIPES.get(recompute, 'gradient_accumulation')}.py"
-    shape = {**SHAPE, "vocab": vocab}
+    shape = {**SHAPE, "dim": 128, "ffn": 512, "vocab": vocab, "seq": 128}
     flags, ours = dict(dtype=dtype), dict(recompute=recompute)
     if recompute == "accumulation":
         flags["microbatches"], ours = 2, {}

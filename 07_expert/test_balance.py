@@ -154,7 +154,7 @@ def check_auxiliary_loss(world: int, flags: str, file: str = AUXILIARY, modes=("
     """Gradient and training are the root's with the same losses."""
     for mode in modes:
         ours, roots, init = flags_of(flags, getattr(equivalence, mode))
-        probe = equivalence.unfused_attention if "--compile" in flags else watched
+        probe = equivalence.without_kernels if "--compile" in flags else watched
         run = launch(file, world, f"{ours} --balance {BALANCE} --z {Z}", probe)
         theirs = reference(roots, (BALANCE, Z), 0.0)
         before = compare.read(init)[0] if mode == "GRADIENT" else None

@@ -35,7 +35,7 @@ COMPILED_ELSEWHERE = PARALLEL, "07_expert/symmetric_memory.py"  # what they comp
     "recipe, world, flags", [case for case in CASES if case[0] not in COMPILED_ELSEWHERE or "--compile" not in case[2]]
 )
 def test_equals_root(recipe, world, flags):
-    equivalence.check(recipe, world, flags)
+    equivalence.check_quickly(recipe, world, flags)
 
 
 @pytest.mark.thorough

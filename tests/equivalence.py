@@ -429,6 +429,20 @@ def unfused_attention(module: ModuleType) -> Callable[[], None]:
     return lambda: None
 
 
+def without_kernels(module: ModuleType) -> Callable[[], None]:
+    """A probe: the compiler traces, differentiates and partitions, but generates no kernels, which takes longest."""
+    unfused_attention(module)
+    compile_ = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda part: compile_(part, backend="aot_eager_decomp_partition")
+    return lambda: None
+
+
+def check_quickly(recipe: str, world: int, flags: str) -> dict[str, float]:
+    """As check, but the compiler generates kernels for the roots alone."""
+    quick = "--compile" in flags and recipe not in (ROOT_RECIPE, MOE)
+    return check(recipe, world, flags, probe=without_kernels if quick else None)
+
+
 def check(recipe: Path | str, world: int, flags: str, root: str | None = None, probe=None) -> dict[str, float]:
     """Assert that a recipe trains as its root does, on the CPU in float64. Returns the worst errors."""
     probe = probe or (unfused_attention if "--compile" in flags else None)

@@ -3,15 +3,18 @@
 They leave by os._exit; a process that crashes when its interpreter ends, or imports something too late, does not.
 """
 
+import multiprocessing
 import os
 import re
 import subprocess
 
 import pytest
+import torch.distributed.run
 from launch import ROOT
 from test_lineage import FAMILY, TRAINING
 
 FIRST = "06_pipeline/1f1b.py"  # the README's first command
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # several would wait for each other where other tests run beside
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 16 --steps 2"
 
 
@@ -23,22 +26,39 @@ def command(recipe: str) -> list[str]:
     return [*words[: words.index(recipe) + 1], *SMALL.split(), *shard]
 
 
-def start(recipe: str) -> None:
-    one_thread = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-    }  # several would wait for each other where other tests run beside
-    end = subprocess.run(command(recipe), cwd=ROOT, env=one_thread, text=True, capture_output=True, timeout=200)
-    assert end.returncode == 0, end.stdout + end.stderr
-    lines = [line.split("  loss")[0].strip() for line in end.stdout.splitlines()]
-    assert lines == ["step 1", "step 2", "median"], end.stdout
+def assert_trained(code: int | None, output: str) -> None:
+    assert code == 0, output
+    lines = [line.split("  loss")[0].strip() for line in output.splitlines()]
+    assert lines == ["step 1", "step 2", "median"], output
+
+
+def run(words: list[str]) -> None:
+    end = subprocess.run(words, cwd=ROOT, env=ONE_THREAD, text=True, stdout=subprocess.PIPE, timeout=200)
+    assert_trained(end.returncode, end.stdout)
 
 
 def test_first_command():
-    start(FIRST)
+    run(command(FIRST))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", [recipe for recipe in TRAINING if recipe != FIRST])
-def test_run(recipe):
-    start(recipe)
+def test_run(recipe, tmp_path):
+    """The launcher is a fork, which has imported torch already; the processes that it starts import all they need."""
+    program, *words = command(recipe)
+    if program != "torchrun":
+        return run([program, *words])
+
+    def torchrun() -> None:
+        with open(tmp_path / "output", "w") as output:
+            os.dup2(output.fileno(), 1)
+        os.chdir(ROOT)
+        os.environ.update(ONE_THREAD)
+        torch.distributed.run.main(words)
+
+    launcher = multiprocessing.get_context("fork").Process(target=torchrun)
+    launcher.start()
+    launcher.join(timeout=200)
+    launcher.terminate()  # if it has not ended: it stops what it has started
+    launcher.join()
+    assert_trained(launcher.exitcode, (tmp_path / "output").read_text())

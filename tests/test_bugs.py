@@ -126,7 +126,7 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
 
 @pytest.mark.parametrize("bug", BUGS, ids=[f"{bug.recipe}: {bug.what}" for bug in BUGS])
 def test_a_bug_is_seen(bug, tmp_path, monkeypatch):
-    monkeypatch.setattr(launching.launch, "__defaults__", (*launching.launch.__defaults__[:3], 60, True))  # some hang
+    monkeypatch.setattr(launching.launch, "__defaults__", (*launching.launch.__defaults__[:3], 30, True))  # some hang
     check, words = SEES[bug.seen]
     with pytest.raises((AssertionError, RankFailed, TimeoutError, schedules.Deadlock)) as seen:
         check(bug, mutate(bug, tmp_path))

@@ -25,6 +25,7 @@ def anchors(page) -> set[str]:
     return {pages.anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.M)}
 
 
+@pytest.mark.thorough
 @every_page
 def test_generated_parts_are_up_to_date(page):
     assert page.read_text() == pages.generated(page), "run python tests/pages.py"

@@ -22,6 +22,7 @@ def elements(path: str, tag: str) -> list[ElementTree.Element]:
     return list(ElementTree.parse(ROOT / path).iter(SVG + tag))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", pictures.PICTURES)
 def test_is_up_to_date(path):
     assert (ROOT / path).read_text() == pictures.PICTURES[path](), "run python tests/pictures.py"
