@@ -133,9 +133,9 @@ class AddLoss(torch.autograd.Function):
 @torch.compiler.disable  # a compiler would save nothing: dispatch, which soon follows, ends its graph anyway
 def shares_of_rows(counts: Tensor, dp: dist.ProcessGroup) -> Tensor:
     """Return the share of each expert in the rows of all ranks, [e]; counts [e] are the rows of this rank."""
-    everyones = counts.clone()  # counts stay this rank's
-    dist.all_reduce(everyones, group=dp)  # 2 (dp-1)/dp of 4 bytes per expert out and in per rank; everyone waits
-    return everyones / everyones.sum()
+    total = counts.clone()  # counts stay this rank's
+    dist.all_reduce(total, group=dp)  # 2 (dp-1)/dp of 4 bytes per expert out and in per rank; everyone waits
+    return total / total.sum()
 
 
 @dataclass(frozen=True)

@@ -390,8 +390,8 @@ BUGS = [
     Bug(
         "the sum over the ranks overwrites the caller's counts",
         AUXILIARY,
-        "everyones = counts.clone()  # counts stay this rank's",
-        "everyones = counts",
+        "total = counts.clone()  # counts stay this rank's",
+        "total = counts",
         world=2,
         flags=LARGE,
         seen="auxiliary",
@@ -399,7 +399,7 @@ BUGS = [
     Bug(
         "each rank balances its own tokens: the counts are not summed",
         AUXILIARY,
-        "    dist.all_reduce(everyones, group=dp)  # 2 (dp-1)/dp of 4",
+        "    dist.all_reduce(total, group=dp)  # 2 (dp-1)/dp of 4",
         "    # 2 (dp-1)/dp of 4",
         world=2,
         flags=LARGE,

@@ -161,8 +161,8 @@ def allocate(memory: Memory, x: Tensor, gates: Tensor) -> None:
     )
     bytes_of = {name: rows * width * dtype.itemsize for name, (rows, width, dtype) in sizes.items()}
     padded = [-(-size // 256) * 256 for size in bytes_of.values()]  # each begins at a multiple of 256 bytes
-    everyones, memory.barrier = share(sum(padded), torch.uint8, x.device.type, memory.ep)
-    for (name, (rows, width, dtype)), parts in zip(sizes.items(), zip(*(all.split(padded) for all in everyones))):
+    buffers, memory.barrier = share(sum(padded), torch.uint8, x.device.type, memory.ep)
+    for (name, (rows, width, dtype)), parts in zip(sizes.items(), zip(*(buffer.split(padded) for buffer in buffers))):
         tensors = [part[: bytes_of[name]].view(dtype).view(rows, width) for part in parts]
         addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], device=x.device)
         setattr(memory, name, Shared(tensors, addresses))

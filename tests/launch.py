@@ -186,7 +186,7 @@ def free_port() -> Iterator[int]:
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
+        held.bind(("127.0.0.1", 0))  # of all addresses, the store could bind none outside Linux
         yield held.getsockname()[1]
 
 

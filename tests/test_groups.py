@@ -21,12 +21,24 @@ CASES = [(recipe, 2) for recipe in FAMILY if recipe[:2] in ("03", "04", "06")]
 CASES = [
     case for case in CASES if not case[0].endswith(("hsdp.py", "accelerate_fsdp.py", "dualpipe.py"))
 ]  # which make groups
+CASES += [(recipe, 2) for recipe in FAMILY if recipe[:2] == "07" and not recipe.endswith("moe.py")]
 CASES += [
     ("03_zero/zero3.py", 4),
     ("04_tensor_sequence/sequence_parallel.py", 4),
     ("04_tensor_sequence/async_tensor_parallel.py", 4),
     ("06_pipeline/1f1b.py", 4),
+    ("07_expert/expert_parallel.py", 4),
+    ("07_expert/symmetric_memory.py", 4),
 ]
+OWN = {  # flags with which experts train as their root does; of four ranks, two pairs hold the same experts
+    "07_expert/auxiliary_loss.py": "--balance 0 --z 0",
+    "07_expert/bias_balancing.py": "--bias_rate 0",
+    "07_expert/capacity.py": "--capacity 4",
+}
+MESHES = {  # what build_model makes of all ranks, and of the halves
+    "ep_size = dist.get_world_size() // cfg.edp": "ep_size = dist.get_world_size() // 2 // cfg.edp",
+    '(cfg.edp, ep_size), mesh_dim_names=("edp", "ep")': '(2, cfg.edp, ep_size), mesh_dim_names=("half", "edp", "ep")',
+}
 
 
 def halved(recipe: str) -> str:
@@ -35,6 +47,9 @@ def halved(recipe: str) -> str:
     build, save = FAMILY[recipe].definitions["build_model"], FAMILY[recipe].definitions["save"]
     assert build.count("dist.group.WORLD") == 1, "build_model names the group of all ranks once"
     in_half = build.replace("dist.group.WORLD", HALF).replace("dist.new_group()", HALF)
+    for whole, halves in MESHES.items():
+        assert recipe[:2] != "07" or build.count(whole) == 1, "build_model makes one mesh of all ranks"
+        in_half = in_half.replace(whole, halves)
     by_half = save.replace("dist.get_rank() == 0", "dist.get_rank() % (dist.get_world_size() // 2) == 0")
     return source.replace(build, in_half).replace(save, by_half)
 
@@ -58,9 +73,11 @@ def of_a_half(folder: str, size: int):
 @pytest.mark.parametrize("recipe, size", CASES)
 def test_two_halves(recipe, size):
     flags = f"{SHAPE} --lr 1e-2 --clip 0.5 --warmup 1 --data {equivalence.documents()}"
+    own = OWN.get(recipe, "") + (" --edp 2" if recipe[:2] == "07" and size == 4 else "")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "recipe.py").write_text(halved(recipe))
-        ranks = launch(Path(folder, "recipe.py"), 2 * size, flags, probe=of_a_half(folder, size), save=False).probes
+        probe = of_a_half(folder, size)
+        ranks = launch(Path(folder, "recipe.py"), 2 * size, f"{flags} {own}", probe=probe, save=False).probes
         for half in range(2):
             theirs = equivalence.reference(equivalence.root_of(recipe), f"{flags} --seed {half}")
             ours, history = compare.read(f"{folder}/{half}.safetensors")
@@ -71,10 +88,10 @@ def test_two_halves(recipe, size):
 
 
 @pytest.mark.thorough
-def test_a_leak_is_seen():
-    """A collective that is left on the group of all ranks: the norm of zero3.py, as an example."""
-    recipe = "03_zero/zero3.py"
-    source = halved(recipe).replace("dist.all_reduce(norm, group=model.dp)", "dist.all_reduce(norm)")
+@pytest.mark.parametrize("recipe, name", [("03_zero/zero3.py", "norm"), ("07_expert/expert_parallel.py", "squares")])
+def test_a_leak_is_seen(recipe, name):
+    """A collective that is left on the group of all ranks: the gradient norm's, as an example."""
+    source = halved(recipe).replace(f"dist.all_reduce({name}, group=model.dp)", f"dist.all_reduce({name})")
     assert source != halved(recipe)
     flags = f"{SHAPE} --lr 1e-2 --clip 0.5 --warmup 1 --data {equivalence.documents()}"
     with tempfile.TemporaryDirectory() as folder:
