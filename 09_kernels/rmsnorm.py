@@ -1,0 +1,334 @@
+"""RMSNorm in one kernel forward and one backward, alone or with the residual add in front of it.
+
+A norm computes little: its time is that of the bytes it moves. Forward reads x and writes y (2 passes over n·d
+elements), backward reads x and dy and writes dx (3). With the residual add, both have 4: two tensors come in, two go
+out. The gradient of the weight is a sum over all rows: each program adds up its own rows in fp32 registers and writes
+one row of partial sums, which are then added in a fixed order. No atomics: two runs agree to the bit.
+
+Parent:   none
+Copy:     elements, rows_of, rms_norm_forward, rms_norm_backward, normalize, normalize_backward, Norm, AddNorm (call
+          rms_norm or add_rms_norm)
+Run:      python 09_kernels/rmsnorm.py
+Source:   Zhang and Sennrich 2019, arXiv:1910.07467
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+import triton
+import triton.language as tl
+
+# ------------------------------------------------------------------------------------------------------------ config
+DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
+LONGEST_ROW = 2**16  # elements of a row: they must fit into the registers of one program
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+@triton.jit
+def widen(x):
+    """Compute in fp32, or in float64 where the tensors are."""
+    return x if x.dtype == tl.float64 else x.to(tl.float32)
+
+
+@triton.jit
+def rms_norm_forward(
+    x_ptr, branch_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, n, d, x_stride, branch_stride, eps,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Normalise ROWS rows of x [n, d], or of x + branch, which is rounded and written to `sum` first."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # 64 bits: n·d may be beyond 2^31
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < n) & (column < d)
+    x = tl.load(x_ptr + row * x_stride + column, inside, 0)
+    if ADD:
+        x = (x + tl.load(branch_ptr + row * branch_stride + column, inside, 0)).to(y_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * d + column, x, inside)
+    x = widen(x)
+    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / d + eps)  # ROWS 1
+    y = widen(tl.load(weight_ptr + column, column < d, 0)) * x * rstd
+    tl.store(y_ptr + row * d + column, y.to(y_ptr.dtype.element_ty), inside)
+    tl.store(rstd_ptr + row, rstd, row < n)
+
+
+@triton.jit
+def rms_norm_backward(
+    dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, n, d, dy_stride, dsum_stride, x_stride,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write dx [n, d] of every programs-th block of rows, and this program's row of partial sums for the weight."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    weight = widen(tl.load(weight_ptr + column, column < d, 0))
+    total = tl.zeros([1, COLUMNS], weight.dtype)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    # the loads of the next blocks are under way while this one is computed: STAGES of them
+    for start in tl.range(first, n, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)[:, None]
+        inside = (row < n) & (column < d)
+        x = widen(tl.load(x_ptr + row * x_stride + column, inside, 0))
+        dy = widen(tl.load(dy_ptr + row * dy_stride + column, inside, 0))
+        rstd = tl.load(rstd_ptr + row, row < n, 0)
+        normed = x * rstd
+        total += tl.sum(dy * normed, 0, keep_dims=True)
+        slope = weight * dy
+        dx = rstd * (slope - normed * (tl.sum(slope * normed, 1, keep_dims=True) / d))
+        if ADD:
+            dx += widen(tl.load(dsum_ptr + row * dsum_stride + column, inside, 0))
+        tl.store(dx_ptr + row * d + column, dx.to(dx_ptr.dtype.element_ty), inside)
+    tl.store(partial_ptr + tl.program_id(0) * d + column, total, column < d)
+
+
+def elements(x: Tensor) -> int:
+    """Return how many elements a program takes: on a GPU a few per thread, in the interpreter, which is slow, many."""
+    return 4096 if x.is_cuda else 2**17
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """View x [..., d] as rows [n, d]; copy it only where its strides leave no other way."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def normalize(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x, branch [n, d] -> their sum, or x if there is no branch; the normalised sum [n, d]; 1/rms [n]"""
+    (n, d), add = x.shape, branch is not None
+    total, y = torch.empty(n, d, dtype=x.dtype, device=x.device) if add else x, torch.empty_like(x)
+    y = torch.empty(n, d, dtype=x.dtype, device=x.device)
+    rstd = torch.empty(n, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    branch = branch if add else x
+    columns = triton.next_power_of_2(d)
+    rows = max(1, elements(x) // columns)
+    if n:
+        rms_norm_forward[(triton.cdiv(n, rows),)](
+            x, branch, weight, total, y, rstd, n, d, x.stride(0), branch.stride(0), eps,
+            ADD=add, ROWS=rows, COLUMNS=columns, num_warps=min(max(columns // 1024, 4), 32),
+        )  # fmt: skip
+    return total, y, rstd
+
+
+def normalize_backward(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of y and of the sum [n, d], the sum x [n, d] -> gradient of the sum, and of the weight [d]"""
+    (n, d), add = x.shape, dsum is not None
+    dsum = dsum if add else dy
+    columns = triton.next_power_of_2(d)
+    rows = max(1, elements(x) // columns)
+    programs = 2 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    programs = max(1, min(programs, triton.cdiv(n, rows)))
+    dx = torch.empty(n, d, dtype=x.dtype, device=x.device)
+    partial = torch.empty(programs, d, dtype=rstd.dtype, device=x.device)
+    rms_norm_backward[(programs,)](
+        dy, dsum, x, weight, rstd, dx, partial, n, d, dy.stride(0), dsum.stride(0), x.stride(0),
+        ADD=add, ROWS=rows, COLUMNS=columns, STAGES=2, num_warps=min(max(columns // 512, 4), 32),
+    )  # fmt: skip
+    return dx, partial.sum(0).to(weight.dtype)
+
+
+class Norm(torch.autograd.Function):
+    """x [..., d], weight [d] -> x normalised [..., d]"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = rows_of(x)
+        _, y, rstd = normalize(rows, None, weight, eps)
+        ctx.save_for_backward(rows, weight, rstd)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dweight = normalize_backward(rows_of(dy), None, x, weight, rstd)
+        return dx.view(dy.shape), dweight, None
+
+
+class AddNorm(torch.autograd.Function):
+    """x, branch [..., d], weight [d] -> their sum, and the sum normalised"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total, y, rstd = normalize(rows_of(x), rows_of(branch), weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        return total.view(x.shape), y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, dsum: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dweight = normalize_backward(rows_of(dy), rows_of(dsum), x, weight, rstd)
+        dx = dx.view(dy.shape)
+        return dx, dx, dweight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """Divide x [..., d] by the root of the mean square of its rows, and multiply it by weight [d].
+
+    x float16, bfloat16, float32 or float64; computed in float32 (float64), rounded once.
+    Raises ValueError for a row of more than 65,536 elements.
+    """
+    if x.shape[-1] > LONGEST_ROW:
+        raise ValueError(f"a row has {x.shape[-1]} elements: must be at most {LONGEST_ROW}")
+    return Norm.apply(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """Add branch to the residual stream x [..., d]; return the sum, and the sum normalised as by rms_norm."""
+    if x.shape[-1] > LONGEST_ROW:
+        raise ValueError(f"a row has {x.shape[-1]} elements: must be at most {LONGEST_ROW}")
+    return AddNorm.apply(x, branch, weight, eps)
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+def reference(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """The same in plain PyTorch."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def add_reference(x: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """The same with the residual add."""
+    return x + branch, reference(x + branch, weight, eps)
+
+
+def cost(n: int, d: int, passes: int, dtype: torch.dtype) -> int:
+    """Bytes that n rows of d elements take in that many passes; weight and 1/rms are next to nothing."""
+    return passes * n * d * dtype.itemsize
+
+
+def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
+    """Yield what is tried, ours, plain PyTorch's, and the inputs, in float64."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator)
+
+    for n, d in (7, 512), (300, 1000), (1, 5), *([(16384, 4096)] if device == "cuda" else []):
+        yield f"{n} x {d}", rms_norm, reference, [random(n, d), random(d)]
+        yield f"{n} x {d}, added", add_rms_norm, add_reference, [random(n, d), random(n, d), random(d)]
+    strided = [random(3, 40, 20), random(17)]
+    yield "strided", lambda x, w: rms_norm(x[:, ::2, 1:-2], w), lambda x, w: reference(x[:, ::2, 1:-2], w), strided
+    transposed = [random(20, 30), random(20)]
+    yield "transposed", lambda x, w: rms_norm(x.T, w), lambda x, w: reference(x.T, w), transposed
+    scales = torch.tensor([[1e4], [1e-2], [0], [1]], device=device)
+    yield "large and small rows", rms_norm, reference, [random(4, 64) * scales, random(64)]
+
+
+# ----------------------------------------------------------------------------------------------------------- measure
+def outputs_and_gradients(function: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Call function on copies of the inputs; return its outputs, and the gradients of a random sum of them."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    found = function(*leaves)
+    outputs = found if isinstance(found, tuple) else (found,)
+    generator = torch.Generator(inputs[0].device).manual_seed(1)
+    gradients = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
+    torch.autograd.backward(outputs, gradients)
+    return [x.detach() for x in outputs] + [x.grad for x in leaves if x.requires_grad]
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
+    actual = actual.double()
+    if not torch.equal(actual.isfinite(), exact.isfinite()):
+        return float("inf")
+    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
+    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+
+
+def errors(ours: Callable, plain: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Errors of every output and gradient against float64: of ours, and of plain PyTorch in the same dtype."""
+    low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    exact = outputs_and_gradients(plain, [x.double() if x.is_floating_point() else x for x in low], dtype)
+    pairs = zip(outputs_and_gradients(ours, low, dtype), outputs_and_gradients(plain, low, dtype), exact, strict=True)
+    return [(relative_error(mine, right), relative_error(theirs, right)) for mine, theirs, right in pairs]
+
+
+def check(device: str) -> None:
+    """Compare with float64; exit if an error is above twice PyTorch's own, or two roundings if that is more.
+
+    PyTorch's float64 is what all is compared with: ours may differ from it by 1e-12.
+    """
+    for dtype in DTYPES:
+        if dtype == torch.bfloat16 and device == "cpu":
+            continue  # Triton's interpreter cuts bits off instead of rounding
+        least, worst = 5e-13 if dtype == torch.float64 else torch.finfo(dtype).eps / 4, (0.0, 0.0, 0.0, "")
+        for what, ours, plain, inputs in cases(device):
+            for mine, theirs in errors(ours, plain, inputs, dtype):
+                worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
+        ratio, mine, theirs, what = worst
+        print(f"{str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
+        if not ratio <= 2:
+            raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
+
+
+def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
+    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def forward_and_backward(
+    contenders: dict[str, Callable[[], tuple[Tensor, ...]]], inputs: list[Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Times of forward, and of backward: what is left when forward is taken from both."""
+
+    def both(run: Callable[[], tuple[Tensor, ...]], gradients: list[Tensor]) -> None:
+        torch.autograd.grad(run(), inputs, gradients)
+
+    gradients = [torch.randn_like(y) for y in next(iter(contenders.values()))()]
+    forward = milliseconds(contenders)
+    whole = milliseconds({name: lambda run=run: both(run, gradients) for name, run in contenders.items()})
+    return forward, {name: whole[name] - forward[name] for name in contenders}
+
+
+def copy_rate() -> float:
+    """Bytes per second, read and written, of a copy of 2 GiB: the limit of what only moves bytes."""
+    x = torch.randn(2**29, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / milliseconds({"copy": lambda: y.copy_(x)})["copy"] * 1e3
+
+
+def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
+    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
+    rows = []
+    for by, ms in times.items():
+        rate = amount / ms * 1e3
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
+    return rows
+
+
+def measure() -> list[dict]:
+    """Time 16,384 rows of 4,096 elements in bfloat16, the weight in float32, by eager, torch.compile and ours."""
+    n, d, dtype, limit = 16384, 4096, torch.bfloat16, copy_rate()
+    x, branch = (torch.randn(n, d, dtype=dtype, device="cuda", requires_grad=True) for _ in range(2))
+    weight = torch.randn(d, device="cuda", requires_grad=True)
+    functions = {"eager": reference, "torch.compile": torch.compile(reference), "ours": rms_norm}
+    runs = {by: lambda f=f: (f(x, weight),) for by, f in functions.items()}
+    forward, backward = forward_and_backward(runs, [x, weight])
+    rows = compare(f"{n} x {d}, forward", forward, cost(n, d, 2, dtype), limit)
+    rows += compare(f"{n} x {d}, backward", backward, cost(n, d, 3, dtype), limit)
+    functions = {"eager": add_reference, "torch.compile": torch.compile(add_reference), "ours": add_rms_norm}
+    runs = {by: lambda f=f: f(x, branch, weight) for by, f in functions.items()}
+    forward, backward = forward_and_backward(runs, [x, branch, weight])
+    rows += compare(f"{n} x {d}, added, forward", forward, cost(n, d, 4, dtype), limit)
+    return rows + compare(f"{n} x {d}, added, backward", backward, cost(n, d, 4, dtype), limit)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(device)
+    if device == "cuda":
+        measure()
+
+
+if __name__ == "__main__":
+    main()
