@@ -1,0 +1,330 @@
+"""AdamW, with the clip before it and the bf16 copy after it, for all parameters in two launches.
+
+The usual step has passes of its own for each: the norm reads gradients (4 bytes per parameter in fp32), clipping reads
+and writes them (8), AdamW reads gradient, weight and two moments and writes three of them (28), and a cast writes the
+bf16 weights that the next forward reads (6): 46 bytes. Here the norm reads gradients, and one kernel does the rest: it
+scales each gradient as it reads it, and writes each weight twice, in fp32 and in bf16: 34 bytes with fp32 gradients, 30
+with bf16 ones. A table of addresses makes one launch of hundreds: a small tensor costs a block, not a launch.
+
+Parent:   none
+Copy:     TRITON, locate, squares_kernel, adamw_kernel, Slot, Launch, AdamW
+Run:      python 09_kernels/adamw.py
+Source:   Loshchilov and Hutter 2017, arXiv:1711.05101; many tensors at once as in NVIDIA Apex, multi_tensor_apply
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+import triton
+import triton.language as tl
+
+# ------------------------------------------------------------------------------------------------------------ config
+DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64  # of the weights; moments are at least float32
+TRITON = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+@triton.jit
+def locate(block, table_ptr, tensors, TENSORS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the tensor to which a block belongs, and the first element of the block in it."""
+    i = tl.arange(0, TENSORS)
+    starts = tl.load(table_ptr + i, i < tensors, 2**62)  # row 0 of the table: the first block of each tensor
+    tensor = tl.sum((starts <= block).to(tl.int64), 0) - 1
+    return tensor, (block - tl.load(table_ptr + tensor)) * BLOCK
+
+
+@triton.jit
+def squares_kernel(
+    table_ptr, partial_ptr, tensors, blocks,
+    GRADIENT: tl.constexpr, WIDE: tl.constexpr, TENSORS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Add up the squares of the gradients in every programs-th block; write this program's sum."""
+    total = tl.zeros([BLOCK], WIDE)
+    for block in tl.range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):
+        tensor, first = locate(block, table_ptr, tensors, TENSORS, BLOCK)
+        i = first + tl.arange(0, BLOCK)
+        inside = i < tl.load(table_ptr + tensors + tensor)
+        gradient_ptr = tl.load(table_ptr + 2 * tensors + tensor).to(tl.pointer_type(GRADIENT))
+        gradient = tl.load(tl.multiple_of(gradient_ptr + i, ALIGNED), inside, 0).to(WIDE)
+        total += gradient * gradient
+    tl.store(partial_ptr + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit
+def adamw_kernel(
+    table_ptr, numbers_ptr, norm_ptr, tensors, LOW: tl.constexpr, GRADIENT: tl.constexpr,
+    WIDE: tl.constexpr, TENSORS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Clip, update both moments and the weight, and write its low-precision copy, for one block of one tensor."""
+    tensor, first = locate(tl.program_id(0).to(tl.int64), table_ptr, tensors, TENSORS, BLOCK)
+    i = first + tl.arange(0, BLOCK)
+    inside = i < tl.load(table_ptr + tensors + tensor)
+    entry = table_ptr + 2 * tensors + tensor
+    gradient_ptr = tl.multiple_of(tl.load(entry).to(tl.pointer_type(GRADIENT)) + i, ALIGNED)
+    weight_ptr = tl.multiple_of(tl.load(entry + tensors).to(tl.pointer_type(WIDE)) + i, ALIGNED)
+    mean_ptr = tl.multiple_of(tl.load(entry + 2 * tensors).to(tl.pointer_type(WIDE)) + i, ALIGNED)
+    square_ptr = tl.multiple_of(tl.load(entry + 3 * tensors).to(tl.pointer_type(WIDE)) + i, ALIGNED)
+    # from memory, since a float that is handed to a kernel has 32 bits
+    beta1, beta2 = tl.load(numbers_ptr).to(WIDE), tl.load(numbers_ptr + 1).to(WIDE)
+    eps = tl.load(numbers_ptr + 2).to(WIDE)
+    rate = tl.load(numbers_ptr + 4 + tensor).to(WIDE)  # lr / (1 - beta1^step)
+    correction = tl.load(numbers_ptr + 4 + tensors + tensor).to(WIDE)  # sqrt(1 - beta2^step)
+    decay = tl.load(numbers_ptr + 4 + 2 * tensors + tensor).to(WIDE)  # 1 - lr·weight_decay
+    clip = (tl.load(numbers_ptr + 3) / (tl.load(norm_ptr) + 1e-6)).to(WIDE)
+    clip = tl.where(clip > 1, 1, clip)  # NaN stays NaN
+    gradient = tl.load(gradient_ptr, inside, 0).to(WIDE) * clip
+    mean, square = tl.load(mean_ptr, inside, 0), tl.load(square_ptr, inside, 0)
+    mean = mean + (1 - beta1) * (gradient - mean)
+    square = beta2 * square + (1 - beta2) * gradient * gradient
+    weight = tl.load(weight_ptr, inside, 0) * decay
+    weight -= rate * mean / (tl.sqrt(square) / correction + eps)
+    tl.store(mean_ptr, mean, inside)
+    tl.store(square_ptr, square, inside)
+    tl.store(weight_ptr, weight, inside)
+    if LOW != WIDE:
+        low_ptr = tl.multiple_of(tl.load(entry + 4 * tensors).to(tl.pointer_type(LOW)) + i, ALIGNED)
+        tl.store(low_ptr, weight.to(LOW), inside)
+
+
+@dataclass
+class Slot:
+    """A parameter, and what AdamW keeps for it."""
+
+    parameter: Tensor
+    master: Tensor  # the parameter itself, unless that has less than 32 bits
+    mean: Tensor  # of its gradients
+    square: Tensor  # mean of their squares
+    group: dict
+    steps: int = 0  # in which it had a gradient
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one launch works on: tensors of the same dtypes."""
+
+    table: Tensor  # [7, tensors] first block, elements, addresses of gradient, master, mean, square and parameter
+    numbers: Tensor  # [4 + 3·tensors] beta1, beta2, eps, clip; and of each tensor: rates, corrections, decays
+    blocks: int
+    gradients: list[Tensor]  # alive until the kernels are launched
+    constants: dict[str, object]
+
+
+class AdamW:
+    """AdamW that clips, keeps fp32 masters of bf16 and fp16 parameters, and goes through memory once.
+
+    The same as torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW. `groups` are dicts with `params`, and their own
+    `lr` and `weight_decay` if they need them; `param_groups` are these dicts, so that a schedule may change lr. Masters
+    begin as copies of the parameters: who has these in fp32 copies them over `slots[i].master`. Parameters without a
+    gradient are left alone. Raises ValueError for parameters that are not contiguous.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        clip: float = float("inf"),
+    ):
+        self.betas, self.eps, self.clip = betas, eps, clip
+        self.param_groups = [dict(lr=lr, weight_decay=weight_decay) | group for group in groups]
+        self.slots = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not p.is_contiguous():
+                    raise ValueError(f"a parameter {list(p.shape)} is not contiguous")
+                master = p.detach().to(torch.promote_types(p.dtype, torch.float32))
+                self.slots.append(Slot(p, master, torch.zeros_like(master), torch.zeros_like(master), group))
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for slot in self.slots:
+            slot.parameter.grad = None
+
+    def step(self) -> Tensor:
+        """Clip and update; return the norm of all gradients before the clip [], without waiting for the GPU."""
+        kinds = {}  # a kernel reads and writes tensors of one dtype
+        for slot in self.slots:
+            if slot.parameter.grad is not None:
+                slot.steps += 1
+                kinds.setdefault((slot.parameter.dtype, slot.parameter.grad.dtype), []).append(slot)
+        launches = [self.launch(slots) for slots in kinds.values()]
+        x = self.slots[0].parameter
+        programs = 8 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
+        partial = torch.zeros(len(launches), programs, dtype=torch.float64, device=x.device)
+        for sums, on in zip(partial, launches):
+            constants = {name: value for name, value in on.constants.items() if name != "LOW"}
+            squares_kernel[(programs,)](on.table, sums, on.table.shape[1], on.blocks, **constants)
+        norm = partial.sum().sqrt()
+        for on in launches:
+            adamw_kernel[(on.blocks,)](on.table, on.numbers, norm, on.table.shape[1], num_warps=8, **on.constants)
+        return norm
+
+    def launch(self, slots: list[Slot]) -> Launch:
+        """Write the tables for tensors of the same dtypes."""
+        device = slots[0].parameter.device
+        block = 512 if device.type == "cuda" else 2**17  # the interpreter needs few, large programs
+        gradients = [slot.parameter.grad.contiguous() for slot in slots]
+        kept = [
+            gradients,
+            *([getattr(slot, what) for slot in slots] for what in ("master", "mean", "square", "parameter")),
+        ]
+        addresses = [[x.data_ptr() for x in row] for row in kept]
+        sizes = [x.numel() for x in gradients]
+        counts = [triton.cdiv(size, block) for size in sizes]
+        starts = [sum(counts[:i]) for i in range(len(counts))]
+        beta1, beta2 = self.betas
+        numbers = [beta1, beta2, self.eps, self.clip]
+        numbers += [slot.group["lr"] / (1 - beta1**slot.steps) for slot in slots]
+        numbers += [(1 - beta2**slot.steps) ** 0.5 for slot in slots]
+        numbers += [1 - slot.group["lr"] * slot.group["weight_decay"] for slot in slots]
+        constants = dict(GRADIENT=TRITON[gradients[0].dtype], WIDE=TRITON[slots[0].master.dtype])
+        constants |= dict(LOW=TRITON[slots[0].parameter.dtype], TENSORS=triton.next_power_of_2(len(slots)), BLOCK=block)
+        constants["ALIGNED"] = 1 if any(address % 16 for row in addresses for address in row) else 16
+        table = torch.tensor([starts, sizes, *addresses]).to(device, non_blocking=True)
+        numbers = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+        return Launch(table, numbers, sum(counts), gradients, constants)
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+def reference(groups: list[dict], lr: float, clip: float, **options) -> Callable[[], Tensor]:
+    """A step of plain PyTorch, with masters beside parameters of low precision; returns the norm."""
+    parameters = [p for group in groups for p in group["params"]]
+    masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32)).clone() for p in parameters]
+    copies = dict(zip(parameters, masters))
+    groups = [group | {"params": [copies[p] for p in group["params"]]} for group in groups]
+    optimizer = torch.optim.AdamW(groups, lr=lr, fused=True, capturable=masters[0].is_cuda, **options)
+
+    def step() -> Tensor:
+        for p, master in zip(parameters, masters):
+            master.grad = None if p.grad is None else p.grad.to(master.dtype, copy=True)
+        norm = nn.utils.clip_grad_norm_(masters, clip)
+        optimizer.step()
+        for p, master in zip(parameters, masters):
+            p.data.copy_(master)
+        return norm
+
+    return step
+
+
+def cost(n: int, gradient: torch.dtype, low: bool) -> int:
+    """Bytes of a step of n parameters: gradients twice, weight and moments read and written, and the bf16 copy."""
+    return n * (2 * gradient.itemsize + 6 * 4 + 2 * low)
+
+
+def trained(optimizer: Callable, dtype: torch.dtype, precision: torch.dtype, device: str, clip: float) -> list[Tensor]:
+    """Weights and gradient norms after 3 steps in that precision, of numbers that dtype can hold."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, device=device, generator=generator).to(dtype).to(precision)
+
+    parameters = [nn.Parameter(random(shape)) for shape in [(40, 50), (1,), (7, 3, 11), (0,), (130_001,), (64,)]]
+    groups = [dict(params=parameters[:3]), dict(params=parameters[3:], weight_decay=0.0, lr=0.02)]
+    made = optimizer(groups, lr=0.05, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip=clip)
+    norms = []
+    for step in range(3):
+        for p in parameters:
+            p.grad = random(p.shape)
+        if step == 1:
+            parameters[-1].grad = None  # as of an expert that got no tokens
+        norms.append((made.step if optimizer is AdamW else made)().double())
+    return [*(p.detach() for p in parameters), torch.stack(norms)]
+
+
+# ----------------------------------------------------------------------------------------------------------- measure
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
+    actual = actual.double()
+    if not torch.equal(actual.isfinite(), exact.isfinite()):
+        return float("inf")
+    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
+    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+
+
+def check(device: str) -> None:
+    """Compare three steps with float64; exit if an error is above twice PyTorch's own.
+
+    PyTorch's float64 is what all is compared with: ours may differ from it by 1e-12.
+    """
+    for dtype in DTYPES:
+        if dtype == torch.bfloat16 and device == "cpu":
+            continue  # Triton's interpreter cuts bits off instead of rounding
+        for clip in 1.0, float("inf"):
+            exact = trained(reference, dtype, torch.float64, device, clip)
+            mine, theirs = (
+                max(relative_error(x, right) for x, right in zip(trained(optimizer, dtype, dtype, device, clip), exact))
+                for optimizer in (AdamW, reference)
+            )
+            print(f"{str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  (clip {clip})", flush=True)
+            if not mine <= 2 * max(theirs, 5e-13):
+                raise SystemExit(f"the error is {mine / max(theirs, 5e-13):.1f} times PyTorch's")
+
+
+def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
+    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def copy_rate() -> float:
+    """Bytes per second, read and written, of a copy of 2 GiB: the limit of what only moves bytes."""
+    x = torch.randn(2**29, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / triton.testing.do_bench(lambda: y.copy_(x), return_mode="median") * 1e3
+
+
+def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
+    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
+    rows = []
+    for by, ms in times.items():
+        rate = amount / ms * 1e3
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
+    return rows
+
+
+def measure() -> list[dict]:
+    """Time a step of 470 million parameters, in matrices and vectors as a Llama has them."""
+    limit, shapes = copy_rate(), [(4096, 4096), (14336, 4096), (4096, 14336), (4096,), (1024, 4096), (4096,)] * 3
+    rows = []
+    for low, precision in (True, torch.bfloat16), (False, torch.float32):
+        parameters = [nn.Parameter(torch.randn(shape, device="cuda").to(precision)) for shape in shapes]
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        options = dict(lr=1e-4, clip=1.0)
+        ours, plain = AdamW([dict(params=parameters)], **options), reference([dict(params=parameters)], **options)
+        n = sum(p.numel() for p in parameters)
+        times = milliseconds({"clip_grad_norm_, fused AdamW, copy": plain, "ours": ours.step})
+        what = f"{n:,} parameters, {'bf16 and fp32 masters' if low else 'fp32'}"
+        rows += compare(what, times, cost(n, precision, low), limit)
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(device)
+    if device == "cuda":
+        measure()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,399 @@
+"""Cross-entropy that writes the gradient over the logits; and fused with the head, so that logits never exist whole.
+
+With a vocabulary of 128,256, the logits of 16,384 tokens take 4 GB in bf16, and their gradient as much again. Forward
+reads the logits once: it keeps a running maximum and a running sum of exponentials, which is rescaled when the maximum
+grows. Backward reads them again and writes the gradient, softmax - one_hot, in their place: 3 passes over
+n·v elements in all, and no memory.
+
+linear_cross_entropy goes further: the head's matmul, the loss, and both matmuls of its backward, for `chunk` tokens at
+a time, all in forward. Memory: chunk·v elements, and the gradient of the weight, which is added up over the chunks in
+fp32. No matmul runs twice. What backward has left to do is to multiply by the gradient of the loss.
+
+Parent:   none
+Copy:     place, loss_kernel, gradient_kernel, scale_kernel, losses, write_gradient, rescale, CrossEntropy, add_product,
+          LinearCrossEntropy (call cross_entropy or linear_cross_entropy)
+Run:      python 09_kernels/cross_entropy.py
+Source:   online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867; in chunks, Hsu et al. 2024, arXiv:2410.10989
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+import triton
+import triton.language as tl
+
+# ------------------------------------------------------------------------------------------------------------ config
+DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+@triton.jit
+def place(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows and columns of this program's tile. Neighbouring programs have neighbouring tiles of the same rows."""
+    tiles = tl.cdiv(columns, COLUMNS)  # of a row
+    program = tl.program_id(0).to(tl.int64)  # 64 bits: a tensor may have more than 2^31 elements
+    row = program // tiles * ROWS + tl.arange(0, ROWS)[:, None]
+    return row, program % tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def loss_kernel(
+    logits_ptr, target_ptr, loss_ptr, top_ptr, log_ptr, n, v, stride, IGNORED: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Loss, maximum and log(sum(exp(x - maximum))) of ROWS rows of logits [n, v], STEPS x LANES columns at a time.
+
+    Each lane has a maximum and a sum of its own. They are merged once, at the end of the row, so that threads exchange
+    nothing inside the loop; STEPS elements share one rescaling.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]  # 64 bits: n·v may be beyond 2^31
+    row = tl.minimum(row, n - 1)  # the last program computes the last row several times
+    lane = tl.arange(0, STEPS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    wide: tl.constexpr = top_ptr.dtype.element_ty
+    highest = tl.full([ROWS, 1, LANES], -3.4e38, wide)  # finite, so that logits of -inf leave a sum of 0 and not NaN
+    total = tl.zeros([ROWS, 1, LANES], wide)
+    for start in tl.range(0, v, STEPS * LANES):
+        x = tl.load(logits_ptr + row * stride + start + lane, start + lane < v, float("-inf")).to(wide)
+        higher = tl.maximum(highest, tl.max(x, 1, keep_dims=True))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 1, keep_dims=True)
+        highest = higher
+    top = tl.max(highest, 2, keep_dims=True)
+    log = tl.log(tl.sum(total * tl.exp(highest - top), 2, keep_dims=True))  # ROWS 1 1
+    target = tl.load(target_ptr + row)
+    known = (target >= 0) & (target < v)
+    # in this order: of large logits, top + log would lose the bits of log
+    loss = log - (tl.load(logits_ptr + row * stride + target, known, 0).to(wide) - top)
+    tl.store(loss_ptr + row, tl.where(target == IGNORED, 0, tl.where(known, loss, float("nan"))))
+    tl.store(top_ptr + row, top)
+    tl.store(log_ptr + row, log)
+
+
+@triton.jit
+def gradient_kernel(
+    logits_ptr, target_ptr, top_ptr, log_ptr, scale_ptr, out_ptr, n, v, stride, out_stride, IGNORED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write scale·(softmax - one_hot) for one tile of the logits [n, v]; rows without a target get zeros."""
+    row, column = place(v, ROWS, COLUMNS)
+    inside = (row < n) & (column < v)
+    target = tl.load(target_ptr + row, row < n, IGNORED)
+    top, log = tl.load(top_ptr + row, row < n, 0), tl.load(log_ptr + row, row < n, 0)
+    x = tl.load(logits_ptr + row * stride + column, inside, float("-inf")).to(top.dtype)
+    gradient = (tl.exp((x - top) - log) - tl.where(column == target, 1, 0)) * tl.load(scale_ptr)
+    gradient = tl.where(target == IGNORED, 0, gradient)
+    tl.store(out_ptr + row * out_stride + column, gradient.to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def scale_kernel(x_ptr, scale_ptr, n, BLOCK: tl.constexpr):
+    """Multiply x [n] by scale; where scale is 1, as it is for the last loss of a step, read nothing."""
+    scale = tl.load(scale_ptr)
+    if scale != 1:
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + i, i < n, 0)
+        tl.store(x_ptr + i, (x * scale).to(x_ptr.dtype.element_ty), i < n)
+
+
+def losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [n, v], targets [n] -> loss [n], 0 where the target is IGNORE; maximum m [n]; log(sum(exp(x - m))) [n]"""
+    (n, v), wide = logits.shape, torch.promote_types(logits.dtype, torch.float32)
+    loss, top, log = logits.new_empty(3, n, dtype=wide)
+    lanes = min(triton.next_power_of_2(v), 1024)
+    steps = min(triton.next_power_of_2(v) // lanes, 8)
+    rows = 1 if logits.is_cuda else max(1, 2**17 // (steps * lanes))  # the interpreter needs few, large programs
+    if n:
+        loss_kernel[(triton.cdiv(n, rows),)](
+            logits, targets, loss, top, log, n, v, logits.stride(0),
+            IGNORED=IGNORE, ROWS=rows, STEPS=steps, LANES=lanes, num_warps=max(lanes // 256, 1),
+        )  # fmt: skip
+    return loss, top, log
+
+
+def write_gradient(logits: Tensor, targets: Tensor, top: Tensor, log: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Write the gradient of scale [] times the sum of the losses to out [n, v], which may be the logits."""
+    n, v = logits.shape
+    columns = min(triton.next_power_of_2(v), 8192)
+    rows = 1 if logits.is_cuda else max(1, 2**17 // columns)
+    if n:
+        gradient_kernel[(triton.cdiv(v, columns) * triton.cdiv(n, rows),)](
+            logits, targets, top, log, scale, out, n, v, logits.stride(0), out.stride(0),
+            IGNORED=IGNORE, ROWS=rows, COLUMNS=columns, num_warps=8,
+        )  # fmt: skip
+
+
+def rescale(x: Tensor, scale: Tensor) -> None:
+    """Multiply a contiguous x by scale [], in place."""
+    block = 4096 if x.is_cuda else 2**17
+    if x.numel():
+        scale_kernel[(triton.cdiv(x.numel(), block),)](x, scale, x.numel(), BLOCK=block)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """logits [n, v], targets [n] -> sum of the losses; the gradient is written over the logits"""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+        loss, top, log = losses(logits, targets)
+        ctx.save_for_backward(logits, targets, top, log)
+        return loss.sum()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        logits, *saved = ctx.saved_tensors
+        out = torch.empty_like(logits) if torch.compiler.is_compiling() else logits  # which plans memory itself
+        write_gradient(logits, *saved, gradient, out)
+        if out is logits:  # whoever reads the logits after this gets an error instead of gradients
+            torch.autograd.graph.increment_version(logits)
+        return out, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum the losses of logits [n, v] for the targets [n]; backward writes the gradient over the logits.
+
+    A target of IGNORE counts nothing; one that is no column of the logits makes the loss NaN. Computed in float32, in
+    float64 for float64. The logits must come from an operation that does not need them in backward, as a matmul does
+    not; autograd raises RuntimeError if one does, or if backward runs twice. Raises ValueError for a leaf.
+    """
+    if torch.is_grad_enabled() and logits.requires_grad and logits.is_leaf:
+        raise ValueError("backward writes over the logits: they must not be a leaf, such as a parameter")
+    return CrossEntropy.apply(logits if logits.stride(1) == 1 else logits.contiguous(), targets)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total [m, n] += a [m, k] @ b [k, n], where total has more bits: the product is not rounded before it is added."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """x [n, d], weight [v, d], targets [n] -> sum of the losses of x @ weight.T, with all gradients"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, training: bool) -> Tensor:
+        low = weight.to(x.dtype)
+        loss = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+        one, buffer = torch.ones_like(loss), x.new_empty(min(chunk, len(x)), len(low))  # chunk v
+        if training:
+            dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=loss.dtype)
+        for start in range(0, len(x), chunk):
+            part = slice(start, start + chunk)
+            logits = torch.mm(x[part], low.T, out=buffer[: len(x[part])])
+            of_rows, top, log = losses(logits, targets[part])
+            loss += of_rows.sum()
+            if training:
+                write_gradient(logits, targets[part], top, log, one, logits)
+                torch.mm(logits, low, out=dx[part])
+                add_product(dweight, logits.T, x[part])
+        ctx.save_for_backward(*((dx, dweight) if training else ()))
+        ctx.dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        dx, dweight = ctx.saved_tensors
+        rescale(dx, gradient)
+        rescale(dweight, gradient)
+        torch.autograd.graph.increment_version((dx, dweight))  # backward must not run twice
+        return dx, dweight.to(ctx.dtype), None, None, None
+
+
+@torch.compiler.disable  # nothing here is left to fuse, and it may not see memory that is written twice
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 4096) -> Tensor:
+    """Sum the losses of the logits x [n, d] @ weight [v, d].T for the targets [n], of `chunk` tokens at a time.
+
+    The matmuls run in the dtype of x. The gradient of the weight is added up in float32 (float64 for float64) and
+    returned in the dtype of the weight: give fp32 weights to lose nothing. A target of IGNORE counts nothing; one
+    that is no row of the weight makes the loss NaN. Backward can run once; RuntimeError otherwise.
+    """
+    training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return LinearCrossEntropy.apply(x, weight, targets, chunk, training)
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+def reference(logits: Tensor, targets: Tensor) -> Tensor:
+    """The same in plain PyTorch."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return nn.functional.cross_entropy(wide, targets, ignore_index=IGNORE, reduction="sum")
+
+
+def linear_reference(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The same with the head."""
+    return reference(x @ weight.to(x.dtype).T, targets)
+
+
+def cost(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of the loss of n rows of v logits and its gradient, in 3 passes; FLOPs of the head's three matmuls."""
+    return 3 * n * v * dtype.itemsize, 3 * 2 * n * d * v
+
+
+def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
+    """Yield what is tried, ours, plain PyTorch's, and the inputs, in float64."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator)
+
+    def some(n: int, v: int) -> Tensor:
+        targets = torch.randint(v, (n,), device=device, generator=generator)
+        return targets.masked_fill(torch.arange(n, device=device) % 5 == 1, IGNORE)
+
+    def ours(logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits * 1, targets)  # a leaf must not be written over
+
+    sizes = [(7, 1000), (130, 37), (3, 20011), (0, 9), *([(4096, 128256)] if device == "cuda" else [])]
+    for n, v in sizes:
+        yield f"{n} x {v}", ours, reference, [3 * random(n, v), some(n, v)]
+    falling = -torch.arange(9000, dtype=torch.float64, device=device)[None] * torch.tensor([[1], [-1]], device=device)
+    yield "maximum first, and last", ours, reference, [falling / 50, some(2, 9000)]
+    masked = random(4, 300).masked_fill(random(4, 300) > 0, -torch.inf)
+    masked[:, 5], target = 1.0, torch.full((4,), 5, device=device)
+    yield "masked with -inf", ours, reference, [masked, target]
+    large = torch.tensor([[1e4, -1e4, 9990.0], [-3e4, -3.1e4, -3e4]], dtype=torch.float64, device=device)
+    yield "large values", ours, reference, [large, torch.zeros(2, dtype=torch.int64, device=device)]
+    view = [random(9, 40), some(9, 20)]
+    yield "a view", lambda x, t: ours(x[:, 10:30], t), lambda x, t: reference(x[:, 10:30], t), view
+    yield "transposed", lambda x, t: ours(x.T, t), lambda x, t: reference(x.T, t), [random(20, 9), some(9, 20)]
+    for n, d, v, chunk in (50, 24, 300, 16), (19, 8, 40, 19), (25, 5, 7, 4), (0, 8, 9, 4):
+        fused = lambda x, w, t, chunk=chunk: 0.25 * linear_cross_entropy(x * 1, w, t, chunk)  # noqa: E731
+        plain = lambda x, w, t: 0.25 * linear_reference(x, w, t)  # noqa: E731
+        yield f"{n} x {d} x {v}, with the head", fused, plain, [random(n, d), random(v, d), some(n, v)]
+
+
+# ----------------------------------------------------------------------------------------------------------- measure
+def outputs_and_gradients(function: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Call function on copies of the inputs; return its outputs, and the gradients of a random sum of them."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    found = function(*leaves)
+    outputs = found if isinstance(found, tuple) else (found,)
+    generator = torch.Generator(inputs[0].device).manual_seed(1)
+    gradients = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
+    torch.autograd.backward(outputs, gradients)
+    return [x.detach() for x in outputs] + [x.grad for x in leaves if x.requires_grad]
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
+    actual = actual.double()
+    if not torch.equal(actual.isfinite(), exact.isfinite()):
+        return float("inf")
+    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
+    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+
+
+def errors(ours: Callable, plain: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Errors of every output and gradient against float64: of ours, and of plain PyTorch in the same dtype."""
+    low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    exact = outputs_and_gradients(plain, [x.double() if x.is_floating_point() else x for x in low], dtype)
+    pairs = zip(outputs_and_gradients(ours, low, dtype), outputs_and_gradients(plain, low, dtype), exact, strict=True)
+    return [(relative_error(mine, right), relative_error(theirs, right)) for mine, theirs, right in pairs]
+
+
+def check(device: str) -> None:
+    """Compare with float64; exit if an error is above twice PyTorch's own, or two roundings if that is more.
+
+    PyTorch's float64 is what all is compared with: ours may differ from it by 1e-12.
+    """
+    for dtype in DTYPES:
+        if dtype == torch.bfloat16 and device == "cpu":
+            continue  # Triton's interpreter cuts bits off instead of rounding
+        least, worst = 5e-13 if dtype == torch.float64 else torch.finfo(dtype).eps / 4, (0.0, 0.0, 0.0, "")
+        for what, ours, plain, inputs in cases(device):
+            for mine, theirs in errors(ours, plain, inputs, dtype):
+                worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
+        ratio, mine, theirs, what = worst
+        print(f"{str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
+        if not ratio <= 2:
+            raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
+
+
+def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
+    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def copy_rate() -> float:
+    """Bytes per second, read and written, of a copy of 2 GiB: the limit of what only moves bytes."""
+    x = torch.randn(2**29, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / triton.testing.do_bench(lambda: y.copy_(x), return_mode="median") * 1e3
+
+
+def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
+    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
+    rows = []
+    for by, ms in times.items():
+        rate = amount / ms * 1e3
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
+    return rows
+
+
+def peak(run: Callable[[], object]) -> float:
+    """GiB that a run allocates beyond what was allocated before."""
+    run()  # compile, if it does
+    torch.cuda.synchronize()  # all memory that it took is free again
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def measure() -> list[dict]:
+    """Time the loss of 16,384 x 128,256 bf16 logits, then with a head of 4,096, by eager, torch.compile and ours."""
+    n, d, v, limit = 16384, 4096, 128256, copy_rate()
+    moved, flops = cost(n, d, v, torch.bfloat16)
+    targets = torch.randint(v, (n,), device="cuda")
+
+    def step(loss: Callable, *inputs: Tensor) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(loss(*inputs, targets), inputs)
+
+    logits = torch.randn(n, v, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    free, one = torch.empty_like(logits), torch.ones((), device="cuda")
+
+    def in_place(logits: Tensor, targets: Tensor, free: Tensor) -> None:
+        # to other memory, so that every repeat reads the same logits
+        write_gradient(logits, targets, *losses(logits, targets)[1:], one, free)
+
+    runs = {"eager": step(reference, logits), "torch.compile": step(torch.compile(reference), logits)}
+    runs["ours"] = partial(in_place, logits, targets, free)
+    rows = compare(f"{n} x {v}, forward and backward", milliseconds(runs), moved, limit)
+    del logits, free, runs
+    x = torch.randn(n, d, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.randn(v, d, dtype=torch.bfloat16, device="cuda").mul_(0.02).requires_grad_()
+    compiled = torch.compile(reference)
+    fused = {"matmul, then torch.compile": step(lambda x, w, t: compiled(x @ w.T, t), x, weight)}
+    fused["ours"] = step(linear_cross_entropy, x, weight)
+    rows += compare("with the head, forward and backward", milliseconds(fused), flops, 989.5e12, "TFLOP/s")
+    for row in rows[-2:]:
+        row["GiB"] = peak(fused[row["by"]])
+        print(f"{row['what']:45} {row['by']:30} {row['GiB']:.2f} GiB")
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(device)
+    if device == "cuda":
+        measure()
+
+
+if __name__ == "__main__":
+    main()

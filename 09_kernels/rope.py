@@ -1,0 +1,269 @@
+"""Rotary positions in one kernel that rotates in place: each element is read once and written once.
+
+PyTorch's `x * cos + cat((-high, low)) * sin` is five kernels; compiled, it is one, which writes a new tensor. Queries
+and keys before the rotation are of no use to anyone, so this one writes over them: 2 passes over b·s·h·k elements and
+no memory. Backward is the rotation by the opposite angle. It writes a new tensor, since autograd may have handed the
+gradient to others, too.
+
+Parent:   none
+Copy:     widen, rotate_kernel, turn, Rotate (call rotate)
+Run:      python 09_kernels/rope.py
+Source:   Su et al. 2021, arXiv:2104.09864
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+import triton
+import triton.language as tl
+
+# ------------------------------------------------------------------------------------------------------------ config
+DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+@triton.jit
+def widen(x):
+    """Compute in fp32, or in float64 where the tensors are."""
+    return x if x.dtype == tl.float64 else x.to(tl.float32)
+
+
+@triton.jit
+def rotate_kernel(
+    x_ptr, y_ptr, cos_ptr, sin_ptr, n, s, h, x_batch, x_token, y_batch, y_token, table_stride,
+    K: tl.constexpr, SIGN: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Rotate the pairs (i, i + K/2) of all heads of TOKENS tokens of x [b, s, h·K] by SIGN times their angles."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # of all b·s
+    pair = tl.arange(0, PAIRS)[None, :]
+    known = (token < n)[:, None] & (pair < K // 2)
+    angle = (token % s)[:, None] * table_stride + pair
+    cos = widen(tl.load(cos_ptr + angle, known, 0))[:, None, :]  # read once for all heads
+    sin = SIGN * widen(tl.load(sin_ptr + angle, known, 0))[:, None, :]
+    head = tl.arange(0, HEADS)[None, :, None]
+    inside = known[:, None, :] & (head < h)
+    column = head * K + pair[:, None, :]
+    at = ((token // s) * x_batch + (token % s) * x_token)[:, None, None] + column
+    low = widen(tl.load(x_ptr + at, inside, 0))
+    high = widen(tl.load(x_ptr + at + K // 2, inside, 0))
+    at = ((token // s) * y_batch + (token % s) * y_token)[:, None, None] + column
+    tl.store(y_ptr + at, (low * cos - high * sin).to(y_ptr.dtype.element_ty), inside)
+    tl.store(y_ptr + at + K // 2, (high * cos + low * sin).to(y_ptr.dtype.element_ty), inside)
+
+
+def turn(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, sign: int) -> None:
+    """Write x [b, s, h·k], rotated by sign times the angles [s, k], to y [b, s, h·k], which may be x."""
+    (b, s, width), k = x.shape, cos.shape[1]
+    heads, pairs = triton.next_power_of_2(width // k), triton.next_power_of_2(k // 2)
+    tokens = max(1, (1024 if x.is_cuda else 2**16) // (heads * pairs))  # the interpreter needs few, large programs
+    if x.numel():
+        rotate_kernel[(triton.cdiv(b * s, tokens),)](
+            x, y, cos, sin, b * s, s, width // k, x.stride(0), x.stride(1), y.stride(0), y.stride(1), cos.stride(0),
+            K=k, SIGN=sign, TOKENS=tokens, HEADS=heads, PAIRS=pairs,
+            num_warps=8 if tokens * heads * pairs > 1024 else 4,
+        )  # fmt: skip
+
+
+class Rotate(torch.autograd.Function):
+    """x [b, s, h·k] -> x, rotated in place"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turn(x, x, cos, sin, 1)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(cos, sin)
+        return x
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
+        turn(dy, dx, *ctx.saved_tensors, -1)
+        return dx, None, None
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate x [b, s, h·k] in place, by the cosine and sine [s, k] of its tokens; return x.
+
+    Pairs are (i, i + k/2) of each head, as in Llama's published weights; of the table, the left half is read. x is what
+    a projection returns: all heads of a token side by side. (A view, such as a part of a merged projection, works too,
+    but autograd then copies the gradient of the whole.) Raises ValueError for shapes that do not fit.
+    """
+    (_, s, width), (cos, sin) = x.shape, rope
+    if cos.shape[0] < s or width % cos.shape[1] or cos.shape[1] % 2 or cos.stride() != sin.stride():
+        raise ValueError(f"a table {list(cos.shape)} does not fit x {list(x.shape)}: needs a row per token, heads of k")
+    if x.stride(2) != 1 or cos.stride(1) != 1:
+        raise ValueError("the last axis of x and of the table must be contiguous")
+    return Rotate.apply(x, cos, sin)
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+def reference(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """The same in plain PyTorch, into a new tensor."""
+    x = rearrange(x, "b s (h k) -> b s h k", k=rope[0].shape[1])
+    cos, sin = rope[0][: x.shape[1], None], rope[1][: x.shape[1], None]  # s 1 k
+    low, high = x.chunk(2, dim=-1)
+    return rearrange((x * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype), "b s h k -> b s (h k)")
+
+
+def table(s: int, k: int, device: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [s, k] of the angles of s positions."""
+    frequency = 5e5 ** (-torch.arange(0, k, 2, dtype=torch.float64, device=device) / k)
+    angle = torch.outer(torch.arange(s, device=device), frequency).repeat(1, 2)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def cost(n: int, width: int, dtype: torch.dtype) -> int:
+    """Bytes that n tokens of that many elements take, read and written; the table stays in the L2."""
+    return 2 * n * width * dtype.itemsize
+
+
+def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
+    """Yield what is tried, ours, plain PyTorch's, and the inputs, in float64. The table is in at least float32."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator)
+
+    def both(s: int, k: int, rotation: Callable, view: Callable = lambda x: x) -> Callable:
+        wide = table(s, k, device)
+
+        def run(x: Tensor) -> Tensor:
+            x = view(x * 1)  # a leaf must not be written over
+            return rotation(x, wide if x.dtype == torch.float64 else tuple(t.float() for t in wide))
+
+        return run
+
+    sizes = [(2, 9, 3, 8), (1, 130, 1, 64), (3, 4, 5, 12), (1, 1, 1, 2), (0, 4, 1, 2)]
+    for b, s, h, k in sizes + [(4, 4096, 32, 128)] * (device == "cuda"):
+        yield f"{b} x {s} x {h} heads of {k}", both(s, k, rotate), both(s, k, reference), [random(b, s, h * k)]
+    part = lambda x: x[:, 1:, 16:48]  # noqa: E731  queries of a merged projection
+    yield "a view", both(12, 8, rotate, part), both(12, 8, reference, part), [random(2, 8, 64)]
+    by_token = lambda x: x.transpose(0, 1)  # noqa: E731
+    yield "transposed", both(6, 8, rotate, by_token), both(6, 8, reference, by_token), [random(5, 3, 16)]
+
+
+# ----------------------------------------------------------------------------------------------------------- measure
+def outputs_and_gradients(function: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Call function on copies of the inputs; return its outputs, and the gradients of a random sum of them."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    found = function(*leaves)
+    outputs = found if isinstance(found, tuple) else (found,)
+    generator = torch.Generator(inputs[0].device).manual_seed(1)
+    gradients = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
+    torch.autograd.backward(outputs, gradients)
+    return [x.detach() for x in outputs] + [x.grad for x in leaves if x.requires_grad]
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
+    actual = actual.double()
+    if not torch.equal(actual.isfinite(), exact.isfinite()):
+        return float("inf")
+    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
+    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+
+
+def errors(ours: Callable, plain: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Errors of every output and gradient against float64: of ours, and of plain PyTorch in the same dtype."""
+    low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    exact = outputs_and_gradients(plain, [x.double() if x.is_floating_point() else x for x in low], dtype)
+    pairs = zip(outputs_and_gradients(ours, low, dtype), outputs_and_gradients(plain, low, dtype), exact, strict=True)
+    return [(relative_error(mine, right), relative_error(theirs, right)) for mine, theirs, right in pairs]
+
+
+def check(device: str) -> None:
+    """Compare with float64; exit if an error is above twice PyTorch's own, or two roundings if that is more.
+
+    PyTorch's float64 is what all is compared with: ours may differ from it by 1e-12.
+    """
+    for dtype in DTYPES:
+        if dtype == torch.bfloat16 and device == "cpu":
+            continue  # Triton's interpreter cuts bits off instead of rounding
+        least, worst = 5e-13 if dtype == torch.float64 else torch.finfo(dtype).eps / 4, (0.0, 0.0, 0.0, "")
+        for what, ours, plain, inputs in cases(device):
+            for mine, theirs in errors(ours, plain, inputs, dtype):
+                worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
+        ratio, mine, theirs, what = worst
+        print(f"{str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
+        if not ratio <= 2:
+            raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
+
+
+def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
+    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def forward_and_backward(
+    contenders: dict[str, Callable[[], tuple[Tensor, ...]]], inputs: list[Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Times of forward, and of backward: what is left when forward is taken from both."""
+
+    def both(run: Callable[[], tuple[Tensor, ...]], gradients: list[Tensor]) -> None:
+        torch.autograd.grad(run(), inputs, gradients)
+
+    gradients = [torch.randn_like(y) for y in next(iter(contenders.values()))()]
+    forward = milliseconds(contenders)
+    whole = milliseconds({name: lambda run=run: both(run, gradients) for name, run in contenders.items()})
+    return forward, {name: whole[name] - forward[name] for name in contenders}
+
+
+def copy_rate() -> float:
+    """Bytes per second, read and written, of a copy of 2 GiB: the limit of what only moves bytes."""
+    x = torch.randn(2**29, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / triton.testing.do_bench(lambda: y.copy_(x), return_mode="median") * 1e3
+
+
+def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
+    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
+    rows = []
+    for by, ms in times.items():
+        rate = amount / ms * 1e3
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
+    return rows
+
+
+def measure() -> list[dict]:
+    """Time queries and keys of 4 x 4,096 tokens, 32 and 8 heads of 128, in bfloat16: eager, torch.compile and ours."""
+    b, s, k, dtype, limit = 4, 4096, 128, torch.bfloat16, copy_rate()
+    rope = table(s, k, "cuda", torch.float32)
+    inputs = [torch.randn(b, s, h * k, dtype=dtype, device="cuda", requires_grad=True) for h in (32, 8)]
+
+    def plain(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return reference(q, rope), reference(k, rope)
+
+    functions = {"eager": plain, "torch.compile": torch.compile(plain)}
+    runs = {by: lambda f=f: f(*inputs) for by, f in functions.items()}
+    forward, backward = forward_and_backward(runs, inputs)
+    with torch.no_grad():  # in place: in a graph of autograd, every repeat would add to the one before
+        forward |= milliseconds({"ours": lambda: [rotate(x, rope) for x in inputs]})
+        backward |= milliseconds({"ours": lambda: [turn(x, torch.empty_like(x), *rope, -1) for x in inputs]})
+    what, moved = f"{b} x {s} x (32 + 8) heads of {k}", cost(b * s, 40 * k, dtype)
+    return compare(f"{what}, forward", forward, moved, limit) + compare(f"{what}, backward", backward, moved, limit)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(device)
+    if device == "cuda":
+        measure()
+
+
+if __name__ == "__main__":
+    main()

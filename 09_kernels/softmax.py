@@ -1,0 +1,338 @@
+"""Softmax over rows of any length: short rows in registers, long rows block by block with a running maximum and sum.
+
+y = e^(x - m) / s, where m is the largest element of the row, and s the sum of e^(x - m) over the row. A row that fits
+into the registers of a program is read once and written once: 2 passes over n·d elements. A longer row is read twice:
+one sweep finds m and s together, a second one writes y, 3 passes. In the first sweep each lane (an element of the
+block) has a maximum m and a sum s of its own. A new element x changes them to
+
+    s·e^(m - x) + 1 and x  if x > m        s + e^(x - m) and m  otherwise
+
+with one exponential, and lanes exchange nothing before the end of the row. Then they take the largest m of all lanes,
+multiply each s by e^(own m - largest m), and add up. The second sweep goes from the end of the row to its start: what
+was read last is most likely in the L2 cache still.
+
+Backward, dx = y·(dy - sum of y·dy), reads y and dy and writes dx: 3 passes, or 5 for a long row.
+
+Parent:   none
+Copy:     elements, rows_of, widen, softmax_forward, softmax_forward_long, softmax_backward, softmax_backward_long,
+          softmax_rows, softmax_rows_backward, Softmax (call softmax)
+Run:      python 09_kernels/softmax.py
+Source:   Milakov and Gimelshein 2018, arXiv:1805.02867
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+import triton
+import triton.language as tl
+
+# ------------------------------------------------------------------------------------------------------------ config
+DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
+LONGEST_BLOCK = 2**14  # elements: longer rows do not fit into the registers of one program
+BLOCK = 2**13  # elements of a long row that a program takes at a time
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+@triton.jit
+def widen(x):
+    """Compute in fp32, or in float64 where the tensors are."""
+    return x if x.dtype == tl.float64 else x.to(tl.float32)
+
+
+@triton.jit
+def softmax_forward(x_ptr, y_ptr, n, d, x_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write the softmax of ROWS rows of x [n, d] to y [n, d]: a row lies in one block, d <= COLUMNS."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # 64 bits: n·d may be beyond 2^31
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < n) & (column < d)
+    x = widen(tl.load(x_ptr + row * x_stride + column, inside, float("-inf")))
+    y = tl.exp(x - tl.max(x, 1, keep_dims=True))  # a row of -inf alone becomes NaN, as in PyTorch
+    y *= 1 / tl.sum(y, 1, keep_dims=True)  # ROWS 1: a division per row, not per element
+    tl.store(y_ptr + row * d + column, y.to(y_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def softmax_forward_long(
+    x_ptr, y_ptr, d, x_stride,
+    LOWEST: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write the softmax of one row of x [n, d] to y [n, d], COLUMNS elements at a time."""
+    x_ptr += tl.program_id(0).to(tl.int64) * x_stride  # 64 bits: n·d may be beyond 2^31
+    y_ptr += tl.program_id(0).to(tl.int64) * d
+    total = widen(tl.zeros([COLUMNS], x_ptr.dtype.element_ty))
+    highest = total + LOWEST  # finite: a lane may meet -inf first, and -inf minus -inf is NaN
+    # the loads of the next blocks are under way while this one is computed: STAGES of them
+    for start in tl.range(0, d, COLUMNS, num_stages=STAGES):
+        column = start + tl.arange(0, COLUMNS)
+        x = widen(tl.load(x_ptr + column, column < d, float("-inf")))
+        scale = tl.exp(-tl.abs(x - highest))
+        total = tl.where(x > highest, total * scale + 1, total + scale)
+        highest = tl.maximum(highest, x)
+    row_highest = tl.max(highest, 0)
+    inverse = 1 / tl.sum(total * tl.exp(highest - row_highest), 0)
+    last = (tl.cdiv(d, COLUMNS) - 1) * COLUMNS
+    for start in tl.range(0, d, COLUMNS, num_stages=STAGES):
+        column = last - start + tl.arange(0, COLUMNS)
+        y = tl.exp(widen(tl.load(x_ptr + column, column < d, float("-inf"))) - row_highest) * inverse
+        tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), column < d)
+
+
+@triton.jit
+def softmax_backward(dy_ptr, y_ptr, dx_ptr, n, d, dy_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write dx [n, d] of ROWS rows: a row lies in one block, d <= COLUMNS."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < n) & (column < d)
+    y = widen(tl.load(y_ptr + row * d + column, inside, 0))
+    dy = widen(tl.load(dy_ptr + row * dy_stride + column, inside, 0))
+    dx = y * (dy - tl.sum(y * dy, 1, keep_dims=True))
+    tl.store(dx_ptr + row * d + column, dx.to(dx_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def softmax_backward_long(dy_ptr, y_ptr, dx_ptr, d, dy_stride, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+    """Write dx of one row, COLUMNS elements at a time."""
+    dy_ptr += tl.program_id(0).to(tl.int64) * dy_stride
+    y_ptr += tl.program_id(0).to(tl.int64) * d
+    dx_ptr += tl.program_id(0).to(tl.int64) * d
+    total = widen(tl.zeros([COLUMNS], y_ptr.dtype.element_ty))
+    for start in tl.range(0, d, COLUMNS, num_stages=STAGES):
+        column = start + tl.arange(0, COLUMNS)
+        y = widen(tl.load(y_ptr + column, column < d, 0))
+        total += y * widen(tl.load(dy_ptr + column, column < d, 0))
+    mean = tl.sum(total, 0)  # of dy, weighted by y
+    last = (tl.cdiv(d, COLUMNS) - 1) * COLUMNS
+    for start in tl.range(0, d, COLUMNS, num_stages=STAGES):
+        column = last - start + tl.arange(0, COLUMNS)
+        y = widen(tl.load(y_ptr + column, column < d, 0))
+        dx = y * (widen(tl.load(dy_ptr + column, column < d, 0)) - mean)
+        tl.store(dx_ptr + column, dx.to(dx_ptr.dtype.element_ty), column < d)
+
+
+def elements(x: Tensor) -> int:
+    """Return how many elements a program takes: on a GPU a few per thread, in the interpreter, which is slow, many."""
+    return 8192 if x.is_cuda else 2**17
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """View x [..., d] as rows [n, d]; copy it only where its strides leave no other way."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def softmax_rows(x: Tensor) -> Tensor:
+    """x [n, d] -> the softmax of its rows [n, d]"""
+    n, d = x.shape
+    y = torch.empty(n, d, dtype=x.dtype, device=x.device)
+    if d > LONGEST_BLOCK:
+        # 32 warps: an SM works on one row at a time, so that the rows under way fit into the L2 cache
+        stages = 8 // x.element_size()  # in shared memory
+        lowest = torch.finfo(torch.promote_types(x.dtype, torch.float32)).min
+        softmax_forward_long[(n,)](x, y, d, x.stride(0), LOWEST=lowest, COLUMNS=BLOCK, STAGES=stages, num_warps=32)
+        return y
+    columns = triton.next_power_of_2(d)
+    rows = max(1, elements(x) // columns)
+    softmax_forward[(triton.cdiv(n, rows),)](
+        x, y, n, d, x.stride(0), ROWS=rows, COLUMNS=columns, num_warps=min(max(columns // 1024, 4), 32)
+    )
+    return y
+
+
+def softmax_rows_backward(dy: Tensor, y: Tensor) -> Tensor:
+    """Gradient of y [n, d], and y [n, d], contiguous -> gradient of x [n, d]"""
+    n, d = y.shape
+    dx = torch.empty_like(y)
+    if d > LONGEST_BLOCK:
+        stages = 8 // y.element_size()
+        softmax_backward_long[(n,)](dy, y, dx, d, dy.stride(0), COLUMNS=BLOCK, STAGES=stages, num_warps=32)
+        return dx
+    columns = triton.next_power_of_2(d)
+    rows = max(1, elements(y) // columns)
+    softmax_backward[(triton.cdiv(n, rows),)](
+        dy, y, dx, n, d, dy.stride(0), ROWS=rows, COLUMNS=columns, num_warps=min(max(columns // 512, 4), 32)
+    )
+    return dx
+
+
+class Softmax(torch.autograd.Function):
+    """x [..., d] -> its softmax over the last axis [..., d]"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        y = softmax_rows(rows_of(x))
+        ctx.save_for_backward(y)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return softmax_rows_backward(rows_of(dy), y).view(dy.shape)
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Return e^x of x [..., d], divided by its sum over the last axis. Rows may have any length.
+
+    x float16, bfloat16, float32 or float64; computed in float32 (float64), rounded once. An element of -inf (a mask)
+    becomes 0; a row of nothing else becomes NaN, as in PyTorch. Raises ValueError for other dtypes.
+    """
+    if x.dtype not in DTYPES:
+        raise ValueError(f"dtype is {x.dtype}: must be one of {DTYPES}")
+    return Softmax.apply(x) if x.numel() else x.clone()
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+def reference(x: Tensor) -> Tensor:
+    """The same in plain PyTorch."""
+    return torch.softmax(x, -1)
+
+
+def cost(n: int, d: int, passes: int, dtype: torch.dtype) -> int:
+    """Bytes that n rows of d elements take in that many passes: the problem needs 2 forward, 3 backward."""
+    return passes * n * d * dtype.itemsize
+
+
+def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
+    """Yield what is tried, ours, plain PyTorch's, and the inputs, in float64."""
+    # the interpreter computes with numpy, which warns of the inf and NaN that are tried here
+    np.seterr(all="ignore")
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator)
+
+    large = [(16384, 4096), (600, 128256)] if device == "cuda" else []
+    for n, d in (7, 512), (300, 1000), (1, 1), (0, 5), (5, 0), (9, LONGEST_BLOCK), (16, 20001), *large:
+        yield f"{n} x {d}", softmax, reference, [random(n, d)]
+    yield "strided", lambda x: softmax(x[:, ::2, 1:-2]), lambda x: reference(x[:, ::2, 1:-2]), [random(3, 40, 20)]
+    yield "transposed", lambda x: softmax(x.T), lambda x: reference(x.T), [random(20, 30)]
+    for what, d in ("short", 300), ("long", 3 * BLOCK + 10):
+        lines = torch.linspace(-50, 50, d, dtype=torch.float64, device=device)
+        rising = lines * torch.linspace(-1, 1, 16, dtype=torch.float64, device=device)[:, None]
+        yield f"{what}, rising and falling", softmax, reference, [rising]
+        x = random(16, d) * torch.tensor([1e30, -1e30, 1e-30, *[3] * 13], device=device)[:, None]
+        yield f"{what}, large and small", softmax, reference, [x]
+        x = random(16, d).masked_fill(random(16, d) > 0, float("-inf"))
+        x[0], x[1, : d // 2], x[2, 1:] = float("-inf"), float("-inf"), float("-inf")
+        yield f"{what}, masked", softmax, reference, [x]
+        both = lambda x: torch.cat([softmax(x), x], -1), lambda x: torch.cat([reference(x), x], -1)
+        yield f"{what}, gradient strided", *both, [random(5, d)]
+
+
+# ----------------------------------------------------------------------------------------------------------- measure
+def outputs_and_gradients(function: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Call function on copies of the inputs; return its outputs, and the gradients of a random sum of them."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    found = function(*leaves)
+    outputs = found if isinstance(found, tuple) else (found,)
+    generator = torch.Generator(inputs[0].device).manual_seed(1)
+    gradients = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
+    torch.autograd.backward(outputs, gradients)
+    return [x.detach() for x in outputs] + [x.grad for x in leaves if x.requires_grad]
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
+    actual = actual.double()
+    if not torch.equal(actual.isfinite(), exact.isfinite()):
+        return float("inf")
+    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
+    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+
+
+def errors(ours: Callable, plain: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Errors of every output and gradient against float64: of ours, and of plain PyTorch in the same dtype."""
+    low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    exact = outputs_and_gradients(plain, [x.double() if x.is_floating_point() else x for x in low], dtype)
+    pairs = zip(outputs_and_gradients(ours, low, dtype), outputs_and_gradients(plain, low, dtype), exact, strict=True)
+    return [(relative_error(mine, right), relative_error(theirs, right)) for mine, theirs, right in pairs]
+
+
+def check(device: str) -> None:
+    """Compare with float64; exit if an error is above twice PyTorch's own, or two roundings if that is more.
+
+    PyTorch's float64 is what all is compared with: ours may differ from it by 1e-12.
+    """
+    for dtype in DTYPES:
+        if dtype == torch.bfloat16 and device == "cpu":
+            continue  # Triton's interpreter cuts bits off instead of rounding
+        least, worst = 5e-13 if dtype == torch.float64 else torch.finfo(dtype).eps / 4, (0.0, 0.0, 0.0, "")
+        for what, ours, plain, inputs in cases(device):
+            for mine, theirs in errors(ours, plain, inputs, dtype):
+                worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
+        ratio, mine, theirs, what = worst
+        print(f"{str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
+        if not ratio <= 2:
+            raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
+
+
+def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
+    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def forward_and_backward(
+    contenders: dict[str, Callable[[], tuple[Tensor, ...]]], inputs: list[Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Times of forward, and of backward: what is left when forward is taken from both."""
+
+    def both(run: Callable[[], tuple[Tensor, ...]], gradients: list[Tensor]) -> None:
+        torch.autograd.grad(run(), inputs, gradients)
+
+    gradients = [torch.randn_like(y) for y in next(iter(contenders.values()))()]
+    forward = milliseconds(contenders)
+    whole = milliseconds({name: lambda run=run: both(run, gradients) for name, run in contenders.items()})
+    return forward, {name: whole[name] - forward[name] for name in contenders}
+
+
+def copy_rate() -> float:
+    """Bytes per second, read and written, of a copy of 2 GiB: the limit of what only moves bytes."""
+    x = torch.randn(2**29, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / triton.testing.do_bench(lambda: y.copy_(x), return_mode="median") * 1e3
+
+
+def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
+    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
+    rows = []
+    for by, ms in times.items():
+        rate = amount / ms * 1e3
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
+    return rows
+
+
+def measure() -> list[dict]:
+    """Time rows of 4,096 and of 128,256 elements in bfloat16 by eager, torch.compile and ours."""
+    rows, dtype, limit = [], torch.bfloat16, copy_rate()
+    for n, d in (16384, 4096), (4096, 128256):
+        x = torch.randn(n, d, dtype=dtype, device="cuda", requires_grad=True)
+        functions = {"eager": reference, "torch.compile": torch.compile(reference, dynamic=False), "ours": softmax}
+        runs = {by: lambda f=f, x=x: (f(x),) for by, f in functions.items()}
+        forward, backward = forward_and_backward(runs, [x])
+        rows += compare(f"{n} x {d}, forward", forward, cost(n, d, 2, dtype), limit)
+        rows += compare(f"{n} x {d}, backward", backward, cost(n, d, 3, dtype), limit)
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(device)
+    if device == "cuda":
+        measure()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""SwiGLU's elementwise half, silu(gate)·up, in one kernel forward and one backward that writes over its inputs.
+
+Forward reads two tensors and writes one (3 passes over n·f elements). Nothing but gate and up is kept: backward
+computes the sigmoid again, which costs no time, since the kernel waits for memory anyway. Backward reads three tensors
+and writes two (5 passes), over gate and up themselves, which nobody needs any more: at the peak of a step, 2·n·f
+elements less.
+
+Parent:   none
+Copy:     widen, place, silu_mul_forward, silu_mul_backward, sigmoid, tile, rows_of, silu_mul_gradients, SiluMul
+          (call silu_mul)
+Run:      python 09_kernels/swiglu.py
+Source:   Shazeer 2020, arXiv:2002.05202
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+import triton
+import triton.language as tl
+
+# ------------------------------------------------------------------------------------------------------------ config
+DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+@triton.jit
+def widen(x):
+    """Compute in fp32, or in float64 where the tensors are."""
+    return x if x.dtype == tl.float64 else x.to(tl.float32)
+
+
+@triton.jit
+def place(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows and columns of this program's tile. Neighbouring programs have neighbouring tiles of the same rows."""
+    tiles = tl.cdiv(columns, COLUMNS)  # of a row
+    program = tl.program_id(0).to(tl.int64)  # 64 bits: a tensor may have more than 2^31 elements
+    row = program // tiles * ROWS + tl.arange(0, ROWS)[:, None]
+    return row, program % tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def silu_mul_forward(
+    gate_ptr, up_ptr, h_ptr, n, f, gate_stride, up_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Write h = silu(gate)·up [n, f] for one tile of ROWS x COLUMNS elements."""
+    row, column = place(f, ROWS, COLUMNS)
+    inside = (row < n) & (column < f)
+    gate = widen(tl.load(gate_ptr + row * gate_stride + column, inside, 0))
+    up = widen(tl.load(up_ptr + row * up_stride + column, inside, 0))
+    h = gate * sigmoid(gate) * up
+    tl.store(h_ptr + row * f + column, h.to(h_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def silu_mul_backward(
+    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, f, dh_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of one tile of gate and up [n, f]; they may be written over gate and up."""
+    row, column = place(f, ROWS, COLUMNS)
+    inside = (row < n) & (column < f)
+    dh = widen(tl.load(dh_ptr + row * dh_stride + column, inside, 0))
+    gate = widen(tl.load(gate_ptr + row * gate_stride + column, inside, 0))
+    up = widen(tl.load(up_ptr + row * up_stride + column, inside, 0))
+    share = sigmoid(gate)
+    dgate = dh * up * share * (1 + gate * (1 - share))
+    dup = dh * gate * share
+    tl.store(dgate_ptr + row * dgate_stride + column, dgate.to(dgate_ptr.dtype.element_ty), inside)
+    tl.store(dup_ptr + row * dup_stride + column, dup.to(dup_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), of the exponential of a negative number, which cannot overflow."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1, small) / (1 + small)
+
+
+def tile(x: Tensor) -> tuple[int, int]:
+    """Return rows and columns of a program's tile; the interpreter, which is slow, needs few and large programs."""
+    columns = min(triton.next_power_of_2(x.shape[1]), 2048)
+    return max(1, (2048 if x.is_cuda else 2**17) // columns), columns
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """View x [..., d] as rows [n, d]; copy it only where its strides leave no other way."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def silu_mul_gradients(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """Write the gradients of gate and up [n, f] to dgate and dup, which may be gate and up."""
+    (n, f), (rows, columns) = gate.shape, tile(gate)
+    if gate.numel():
+        silu_mul_backward[(triton.cdiv(n, rows) * triton.cdiv(f, columns),)](
+            dh, gate, up, dgate, dup, n, f,
+            dh.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0),
+            ROWS=rows, COLUMNS=columns, num_warps=8,
+        )  # fmt: skip
+
+
+class SiluMul(torch.autograd.Function):
+    """gate, up [..., f] -> silu(gate)·up [..., f]"""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        gate_rows, up_rows = rows_of(gate), rows_of(up)
+        (n, f), (rows, columns) = gate_rows.shape, tile(gate_rows)
+        h = gate.new_empty(gate.shape)
+        if h.numel():
+            silu_mul_forward[(triton.cdiv(n, rows) * triton.cdiv(f, columns),)](
+                gate_rows,
+                up_rows,
+                h,
+                n,
+                f,
+                gate_rows.stride(0),
+                up_rows.stride(0),
+                ROWS=rows,
+                COLUMNS=columns,
+                num_warps=8,
+            )
+        ctx.save_for_backward(gate_rows, up_rows)
+        return h
+
+    @staticmethod
+    def backward(ctx, dh: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = dgate, dup = ctx.saved_tensors
+        if torch.compiler.is_compiling():  # it must not write over what was saved; it plans memory itself
+            dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        silu_mul_gradients(rows_of(dh), gate, up, dgate, dup)
+        if dgate is gate:  # whoever reads gate or up after this gets an error instead of gradients
+            torch.autograd.graph.increment_version((gate, up))
+        return dgate.view(dh.shape), dup.view(dh.shape)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate)·up for gate and up [..., f] of one dtype; backward writes their gradients over them.
+
+    So both must be results of operations that do not need them in backward, as a matmul is; autograd raises
+    RuntimeError if one does, or if backward runs twice. Raises ValueError for tensors that nothing computed.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (gate, up)):
+        raise ValueError("backward writes over gate and up: they must not be leaves, such as parameters")
+    return SiluMul.apply(gate, up)
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+def reference(gate: Tensor, up: Tensor) -> Tensor:
+    """The same in plain PyTorch."""
+    return nn.functional.silu(gate) * up
+
+
+def cost(n: int, f: int, passes: int, dtype: torch.dtype) -> int:
+    """Bytes that n rows of f elements take in that many passes."""
+    return passes * n * f * dtype.itemsize
+
+
+def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
+    """Yield what is tried, ours, plain PyTorch's, and the inputs, in float64."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator)
+
+    def ours(gate: Tensor, up: Tensor) -> Tensor:
+        return silu_mul(gate * 1, up * 1)  # leaves must not be written over
+
+    for n, f in (5, 3000), (300, 100), (2, 9), (0, 8), *([(16384, 14336)] if device == "cuda" else []):
+        yield f"{n} x {f}", ours, reference, [random(n, f), random(n, f)]
+    merged = [random(2, 9, 60)]
+    yield (
+        "halves of one tensor",
+        lambda x: silu_mul(*(x * 1).chunk(2, -1)),
+        lambda x: reference(*x.chunk(2, -1)),
+        merged,
+    )
+    yield (
+        "transposed",
+        lambda x, y: ours(x.mT, y.mT),
+        lambda x, y: reference(x.mT, y.mT),
+        [random(30, 7), random(30, 7)],
+    )
+    large = torch.tensor([[-1e4, -80.0, -20.0, 0.0, 20.0, 80.0, 1e4]], dtype=torch.float64, device=device)
+    yield "large values", ours, reference, [large, torch.ones_like(large)]
+
+
+# ----------------------------------------------------------------------------------------------------------- measure
+def outputs_and_gradients(function: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Call function on copies of the inputs; return its outputs, and the gradients of a random sum of them."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    found = function(*leaves)
+    outputs = found if isinstance(found, tuple) else (found,)
+    generator = torch.Generator(inputs[0].device).manual_seed(1)
+    gradients = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
+    torch.autograd.backward(outputs, gradients)
+    return [x.detach() for x in outputs] + [x.grad for x in leaves if x.requires_grad]
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
+    actual = actual.double()
+    if not torch.equal(actual.isfinite(), exact.isfinite()):
+        return float("inf")
+    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
+    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+
+
+def errors(ours: Callable, plain: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Errors of every output and gradient against float64: of ours, and of plain PyTorch in the same dtype."""
+    low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    exact = outputs_and_gradients(plain, [x.double() if x.is_floating_point() else x for x in low], dtype)
+    pairs = zip(outputs_and_gradients(ours, low, dtype), outputs_and_gradients(plain, low, dtype), exact, strict=True)
+    return [(relative_error(mine, right), relative_error(theirs, right)) for mine, theirs, right in pairs]
+
+
+def check(device: str) -> None:
+    """Compare with float64; exit if an error is above twice PyTorch's own, or two roundings if that is more.
+
+    PyTorch's float64 is what all is compared with: ours may differ from it by 1e-12.
+    """
+    for dtype in DTYPES:
+        if dtype == torch.bfloat16 and device == "cpu":
+            continue  # Triton's interpreter cuts bits off instead of rounding
+        least, worst = 5e-13 if dtype == torch.float64 else torch.finfo(dtype).eps / 4, (0.0, 0.0, 0.0, "")
+        for what, ours, plain, inputs in cases(device):
+            for mine, theirs in errors(ours, plain, inputs, dtype):
+                worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
+        ratio, mine, theirs, what = worst
+        print(f"{str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
+        if not ratio <= 2:
+            raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
+
+
+def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
+    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def forward_and_backward(
+    contenders: dict[str, Callable[[], tuple[Tensor, ...]]], inputs: list[Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Times of forward, and of backward: what is left when forward is taken from both."""
+
+    def both(run: Callable[[], tuple[Tensor, ...]], gradients: list[Tensor]) -> None:
+        torch.autograd.grad(run(), inputs, gradients)
+
+    gradients = [torch.randn_like(y) for y in next(iter(contenders.values()))()]
+    forward = milliseconds(contenders)
+    whole = milliseconds({name: lambda run=run: both(run, gradients) for name, run in contenders.items()})
+    return forward, {name: whole[name] - forward[name] for name in contenders}
+
+
+def copy_rate() -> float:
+    """Bytes per second, read and written, of a copy of 2 GiB: the limit of what only moves bytes."""
+    x = torch.randn(2**29, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / triton.testing.do_bench(lambda: y.copy_(x), return_mode="median") * 1e3
+
+
+def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
+    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
+    rows = []
+    for by, ms in times.items():
+        rate = amount / ms * 1e3
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
+    return rows
+
+
+def measure() -> list[dict]:
+    """Time 16,384 rows of 14,336 elements in bfloat16 by eager, torch.compile and ours."""
+    n, f, dtype, limit = 16384, 14336, torch.bfloat16, copy_rate()
+    gate, up = (torch.randn(n, f, dtype=dtype, device="cuda", requires_grad=True) for _ in range(2))
+    functions = {"eager": reference, "torch.compile": torch.compile(reference)}
+    forward, backward = forward_and_backward(
+        {by: lambda f=f: (f(gate, up),) for by, f in functions.items()}, [gate, up]
+    )
+    with torch.no_grad():
+        forward |= milliseconds({"ours": lambda: silu_mul(gate, up)})
+        # to other memory, so that every repeat reads the same numbers
+        dh, dgate, dup = torch.randn_like(gate), torch.empty_like(gate), torch.empty_like(up)
+        backward |= milliseconds({"ours": lambda: silu_mul_gradients(dh, gate, up, dgate, dup)})
+    rows = compare(f"{n} x {f}, forward", forward, cost(n, f, 3, dtype), limit)
+    return rows + compare(f"{n} x {f}, backward", backward, cost(n, f, 5, dtype), limit)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(device)
+    if device == "cuda":
+        measure()
+
+
+if __name__ == "__main__":
+    main()

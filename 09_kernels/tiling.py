@@ -1,0 +1,262 @@
+"""Matrix multiplication in float32: each rung loads fewer bytes for the same FLOPs.
+
+C [m, n] = A [m, k] B [k, n] has 2·m·n·k FLOPs, and needs A and B once. A program that computes a tile of C,
+block_m x block_n, loads block_m·k elements of A and k·block_n of B. All programs together load
+m·k·(n / block_n) + k·n·(m / block_m) elements: tiles twice as high and twice as wide halve that.
+
+rows: a program computes part of one row of C. Every element of A is loaded n / block_n times, of B m times.
+tiles: a program keeps a tile of C in registers, and adds a column of A times a row of B to it, k times.
+dot: the same tile, in steps of block_k: blocks of A and B wait in shared memory, where all threads of the program
+find them, and the next blocks are loaded meanwhile. In bfloat16 tl.dot runs on tensor cores, and adds up in float32.
+
+Loads that another program has made lately come from the L2 cache or L1, not from memory: programs that run at the same
+time take tiles of the same rows of A and columns of B.
+
+Parent:   none
+Copy:     prepare, matmul_dot, dot (forward alone; 09_kernels/matmul.py is the fast one)
+Run:      python 09_kernels/tiling.py
+Source:   Lam, Rothberg and Wolf 1991, doi:10.1145/106972.106981
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+import triton
+import triton.language as tl
+
+# ------------------------------------------------------------------------------------------------------------ config
+TILES = {"rows": (1, 128), "tiles": (128, 64), "dot": (128, 128)}  # the elements of C that a program computes
+PEAK = {torch.float32: 67e12, torch.bfloat16: 989.5e12}  # FLOP/s of an H100 or H200: CUDA cores, tensor cores
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+@triton.jit
+def matmul_rows(a_ptr, b_ptr, c_ptr, m, n, k, a_stride, b_stride, BLOCK: tl.constexpr):
+    """Compute BLOCK elements of one row of c [m, n]: for each of k, one element of a times BLOCK of b."""
+    row = (tl.program_id(0) % m).to(tl.int64)  # neighbours take the same columns of b
+    column = tl.program_id(0) // m * BLOCK + tl.arange(0, BLOCK)
+    a_ptr += row * a_stride
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in tl.range(0, k):
+        total += tl.load(a_ptr) * tl.load(b_ptr + column, column < n, 0)
+        a_ptr += 1
+        b_ptr += b_stride
+    tl.store(c_ptr + row * n + column, total, column < n)
+
+
+@triton.jit
+def matmul_tiles(
+    a_ptr, b_ptr, c_ptr, m, n, k, a_stride, b_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of c [m, n]: for each of k, BLOCK_M elements of a times BLOCK_N of b, an outer product."""
+    tiles = tl.cdiv(n, BLOCK_N)  # side by side: neighbours take the same rows of a
+    row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # in registers until it is complete
+    for _ in tl.range(0, k):
+        a = tl.load(a_ptr + row * a_stride, row < m, 0)  # BLOCK_M 1
+        b = tl.load(b_ptr + column, column < n, 0)  # 1 BLOCK_N
+        total += a * b
+        a_ptr += 1
+        b_ptr += b_stride
+    tl.store(c_ptr + row * n + column, total, (row < m) & (column < n))
+
+
+@triton.jit
+def matmul_dot(
+    a_ptr, b_ptr, c_ptr, m, n, k, a_stride, b_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of c [m, n]: for each BLOCK_K of k, a block of a times a block of b."""
+    tiles = tl.cdiv(n, BLOCK_N)  # side by side: neighbours take the same rows of a
+    row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    inner = tl.arange(0, BLOCK_K)
+    b_row = inner[:, None].to(tl.int64) * b_stride  # 64 bits: k·n may be beyond 2^31
+    b_step = tl.cast(b_stride, tl.int64) * BLOCK_K
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, k, BLOCK_K):
+        a = tl.load(a_ptr + row * a_stride + inner[None, :], (row < m) & (inner[None, :] < k - start), 0)
+        b = tl.load(b_ptr + b_row + column, (inner[:, None] < k - start) & (column < n), 0)
+        total = tl.dot(a, b, total, input_precision="ieee")  # float32 as it is, not rounded to TF32
+        a_ptr += BLOCK_K
+        b_ptr += b_step
+    tl.store(c_ptr + row * n + column, total.to(c_ptr.dtype.element_ty), (row < m) & (column < n))
+
+
+def prepare(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """a [m, k], b [k, n] -> both with the elements of a row side by side (copied only if they are not), c [m, n].
+
+    Raises ValueError where shapes do not fit, or the kernel does not take the dtype.
+    """
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"shapes are {list(a.shape)} and {list(b.shape)}: must be [m, k] and [k, n]")
+    if a.dtype != b.dtype or a.dtype not in dtypes:
+        raise ValueError(f"dtypes are {a.dtype} and {b.dtype}: must both be one of {dtypes}")
+    a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
+    return a, b, torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+
+
+def rows(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k], b [k, n], float32 -> their product [m, n]; a program computes part of a row."""
+    a, b, c = prepare(a, b, (torch.float32,))
+    (m, n), block = c.shape, TILES["rows"][1]
+    if c.numel():
+        matmul_rows[(m * triton.cdiv(n, block),)](
+            a, b, c, m, n, a.shape[1], a.stride(0), b.stride(0), BLOCK=block, num_warps=4
+        )
+    return c
+
+
+def tiles(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k], b [k, n], float32 -> their product [m, n]; a program computes a tile."""
+    a, b, c = prepare(a, b, (torch.float32,))
+    (m, n), (block_m, block_n) = c.shape, TILES["tiles"]
+    if c.numel():
+        matmul_tiles[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
+            a, b, c, m, n, a.shape[1], a.stride(0), b.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4
+        )
+    return c
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k], b [k, n], float32 or bfloat16 -> their product [m, n], added up in float32; a tile, in blocks of k."""
+    a, b, c = prepare(a, b, (torch.float32, torch.bfloat16))
+    (m, n), (block_m, block_n) = c.shape, TILES["dot"]
+    if c.numel():
+        matmul_dot[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
+            a, b, c, m, n, a.shape[1], a.stride(0), b.stride(0),
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=128 // a.element_size(), num_warps=8, num_stages=3,
+        )  # fmt: skip
+    return c
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+def reference(a: Tensor, b: Tensor) -> Tensor:
+    """The same in plain PyTorch, which does not round float32 to TF32 unless told to."""
+    return a @ b
+
+
+def cost(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that move if a, b and c move once, and FLOPs."""
+    return (m * k + k * n + m * n) * dtype.itemsize, 2 * m * n * k
+
+
+def reads(m: int, n: int, k: int, block_m: int, block_n: int, dtype: torch.dtype) -> int:
+    """Bytes that all programs load: m·k for each block of columns, k·n for each block of rows."""
+    return (m * k * triton.cdiv(n, block_n) + k * n * triton.cdiv(m, block_m)) * dtype.itemsize
+
+
+def ladder(dtype: torch.dtype) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """The rungs for a dtype: bfloat16 is for tensor cores."""
+    return {"rows": rows, "tiles": tiles, "dot": dot} if dtype == torch.float32 else {"dot": dot}
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield what is tried, a [m, k] and b [k, n]."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator).to(dtype)
+
+    def surrounded(*shape: int) -> Tensor:
+        """View every other row of a larger tensor: what lies between and around is NaN."""
+        view = torch.full((2 * shape[0], shape[1] + 200), float("nan"), dtype=dtype, device=device)
+        view = view[::2, 3 : 3 + shape[1]]
+        return view.copy_(random(*shape))
+
+    large = [(1000, 1500, 2000), (4096, 4096, 4096)] if device == "cuda" else []
+    for m, n, k in (37, 150, 70), (1, 1, 1), (130, 3, 33), (1, 257, 5), (0, 5, 4), (4, 5, 0), *large:
+        yield f"{m} x {n} x {k}", random(m, k), random(k, n)
+    yield "strided", surrounded(30, 37), surrounded(37, 79)
+    yield "transposed", random(40, 30).T, random(70, 40).T
+    yield "large and small", random(20, 40) * 1e30, random(40, 20) * 1e-30
+
+
+# ----------------------------------------------------------------------------------------------------------- measure
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
+    actual = actual.double()
+    if not torch.equal(actual.isfinite(), exact.isfinite()):
+        return float("inf")
+    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
+    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+
+
+def check(device: str) -> None:
+    """Compare with float64; exit if an error is above twice PyTorch's own, or √k roundings of a sum if that is more.
+
+    A sum of k terms has k roundings, in whichever order; they add up to about √k of them.
+    """
+    for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):  # the interpreter: no bf16
+        for rung, ours in ladder(dtype).items():
+            worst = (0.0, 0.0, 0.0, "")
+            for what, a, b in cases(device, dtype):
+                exact = reference(a.double(), b.double())
+                mine, theirs = (relative_error(f(a, b), exact) for f in (ours, reference))
+                least = max(torch.finfo(dtype).eps, a.shape[1] ** 0.5 * torch.finfo(torch.float32).eps) / 4
+                worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
+            ratio, mine, theirs, what = worst
+            print(f"{rung:6} {str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
+            if not ratio <= 2:
+                raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
+
+
+def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
+    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
+    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
+    rows = []
+    for by, ms in times.items():
+        rate = amount / ms * 1e3
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
+    return rows
+
+
+def climb(m: int, n: int, k: int, dtype: torch.dtype) -> list[dict]:
+    """Time cuBLAS and each rung, print the bytes that each rung loads; return the rows of the table."""
+    a, b = torch.randn(m, k, device="cuda").to(dtype), torch.randn(k, n, device="cuda").to(dtype)
+    contenders = {"torch.matmul": reference} | ladder(dtype)
+    times = milliseconds({by: lambda f=f: f(a, b) for by, f in contenders.items()})
+    (_, flops), least = cost(m, n, k, dtype), reads(m, n, k, m, n, dtype)
+    found = compare(f"{m} x {n} x {k}, {str(dtype)[6:]}", times, flops, PEAK[dtype], "TFLOP/s")
+    for row in found:
+        if row["by"] in TILES:
+            row["loaded"] = reads(m, n, k, *TILES[row["by"]], dtype)
+            speed, intensity = row["loaded"] / row["ms"] / 1e9, row["loaded"] / flops
+            print(f"{row['by']:6} loads {row['loaded'] / least:8.1f} times the least: ", end="")
+            print(f"{row['loaded'] / 1e9:8.2f} GB, {speed:6.2f} TB/s, {intensity:7.4f} bytes per FLOP", flush=True)
+    return found
+
+
+def measure() -> list[dict]:
+    """Time 4,096 x 4,096 x 4,096 in float32 and bfloat16, and count the bytes that programs load."""
+    return [row for dtype in PEAK for row in climb(4096, 4096, 4096, dtype)]
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(device)
+    if device == "cuda":
+        measure()
+
+
+if __name__ == "__main__":
+    main()
