@@ -176,7 +176,7 @@ class AdamW:
     def launch(self, slots: list[Slot]) -> Launch:
         """Write the tables for tensors of the same dtypes."""
         device = slots[0].parameter.device
-        block = 512 if device.type == "cuda" else 2**17  # the interpreter needs few, large programs
+        block = 512 if device.type == "cuda" else 2**15  # the interpreter needs few, large programs
         gradients = [slot.parameter.grad.contiguous() for slot in slots]
         kept = [
             gradients,

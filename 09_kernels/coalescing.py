@@ -117,7 +117,7 @@ def launch(kernel: Callable, x: Tensor, y: Tensor, programs: int, block: int) ->
 
 
 def copy(kernel: Callable, x: Tensor) -> Tensor:
-    """Return a contiguous copy of x, of any shape and dtype, made by copy_near, copy_far or copy_spread."""
+    """Return a contiguous copy of x, of any shape and dtype, by copy_near, copy_far or copy_spread; no gradient."""
     flat = x.contiguous().view(-1)
     y = torch.empty_like(flat)
     launch(kernel, flat, y, programs_of(kernel, flat.shape, block_of(kernel)), block_of(kernel))
@@ -127,7 +127,7 @@ def copy(kernel: Callable, x: Tensor) -> Tensor:
 def transpose(kernel: Callable, x: Tensor) -> Tensor:
     """Return x [rows, columns], of any dtype, as [columns, rows], made by transpose_far or transpose_tiled.
 
-    Raises ValueError if x has not two dimensions.
+    There is no gradient. Raises ValueError if x has not two dimensions.
     """
     if x.dim() != 2:
         raise ValueError(f"x has {x.dim()} dimensions: must have 2")

@@ -210,14 +210,16 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 @torch.compiler.disable  # nothing here is left to fuse, and it may not see memory that is written twice
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 4096) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
     """Sum the losses of the logits x [n, d] @ weight [v, d].T for the targets [n], of `chunk` tokens at a time.
 
+    By default the logits of a chunk are at most 2^29 elements, 1 GiB in bf16: matmuls need some thousand tokens.
     The matmuls run in the dtype of x. The gradient of the weight is added up in float32 (float64 for float64) and
     returned in the dtype of the weight: give fp32 weights to lose nothing. A target of IGNORE counts nothing; one
     that is no row of the weight makes the loss NaN. Backward can run once; RuntimeError otherwise.
     """
     training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    chunk = chunk or max(2**29 // len(weight) // 256, 1) * 256
     return LinearCrossEntropy.apply(x, weight, targets, chunk, training)
 
 

@@ -123,7 +123,10 @@ def from_list(x_ptr, y_ptr, list_ptr, count_ptr, STEPS: tl.constexpr, BLOCK: tl.
 
 
 def by_mask(x: Tensor, steps: int = STEPS) -> Tensor:
-    """x of any shape -> y, contiguous; both sides for every element. x is one of DTYPES, computed in fp32 (fp64)."""
+    """x of any shape -> y, contiguous; both sides for every element. There is no gradient.
+
+    x float16, bfloat16, float32 or float64; computed in float32 (float64), rounded once.
+    """
     x = x.contiguous()
     y, n = torch.empty_like(x), x.numel()
     if n:

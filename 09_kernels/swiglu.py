@@ -35,6 +35,12 @@ def widen(x):
     return x if x.dtype == tl.float64 else x.to(tl.float32)
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """View x [..., d] as rows [n, d]; copy it only where its strides leave no other way."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 @triton.jit
 def place(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows and columns of this program's tile. Neighbouring programs have neighbouring tiles of the same rows."""
@@ -86,12 +92,6 @@ def tile(x: Tensor) -> tuple[int, int]:
     """Return rows and columns of a program's tile; the interpreter, which is slow, needs few and large programs."""
     columns = min(triton.next_power_of_2(x.shape[1]), 2048)
     return max(1, (2048 if x.is_cuda else 2**17) // columns), columns
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """View x [..., d] as rows [n, d]; copy it only where its strides leave no other way."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def silu_mul_gradients(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:

@@ -33,6 +33,8 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for GPUs must not to
 import einops  # noqa: F401  what recipes import is imported here, once, and not by every process
 import numpy  # noqa: F401
 import torch
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # before something imports triton
 import torch._dynamo  # noqa: F401  the first optimizer step imports it
 import torch._inductor.compile_fx  # noqa: F401  --compile imports it
 import torch.distributed

@@ -1,0 +1,1087 @@
+"""Train a Llama on one GPU with all that is not a matmul or attention in kernels of our own, copied from this folder.
+
+Between the matmuls of a step, all time is that of bytes moved. Residual add and norm are one kernel; queries and keys
+are rotated in place; SwiGLU's gradients are written over its inputs; logits exist for a few thousand tokens at a time,
+and their gradient is written over them; one kernel clips, updates fp32 masters and writes the bf16 weights that the
+next forward reads, so that nothing is cast by autocast. `git diff --no-index 01_single_gpu/train.py
+09_kernels/train.py` is the argument for fusing. Without a GPU the kernels run in Triton's interpreter, slowly.
+
+Parent:   01_single_gpu/train.py, 09_kernels/rmsnorm.py, 09_kernels/swiglu.py, 09_kernels/rope.py,
+          09_kernels/cross_entropy.py, 09_kernels/adamw.py
+Lesson:   RMSNorm, Attention.forward, MLP.forward, Block.forward, Loss, Model.hidden, Model.forward,
+          make_optimizer, forward, train_step
+Plumbing: Config, build_model, slots_by_name, set_learning_rate, save, train, check
+Copy:     rms_norm, add_rms_norm, silu_mul, rotate, linear_cross_entropy, AdamW (with what they call: see their files)
+Run:      python 09_kernels/train.py
+Source:   Llama 3, arXiv:2407.21783; Liger Kernel, Hsu et al. 2024, arXiv:2410.10989
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+import zlib
+from dataclasses import asdict, dataclass, fields
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+import triton
+import triton.language as tl
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+LONGEST_ROW = 2**16  # elements of a row: they must fit into the registers of one program
+TRITON = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+# Shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two tie their embedding and head; here all are untied.
+PRESETS = {
+    "tiny": dict(warmup=10),  # otherwise the defaults below: for laptops
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
+    seq: int = 128
+    batch: int = 4  # sequences per step, over all ranks; few, for Triton's interpreter
+    steps: int = 10
+    warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16: fp32 master weights
+    compile: bool = False
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+@triton.jit
+def widen(x):
+    """Compute in fp32, or in float64 where the tensors are."""
+    return x if x.dtype == tl.float64 else x.to(tl.float32)
+
+
+@triton.jit
+def rms_norm_forward(
+    x_ptr, branch_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, n, d, x_stride, branch_stride, eps,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Normalise ROWS rows of x [n, d], or of x + branch, which is rounded and written to `sum` first."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # 64 bits: n·d may be beyond 2^31
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < n) & (column < d)
+    x = tl.load(x_ptr + row * x_stride + column, inside, 0)
+    if ADD:
+        x = (x + tl.load(branch_ptr + row * branch_stride + column, inside, 0)).to(y_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * d + column, x, inside)
+    x = widen(x)
+    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / d + eps)  # ROWS 1
+    y = widen(tl.load(weight_ptr + column, column < d, 0)) * x * rstd
+    tl.store(y_ptr + row * d + column, y.to(y_ptr.dtype.element_ty), inside)
+    tl.store(rstd_ptr + row, rstd, row < n)
+
+
+@triton.jit
+def rms_norm_backward(
+    dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, n, d, dy_stride, dsum_stride, x_stride,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write dx [n, d] of every programs-th block of rows, and this program's row of partial sums for the weight."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    weight = widen(tl.load(weight_ptr + column, column < d, 0))
+    total = tl.zeros([1, COLUMNS], weight.dtype)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    # the loads of the next blocks are under way while this one is computed: STAGES of them
+    for start in tl.range(first, n, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)[:, None]
+        inside = (row < n) & (column < d)
+        x = widen(tl.load(x_ptr + row * x_stride + column, inside, 0))
+        dy = widen(tl.load(dy_ptr + row * dy_stride + column, inside, 0))
+        rstd = tl.load(rstd_ptr + row, row < n, 0)
+        normed = x * rstd
+        total += tl.sum(dy * normed, 0, keep_dims=True)
+        slope = weight * dy
+        dx = rstd * (slope - normed * (tl.sum(slope * normed, 1, keep_dims=True) / d))
+        if ADD:
+            dx += widen(tl.load(dsum_ptr + row * dsum_stride + column, inside, 0))
+        tl.store(dx_ptr + row * d + column, dx.to(dx_ptr.dtype.element_ty), inside)
+    tl.store(partial_ptr + tl.program_id(0) * d + column, total, column < d)
+
+
+def elements(x: Tensor) -> int:
+    """Return how many elements a program takes: on a GPU a few per thread, in the interpreter, which is slow, many."""
+    return 8192 if x.is_cuda else 2**17
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """View x [..., d] as rows [n, d]; copy it only where its strides leave no other way."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def normalize(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x, branch [n, d] -> their sum, or x if there is no branch; the normalised sum [n, d]; 1/rms [n]"""
+    (n, d), add = x.shape, branch is not None
+    y, total = x.new_empty(n, d), x.new_empty(n, d) if add else x
+    rstd = x.new_empty(n, dtype=torch.promote_types(x.dtype, torch.float32))
+    branch = branch if add else x
+    columns = triton.next_power_of_2(d)
+    rows = max(1, elements(x) // columns)
+    if n:
+        rms_norm_forward[(triton.cdiv(n, rows),)](
+            x, branch, weight, total, y, rstd, n, d, x.stride(0), branch.stride(0), eps,
+            ADD=add, ROWS=rows, COLUMNS=columns, num_warps=min(max(rows * columns // 1024, 4), 32),
+        )  # fmt: skip
+    return total, y, rstd
+
+
+def normalize_backward(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of y and of the sum [n, d], the sum x [n, d] -> gradient of the sum, and of the weight [d]"""
+    (n, d), add = x.shape, dsum is not None
+    dsum = dsum if add else dy
+    columns = triton.next_power_of_2(d)
+    rows = max(1, elements(x) // columns // 2)
+    stages = min(4, 200_000 // ((2 + add) * rows * columns * x.element_size()))  # bytes of shared memory for loads
+    # one program per SM, or two in the interpreter: partial sums must have company
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    dx, partial = x.new_empty(n, d), rstd.new_empty(programs, d)
+    rms_norm_backward[(programs,)](
+        dy, dsum, x, weight, rstd, dx, partial, n, d, dy.stride(0), dsum.stride(0), x.stride(0),
+        ADD=add, ROWS=rows, COLUMNS=columns, STAGES=max(stages, 1), num_warps=min(max(columns // 1024, 4), 32),
+    )  # fmt: skip
+    return dx, partial.sum(0).to(weight.dtype)
+
+
+class Norm(torch.autograd.Function):
+    """x [..., d], weight [d] -> x normalised [..., d]"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = rows_of(x)
+        _, y, rstd = normalize(rows, None, weight, eps)
+        ctx.save_for_backward(rows, weight, rstd)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dweight = normalize_backward(rows_of(dy), None, x, weight, rstd)
+        return dx.view(dy.shape), dweight, None
+
+
+class AddNorm(torch.autograd.Function):
+    """x, branch [..., d], weight [d] -> their sum, and the sum normalised"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total, y, rstd = normalize(rows_of(x), rows_of(branch), weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        return total.view(x.shape), y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, dsum: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dweight = normalize_backward(rows_of(dy), rows_of(dsum), x, weight, rstd)
+        dx = dx.view(dy.shape)
+        return dx, dx, dweight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """Divide x [..., d] by the root of the mean square of its rows, and multiply it by weight [d].
+
+    x float16, bfloat16, float32 or float64; computed in float32 (float64), rounded once.
+    Raises ValueError for a row of more than 65,536 elements.
+    """
+    if x.shape[-1] > LONGEST_ROW:
+        raise ValueError(f"a row has {x.shape[-1]} elements: must be at most {LONGEST_ROW}")
+    return Norm.apply(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """Add branch to the residual stream x [..., d]; return the sum, and the sum normalised as by rms_norm."""
+    if x.shape[-1] > LONGEST_ROW:
+        raise ValueError(f"a row has {x.shape[-1]} elements: must be at most {LONGEST_ROW}")
+    return AddNorm.apply(x, branch, weight, eps)
+
+
+@triton.jit
+def place(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows and columns of this program's tile. Neighbouring programs have neighbouring tiles of the same rows."""
+    tiles = tl.cdiv(columns, COLUMNS)  # of a row
+    program = tl.program_id(0).to(tl.int64)  # 64 bits: a tensor may have more than 2^31 elements
+    row = program // tiles * ROWS + tl.arange(0, ROWS)[:, None]
+    return row, program % tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def silu_mul_forward(
+    gate_ptr, up_ptr, h_ptr, n, f, gate_stride, up_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Write h = silu(gate)·up [n, f] for one tile of ROWS x COLUMNS elements."""
+    row, column = place(f, ROWS, COLUMNS)
+    inside = (row < n) & (column < f)
+    gate = widen(tl.load(gate_ptr + row * gate_stride + column, inside, 0))
+    up = widen(tl.load(up_ptr + row * up_stride + column, inside, 0))
+    h = gate * sigmoid(gate) * up
+    tl.store(h_ptr + row * f + column, h.to(h_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def silu_mul_backward(
+    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, f, dh_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of one tile of gate and up [n, f]; they may be written over gate and up."""
+    row, column = place(f, ROWS, COLUMNS)
+    inside = (row < n) & (column < f)
+    dh = widen(tl.load(dh_ptr + row * dh_stride + column, inside, 0))
+    gate = widen(tl.load(gate_ptr + row * gate_stride + column, inside, 0))
+    up = widen(tl.load(up_ptr + row * up_stride + column, inside, 0))
+    share = sigmoid(gate)
+    dgate = dh * up * share * (1 + gate * (1 - share))
+    dup = dh * gate * share
+    tl.store(dgate_ptr + row * dgate_stride + column, dgate.to(dgate_ptr.dtype.element_ty), inside)
+    tl.store(dup_ptr + row * dup_stride + column, dup.to(dup_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), of the exponential of a negative number, which cannot overflow."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1, small) / (1 + small)
+
+
+def tile(x: Tensor) -> tuple[int, int]:
+    """Return rows and columns of a program's tile; the interpreter, which is slow, needs few and large programs."""
+    columns = min(triton.next_power_of_2(x.shape[1]), 2048)
+    return max(1, (2048 if x.is_cuda else 2**17) // columns), columns
+
+
+def silu_mul_gradients(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """Write the gradients of gate and up [n, f] to dgate and dup, which may be gate and up."""
+    (n, f), (rows, columns) = gate.shape, tile(gate)
+    if gate.numel():
+        silu_mul_backward[(triton.cdiv(n, rows) * triton.cdiv(f, columns),)](
+            dh, gate, up, dgate, dup, n, f,
+            dh.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0),
+            ROWS=rows, COLUMNS=columns, num_warps=8,
+        )  # fmt: skip
+
+
+class SiluMul(torch.autograd.Function):
+    """gate, up [..., f] -> silu(gate)·up [..., f]"""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        gate_rows, up_rows = rows_of(gate), rows_of(up)
+        (n, f), (rows, columns) = gate_rows.shape, tile(gate_rows)
+        h = gate.new_empty(gate.shape)
+        if h.numel():
+            silu_mul_forward[(triton.cdiv(n, rows) * triton.cdiv(f, columns),)](
+                gate_rows,
+                up_rows,
+                h,
+                n,
+                f,
+                gate_rows.stride(0),
+                up_rows.stride(0),
+                ROWS=rows,
+                COLUMNS=columns,
+                num_warps=8,
+            )
+        ctx.save_for_backward(gate_rows, up_rows)
+        return h
+
+    @staticmethod
+    def backward(ctx, dh: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = dgate, dup = ctx.saved_tensors
+        if torch.compiler.is_compiling():  # it must not write over what was saved; it plans memory itself
+            dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        silu_mul_gradients(rows_of(dh), gate, up, dgate, dup)
+        if dgate is gate:  # whoever reads gate or up after this gets an error instead of gradients
+            torch.autograd.graph.increment_version((gate, up))
+        return dgate.view(dh.shape), dup.view(dh.shape)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate)·up for gate and up [..., f] of one dtype; backward writes their gradients over them.
+
+    So both must be results of operations that do not need them in backward, as a matmul is; autograd raises
+    RuntimeError if one does, or if backward runs twice. Raises ValueError for tensors that nothing computed.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (gate, up)):
+        raise ValueError("backward writes over gate and up: they must not be leaves, such as parameters")
+    return SiluMul.apply(gate, up)
+
+
+@triton.jit
+def rotate_kernel(
+    x_ptr, y_ptr, cos_ptr, sin_ptr, n, s, h, x_batch, x_token, y_batch, y_token, table_stride,
+    K: tl.constexpr, SIGN: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Rotate the pairs (i, i + K/2) of all heads of TOKENS tokens of x [b, s, h·K] by SIGN times their angles."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # of all b·s
+    pair = tl.arange(0, PAIRS)[None, :]
+    known = (token < n)[:, None] & (pair < K // 2)
+    angle = (token % s)[:, None] * table_stride + pair
+    cos = widen(tl.load(cos_ptr + angle, known, 0))[:, None, :]  # read once for all heads
+    sin = SIGN * widen(tl.load(sin_ptr + angle, known, 0))[:, None, :]
+    head = tl.arange(0, HEADS)[None, :, None]
+    inside = known[:, None, :] & (head < h)
+    column = head * K + pair[:, None, :]
+    at = ((token // s) * x_batch + (token % s) * x_token)[:, None, None] + column
+    low = widen(tl.load(x_ptr + at, inside, 0))
+    high = widen(tl.load(x_ptr + at + K // 2, inside, 0))
+    at = ((token // s) * y_batch + (token % s) * y_token)[:, None, None] + column
+    tl.store(y_ptr + at, (low * cos - high * sin).to(y_ptr.dtype.element_ty), inside)
+    tl.store(y_ptr + at + K // 2, (high * cos + low * sin).to(y_ptr.dtype.element_ty), inside)
+
+
+def turn(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, sign: int) -> None:
+    """Write x [b, s, h·k], rotated by sign times the angles [s, k], to y [b, s, h·k], which may be x."""
+    (b, s, width), k = x.shape, cos.shape[1]
+    heads, pairs = triton.next_power_of_2(width // k), triton.next_power_of_2(k // 2)
+    tokens = max(1, (1024 if x.is_cuda else 2**16) // (heads * pairs))  # the interpreter needs few, large programs
+    if x.numel():
+        rotate_kernel[(triton.cdiv(b * s, tokens),)](
+            x, y, cos, sin, b * s, s, width // k, x.stride(0), x.stride(1), y.stride(0), y.stride(1), cos.stride(0),
+            K=k, SIGN=sign, TOKENS=tokens, HEADS=heads, PAIRS=pairs,
+            num_warps=8 if tokens * heads * pairs > 1024 else 4,
+        )  # fmt: skip
+
+
+class Rotate(torch.autograd.Function):
+    """x [b, s, h·k] -> x, rotated in place"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turn(x, x, cos, sin, 1)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(cos, sin)
+        return x
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
+        turn(dy, dx, *ctx.saved_tensors, -1)
+        return dx, None, None
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate x [b, s, h·k] in place, by the cosine and sine [s, k] of its tokens; return x.
+
+    Pairs are (i, i + k/2) of each head, as in Llama's published weights; of the table, the left half is read. x is what
+    a projection returns: all heads of a token side by side. (A view, such as a part of a merged projection, works too,
+    but autograd then copies the gradient of the whole.) Raises ValueError for shapes that do not fit.
+    """
+    (_, s, width), (cos, sin) = x.shape, rope
+    if cos.shape[0] < s or width % cos.shape[1] or cos.shape[1] % 2 or cos.stride() != sin.stride():
+        raise ValueError(f"a table {list(cos.shape)} does not fit x {list(x.shape)}: needs a row per token, heads of k")
+    if x.stride(2) != 1 or cos.stride(1) != 1:
+        raise ValueError("the last axis of x and of the table must be contiguous")
+    return Rotate.apply(x, cos, sin)
+
+
+@triton.jit
+def loss_kernel(
+    logits_ptr, target_ptr, loss_ptr, top_ptr, log_ptr, n, v, stride, IGNORED: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Loss, maximum and log(sum(exp(x - maximum))) of ROWS rows of logits [n, v], STEPS x LANES columns at a time.
+
+    Each lane has a maximum and a sum of its own. They are merged once, at the end of the row, so that threads exchange
+    nothing inside the loop; STEPS elements share one rescaling.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]  # 64 bits: n·v may be beyond 2^31
+    row = tl.minimum(row, n - 1)  # the last program computes the last row several times
+    lane = tl.arange(0, STEPS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    wide: tl.constexpr = top_ptr.dtype.element_ty
+    highest = tl.full([ROWS, 1, LANES], -3.4e38, wide)  # finite, so that logits of -inf leave a sum of 0 and not NaN
+    total = tl.zeros([ROWS, 1, LANES], wide)
+    for start in tl.range(0, v, STEPS * LANES):
+        x = tl.load(logits_ptr + row * stride + start + lane, start + lane < v, float("-inf")).to(wide)
+        higher = tl.maximum(highest, tl.max(x, 1, keep_dims=True))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 1, keep_dims=True)
+        highest = higher
+    top = tl.max(highest, 2, keep_dims=True)
+    log = tl.log(tl.sum(total * tl.exp(highest - top), 2, keep_dims=True))  # ROWS 1 1
+    target = tl.load(target_ptr + row)
+    known = (target >= 0) & (target < v)
+    # in this order: of large logits, top + log would lose the bits of log
+    loss = log - (tl.load(logits_ptr + row * stride + target, known, 0).to(wide) - top)
+    tl.store(loss_ptr + row, tl.where(target == IGNORED, 0, tl.where(known, loss, float("nan"))))
+    tl.store(top_ptr + row, top)
+    tl.store(log_ptr + row, log)
+
+
+@triton.jit
+def gradient_kernel(
+    logits_ptr, target_ptr, top_ptr, log_ptr, scale_ptr, out_ptr, n, v, stride, out_stride, IGNORED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write scale·(softmax - one_hot) for one tile of the logits [n, v]; rows without a target get zeros."""
+    row, column = place(v, ROWS, COLUMNS)
+    inside = (row < n) & (column < v)
+    target = tl.load(target_ptr + row, row < n, IGNORED)
+    top, log = tl.load(top_ptr + row, row < n, 0), tl.load(log_ptr + row, row < n, 0)
+    x = tl.load(logits_ptr + row * stride + column, inside, float("-inf")).to(top.dtype)
+    gradient = (tl.exp((x - top) - log) - tl.where(column == target, 1, 0)) * tl.load(scale_ptr)
+    gradient = tl.where(target == IGNORED, 0, gradient)
+    tl.store(out_ptr + row * out_stride + column, gradient.to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def scale_kernel(x_ptr, scale_ptr, n, BLOCK: tl.constexpr):
+    """Multiply x [n] by scale; where scale is 1, as it is for the last loss of a step, read nothing."""
+    scale = tl.load(scale_ptr)
+    if scale != 1:
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + i, i < n, 0)
+        tl.store(x_ptr + i, (x * scale).to(x_ptr.dtype.element_ty), i < n)
+
+
+def losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [n, v], targets [n] -> loss [n], 0 where the target is IGNORE; maximum m [n]; log(sum(exp(x - m))) [n]"""
+    (n, v), wide = logits.shape, torch.promote_types(logits.dtype, torch.float32)
+    loss, top, log = logits.new_empty(3, n, dtype=wide)
+    lanes = min(triton.next_power_of_2(v), 1024)
+    steps = min(triton.next_power_of_2(v) // lanes, 8)
+    rows = 1 if logits.is_cuda else max(1, 2**17 // (steps * lanes))  # the interpreter needs few, large programs
+    if n:
+        loss_kernel[(triton.cdiv(n, rows),)](
+            logits, targets, loss, top, log, n, v, logits.stride(0),
+            IGNORED=IGNORE, ROWS=rows, STEPS=steps, LANES=lanes, num_warps=max(lanes // 256, 1),
+        )  # fmt: skip
+    return loss, top, log
+
+
+def write_gradient(logits: Tensor, targets: Tensor, top: Tensor, log: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Write the gradient of scale [] times the sum of the losses to out [n, v], which may be the logits."""
+    n, v = logits.shape
+    columns = min(triton.next_power_of_2(v), 8192)
+    rows = 1 if logits.is_cuda else max(1, 2**17 // columns)
+    if n:
+        gradient_kernel[(triton.cdiv(v, columns) * triton.cdiv(n, rows),)](
+            logits, targets, top, log, scale, out, n, v, logits.stride(0), out.stride(0),
+            IGNORED=IGNORE, ROWS=rows, COLUMNS=columns, num_warps=8,
+        )  # fmt: skip
+
+
+def rescale(x: Tensor, scale: Tensor) -> None:
+    """Multiply a contiguous x by scale [], in place."""
+    block = 4096 if x.is_cuda else 2**17
+    if x.numel():
+        scale_kernel[(triton.cdiv(x.numel(), block),)](x, scale, x.numel(), BLOCK=block)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total [m, n] += a [m, k] @ b [k, n], where total has more bits: the product is not rounded before it is added."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """x [n, d], weight [v, d], targets [n] -> sum of the losses of x @ weight.T, with all gradients"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, training: bool) -> Tensor:
+        low = weight.to(x.dtype)
+        loss = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+        one, buffer = torch.ones_like(loss), x.new_empty(min(chunk, len(x)), len(low))  # chunk v
+        if training:
+            dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=loss.dtype)
+        for start in range(0, len(x), chunk):
+            part = slice(start, start + chunk)
+            logits = torch.mm(x[part], low.T, out=buffer[: len(x[part])])
+            of_rows, top, log = losses(logits, targets[part])
+            loss += of_rows.sum()
+            if training:
+                write_gradient(logits, targets[part], top, log, one, logits)
+                torch.mm(logits, low, out=dx[part])
+                add_product(dweight, logits.T, x[part])
+        ctx.save_for_backward(*((dx, dweight) if training else ()))
+        ctx.dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        dx, dweight = ctx.saved_tensors
+        rescale(dx, gradient)
+        rescale(dweight, gradient)
+        torch.autograd.graph.increment_version((dx, dweight))  # backward must not run twice
+        return dx, dweight.to(ctx.dtype), None, None, None
+
+
+@torch.compiler.disable  # nothing here is left to fuse, and it may not see memory that is written twice
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
+    """Sum the losses of the logits x [n, d] @ weight [v, d].T for the targets [n], of `chunk` tokens at a time.
+
+    By default the logits of a chunk are at most 2^29 elements, 1 GiB in bf16: matmuls need some thousand tokens.
+    The matmuls run in the dtype of x. The gradient of the weight is added up in float32 (float64 for float64) and
+    returned in the dtype of the weight: give fp32 weights to lose nothing. A target of IGNORE counts nothing; one
+    that is no row of the weight makes the loss NaN. Backward can run once; RuntimeError otherwise.
+    """
+    training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    chunk = chunk or max(2**29 // len(weight) // 256, 1) * 256
+    return LinearCrossEntropy.apply(x, weight, targets, chunk, training)
+
+
+@triton.jit
+def locate(block, table_ptr, tensors, TENSORS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the tensor to which a block belongs, and the first element of the block in it."""
+    i = tl.arange(0, TENSORS)
+    starts = tl.load(table_ptr + i, i < tensors, 2**62)  # row 0 of the table: the first block of each tensor
+    tensor = tl.sum((starts <= block).to(tl.int64), 0) - 1
+    return tensor, (block - tl.load(table_ptr + tensor)) * BLOCK
+
+
+@triton.jit
+def squares_kernel(
+    table_ptr, partial_ptr, tensors, blocks,
+    GRADIENT: tl.constexpr, WIDE: tl.constexpr, TENSORS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Add up the squares of the gradients in every programs-th block; write this program's sum."""
+    total = tl.zeros([BLOCK], WIDE)
+    for block in tl.range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):
+        tensor, first = locate(block, table_ptr, tensors, TENSORS, BLOCK)
+        i = first + tl.arange(0, BLOCK)
+        inside = i < tl.load(table_ptr + tensors + tensor)
+        gradient_ptr = tl.load(table_ptr + 2 * tensors + tensor).to(tl.pointer_type(GRADIENT))
+        gradient = tl.load(tl.multiple_of(gradient_ptr + i, ALIGNED), inside, 0).to(WIDE)
+        total += gradient * gradient
+    tl.store(partial_ptr + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit
+def adamw_kernel(
+    table_ptr, numbers_ptr, norm_ptr, tensors, LOW: tl.constexpr, GRADIENT: tl.constexpr,
+    WIDE: tl.constexpr, TENSORS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Clip, update both moments and the weight, and write its low-precision copy, for one block of one tensor."""
+    tensor, first = locate(tl.program_id(0).to(tl.int64), table_ptr, tensors, TENSORS, BLOCK)
+    i = first + tl.arange(0, BLOCK)
+    inside = i < tl.load(table_ptr + tensors + tensor)
+    entry = table_ptr + 2 * tensors + tensor
+    gradient_ptr = tl.multiple_of(tl.load(entry).to(tl.pointer_type(GRADIENT)) + i, ALIGNED)
+    weight_ptr = tl.multiple_of(tl.load(entry + tensors).to(tl.pointer_type(WIDE)) + i, ALIGNED)
+    mean_ptr = tl.multiple_of(tl.load(entry + 2 * tensors).to(tl.pointer_type(WIDE)) + i, ALIGNED)
+    square_ptr = tl.multiple_of(tl.load(entry + 3 * tensors).to(tl.pointer_type(WIDE)) + i, ALIGNED)
+    # from memory, since a float that is handed to a kernel has 32 bits
+    beta1, beta2 = tl.load(numbers_ptr).to(WIDE), tl.load(numbers_ptr + 1).to(WIDE)
+    eps = tl.load(numbers_ptr + 2).to(WIDE)
+    rate = tl.load(numbers_ptr + 4 + tensor).to(WIDE)  # lr / (1 - beta1^step)
+    correction = tl.load(numbers_ptr + 4 + tensors + tensor).to(WIDE)  # sqrt(1 - beta2^step)
+    decay = tl.load(numbers_ptr + 4 + 2 * tensors + tensor).to(WIDE)  # 1 - lr·weight_decay
+    clip = (tl.load(numbers_ptr + 3) / (tl.load(norm_ptr) + 1e-6)).to(WIDE)
+    clip = tl.where(clip > 1, 1, clip)  # NaN stays NaN
+    gradient = tl.load(gradient_ptr, inside, 0).to(WIDE) * clip
+    mean, square = tl.load(mean_ptr, inside, 0), tl.load(square_ptr, inside, 0)
+    mean = mean + (1 - beta1) * (gradient - mean)
+    square = beta2 * square + (1 - beta2) * gradient * gradient
+    weight = tl.load(weight_ptr, inside, 0) * decay
+    weight -= rate * mean / (tl.sqrt(square) / correction + eps)
+    tl.store(mean_ptr, mean, inside)
+    tl.store(square_ptr, square, inside)
+    tl.store(weight_ptr, weight, inside)
+    if LOW != WIDE:
+        low_ptr = tl.multiple_of(tl.load(entry + 4 * tensors).to(tl.pointer_type(LOW)) + i, ALIGNED)
+        tl.store(low_ptr, weight.to(LOW), inside)
+
+
+@dataclass
+class Slot:
+    """A parameter, and what AdamW keeps for it."""
+
+    parameter: Tensor
+    master: Tensor  # the parameter itself, unless that has less than 32 bits
+    mean: Tensor  # of its gradients
+    square: Tensor  # mean of their squares
+    group: dict
+    steps: int = 0  # in which it had a gradient
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one launch works on: tensors of the same dtypes."""
+
+    table: Tensor  # [7, tensors] first block, elements, addresses of gradient, master, mean, square and parameter
+    numbers: Tensor  # [4 + 3·tensors] beta1, beta2, eps, clip; and of each tensor: rates, corrections, decays
+    blocks: int
+    gradients: list[Tensor]  # alive until the kernels are launched
+    constants: dict[str, object]
+
+
+class AdamW:
+    """AdamW that clips, keeps fp32 masters of bf16 and fp16 parameters, and goes through memory once.
+
+    The same as torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW. `groups` are dicts with `params`, and their own
+    `lr` and `weight_decay` if they need them; `param_groups` are these dicts, so that a schedule may change lr. Masters
+    begin as copies of the parameters: who has these in fp32 copies them over `slots[i].master`. Parameters without a
+    gradient are left alone. Raises ValueError for parameters that are not contiguous.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        clip: float = float("inf"),
+    ):
+        self.betas, self.eps, self.clip = betas, eps, clip
+        self.param_groups = [dict(lr=lr, weight_decay=weight_decay) | group for group in groups]
+        self.slots = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not p.is_contiguous():
+                    raise ValueError(f"a parameter {list(p.shape)} is not contiguous")
+                master = p.detach().to(torch.promote_types(p.dtype, torch.float32))
+                self.slots.append(Slot(p, master, torch.zeros_like(master), torch.zeros_like(master), group))
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for slot in self.slots:
+            slot.parameter.grad = None
+
+    def step(self) -> Tensor:
+        """Clip and update; return the norm of all gradients before the clip [], without waiting for the GPU."""
+        kinds = {}  # a kernel reads and writes tensors of one dtype
+        for slot in self.slots:
+            if slot.parameter.grad is not None:
+                slot.steps += 1
+                kinds.setdefault((slot.parameter.dtype, slot.parameter.grad.dtype), []).append(slot)
+        launches = [self.launch(slots) for slots in kinds.values()]
+        x = self.slots[0].parameter
+        programs = 8 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
+        partial = torch.zeros(len(launches), programs, dtype=torch.float64, device=x.device)
+        for sums, on in zip(partial, launches):
+            constants = {name: value for name, value in on.constants.items() if name != "LOW"}
+            squares_kernel[(programs,)](on.table, sums, on.table.shape[1], on.blocks, **constants)
+        norm = partial.sum().sqrt()
+        for on in launches:
+            adamw_kernel[(on.blocks,)](on.table, on.numbers, norm, on.table.shape[1], num_warps=8, **on.constants)
+        return norm
+
+    def launch(self, slots: list[Slot]) -> Launch:
+        """Write the tables for tensors of the same dtypes."""
+        device = slots[0].parameter.device
+        block = 512 if device.type == "cuda" else 2**15  # the interpreter needs few, large programs
+        gradients = [slot.parameter.grad.contiguous() for slot in slots]
+        kept = [
+            gradients,
+            *([getattr(slot, what) for slot in slots] for what in ("master", "mean", "square", "parameter")),
+        ]
+        addresses = [[x.data_ptr() for x in row] for row in kept]
+        sizes = [x.numel() for x in gradients]
+        counts = [triton.cdiv(size, block) for size in sizes]
+        starts = [sum(counts[:i]) for i in range(len(counts))]
+        beta1, beta2 = self.betas
+        numbers = [beta1, beta2, self.eps, self.clip]
+        numbers += [slot.group["lr"] / (1 - beta1**slot.steps) for slot in slots]
+        numbers += [(1 - beta2**slot.steps) ** 0.5 for slot in slots]
+        numbers += [1 - slot.group["lr"] * slot.group["weight_decay"] for slot in slots]
+        constants = dict(GRADIENT=TRITON[gradients[0].dtype], WIDE=TRITON[slots[0].master.dtype])
+        constants |= dict(LOW=TRITON[slots[0].parameter.dtype], TENSORS=triton.next_power_of_2(len(slots)), BLOCK=block)
+        constants["ALIGNED"] = 1 if any(address % 16 for row in addresses for address in row) else 16
+        table = torch.tensor([starts, sizes, *addresses]).to(device, non_blocking=True)
+        numbers = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+        return Launch(table, numbers, sum(counts), gradients, constants)
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x, branch [b, s, d] -> their sum, the residual stream; the sum normalised"""
+        return (x, rms_norm(x, self.weight)) if branch is None else add_rms_norm(x, branch, self.weight)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.k = cfg.dim // cfg.heads
+        self.q_proj = nn.Linear(cfg.dim, cfg.heads * self.k, bias=False)
+        self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.o_proj = nn.Linear(cfg.heads * self.k, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = rearrange(rotate(self.q_proj(x), rope), "b s (h k) -> b h s k", k=self.k)
+        k = rearrange(rotate(self.k_proj(x), rope), "b s (h k) -> b h s k", k=self.k)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.up_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.down_proj = nn.Linear(cfg.ffn, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, branch: Tensor | None, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """x [b, s, d], and what the block before has yet to add to it -> the same of this block"""
+        x, normed = self.input_layernorm(x, branch)
+        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, rope))
+        return x, self.mlp(normed)
+
+
+class Loss(nn.Module):
+    """Cross-entropy of the logits x [b, s, d] @ weight [v, d].T, summed over the valid targets [b, s]."""
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(rearrange(x, "b s d -> (b s) d"), weight, targets.flatten())
+
+
+class Model(nn.Module):
+    """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.cfg = cfg
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.model.norm = RMSNorm(cfg)
+        self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.loss = Loss()
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> what the head reads [b, s, d]"""
+        rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
+        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        branch = None
+        for block in self.model.layers:
+            x, branch = block(x, branch, rope)
+        return self.model.norm(x, branch)[1]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> logits [b, s, v]"""
+        x = self.hidden(ids)
+        return nn.functional.linear(x, self.lm_head.weight.to(x.dtype))
+
+
+def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Read one tensor from the files of --init. Published models that tie their head store it as the embedding."""
+    tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []
+    for stored in [name, *tied]:
+        for path in glob(cfg.init):
+            with safe_open(path, "pt") as file:
+                if stored in file.keys():
+                    tensor = file.get_tensor(stored)
+                    if tensor.shape == shape:
+                        return tensor
+                    raise SystemExit(f"--init {cfg.init}: {stored} has shape {list(tensor.shape)}, not {list(shape)}")
+    raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name)."""
+    if cfg.init:
+        return read_tensor(cfg, name, shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def build_model(cfg: Config) -> Model:
+    """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice.
+
+    The matmuls of the blocks have weights in their own dtype. Embedding, head and norms are few, and stay in fp32.
+    """
+    with torch.device("meta"):
+        model = Model(cfg)
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.to(getattr(torch, cfg.dtype))
+    model.to_empty(device=cfg.device)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(full_tensor(cfg, name, p.shape))
+    if cfg.compile:
+        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
+            part.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids of all documents end to end, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    """
+    path = Path(cfg.data)
+    if path.suffix == ".bin" and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+    else:
+        files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        lengths = np.array([len(document) for document in documents])
+        starts = lengths.cumsum() - lengths
+    if len(ids) <= cfg.seq:
+        raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    return ids, starts
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> AdamW:
+    """Return AdamW, with weight decay on matrices only, and with masters that are not rounded as the weights are."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    optimizer = AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, clip=cfg.clip)
+    for name, slot in slots_by_name(model, optimizer).items():
+        if slot.master.dtype != slot.parameter.dtype:
+            slot.master.copy_(full_tensor(cfg, name, slot.master.shape))
+    return optimizer
+
+
+def slots_by_name(model: Model, optimizer: AdamW) -> dict[str, Slot]:
+    """Return what the optimizer keeps for each parameter of the model."""
+    slots = {slot.parameter: slot for slot in optimizer.slots}
+    return {name: slots[p] for name, p in model.named_parameters()}
+
+
+def set_learning_rate(cfg: Config, optimizer: AdamW, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    return model.loss(model.hidden(inputs), model.lm_head.weight, targets)
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
+    loss = forward(cfg, model, inputs, targets) / tokens
+    loss.backward()
+    return loss.detach()
+
+
+def train_step(cfg: Config, model: Model, optimizer: AdamW, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = optimizer.step()  # clips, too
+    optimizer.zero_grad()
+    return loss, norm
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def save(cfg: Config, model: Model, optimizer: AdamW, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    masters = {name: slot.master for name, slot in slots_by_name(model, optimizer).items()}
+    save_file(masters, cfg.save, metadata)
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, train it, log every step, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        if step + 1 < cfg.steps:
+            batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, optimizer, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+    )
+    for field in fields(Config):
+        flag, text = f"--{field.name}", f"default: {field.default}"
+        if field.type is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            choices = get_args(field.type) or None
+            parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+    given = vars(parser.parse_args())
+    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    preset = PRESETS[given.get("preset", "tiny")]
+    return Config(**{**defaults, **preset, **given})
+
+
+def check(cfg: Config, world: int) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    for flag, value in asdict(cfg).items():
+        may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
+        least = 0 if may_be_zero else 1
+        if isinstance(value, int | float) and not value >= least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    problems = [
+        (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
+        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
+        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
+        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
+        (cfg.compile and cfg.device == "cpu", "--compile: needs a GPU; Triton's interpreter cannot be compiled"),
+        (cfg.device == "cpu" and not triton.knobs.runtime.interpret, "--device cpu: needs TRITON_INTERPRET=1"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
+    for file in glob(cfg.init):
+        try:
+            names = safe_open(file, "pt").keys()
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
+        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
+            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+
+
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 1)))
+    data = load_data(cfg)
+    train(cfg, data)
+
+
+if __name__ == "__main__":
+    main()
