@@ -46,34 +46,46 @@ def place(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def loss_kernel(
-    logits_ptr, target_ptr, loss_ptr, top_ptr, log_ptr, n, v, stride, IGNORED: tl.constexpr,
+    logits_ptr, target_ptr, loss_ptr, top_ptr, log_ptr, n, v, stride, IGNORED: tl.constexpr, GRADIENT: tl.constexpr,
     ROWS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Loss, maximum and log(sum(exp(x - maximum))) of ROWS rows of logits [n, v], STEPS x LANES columns at a time.
 
     Each lane has a maximum and a sum of its own. They are merged once, at the end of the row, so that threads exchange
-    nothing inside the loop; STEPS elements share one rescaling.
+    nothing inside the loop; STEPS elements share one rescaling. Where GRADIENT is set, a second sweep writes softmax -
+    one_hot over the logits. It goes backwards: what was read last is still in the L2.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]  # 64 bits: n·v may be beyond 2^31
     row = tl.minimum(row, n - 1)  # the last program computes the last row several times
+    logits_ptr += row * stride
     lane = tl.arange(0, STEPS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     wide: tl.constexpr = top_ptr.dtype.element_ty
+    target = tl.load(target_ptr + row)
+    known = (target >= 0) & (target < v)
+    # read before the merge, at which all threads meet: later, another may have written the gradient here
+    score = tl.load(logits_ptr + target, known, 0).to(wide)
     highest = tl.full([ROWS, 1, LANES], -3.4e38, wide)  # finite, so that logits of -inf leave a sum of 0 and not NaN
     total = tl.zeros([ROWS, 1, LANES], wide)
     for start in tl.range(0, v, STEPS * LANES):
-        x = tl.load(logits_ptr + row * stride + start + lane, start + lane < v, float("-inf")).to(wide)
+        column = start + lane
+        x = tl.load(logits_ptr + column, column < v, float("-inf"), eviction_policy="evict_last").to(wide)
         higher = tl.maximum(highest, tl.max(x, 1, keep_dims=True))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 1, keep_dims=True)
         highest = higher
     top = tl.max(highest, 2, keep_dims=True)
     log = tl.log(tl.sum(total * tl.exp(highest - top), 2, keep_dims=True))  # ROWS 1 1
-    target = tl.load(target_ptr + row)
-    known = (target >= 0) & (target < v)
-    # in this order: of large logits, top + log would lose the bits of log
-    loss = log - (tl.load(logits_ptr + row * stride + target, known, 0).to(wide) - top)
+    loss = log - (score - top)  # in this order: of large logits, top + log would lose the bits of log
     tl.store(loss_ptr + row, tl.where(target == IGNORED, 0, tl.where(known, loss, float("nan"))))
     tl.store(top_ptr + row, top)
     tl.store(log_ptr + row, log)
+    if GRADIENT:
+        last = (tl.cdiv(v, STEPS * LANES) - 1) * (STEPS * LANES)
+        for start in tl.range(0, v, STEPS * LANES):
+            column = last - start + lane
+            x = tl.load(logits_ptr + column, column < v, float("-inf"), eviction_policy="evict_first").to(wide)
+            gradient = tl.exp((x - top) - log) - tl.where(column == target, 1, 0)
+            gradient = tl.where(target == IGNORED, 0, gradient)
+            tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), column < v)
 
 
 @triton.jit
@@ -102,17 +114,20 @@ def scale_kernel(x_ptr, scale_ptr, n, BLOCK: tl.constexpr):
         tl.store(x_ptr + i, (x * scale).to(x_ptr.dtype.element_ty), i < n)
 
 
-def losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [n, v], targets [n] -> loss [n], 0 where the target is IGNORE; maximum m [n]; log(sum(exp(x - m))) [n]"""
+def losses(logits: Tensor, targets: Tensor, gradient: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [n, v], targets [n] -> loss [n], 0 where the target is IGNORE; maximum m [n]; log(sum(exp(x - m))) [n]
+
+    With `gradient`, that of the sum of the losses is written over the logits.
+    """
     (n, v), wide = logits.shape, torch.promote_types(logits.dtype, torch.float32)
     loss, top, log = logits.new_empty(3, n, dtype=wide)
-    lanes = min(triton.next_power_of_2(v), 1024)
-    steps = min(triton.next_power_of_2(v) // lanes, 8)
+    lanes = min(triton.next_power_of_2(v), 4096 if gradient else 1024)
+    steps = min(triton.next_power_of_2(v) // lanes, 4 if gradient else 8)
     rows = 1 if logits.is_cuda else max(1, 2**17 // (steps * lanes))  # the interpreter needs few, large programs
     if n:
         loss_kernel[(triton.cdiv(n, rows),)](
             logits, targets, loss, top, log, n, v, logits.stride(0),
-            IGNORED=IGNORE, ROWS=rows, STEPS=steps, LANES=lanes, num_warps=max(lanes // 256, 1),
+            IGNORED=IGNORE, GRADIENT=gradient, ROWS=rows, STEPS=steps, LANES=lanes, num_warps=max(lanes // 256, 1),
         )  # fmt: skip
     return loss, top, log
 
@@ -182,18 +197,15 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, training: bool) -> Tensor:
-        low = weight.to(x.dtype)
+        low, buffer = weight.to(x.dtype), x.new_empty(min(chunk, len(x)), len(weight))  # chunk v
         loss = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-        one, buffer = torch.ones_like(loss), x.new_empty(min(chunk, len(x)), len(low))  # chunk v
         if training:
             dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=loss.dtype)
         for start in range(0, len(x), chunk):
             part = slice(start, start + chunk)
             logits = torch.mm(x[part], low.T, out=buffer[: len(x[part])])
-            of_rows, top, log = losses(logits, targets[part])
-            loss += of_rows.sum()
-            if training:
-                write_gradient(logits, targets[part], top, log, one, logits)
+            loss += losses(logits, targets[part], gradient=training)[0].sum()
+            if training:  # logits are their gradient from here on
                 torch.mm(logits, low, out=dx[part])
                 add_product(dweight, logits.T, x[part])
         ctx.save_for_backward(*((dx, dweight) if training else ()))

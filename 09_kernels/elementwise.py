@@ -73,8 +73,8 @@ def elu_backward(dy_ptr, x_ptr, dx_ptr, n, BLOCK: tl.constexpr):
 
 
 def block_length(x: Tensor) -> int:
-    """Elements of a program, a power of two: on a GPU 16 per thread, in the interpreter, which is slow, many."""
-    return 2048 if x.is_cuda else 2**17
+    """Elements of a program, a power of two: on a GPU 8 per thread, in the interpreter, which is slow, many."""
+    return 1024 if x.is_cuda else 2**17
 
 
 class ELU(torch.autograd.Function):

@@ -50,7 +50,7 @@ def rms_norm_forward(
         x = (x + tl.load(branch_ptr + row * branch_stride + column, inside, 0)).to(y_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * d + column, x, inside)
     x = widen(x)
-    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / d + eps)  # ROWS 1
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / d + eps)  # ROWS 1; tl.rsqrt has 25 bits, in float64 too
     y = widen(tl.load(weight_ptr + column, column < d, 0)) * x * rstd
     tl.store(y_ptr + row * d + column, y.to(y_ptr.dtype.element_ty), inside)
     tl.store(rstd_ptr + row, rstd, row < n)
@@ -117,14 +117,14 @@ def normalize_backward(
     (n, d), add = x.shape, dsum is not None
     dsum = dsum if add else dy
     columns = triton.next_power_of_2(d)
-    rows = max(1, elements(x) // columns // 2)
+    rows = max(1, elements(x) // columns // (1 + add))
     stages = min(4, 200_000 // ((2 + add) * rows * columns * x.element_size()))  # bytes of shared memory for loads
     # one program per SM, or two in the interpreter: partial sums must have company
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     dx, partial = x.new_empty(n, d), rstd.new_empty(programs, d)
     rms_norm_backward[(programs,)](
         dy, dsum, x, weight, rstd, dx, partial, n, d, dy.stride(0), dsum.stride(0), x.stride(0),
-        ADD=add, ROWS=rows, COLUMNS=columns, STAGES=max(stages, 1), num_warps=min(max(columns // 1024, 4), 32),
+        ADD=add, ROWS=rows, COLUMNS=columns, STAGES=max(stages, 1), num_warps=min(max(columns // 512, 4), 32),
     )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)
 

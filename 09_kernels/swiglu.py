@@ -2,12 +2,13 @@
 
 Forward reads two tensors and writes one (3 passes over n·f elements). Nothing but gate and up is kept: backward
 computes the sigmoid again, which costs no time, since the kernel waits for memory anyway. Backward reads three tensors
-and writes two (5 passes), over gate and up themselves, which nobody needs any more: at the peak of a step, 2·n·f
-elements less.
+and writes two (5 passes), over gate and up themselves, which nobody needs any more. With the matmul that follows, the
+product need not be kept, either: the backward kernel writes it, too (6 passes), just before the matmul that reads it.
+From forward to backward that is 2·n·f elements instead of 3·n·f, in the largest tensors of a block.
 
 Parent:   none
-Copy:     widen, place, silu_mul_forward, silu_mul_backward, sigmoid, tile, rows_of, silu_mul_gradients, SiluMul
-          (call silu_mul)
+Copy:     widen, rows_of, place, silu_mul_forward, silu_mul_backward, sigmoid, tile, silu_mul_rows, silu_mul_gradients,
+          SiluMul, SwiGLU, check_free (call silu_mul, or swiglu with the weight of the matmul)
 Run:      python 09_kernels/swiglu.py
 Source:   Shazeer 2020, arXiv:2002.05202
 """
@@ -65,10 +66,11 @@ def silu_mul_forward(
 
 @triton.jit
 def silu_mul_backward(
-    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, f, dh_stride, gate_stride, up_stride, dgate_stride, dup_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, h_ptr, n, f,
+    dh_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    RECOMPUTE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of one tile of gate and up [n, f]; they may be written over gate and up."""
+    """Write the gradients of one tile of gate and up [n, f], which may be written over them; and h, perhaps over dh."""
     row, column = place(f, ROWS, COLUMNS)
     inside = (row < n) & (column < f)
     dh = widen(tl.load(dh_ptr + row * dh_stride + column, inside, 0))
@@ -79,6 +81,8 @@ def silu_mul_backward(
     dup = dh * gate * share
     tl.store(dgate_ptr + row * dgate_stride + column, dgate.to(dgate_ptr.dtype.element_ty), inside)
     tl.store(dup_ptr + row * dup_stride + column, dup.to(dup_ptr.dtype.element_ty), inside)
+    if RECOMPUTE:
+        tl.store(h_ptr + row * dh_stride + column, (gate * share * up).to(h_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -90,18 +94,31 @@ def sigmoid(x):
 
 def tile(x: Tensor) -> tuple[int, int]:
     """Return rows and columns of a program's tile; the interpreter, which is slow, needs few and large programs."""
-    columns = min(triton.next_power_of_2(x.shape[1]), 2048)
-    return max(1, (2048 if x.is_cuda else 2**17) // columns), columns
+    columns = min(triton.next_power_of_2(x.shape[1]), 1024)
+    return max(1, (1024 if x.is_cuda else 2**17) // columns), columns
 
 
-def silu_mul_gradients(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """Write the gradients of gate and up [n, f] to dgate and dup, which may be gate and up."""
+def silu_mul_rows(gate: Tensor, up: Tensor) -> Tensor:
+    """gate, up [n, f] -> h [n, f]"""
+    (n, f), (rows, columns) = gate.shape, tile(gate)
+    h = gate.new_empty(n, f)
+    if h.numel():
+        silu_mul_forward[(triton.cdiv(n, rows) * triton.cdiv(f, columns),)](
+            gate, up, h, n, f, gate.stride(0), up.stride(0), ROWS=rows, COLUMNS=columns
+        )
+    return h
+
+
+def silu_mul_gradients(
+    dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, recompute: bool = False
+) -> None:
+    """Write the gradients of gate and up [n, f] to dgate and dup, which may be gate and up; h over dh if asked to."""
     (n, f), (rows, columns) = gate.shape, tile(gate)
     if gate.numel():
         silu_mul_backward[(triton.cdiv(n, rows) * triton.cdiv(f, columns),)](
-            dh, gate, up, dgate, dup, n, f,
+            dh, gate, up, dgate, dup, dh, n, f,
             dh.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0),
-            ROWS=rows, COLUMNS=columns, num_warps=8,
+            RECOMPUTE=recompute, ROWS=rows, COLUMNS=columns,
         )  # fmt: skip
 
 
@@ -110,24 +127,9 @@ class SiluMul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
-        gate_rows, up_rows = rows_of(gate), rows_of(up)
-        (n, f), (rows, columns) = gate_rows.shape, tile(gate_rows)
-        h = gate.new_empty(gate.shape)
-        if h.numel():
-            silu_mul_forward[(triton.cdiv(n, rows) * triton.cdiv(f, columns),)](
-                gate_rows,
-                up_rows,
-                h,
-                n,
-                f,
-                gate_rows.stride(0),
-                up_rows.stride(0),
-                ROWS=rows,
-                COLUMNS=columns,
-                num_warps=8,
-            )
-        ctx.save_for_backward(gate_rows, up_rows)
-        return h
+        rows = rows_of(gate), rows_of(up)
+        ctx.save_for_backward(*rows)
+        return silu_mul_rows(*rows).view(gate.shape)
 
     @staticmethod
     def backward(ctx, dh: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,21 +142,64 @@ class SiluMul(torch.autograd.Function):
         return dgate.view(dh.shape), dup.view(dh.shape)
 
 
+class SwiGLU(torch.autograd.Function):
+    """gate, up [..., f], weight [d, f] -> (silu(gate)·up) @ weight.T [..., d]"""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        rows = rows_of(gate), rows_of(up)
+        ctx.save_for_backward(*rows, weight)
+        return (silu_mul_rows(*rows) @ weight.T).view(*gate.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, weight = ctx.saved_tensors
+        dgate, dup, rows = gate, up, rows_of(dy)
+        if torch.compiler.is_compiling():
+            dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        dh = rows @ weight
+        silu_mul_gradients(dh, gate, up, dgate, dup, recompute=True)  # dh is h from here on
+        if dgate is gate:
+            torch.autograd.graph.increment_version((gate, up))
+        shape = *dy.shape[:-1], gate.shape[1]
+        return dgate.view(shape), dup.view(shape), rows.T @ dh
+
+
+def check_free(gate: Tensor, up: Tensor) -> None:
+    """Raise ValueError where backward would write over tensors that nothing computed."""
+    if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (gate, up)):
+        raise ValueError("backward writes over gate and up: they must not be leaves, such as parameters")
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate)·up for gate and up [..., f] of one dtype; backward writes their gradients over them.
 
     So both must be results of operations that do not need them in backward, as a matmul is; autograd raises
-    RuntimeError if one does, or if backward runs twice. Raises ValueError for tensors that nothing computed.
+    RuntimeError if one does, or if backward runs twice. Raises ValueError for leaves.
     """
-    if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (gate, up)):
-        raise ValueError("backward writes over gate and up: they must not be leaves, such as parameters")
+    check_free(gate, up)
     return SiluMul.apply(gate, up)
+
+
+def swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """Return (silu(gate)·up) @ weight [d, f].T, keeping gate and up [..., f] alone; conditions as for silu_mul.
+
+    The gradient of the weight needs silu(gate)·up again. The backward kernel has all of it in registers, and writes it
+    over the gradient that it has just read: one more pass, for n·f elements less from forward to backward.
+    """
+    check_free(gate, up)
+    return SwiGLU.apply(gate, up, weight)
 
 
 # --------------------------------------------------------------------------------------------------------- reference
 def reference(gate: Tensor, up: Tensor) -> Tensor:
     """The same in plain PyTorch."""
     return nn.functional.silu(gate) * up
+
+
+def matmul_reference(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """The same with the matmul after it."""
+    return reference(gate, up) @ weight.T
 
 
 def cost(n: int, f: int, passes: int, dtype: torch.dtype) -> int:
@@ -172,8 +217,14 @@ def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]
     def ours(gate: Tensor, up: Tensor) -> Tensor:
         return silu_mul(gate * 1, up * 1)  # leaves must not be written over
 
+    def with_matmul(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        return swiglu(gate * 1, up * 1, weight)
+
     for n, f in (5, 3000), (300, 100), (2, 9), (0, 8), *([(16384, 14336)] if device == "cuda" else []):
         yield f"{n} x {f}", ours, reference, [random(n, f), random(n, f)]
+    for n, f, d in (50, 300, 20), (1, 33, 7), (0, 8, 4):
+        inputs = [random(n, f), random(n, f), random(d, f) / f**0.5]
+        yield f"{n} x {f} x {d}, with the matmul", with_matmul, matmul_reference, inputs
     merged = [random(2, 9, 60)]
     yield (
         "halves of one tensor",

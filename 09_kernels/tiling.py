@@ -5,7 +5,8 @@ block_m x block_n, loads block_m·k elements of A and k·block_n of B. All progr
 m·k·(n / block_n) + k·n·(m / block_m) elements: tiles twice as high and twice as wide halve that.
 
 rows: a program computes part of one row of C. Every element of A is loaded n / block_n times, of B m times.
-tiles: a program keeps a tile of C in registers, and adds a column of A times a row of B to it, k times.
+tiles: a program keeps a tile of C in registers, and adds a column of A times a row of B to it, k times. A is stored by
+columns for it: by rows, the lanes of a warp would read addresses a row apart, and it would take twice as long.
 dot: the same tile, in steps of block_k: blocks of A and B wait in shared memory, where all threads of the program
 find them, and the next blocks are loaded meanwhile. In bfloat16 tl.dot runs on tensor cores, and adds up in float32.
 
@@ -13,7 +14,7 @@ Loads that another program has made lately come from the L2 cache or L1, not fro
 time take tiles of the same rows of A and columns of B.
 
 Parent:   none
-Copy:     prepare, matmul_dot, dot (forward alone; 09_kernels/matmul.py is the fast one)
+Copy:     prepare, matmul_dot, dot (forward alone)
 Run:      python 09_kernels/tiling.py
 Source:   Lam, Rothberg and Wolf 1991, doi:10.1145/106972.106981
 """
@@ -31,7 +32,7 @@ import triton
 import triton.language as tl
 
 # ------------------------------------------------------------------------------------------------------------ config
-TILES = {"rows": (1, 128), "tiles": (128, 64), "dot": (128, 128)}  # the elements of C that a program computes
+TILES = {"rows": (1, 128), "tiles": (64, 128), "dot": (128, 128)}  # the elements of C that a program computes
 PEAK = {torch.float32: 67e12, torch.bfloat16: 989.5e12}  # FLOP/s of an H100 or H200: CUDA cores, tensor cores
 
 
@@ -55,16 +56,19 @@ def matmul_tiles(
     a_ptr, b_ptr, c_ptr, m, n, k, a_stride, b_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of c [m, n]: for each of k, BLOCK_M elements of a times BLOCK_N of b, an outer product."""
+    """Compute a tile of c [m, n]: for each of k, BLOCK_M elements of a times BLOCK_N of b, an outer product.
+
+    a is stored by columns, so that neighbouring threads read neighbouring elements of a column.
+    """
     tiles = tl.cdiv(n, BLOCK_N)  # side by side: neighbours take the same rows of a
     row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # in registers until it is complete
     for _ in tl.range(0, k):
-        a = tl.load(a_ptr + row * a_stride, row < m, 0)  # BLOCK_M 1
+        a = tl.load(a_ptr + row, row < m, 0)  # BLOCK_M 1
         b = tl.load(b_ptr + column, column < n, 0)  # 1 BLOCK_N
         total += a * b
-        a_ptr += 1
+        a_ptr += a_stride
         b_ptr += b_stride
     tl.store(c_ptr + row * n + column, total, (row < m) & (column < n))
 
@@ -118,10 +122,11 @@ def rows(a: Tensor, b: Tensor) -> Tensor:
 def tiles(a: Tensor, b: Tensor) -> Tensor:
     """a [m, k], b [k, n], float32 -> their product [m, n]; a program computes a tile."""
     a, b, c = prepare(a, b, (torch.float32,))
+    a = a.T.contiguous()  # k m
     (m, n), (block_m, block_n) = c.shape, TILES["tiles"]
     if c.numel():
         matmul_tiles[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
-            a, b, c, m, n, a.shape[1], a.stride(0), b.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4
+            a, b, c, m, n, len(a), a.stride(0), b.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4
         )
     return c
 

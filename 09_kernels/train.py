@@ -1,17 +1,19 @@
 """Train a Llama on one GPU with all that is not a matmul or attention in kernels of our own, copied from this folder.
 
 Between the matmuls of a step, all time is that of bytes moved. Residual add and norm are one kernel; queries and keys
-are rotated in place; SwiGLU's gradients are written over its inputs; logits exist for a few thousand tokens at a time,
-and their gradient is written over them; one kernel clips, updates fp32 masters and writes the bf16 weights that the
-next forward reads, so that nothing is cast by autocast. `git diff --no-index 01_single_gpu/train.py
-09_kernels/train.py` is the argument for fusing. Without a GPU the kernels run in Triton's interpreter, slowly.
+are rotated in place; SwiGLU's gradients are written over its inputs, and its output is computed twice instead of kept;
+projections of one input add up its gradient inside their matmuls; logits exist for a few thousand tokens at a time, and
+their gradient is written over them; one kernel clips, updates fp32 masters and writes the bf16 weights that the next
+forward reads, so that nothing is cast by autocast. `git diff --no-index 01_single_gpu/train.py 09_kernels/train.py` is
+the argument for fusing. Without a GPU the kernels run in Triton's interpreter, slowly.
 
 Parent:   01_single_gpu/train.py, 09_kernels/rmsnorm.py, 09_kernels/swiglu.py, 09_kernels/rope.py,
           09_kernels/cross_entropy.py, 09_kernels/adamw.py
-Lesson:   RMSNorm, Attention.forward, MLP.forward, Block.forward, Loss, Model.hidden, Model.forward,
-          make_optimizer, forward, train_step
+Lesson:   Project, project, RMSNorm, Attention.forward, MLP.forward, Block.forward, Loss, Model.hidden,
+          Model.forward, make_optimizer, forward, train_step
 Plumbing: Config, build_model, slots_by_name, set_learning_rate, save, train, check
-Copy:     rms_norm, add_rms_norm, silu_mul, rotate, linear_cross_entropy, AdamW (with what they call: see their files)
+Copy:     project, rms_norm, add_rms_norm, swiglu, rotate, linear_cross_entropy, AdamW (and what they call: the files of
+          the kernels name it)
 Run:      python 09_kernels/train.py
 Source:   Llama 3, arXiv:2407.21783; Liger Kernel, Hsu et al. 2024, arXiv:2410.10989
 """
@@ -108,7 +110,7 @@ def rms_norm_forward(
         x = (x + tl.load(branch_ptr + row * branch_stride + column, inside, 0)).to(y_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * d + column, x, inside)
     x = widen(x)
-    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / d + eps)  # ROWS 1
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / d + eps)  # ROWS 1; tl.rsqrt has 25 bits, in float64 too
     y = widen(tl.load(weight_ptr + column, column < d, 0)) * x * rstd
     tl.store(y_ptr + row * d + column, y.to(y_ptr.dtype.element_ty), inside)
     tl.store(rstd_ptr + row, rstd, row < n)
@@ -175,14 +177,14 @@ def normalize_backward(
     (n, d), add = x.shape, dsum is not None
     dsum = dsum if add else dy
     columns = triton.next_power_of_2(d)
-    rows = max(1, elements(x) // columns // 2)
+    rows = max(1, elements(x) // columns // (1 + add))
     stages = min(4, 200_000 // ((2 + add) * rows * columns * x.element_size()))  # bytes of shared memory for loads
     # one program per SM, or two in the interpreter: partial sums must have company
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     dx, partial = x.new_empty(n, d), rstd.new_empty(programs, d)
     rms_norm_backward[(programs,)](
         dy, dsum, x, weight, rstd, dx, partial, n, d, dy.stride(0), dsum.stride(0), x.stride(0),
-        ADD=add, ROWS=rows, COLUMNS=columns, STAGES=max(stages, 1), num_warps=min(max(columns // 1024, 4), 32),
+        ADD=add, ROWS=rows, COLUMNS=columns, STAGES=max(stages, 1), num_warps=min(max(columns // 512, 4), 32),
     )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)
 
@@ -263,10 +265,11 @@ def silu_mul_forward(
 
 @triton.jit
 def silu_mul_backward(
-    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, f, dh_stride, gate_stride, up_stride, dgate_stride, dup_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, h_ptr, n, f,
+    dh_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    RECOMPUTE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of one tile of gate and up [n, f]; they may be written over gate and up."""
+    """Write the gradients of one tile of gate and up [n, f], which may be written over them; and h, perhaps over dh."""
     row, column = place(f, ROWS, COLUMNS)
     inside = (row < n) & (column < f)
     dh = widen(tl.load(dh_ptr + row * dh_stride + column, inside, 0))
@@ -277,6 +280,8 @@ def silu_mul_backward(
     dup = dh * gate * share
     tl.store(dgate_ptr + row * dgate_stride + column, dgate.to(dgate_ptr.dtype.element_ty), inside)
     tl.store(dup_ptr + row * dup_stride + column, dup.to(dup_ptr.dtype.element_ty), inside)
+    if RECOMPUTE:
+        tl.store(h_ptr + row * dh_stride + column, (gate * share * up).to(h_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -288,65 +293,71 @@ def sigmoid(x):
 
 def tile(x: Tensor) -> tuple[int, int]:
     """Return rows and columns of a program's tile; the interpreter, which is slow, needs few and large programs."""
-    columns = min(triton.next_power_of_2(x.shape[1]), 2048)
-    return max(1, (2048 if x.is_cuda else 2**17) // columns), columns
+    columns = min(triton.next_power_of_2(x.shape[1]), 1024)
+    return max(1, (1024 if x.is_cuda else 2**17) // columns), columns
 
 
-def silu_mul_gradients(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """Write the gradients of gate and up [n, f] to dgate and dup, which may be gate and up."""
+def silu_mul_rows(gate: Tensor, up: Tensor) -> Tensor:
+    """gate, up [n, f] -> h [n, f]"""
+    (n, f), (rows, columns) = gate.shape, tile(gate)
+    h = gate.new_empty(n, f)
+    if h.numel():
+        silu_mul_forward[(triton.cdiv(n, rows) * triton.cdiv(f, columns),)](
+            gate, up, h, n, f, gate.stride(0), up.stride(0), ROWS=rows, COLUMNS=columns
+        )
+    return h
+
+
+def silu_mul_gradients(
+    dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, recompute: bool = False
+) -> None:
+    """Write the gradients of gate and up [n, f] to dgate and dup, which may be gate and up; h over dh if asked to."""
     (n, f), (rows, columns) = gate.shape, tile(gate)
     if gate.numel():
         silu_mul_backward[(triton.cdiv(n, rows) * triton.cdiv(f, columns),)](
-            dh, gate, up, dgate, dup, n, f,
+            dh, gate, up, dgate, dup, dh, n, f,
             dh.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0),
-            ROWS=rows, COLUMNS=columns, num_warps=8,
+            RECOMPUTE=recompute, ROWS=rows, COLUMNS=columns,
         )  # fmt: skip
 
 
-class SiluMul(torch.autograd.Function):
-    """gate, up [..., f] -> silu(gate)·up [..., f]"""
+class SwiGLU(torch.autograd.Function):
+    """gate, up [..., f], weight [d, f] -> (silu(gate)·up) @ weight.T [..., d]"""
 
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
-        gate_rows, up_rows = rows_of(gate), rows_of(up)
-        (n, f), (rows, columns) = gate_rows.shape, tile(gate_rows)
-        h = gate.new_empty(gate.shape)
-        if h.numel():
-            silu_mul_forward[(triton.cdiv(n, rows) * triton.cdiv(f, columns),)](
-                gate_rows,
-                up_rows,
-                h,
-                n,
-                f,
-                gate_rows.stride(0),
-                up_rows.stride(0),
-                ROWS=rows,
-                COLUMNS=columns,
-                num_warps=8,
-            )
-        ctx.save_for_backward(gate_rows, up_rows)
-        return h
+    def forward(ctx, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        rows = rows_of(gate), rows_of(up)
+        ctx.save_for_backward(*rows, weight)
+        return (silu_mul_rows(*rows) @ weight.T).view(*gate.shape[:-1], len(weight))
 
     @staticmethod
-    def backward(ctx, dh: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = dgate, dup = ctx.saved_tensors
-        if torch.compiler.is_compiling():  # it must not write over what was saved; it plans memory itself
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, weight = ctx.saved_tensors
+        dgate, dup, rows = gate, up, rows_of(dy)
+        if torch.compiler.is_compiling():
             dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        silu_mul_gradients(rows_of(dh), gate, up, dgate, dup)
-        if dgate is gate:  # whoever reads gate or up after this gets an error instead of gradients
+        dh = rows @ weight
+        silu_mul_gradients(dh, gate, up, dgate, dup, recompute=True)  # dh is h from here on
+        if dgate is gate:
             torch.autograd.graph.increment_version((gate, up))
-        return dgate.view(dh.shape), dup.view(dh.shape)
+        shape = *dy.shape[:-1], gate.shape[1]
+        return dgate.view(shape), dup.view(shape), rows.T @ dh
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate)·up for gate and up [..., f] of one dtype; backward writes their gradients over them.
-
-    So both must be results of operations that do not need them in backward, as a matmul is; autograd raises
-    RuntimeError if one does, or if backward runs twice. Raises ValueError for tensors that nothing computed.
-    """
+def check_free(gate: Tensor, up: Tensor) -> None:
+    """Raise ValueError where backward would write over tensors that nothing computed."""
     if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (gate, up)):
         raise ValueError("backward writes over gate and up: they must not be leaves, such as parameters")
-    return SiluMul.apply(gate, up)
+
+
+def swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """Return (silu(gate)·up) @ weight [d, f].T, keeping gate and up [..., f] alone; conditions as for silu_mul.
+
+    The gradient of the weight needs silu(gate)·up again. The backward kernel has all of it in registers, and writes it
+    over the gradient that it has just read: one more pass, for n·f elements less from forward to backward.
+    """
+    check_free(gate, up)
+    return SwiGLU.apply(gate, up, weight)
 
 
 @triton.jit
@@ -420,50 +431,46 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 @triton.jit
 def loss_kernel(
-    logits_ptr, target_ptr, loss_ptr, top_ptr, log_ptr, n, v, stride, IGNORED: tl.constexpr,
+    logits_ptr, target_ptr, loss_ptr, top_ptr, log_ptr, n, v, stride, IGNORED: tl.constexpr, GRADIENT: tl.constexpr,
     ROWS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Loss, maximum and log(sum(exp(x - maximum))) of ROWS rows of logits [n, v], STEPS x LANES columns at a time.
 
     Each lane has a maximum and a sum of its own. They are merged once, at the end of the row, so that threads exchange
-    nothing inside the loop; STEPS elements share one rescaling.
+    nothing inside the loop; STEPS elements share one rescaling. Where GRADIENT is set, a second sweep writes softmax -
+    one_hot over the logits. It goes backwards: what was read last is still in the L2.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]  # 64 bits: n·v may be beyond 2^31
     row = tl.minimum(row, n - 1)  # the last program computes the last row several times
+    logits_ptr += row * stride
     lane = tl.arange(0, STEPS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     wide: tl.constexpr = top_ptr.dtype.element_ty
+    target = tl.load(target_ptr + row)
+    known = (target >= 0) & (target < v)
+    # read before the merge, at which all threads meet: later, another may have written the gradient here
+    score = tl.load(logits_ptr + target, known, 0).to(wide)
     highest = tl.full([ROWS, 1, LANES], -3.4e38, wide)  # finite, so that logits of -inf leave a sum of 0 and not NaN
     total = tl.zeros([ROWS, 1, LANES], wide)
     for start in tl.range(0, v, STEPS * LANES):
-        x = tl.load(logits_ptr + row * stride + start + lane, start + lane < v, float("-inf")).to(wide)
+        column = start + lane
+        x = tl.load(logits_ptr + column, column < v, float("-inf"), eviction_policy="evict_last").to(wide)
         higher = tl.maximum(highest, tl.max(x, 1, keep_dims=True))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 1, keep_dims=True)
         highest = higher
     top = tl.max(highest, 2, keep_dims=True)
     log = tl.log(tl.sum(total * tl.exp(highest - top), 2, keep_dims=True))  # ROWS 1 1
-    target = tl.load(target_ptr + row)
-    known = (target >= 0) & (target < v)
-    # in this order: of large logits, top + log would lose the bits of log
-    loss = log - (tl.load(logits_ptr + row * stride + target, known, 0).to(wide) - top)
+    loss = log - (score - top)  # in this order: of large logits, top + log would lose the bits of log
     tl.store(loss_ptr + row, tl.where(target == IGNORED, 0, tl.where(known, loss, float("nan"))))
     tl.store(top_ptr + row, top)
     tl.store(log_ptr + row, log)
-
-
-@triton.jit
-def gradient_kernel(
-    logits_ptr, target_ptr, top_ptr, log_ptr, scale_ptr, out_ptr, n, v, stride, out_stride, IGNORED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Write scale·(softmax - one_hot) for one tile of the logits [n, v]; rows without a target get zeros."""
-    row, column = place(v, ROWS, COLUMNS)
-    inside = (row < n) & (column < v)
-    target = tl.load(target_ptr + row, row < n, IGNORED)
-    top, log = tl.load(top_ptr + row, row < n, 0), tl.load(log_ptr + row, row < n, 0)
-    x = tl.load(logits_ptr + row * stride + column, inside, float("-inf")).to(top.dtype)
-    gradient = (tl.exp((x - top) - log) - tl.where(column == target, 1, 0)) * tl.load(scale_ptr)
-    gradient = tl.where(target == IGNORED, 0, gradient)
-    tl.store(out_ptr + row * out_stride + column, gradient.to(out_ptr.dtype.element_ty), inside)
+    if GRADIENT:
+        last = (tl.cdiv(v, STEPS * LANES) - 1) * (STEPS * LANES)
+        for start in tl.range(0, v, STEPS * LANES):
+            column = last - start + lane
+            x = tl.load(logits_ptr + column, column < v, float("-inf"), eviction_policy="evict_first").to(wide)
+            gradient = tl.exp((x - top) - log) - tl.where(column == target, 1, 0)
+            gradient = tl.where(target == IGNORED, 0, gradient)
+            tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), column < v)
 
 
 @triton.jit
@@ -476,31 +483,22 @@ def scale_kernel(x_ptr, scale_ptr, n, BLOCK: tl.constexpr):
         tl.store(x_ptr + i, (x * scale).to(x_ptr.dtype.element_ty), i < n)
 
 
-def losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [n, v], targets [n] -> loss [n], 0 where the target is IGNORE; maximum m [n]; log(sum(exp(x - m))) [n]"""
+def losses(logits: Tensor, targets: Tensor, gradient: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [n, v], targets [n] -> loss [n], 0 where the target is IGNORE; maximum m [n]; log(sum(exp(x - m))) [n]
+
+    With `gradient`, that of the sum of the losses is written over the logits.
+    """
     (n, v), wide = logits.shape, torch.promote_types(logits.dtype, torch.float32)
     loss, top, log = logits.new_empty(3, n, dtype=wide)
-    lanes = min(triton.next_power_of_2(v), 1024)
-    steps = min(triton.next_power_of_2(v) // lanes, 8)
+    lanes = min(triton.next_power_of_2(v), 4096 if gradient else 1024)
+    steps = min(triton.next_power_of_2(v) // lanes, 4 if gradient else 8)
     rows = 1 if logits.is_cuda else max(1, 2**17 // (steps * lanes))  # the interpreter needs few, large programs
     if n:
         loss_kernel[(triton.cdiv(n, rows),)](
             logits, targets, loss, top, log, n, v, logits.stride(0),
-            IGNORED=IGNORE, ROWS=rows, STEPS=steps, LANES=lanes, num_warps=max(lanes // 256, 1),
+            IGNORED=IGNORE, GRADIENT=gradient, ROWS=rows, STEPS=steps, LANES=lanes, num_warps=max(lanes // 256, 1),
         )  # fmt: skip
     return loss, top, log
-
-
-def write_gradient(logits: Tensor, targets: Tensor, top: Tensor, log: Tensor, scale: Tensor, out: Tensor) -> None:
-    """Write the gradient of scale [] times the sum of the losses to out [n, v], which may be the logits."""
-    n, v = logits.shape
-    columns = min(triton.next_power_of_2(v), 8192)
-    rows = 1 if logits.is_cuda else max(1, 2**17 // columns)
-    if n:
-        gradient_kernel[(triton.cdiv(v, columns) * triton.cdiv(n, rows),)](
-            logits, targets, top, log, scale, out, n, v, logits.stride(0), out.stride(0),
-            IGNORED=IGNORE, ROWS=rows, COLUMNS=columns, num_warps=8,
-        )  # fmt: skip
 
 
 def rescale(x: Tensor, scale: Tensor) -> None:
@@ -525,18 +523,15 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, training: bool) -> Tensor:
-        low = weight.to(x.dtype)
+        low, buffer = weight.to(x.dtype), x.new_empty(min(chunk, len(x)), len(weight))  # chunk v
         loss = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-        one, buffer = torch.ones_like(loss), x.new_empty(min(chunk, len(x)), len(low))  # chunk v
         if training:
             dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=loss.dtype)
         for start in range(0, len(x), chunk):
             part = slice(start, start + chunk)
             logits = torch.mm(x[part], low.T, out=buffer[: len(x[part])])
-            of_rows, top, log = losses(logits, targets[part])
-            loss += of_rows.sum()
-            if training:
-                write_gradient(logits, targets[part], top, log, one, logits)
+            loss += losses(logits, targets[part], gradient=training)[0].sum()
+            if training:  # logits are their gradient from here on
                 torch.mm(logits, low, out=dx[part])
                 add_product(dweight, logits.T, x[part])
         ctx.save_for_backward(*((dx, dweight) if training else ()))
@@ -570,7 +565,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int 
 def locate(block, table_ptr, tensors, TENSORS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the tensor to which a block belongs, and the first element of the block in it."""
     i = tl.arange(0, TENSORS)
-    starts = tl.load(table_ptr + i, i < tensors, 2**62)  # row 0 of the table: the first block of each tensor
+    starts = tl.load(table_ptr + i, i < tensors, 2**62)  # the first block of each tensor
     tensor = tl.sum((starts <= block).to(tl.int64), 0) - 1
     return tensor, (block - tl.load(table_ptr + tensor)) * BLOCK
 
@@ -583,10 +578,10 @@ def squares_kernel(
     """Add up the squares of the gradients in every programs-th block; write this program's sum."""
     total = tl.zeros([BLOCK], WIDE)
     for block in tl.range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):
-        tensor, first = locate(block, table_ptr, tensors, TENSORS, BLOCK)
+        tensor, first = locate(block, table_ptr + tensors, tensors, TENSORS, BLOCK)
         i = first + tl.arange(0, BLOCK)
-        inside = i < tl.load(table_ptr + tensors + tensor)
-        gradient_ptr = tl.load(table_ptr + 2 * tensors + tensor).to(tl.pointer_type(GRADIENT))
+        inside = i < tl.multiple_of(tl.load(table_ptr + 2 * tensors + tensor), ALIGNED)
+        gradient_ptr = tl.load(table_ptr + 3 * tensors + tensor).to(tl.pointer_type(GRADIENT))
         gradient = tl.load(tl.multiple_of(gradient_ptr + i, ALIGNED), inside, 0).to(WIDE)
         total += gradient * gradient
     tl.store(partial_ptr + tl.program_id(0), tl.sum(total, 0))
@@ -600,8 +595,9 @@ def adamw_kernel(
     """Clip, update both moments and the weight, and write its low-precision copy, for one block of one tensor."""
     tensor, first = locate(tl.program_id(0).to(tl.int64), table_ptr, tensors, TENSORS, BLOCK)
     i = first + tl.arange(0, BLOCK)
-    inside = i < tl.load(table_ptr + tensors + tensor)
-    entry = table_ptr + 2 * tensors + tensor
+    # told that sizes and addresses are multiples of 16, the compiler loads 16 bytes at once
+    inside = i < tl.multiple_of(tl.load(table_ptr + 2 * tensors + tensor), ALIGNED)
+    entry = table_ptr + 3 * tensors + tensor
     gradient_ptr = tl.multiple_of(tl.load(entry).to(tl.pointer_type(GRADIENT)) + i, ALIGNED)
     weight_ptr = tl.multiple_of(tl.load(entry + tensors).to(tl.pointer_type(WIDE)) + i, ALIGNED)
     mean_ptr = tl.multiple_of(tl.load(entry + 2 * tensors).to(tl.pointer_type(WIDE)) + i, ALIGNED)
@@ -644,9 +640,11 @@ class Slot:
 class Launch:
     """What one launch works on: tensors of the same dtypes."""
 
-    table: Tensor  # [7, tensors] first block, elements, addresses of gradient, master, mean, square and parameter
+    # [8, tensors] first block of adamw_kernel, and of squares_kernel; elements; addresses of gradient, master, mean,
+    # square and parameter
+    table: Tensor
     numbers: Tensor  # [4 + 3·tensors] beta1, beta2, eps, clip; and of each tensor: rates, corrections, decays
-    blocks: int
+    blocks: tuple[int, int]  # of adamw_kernel, and of squares_kernel
     gradients: list[Tensor]  # alive until the kernels are launched
     constants: dict[str, object]
 
@@ -693,20 +691,28 @@ class AdamW:
                 kinds.setdefault((slot.parameter.dtype, slot.parameter.grad.dtype), []).append(slot)
         launches = [self.launch(slots) for slots in kinds.values()]
         x = self.slots[0].parameter
-        programs = 8 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
+        programs = 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
         partial = torch.zeros(len(launches), programs, dtype=torch.float64, device=x.device)
         for sums, on in zip(partial, launches):
-            constants = {name: value for name, value in on.constants.items() if name != "LOW"}
-            squares_kernel[(programs,)](on.table, sums, on.table.shape[1], on.blocks, **constants)
+            constants = {name: value for name, value in on.constants.items() if name not in ("LOW", "BLOCK")}
+            squares_kernel[(programs,)](
+                on.table,
+                sums,
+                len(on.gradients),
+                on.blocks[1],
+                BLOCK=4 * on.constants["BLOCK"],
+                num_warps=8,
+                **constants,
+            )
         norm = partial.sum().sqrt()
         for on in launches:
-            adamw_kernel[(on.blocks,)](on.table, on.numbers, norm, on.table.shape[1], num_warps=8, **on.constants)
+            adamw_kernel[(on.blocks[0],)](on.table, on.numbers, norm, len(on.gradients), **on.constants)
         return norm
 
     def launch(self, slots: list[Slot]) -> Launch:
         """Write the tables for tensors of the same dtypes."""
         device = slots[0].parameter.device
-        block = 512 if device.type == "cuda" else 2**15  # the interpreter needs few, large programs
+        block = 2048 if device.type == "cuda" else 2**15  # the interpreter needs few, large programs
         gradients = [slot.parameter.grad.contiguous() for slot in slots]
         kept = [
             gradients,
@@ -714,8 +720,8 @@ class AdamW:
         ]
         addresses = [[x.data_ptr() for x in row] for row in kept]
         sizes = [x.numel() for x in gradients]
-        counts = [triton.cdiv(size, block) for size in sizes]
-        starts = [sum(counts[:i]) for i in range(len(counts))]
+        counts = [[triton.cdiv(size, length) for size in sizes] for length in (block, 4 * block)]
+        starts = [[sum(row[:i]) for i in range(len(row))] for row in counts]
         beta1, beta2 = self.betas
         numbers = [beta1, beta2, self.eps, self.clip]
         numbers += [slot.group["lr"] / (1 - beta1**slot.steps) for slot in slots]
@@ -723,14 +729,38 @@ class AdamW:
         numbers += [1 - slot.group["lr"] * slot.group["weight_decay"] for slot in slots]
         constants = dict(GRADIENT=TRITON[gradients[0].dtype], WIDE=TRITON[slots[0].master.dtype])
         constants |= dict(LOW=TRITON[slots[0].parameter.dtype], TENSORS=triton.next_power_of_2(len(slots)), BLOCK=block)
-        constants["ALIGNED"] = 1 if any(address % 16 for row in addresses for address in row) else 16
-        table = torch.tensor([starts, sizes, *addresses]).to(device, non_blocking=True)
-        numbers = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
-        return Launch(table, numbers, sum(counts), gradients, constants)
+        constants["ALIGNED"] = 16 if not any(x % 16 for row in (sizes, *addresses) for x in row) else 1
+        pinned = device.type == "cuda"  # the CPU waits for the GPU before it copies from any other memory
+        table = torch.tensor([*starts, sizes, *addresses], pin_memory=pinned).to(device, non_blocking=True)
+        numbers = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned).to(device, non_blocking=True)
+        return Launch(table, numbers, (sum(counts[0]), sum(counts[1])), gradients, constants)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
 # Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class Project(torch.autograd.Function):
+    """x [b, s, d], weights [f, d] -> x @ weight.T of each; their gradients of x are added up inside the matmuls"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        return tuple(nn.functional.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *dys: Tensor) -> tuple[Tensor, ...]:
+        x, *weights = ctx.saved_tensors
+        dys, x_rows = [rows_of(dy) for dy in dys], rows_of(x)
+        dx = dys[0] @ weights[0]
+        for dy, weight in zip(dys[1:], weights[1:]):
+            dx.addmm_(dy, weight)  # a kernel that adds would read two tensors and write a third
+        return dx.view(x.shape), *(dy.T @ x_rows for dy in dys)
+
+
+def project(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Multiply x [b, s, d] by the transpose of each weight [f, d]."""
+    return Project.apply(x, *weights)
 
 
 class RMSNorm(nn.Module):
@@ -767,9 +797,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(cfg.heads * self.k, cfg.dim, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        q = rearrange(rotate(self.q_proj(x), rope), "b s (h k) -> b h s k", k=self.k)
-        k = rearrange(rotate(self.k_proj(x), rope), "b s (h k) -> b h s k", k=self.k)
-        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        q, k, v = project(x, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        q = rearrange(rotate(q, rope), "b s (h k) -> b h s k", k=self.k)
+        k = rearrange(rotate(k, rope), "b s (h k) -> b h s k", k=self.k)
+        v = rearrange(v, "b s (h k) -> b h s k", k=self.k)
         o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
 
@@ -784,7 +815,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(cfg.ffn, cfg.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+        return swiglu(*project(x, self.gate_proj.weight, self.up_proj.weight), self.down_proj.weight)
 
 
 class Block(nn.Module):

@@ -15,6 +15,10 @@ any machine, `python 01_single_gpu/profiling.py --draw 02_data_parallel/overlap.
 tests/results/timelines/{naive,overlap,bucketed}.json` draws the picture.
 `expert_layer` times one layer of experts on one GPU, ours and that of transformers, and its matmuls alone.
 `context_attention` times what one rank of four computes in the attention of 05_context_ring, without transfers.
+`kernels`, and the names of files behind it if not all are meant, runs `measure` of the files of 09_kernels, each in a
+process of its own, and stores their rows in tests/results/kernels.json: of each row that of the median round.
+`kernel_steps` sorts the milliseconds of a step of the root and of 09_kernels/train.py by what its GPU kernels do, for
+tests/results/kernel_steps.json.
 `collectives` stores what 02_data_parallel/collectives.py prints. `memory` needs no GPU: it puts the measured peaks of
 naive data parallelism and of ZeRO beside what 01_single_gpu/memory.py predicts, for `python 01_single_gpu/memory.py
 --draw 03_zero/memory.svg tests/results/memory.json`.
@@ -22,6 +26,7 @@ naive data parallelism and of ZeRO beside what 01_single_gpu/memory.py predicts,
 
 import argparse
 import datetime
+import importlib.metadata
 import itertools
 import json
 import math
@@ -31,6 +36,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -42,6 +48,7 @@ import torch
 from launch import ROOT, isolated, launch, load
 
 RESULTS = ROOT / "tests" / "results" / "speed.json"
+KERNELS, KERNEL_STEPS = (RESULTS.parent / name for name in ("kernels.json", "kernel_steps.json"))
 SMOLLM = "--preset smollm_1_7b --seq 2048 --dtype bfloat16 --compile --steps 25"
 PARALLEL = SMOLLM.replace("--steps 25", "--steps 15")
 ZERO = f"{PARALLEL} --batch 16"
@@ -59,6 +66,10 @@ LONG = "--preset llama3_8b --layers 8 --batch 1 --dtype bfloat16 --compile --war
 # random ids and no learning, so that experts are about equally busy, and stay so
 RANDOM_IDS = Path(tempfile.gettempdir(), "random_ids.bin")
 EXPERTS = f"--preset olmoe_1b_7b --layers 4 --seq 4096 --dtype bfloat16 --compile --steps 10 --lr 0 --data {RANDOM_IDS}"
+LLAMAS = {  # one GPU, with matmuls large enough that the CPU is ahead of the GPU
+    "smollm_1_7b": "--preset smollm_1_7b --seq 4096 --batch 4 --dtype bfloat16 --steps 20",
+    "llama3_1b": "--preset llama3_1b --seq 8192 --batch 4 --dtype bfloat16 --steps 15",
+}
 SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
     "single": (
         1,
@@ -294,6 +305,14 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
             ("07_expert/symmetric_memory.py", f"{EXPERTS} --batch 16 --slots 1.25"),
         ],
     ),
+    **{
+        f"kernels_{name}": (
+            1,
+            2,
+            [("01_single_gpu/train.py", f"{flags} --compile"), ("09_kernels/train.py", flags)],
+        )
+        for name, flags in (("smollm", LLAMAS["smollm_1_7b"]), ("llama3_1b", LLAMAS["llama3_1b"]))
+    },
     "four": (
         4,
         1,
@@ -321,6 +340,13 @@ PROFILED = {
     ],
 }
 PROFILED["expert"] = [file for file, _ in SUITES["expert"][2]]
+KINDS = "matmuls", "attention", "elementwise", "optimizer"
+DOES = [  # what a GPU kernel does, by parts of its name; the first that fits counts, and all others are elementwise
+    ("elementwise", r"^triton_(poi|red|per)"),  # torch.compile names these after what is around them, too
+    ("attention", r"sdpa|flash|fmha|attention"),
+    ("optimizer", r"adamw|multi_tensor|squares"),
+    ("matmuls", r"nvjet|gemm|cutlass|cublas|splitk|triton_tem"),
+]
 STAGES = [f"03_zero/{name}.py" for name in ("zero1_overlap", "zero2", "zero3")]
 TIMELINES = RESULTS.parent / "timelines"
 COLLECTIVES = "--largest 268435456"
@@ -350,7 +376,7 @@ def torchrun(gpus: int, *words: str) -> list[str]:
 
 def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
     """One run in processes of its own; the numbers of its last line, and its last loss. Of several, the slowest."""
-    single = file.startswith(("01_", "tests/"))
+    single = file.startswith(("01_", "09_", "tests/"))
     commands = [[file, *flags.split()]] * gpus if single else [torchrun(gpus, file, *flags.split())]
     runs = []
     for printed in outputs(*commands):
@@ -778,6 +804,74 @@ def expert_layer(rounds: int) -> dict[str, object]:
     return {"transformers": transformers.__version__, "rows": rows, "matmuls": alone}
 
 
+def kernel(name: str) -> list[dict[str, object]]:
+    """Check a file of 09_kernels natively, then time it."""
+    module = load(f"09_kernels/{name}.py")
+    module.check("cuda")
+    return module.measure()
+
+
+def kernels(names: list[str], rounds: int) -> bool:
+    """Run `measure` of these files of 09_kernels, or of all; store after each. Return whether all of them could run."""
+    files = [path.stem for path in (ROOT / "09_kernels").glob("*.py") if "\ndef measure(" in path.read_text()]
+    if unknown := [name for name in names if name not in files]:
+        raise SystemExit(f"kernels {' '.join(unknown)}: must be of {', '.join(sorted(files))}")
+    stored, failed = json.loads(KERNELS.read_text()) if KERNELS.exists() else {}, []
+    for name in names or sorted(files):
+        print(f"09_kernels/{name}.py", flush=True)
+        try:
+            found = [isolated(partial(kernel, name)) for _ in range(rounds)]
+        except (AssertionError, EOFError) as error:  # it raised an error; it crashed
+            print(f"09_kernels/{name}.py failed:\n{str(error)[-3000:]}", flush=True)
+            failed.append(name)
+            continue
+        middle = [sorted(same, key=lambda row: row["ms"])[(rounds - 1) // 2] for same in zip(*found, strict=True)]
+        about = {**where(1), "triton": importlib.metadata.version("triton")}
+        stored[name] = {**about, "command": f"python tests/bench.py kernels {name} --rounds {rounds}", "rows": middle}
+        KERNELS.write_text(json.dumps(stored, indent=1) + "\n")
+    return not failed
+
+
+def step_by_kind(file: str, flags: str) -> dict[str, float]:
+    """Milliseconds of a training step by what its GPU kernels do. rest: what of the step no kernel accounts for."""
+    module = load(file)
+    sys.argv = [file, *flags.split()]
+    cfg = module.parse_config()
+    data, model = module.load_data(cfg), module.build_model(cfg)
+    optimizer, batch, times = module.make_optimizer(cfg, model), module.make_batch(cfg, data, 0), []
+    for _ in range(15):
+        start = time.perf_counter()
+        module.train_step(cfg, model, optimizer, *batch)[0].item()  # waits for the GPU
+        times.append((time.perf_counter() - start) * 1e3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(2):
+            module.train_step(cfg, model, optimizer, *batch)
+        torch.cuda.synchronize()  # or the trace would end before the kernels do
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    found = dict.fromkeys(KINDS, 0.0)
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            found[kind_of(event["name"])] += event["dur"] / 1e3 / 2  # µs of two steps
+    return found | {"rest": statistics.median(times[5:]) - sum(found.values())}
+
+
+def kind_of(name: str) -> str:
+    """What a GPU kernel does, by its name."""
+    return next((kind for kind, parts in DOES if re.search(parts, name, re.I)), "elementwise")
+
+
+def kernel_steps() -> None:
+    """Store where the milliseconds of a step go, of the root and of 09_kernels/train.py. Stores after each."""
+    stored = {"measured": {**where(1), "command": "python tests/bench.py kernel_steps"}}
+    for preset, flags in LLAMAS.items():
+        for file, own in ("01_single_gpu/train.py", f"{flags} --compile"), ("09_kernels/train.py", flags):
+            stored.setdefault(preset, {})[file] = isolated(partial(step_by_kind, file, own))
+            print(f"{preset:12} {file:24}", *(f"{k} {ms:.1f}" for k, ms in stored[preset][file].items()), flush=True)
+            KERNEL_STEPS.write_text(json.dumps(stored, indent=1) + "\n")
+
+
 def memory(stored: dict[str, dict]) -> list[dict[str, object]]:
     """Bytes by kind at the peak, with what was measured, and at the optimizer's step, of recipes by what they shard."""
     predict, rows = load("01_single_gpu/memory.py"), {"peak": [], "optimizer": []}
@@ -840,12 +934,18 @@ def main() -> None:
         "suites",
         nargs="*",
         metavar="SUITE",
-        help=f"of {', '.join(SUITES)}, collectives, context_attention, expert_layer, pipeline_parts, memory",
+        help=f"of {', '.join(SUITES)}, collectives, context_attention, expert_layer, pipeline_parts, memory, "
+        "kernel_steps; or kernels and the names of files",
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--gpus", type=int, help="other than the number that a suite is made for")
     parser.add_argument("--brief", action="store_true", help="speed and memory alone, no profiles, idle shares, blocks")
     args = parser.parse_args()
+    RESULTS.parent.mkdir(exist_ok=True)
+    if args.suites[:1] == ["kernels"]:
+        raise SystemExit(not kernels(args.suites[1:], args.rounds))
+    if args.suites == ["kernel_steps"]:
+        return kernel_steps()
     present = torch.cuda.device_count()
     suites = args.suites or [name for name, (gpus, *_) in SUITES.items() if gpus <= present]
     suites += ["collectives"] if present > 1 and not args.suites else []
@@ -862,7 +962,6 @@ def main() -> None:
         return
     if not suites:
         raise SystemExit(f"no suite fits {present} GPUs")
-    RESULTS.parent.mkdir(exist_ok=True)
     if any(suite.startswith("expert") for suite in suites):
         np.random.default_rng(0).integers(0, 50304, 20_000_000).astype(np.uint16).tofile(RANDOM_IDS)
     for suite in suites:

@@ -129,7 +129,7 @@ LARGE_ERROR = 4  # times the root's own error in float32: sums of as many roundi
 
 def parts_of(recipe: str, world: int, flags: str) -> int | None:
     """Into how many parts the batch is cut, each with a gradient of its own; None where the model is cut otherwise."""
-    if recipe.startswith(("04", "05", "07")) or recipe == DILOCO:
+    if recipe.startswith(("04", "05", "07", "09")) or recipe == DILOCO:
         return None
     default = {f.name: f.default for f in dataclasses.fields(load(recipe).Config)}.get("microbatches", 1)
     given = re.search(r"--microbatches (\d+)", flags)
@@ -141,7 +141,7 @@ def check_bfloat16(recipe: str, file: str | None = None) -> None:
 
     Where the batch is cut, the gradient is the exact sum of what the root computes for each part: one more rounding in
     an accumulation or a reduction is seen. Where matmuls are cut, partial sums are rounded, so that errors differ: at
-    most twice the root's. The optimizer sees fp32 alone. Matmuls, residual stream and logits have 16 bits, the loss 32.
+    most twice the root's. The optimizer sees fp32 alone (gradients may have the dtype of their weights). Matmuls, residual stream and logits have 16 bits, the loss 32.
     """
     world, roots, ours, init = hardest(recipe, "bfloat16")
     root, low = equivalence.root_of(recipe), recipe in equivalence.LOW_WEIGHTS
@@ -255,7 +255,7 @@ def check_log_line(recipe: str, file: str | None = None) -> None:
         return out.getvalue().splitlines()
 
     known, unknown = isolated(lines)
-    speed = 16 * 2048 / 0.5 / (1 if recipe[:2] == "01" or recipe == equivalence.MOE else 4)
+    speed = 16 * 2048 / 0.5 / (1 if equivalence.on_one_device(recipe) else 4)
     layers, d, f, v = (16, 2048, 8 * 1024, 50304) if experts else (24, 2048, 8192, 49152)
     router = d * 64 if experts else 0
     flops = 6 * (layers * (4 * d * d + 3 * d * f + router) + d * v) + 6 * layers * d * 2048
@@ -268,11 +268,12 @@ def check_log_line(recipe: str, file: str | None = None) -> None:
 def check_build(recipe: str, file: str | None = None) -> None:
     """Without --init, too, every layout draws the root's weights; --compile compiles blocks and loss."""
     world, flags = SMALLEST[recipe]
-    run = launch(file or recipe, world, f"{SMALL} {flags} --steps 0 --compile", probe=probes.compiled)
+    flags += " --compile" * (recipe != equivalence.KERNELS)
+    run = launch(file or recipe, world, f"{SMALL} {flags} --steps 0", probe=probes.compiled)
     theirs = root_built(equivalence.root_of(recipe), f"{SMALL} --steps 0").weights
     assert set(run.weights) == set(theirs), "names differ"
     assert all(torch.equal(run.weights[name], tensor) for name, tensor in theirs.items()), "not the root's weights"
-    for yes, _ in run.probes:
+    for yes, _ in run.probes if "--compile" in flags else []:
         assert yes & {"Block", "Loss"} == {"Block", "Loss"}, "--compile leaves out blocks, or the loss"
 
 
@@ -360,10 +361,11 @@ def check_bad_input(recipe: str, file: str | None = None) -> None:
     """Every rank ends with one line that names the flag, before there is a process group, with an exit code not 0."""
     module, (world, flags) = load(file or recipe), SMALLEST[recipe]
     with tempfile.TemporaryDirectory() as folder:
-        for bad, words in bad_inputs(Path(folder)):
+        uncompiled = [("--compile", ["--compile", "needs a GPU"])] if recipe == equivalence.KERNELS else []
+        for bad, words in bad_inputs(Path(folder)) + uncompiled:
             line = refusal(module, world, f"--device cpu {flags} {bad}")
             assert isinstance(line, str) and "\n" not in line and all(word in line for word in words), (bad, line)
-        alone = recipe[:2] == "01" or recipe == equivalence.MOE
+        alone = equivalence.on_one_device(recipe)
         line = refusal(module, 2 if alone else 0, "--device cpu")
         words = ["--nproc_per_node 2", "1 process"] if alone else ["torchrun --nproc_per_node"]
         assert line and all(word in line for word in words), line
@@ -398,7 +400,7 @@ def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
     ]
     world, own = SMALLEST[recipe]
     cases = [(world, f"{own} {flags}") for flags in everywhere]
-    if recipe[:2] == "01":
+    if recipe[:2] == "01" or recipe == equivalence.KERNELS:
         return cases + ([(1, "--microbatches 16")] if "accumulation" in recipe else [])
     if recipe[:2] in ("02", "03"):  # a sequence per rank and micro-batch, and a single rank
         micro = "--microbatches 1" if "microbatches" in FAMILY[recipe].definitions["Config"] else ""
@@ -449,7 +451,7 @@ def check_valid_input(recipe: str, file: str | None = None) -> None:
 def check_second_node(recipe: str, file: str | None = None) -> None:
     """Rank 3, which is the second process of the second node, takes its GPU 1, before there is a process group."""
     source = Path(load(file or recipe).__file__).read_text()
-    if recipe[:2] == "01" or recipe == equivalence.MOE or "Accelerator" in source:
+    if equivalence.on_one_device(recipe) or "Accelerator" in source:
         return  # one process; a library that does it
 
     def chosen() -> list[object]:
@@ -476,11 +478,15 @@ def check_second_node(recipe: str, file: str | None = None) -> None:
 
 
 def check_flags(recipe: str, file: str | None = None) -> None:
-    """Every recipe has the root's flags, with its defaults, but may train fewer steps, and a layer for each stage."""
+    """Every recipe has the root's flags, with its defaults, but may train fewer steps, and a layer for each stage.
+
+    What is interpreted without a GPU may have smaller batches.
+    """
     files = equivalence.root_of(recipe), file or recipe
     root, ours = ({f.name: f.default for f in dataclasses.fields(load(path).Config)} for path in files)
     assert 0 < ours["steps"] <= root.pop("steps")
     assert ours["layers"] == root.pop("layers") * (2 if recipe in TWO_CHUNKS else 1)
+    assert recipe != equivalence.KERNELS or ours["batch"] <= root.pop("batch")
     assert root.items() <= ours.items() and load(file or recipe).PRESETS == load(files[0]).PRESETS
 
 

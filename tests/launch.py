@@ -35,6 +35,7 @@ import numpy  # noqa: F401
 import torch
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # before something imports triton
+import interpreter
 import torch._dynamo  # noqa: F401  the first optimizer step imports it
 import torch._inductor.compile_fx  # noqa: F401  --compile imports it
 import torch.distributed
@@ -48,6 +49,8 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_
 
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)  # ranks share the cores, and the threads of a pool would not survive the fork
+
+interpreter.install()  # bfloat16 as on a GPU
 
 
 @dataclass
@@ -172,7 +175,10 @@ def isolated(function: Callable[[], Any]) -> Any:
     process = context.Process(target=child)
     process.start()
     there.close()
-    result, error = pickle.loads(here.recv_bytes())  # EOFError if the child has crashed
+    try:
+        result, error = pickle.loads(here.recv_bytes())
+    except EOFError:
+        result, error = None, "the process has crashed"
     process.join()
     if error:
         raise AssertionError(error)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from test_lineage import FAMILY, ROOT, difference, lines_of_code, parents
+from test_lineage import FAMILY, ROOT, TRAINING, difference, lines_of_code, parents
 
 RESULTS = ROOT / "tests" / "results"
 IDEAS = {  # the reading order, and what a recipe adds to its parent
@@ -74,6 +74,18 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "07_expert/capacity.py": "a fixed number of slots, so that the CPU never waits",
     "07_expert/overlap.py": "half of the batch travels while the other half computes",
     "07_expert/symmetric_memory.py": "a kernel writes each row straight to its expert",
+    "09_kernels/elementwise.py": "a first kernel: ELU, in one read and one write",
+    "09_kernels/coalescing.py": "neighbouring lanes read neighbouring addresses",
+    "09_kernels/tiling.py": "each element that is loaded serves a whole tile",
+    "09_kernels/coarsening.py": "more elements per thread, until registers run out",
+    "09_kernels/divergence.py": "a few elements need far more steps than the others",
+    "09_kernels/softmax.py": "rows in registers, and rows that are too long for that",
+    "09_kernels/rmsnorm.py": "residual add and norm together, weight gradient without atomics",
+    "09_kernels/swiglu.py": "backward writes over its inputs",
+    "09_kernels/rope.py": "queries and keys rotated where they are",
+    "09_kernels/cross_entropy.py": "the gradient over the logits; logits a few rows at a time",
+    "09_kernels/adamw.py": "clip, step and bf16 copy of all parameters in two launches",
+    "09_kernels/train.py": "the root, with the kernels of a Llama pasted in",
 }
 FOLDERS = {  # and what each teaches
     "01_single_gpu": "the program that all others change, its memory and its time",
@@ -83,6 +95,7 @@ FOLDERS = {  # and what each teaches
     "05_context_ring": "long sequences split; only attention communicates",
     "06_pipeline": "layers in stages, and schedules that keep all of them busy",
     "07_expert": "many MLPs shared out over ranks; tokens travel to a few of them",
+    "09_kernels": "what a GPU does between matmuls, in Triton, and how fast memory lets it be",
 }
 SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or None, sentence); else: first row's
     "single": ("01_single_gpu", "One GPU, against the Llama of `transformers`, compiled, with the same AdamW."),
@@ -111,9 +124,14 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "expert": ("07_expert", "OLMoE's shape with 4 layers, against expert_parallel.py, 16,384 tokens per GPU."),
     "expert_more": ("07_expert", "The same with 32,768 tokens per GPU."),
     "expert_layer": (None, ""),  # has a table of its own
+    "kernels_smollm": ("09_kernels", "SmolLM-1.7B, four sequences of 4,096 tokens, against the root, compiled."),
+    "kernels_llama3_1b": ("09_kernels", "Llama-3.2-1B, four sequences of 8,192 tokens: the vocabulary is larger."),
     "collectives": (None, ""),  # has a table of its own
 }
-BASELINES = {"07_expert": "07_expert/expert_parallel.py"}  # where no library trains the same: what speed is over
+BASELINES = {  # where no library trains the same: what speed is over
+    "07_expert": "07_expert/expert_parallel.py",
+    "09_kernels": "01_single_gpu/train.py",
+}
 LIBRARIES = "torch_", "accelerate_"  # how the names of library twins start
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
 NOTHING = 1e-10  # a difference below is rounding
@@ -121,6 +139,20 @@ SHOWN = 12  # so many bugs are in sight, the others below a line to be opened
 UNKNOWN = "Not measured yet."
 OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
 SHARES = ("forward_ms", "share_forward"), ("both_ms", "share")  # a time, and the ideal time over it
+LONG = {"coalescing", "tiling", "coarsening"}  # kernels that are compared with each other: a row for each
+MORE = {  # what else a row of a kernel may hold: the column, and how it is written
+    "GiB": ("peak, GiB", "{:.2f}"),
+    "steps": ("steps per useful one", "{}"),
+    "read": ("sectors read", "{}×"),
+    "written": ("sectors written", "{}×"),
+    "elements": ("elements per thread", "{}"),
+    "registers": ("registers per thread", "{}"),
+    "spills": ("words spilled", "{}"),
+    "loaded": ("GB loaded", "{:.2f}"),
+}
+EXCESS = re.compile(r"(\w+) (\d+)x, (\d+)x$")  # coalescing.py: a kernel, and its excess of sectors read, and written
+USELESS = re.compile(r"(\w+), ([\d.]+)x the steps$")  # divergence.py: a way, and the steps that it executes for one
+PART = re.compile(r", (forward|backward|forward and backward)$")  # of what is measured
 MARKS = {"01_single_gpu/train.py": " †", "02_data_parallel/diloco.py": " ‡"}  # what the pages say of their errors
 NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the recipe is for
     "03_zero/zero2.py",  # with one micro-batch, where it does what zero1_overlap.py does
@@ -131,7 +163,7 @@ NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Markdown, with numbers to the right."""
-    number = re.compile(r"\[?[0-9+]|$")
+    number = re.compile(r"\**\[?[0-9+]|$")
     right = [bool(rows) and all(number.match(row[i]) for row in rows) for i in range(len(head))]
     lines = [head, ["---:" if r else "---" for r in right], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
@@ -187,7 +219,8 @@ def folder_table(folder: str) -> str:
         lines = "+{} −{}".format(*size(parent, path)) if parent else f"{lines_of_code(FAMILY[path].source)} lines"
         above = f"`{parent.removeprefix(f'{folder}/')}`" if parent else ""
         diff = f"[{lines}](#{anchor(name)})"
-        rows.append([f"[`{name}`]({name})", IDEAS[path], above, diff, worst_error([path]), ratio(path) or gain(path)])
+        ours = ratio(path) or gain(path) or kernel_gain(path)
+        rows.append([f"[`{name}`]({name})", IDEAS[path], above, diff, worst_error([path]), ours])
     return table(["file", "idea", "parent", "diff", "error", "speed"], rows)
 
 
@@ -242,6 +275,113 @@ def gain(path: str) -> str:
         if path != base and found.keys() >= {path, base}:
             return f"{found[path] / found[base]:.2f}"
     return ""
+
+
+def kernel_rows(path: str) -> dict:
+    """What is stored of a kernel file: where it was measured, and its rows; nothing if it has not been yet."""
+    return (results("kernels.json") or {}).get(Path(path).stem, {})
+
+
+def kernel_gain(path: str) -> str:
+    """Time of the fastest other contender over ours, of forward and backward together, at the first size with both."""
+    sizes = {}  # what: part: contender: ms
+    for row in kernel_rows(path).get("rows", []):
+        parts = sizes.setdefault(PART.sub("", row["what"]), {})
+        part = PART.search(row["what"])
+        parts.setdefault(part[1] if part else "forward and backward", {})[row["by"]] = row["ms"]
+    for parts in sizes.values():
+        halves = [parts[part] for part in ("forward", "backward") if part in parts]
+        measured = halves if len(halves) == 2 else [parts.get("forward and backward", {})]
+        times = {by: sum(part[by] for part in measured) for by in measured[0] if all(by in part for part in measured)}
+        others = [ms for by, ms in times.items() if not by.startswith("ours")]
+        if "ours" in times and others:
+            return f"{min(others) / times['ours']:.2f}"
+    return ""
+
+
+def kernel_table(path: str) -> str:
+    """What `measure` of a kernel file has found: a column per contender, or a row for each where they are not alike."""
+    stored, name = kernel_rows(path), Path(path).stem
+    if not stored:
+        return UNKNOWN
+    about = [stored["gpu"], f"torch {stored['torch']}", f"Triton {stored['triton']}", stored["date"]]
+    note = ", ".join([*about, f"`{stored['command']}`"])
+    rows = [dict(row) for row in stored["rows"]]
+    for row in rows:
+        row["limit"] = f"{row['rate'] / row['share']:,.3g} {row['unit']}" if row["share"] else ""
+        if match := EXCESS.match(row["by"]):
+            row |= {"by": match[1], "read": match[2], "written": match[3]}
+        if match := USELESS.match(row["by"]):
+            row |= {"by": match[1], "steps": match[2]}
+        if "loaded" in row:
+            row["loaded"] /= 1e9
+    tables = [long_table(rows)] if name in LONG else [wide_table(found) for found in alike(rows)]
+    return "\n\n".join([note, *tables])
+
+
+def fastest(row: dict, rows: list[dict]) -> str:
+    """The milliseconds of a row, bold if no other contender at the same is faster."""
+    ms = f"{row['ms']:.3g}" if row["ms"] < 10 else f"{row['ms']:,.1f}"
+    return f"**{ms}**" if row["ms"] == min(other["ms"] for other in rows if other["what"] == row["what"]) else ms
+
+
+def long_table(rows: list[dict]) -> str:
+    """A row of the table for each that was measured."""
+    more = [key for key in MORE if any(key in row for row in rows)]
+    lines = []
+    for row in rows:
+        extra = [MORE[key][1].format(row[key]) if key in row else "" for key in more]
+        rate = f"{row['rate']:.2f} {row['unit']}"
+        lines.append([row["what"], row["by"], *extra, fastest(row, rows), rate, f"{row['share']:.0%}", row["limit"]])
+    head = ["what", "by", *(MORE[key][0] for key in more), "ms", "rate", "share of the limit", "limit"]
+    return table(head, lines)
+
+
+def alike(rows: list[dict]) -> list[list[dict]]:
+    """The rows of each table: in turn all of those whose contenders are among each other's."""
+    found, contenders = [], []
+    for what in dict.fromkeys(row["what"] for row in rows):
+        same = [row for row in rows if row["what"] == what]
+        names = {row["by"] for row in same}
+        if not found or not (names <= contenders[-1] or names >= contenders[-1]):
+            found.append([])
+            contenders.append(set())
+        found[-1] += same
+        contenders[-1] |= names
+    return found
+
+
+def wide_table(rows: list[dict]) -> str:
+    """A row for each size, a column for each contender with its milliseconds and its share of the limit."""
+    names, lines = list(dict.fromkeys(row["by"] for row in rows)), []
+    more = [key for key in MORE if all(key in row for row in rows)]
+    for what in dict.fromkeys(row["what"] for row in rows):
+        found = {row["by"]: row for row in rows if row["what"] == what}
+        cells = [f"{fastest(found[by], rows)} · {found[by]['share']:.0%}" if by in found else "" for by in names]
+        extra = [MORE[key][1].format(found[by][key]) if by in found else "" for key in more for by in names]
+        lines.append([what, *cells, *extra, next(iter(found.values()))["limit"]])
+    titles = [f"{by}: {MORE[key][0]}" for key in more for by in names]
+    return table(["ms · share of the limit", *names, *titles, "limit"], lines)
+
+
+def kernel_steps() -> str:
+    """Where the milliseconds of a step go, of the root and with our kernels."""
+    stored = results("kernel_steps.json") or {}
+    if not stored:
+        return UNKNOWN
+    about, rows = stored["measured"], []
+    for preset, found in stored.items():
+        if preset == "measured" or len(found) < 2:
+            continue
+        root, ours = (found[path] for path in (BASELINES["09_kernels"], "09_kernels/train.py"))
+        root, ours = root | {"step": sum(root.values())}, ours | {"step": sum(ours.values())}
+        for kind in root:
+            share = f"{ours[kind] / root[kind] - 1:+.1%}" if kind != "rest" else ""
+            ms = f"{root[kind]:.1f}", f"{ours[kind]:.1f}", f"{ours[kind] - root[kind]:+.1f}"
+            rows.append([preset, kind, *ms, share])
+    note = f"{about['gpu']}, torch {about['torch']}, {about['date']}, `{about['command']}`"
+    head = ["preset", "kernels", "root, ms", "`train.py`, ms", "difference, ms", "difference"]
+    return f"{note}\n\n{table(head, rows)}"
 
 
 def equivalence() -> str:
@@ -308,7 +448,8 @@ def hides(bug: dict) -> bool:
 
 def without_effect(bug: dict) -> bool:
     """Whether a bug changes no number: it is about time, memory, processes, or input that is refused."""
-    numbers = bug["gradient"], bug["loss"]
+    trains = bug["recipe"] in TRAINING  # a kernel alone has no loss curve
+    numbers = (bug["gradient"], bug["loss"]) if trains else (bug["gradient"],)
     return not bug["end"] and all(number is not None and number < NOTHING for number in numbers)
 
 
@@ -350,6 +491,8 @@ def seen(bug: dict) -> str:
     """Whether somebody who watches the loss would have noticed."""
     if bug["end"]:
         return "not reliably" if bug["end"] == "races" else f"yes, it {bug['end']}"
+    if bug["recipe"] not in TRAINING:
+        return ""
     if bug["loss"] is None or not math.isfinite(bug["loss"]):
         return "yes, the loss is not finite"
     return "yes" if bug["loss"] > SEEN[0] else "no" if bug["loss"] < SEEN[1] else "hardly"
@@ -569,6 +712,12 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
         "05_context_ring": {"attention": attention},
         "06_pipeline": {"predictions": predictions},
         "07_expert": {"expert_layer": expert_layer},
+        "09_kernels": {
+            f"{Path(path).stem} measured": functools.partial(kernel_table, path)
+            for path in recipes_of("09_kernels")
+            if path not in TRAINING
+        }
+        | {"steps": kernel_steps},
     }
     return here | extra.get(folder, {})
 

@@ -164,6 +164,10 @@ class Canvas:
         x, y, w, h = box
         self.line((x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y), role=role)
 
+    def dot(self, x: float, y: float, role: str) -> None:
+        """Draw a small disc."""
+        self.parts.append(f'<rect class="{role}" x="{short(x - 4)}" y="{short(y - 4)}" width="8" height="8" rx="4"/>')
+
     def area(self, points: list[tuple[float, float]], role: str) -> None:
         """Fill a polygon."""
         path = "L".join(f"{short(x)} {short(y)}" for x, y in points)
@@ -230,7 +234,8 @@ def draw_family() -> str:
     """The tree of the recipes by their first parents; beside each how many lines of code it adds and removes."""
     row, small_row, indent, width, left, y = 22, 15, 14, 480, 12, 74
     lines = descent({path: parents(recipe) for path, recipe in FAMILY.items()})
-    tools = [path for path, generation in lines if generation == 0 and path not in TRAINING]
+    kernels = [line for line in lines if line[0] not in TRAINING and line[0].startswith("09_kernels/")]
+    tools = [line for line in lines if line[0] not in TRAINING and line not in kernels]
     canvas = Canvas("Family tree of the recipes", width, MONO)
     canvas.text(left, 24, ("Each recipe below the one it changes", "ink"), size=14)
     key = ("lines of code: ", "muted"), ("+added", "added"), (" −removed", "removed")
@@ -241,33 +246,40 @@ def draw_family() -> str:
         canvas.text(x, y, (f"{folder}/", f"folder{folder[:2]}"), (file, "ink"), size=13)
         canvas.text(width - left, y, *right, anchor="end")
 
-    starts = {}  # generation: where the line to its next recipe starts
-    for path, generation in lines:
-        if path in tools:
-            continue
-        x, theirs = left + indent * generation, parents(FAMILY[path])
-        if theirs:
-            corner = x - indent + 5
-            canvas.line((corner, starts[generation]), (corner, y - 4), (x - 3, y - 4))
-            starts[generation] = y - 4
-            added, removed = difference(theirs[0], path)
-            name(x, path, (f"+{added}", "added"), (f" −{removed}", "removed"))
-        else:
-            name(x, path, (f"{lines_of_code(FAMILY[path].source)} lines", "muted"))
-        starts[generation + 1] = y + 5
-        if others := theirs[1:]:
-            y += small_row
-            runs = []
-            for other in others:
-                runs += [("and ", "muted"), (f"{other[:2]}/", f"folder{other[:2]}"), (f"{Path(other).name} ", "muted")]
-            canvas.text(x + indent, y, *runs, size=11)
-        y += row
-    y += row
-    canvas.text(left, y, ("Tools, which train nothing", "muted"), size=13)
-    for path in tools:
-        y += row
-        name(left, path, (f"{lines_of_code(FAMILY[path].source)} lines", "muted"))
-    return canvas.svg(y + 18)
+    trained = [line for line in lines if line[0] in TRAINING]
+    for title, found in ("", trained), ("Tools, which train nothing", tools), ("Kernels, one by one", kernels):
+        if title:
+            y += row
+            canvas.text(left, y, (title, "muted"), size=13)
+            y += row
+        starts = {}  # generation: where the line to its next recipe starts
+        for path, generation in found:
+            x, theirs = left + indent * generation, parents(FAMILY[path])
+            if theirs:
+                corner = x - indent + 5
+                canvas.line((corner, starts[generation]), (corner, y - 4), (x - 3, y - 4))
+                starts[generation] = y - 4
+                added, removed = difference(theirs[0], path)
+                name(x, path, (f"+{added}", "added"), (f" −{removed}", "removed"))
+            else:
+                name(x, path, (f"{lines_of_code(FAMILY[path].source)} lines", "muted"))
+            starts[generation + 1] = y + 5
+            for runs in other_parents(theirs[1:], (width - left - x - indent) / text_width("m", 11)):
+                y += small_row
+                canvas.text(x + indent, y, *runs, size=11)
+            y += row
+    return canvas.svg(y)
+
+
+def other_parents(paths: list[str], characters: float) -> list[list[tuple[str, str]]]:
+    """The runs of text that name these parents, in lines of at most so many characters."""
+    lines = []
+    for path in paths:
+        runs = [("and ", "muted"), (f"{path[:2]}/", f"folder{path[:2]}"), (f"{Path(path).name} ", "muted")]
+        if not lines or sum(len(text) for text, _ in lines[-1] + runs) > characters:
+            lines.append([])
+        lines[-1] += runs
+    return lines
 
 
 # --------------------------------------------------------------------------------------------------------------- ring
@@ -744,6 +756,208 @@ def draw_timeline() -> str:
     return canvas.svg(y + 60)
 
 
+# ------------------------------------------------------------------------------------------------------------ kernels
+COALESCING = "09_kernels/coalescing.py"
+COPIED, SIDE, BLOCK = 256, 16, 8  # elements to copy; rows, and columns, to transpose; elements of a program
+KERNELS, KERNEL_STEPS = (ROOT / "tests" / "results" / name for name in ("kernels.json", "kernel_steps.json"))
+
+
+def draw_touched(canvas: Canvas, x: float, y: float, line: int, pitch: float, offsets: list[list[int]], n: int) -> None:
+    """n float32 elements in lines: those that programs 0 and 1 touch, and what their sectors bring along."""
+    module = load(COALESCING)
+    sector = module.SECTOR // 4
+    fetched = {offset // sector for found in offsets for offset in found}
+    for first in range(0, n, line):
+        spans = {}
+        for element in range(first, first + line):
+            left = x + (element - first) * pitch + (element - first) // sector * 4
+            owners = [f"rank{program}" for program, found in enumerate(offsets) if element in found]
+            role = owners[0] if owners else "gather" if element // sector in fetched else "plain"
+            spans.setdefault(role, []).append((left, left + pitch - 1))
+        for role, found in spans.items():
+            canvas.bars(found, y + first // line * pitch * 1.25, pitch * 1.25 - 1, role)
+
+
+def draw_addresses() -> str:
+    """Which elements the first two programs of each copy and transpose touch, and in how many sectors too many."""
+    module, left, y, pitch, small = load(COALESCING), 14, 84, 9, 8
+    canvas = Canvas("Addresses that two programs touch, in copies and transposes", 640)
+    canvas.text(left, 26, ("What two programs read and write, and what memory sends along", "ink"), size=15)
+    canvas.text(left, 46, (f"Groups of {module.SECTOR // 4} cells are sectors of {module.SECTOR} bytes. ", "muted"))
+    entries = [("rank0", "program 0"), ("rank1", "program 1"), ("gather", "sent along, for nothing")]
+    legend(canvas, left, 66, [*entries, ("plain", "not touched")])
+    for kernel in module.COPIES:
+        y += 16
+        read, _ = zip(*(module.addresses(kernel, program, (COPIED,), BLOCK) for program in range(2)))
+        times = f"  {module.sectors(read[0], 4):g}× the sectors, read and written"
+        canvas.text(left, y, (kernel.__name__, "ink"), (times, "muted"), size=13)
+        draw_touched(canvas, left, y + 8, 64, pitch, [found.tolist() for found in read], COPIED)
+        y += COPIED // 64 * pitch * 1.25 + 22
+    y += 16
+    for i, kernel in enumerate(module.TRANSPOSES):
+        found = [module.addresses(kernel, program, (SIDE, SIDE), BLOCK) for program in range(2)]
+        x = left + i * (2 * (SIDE * small + 4) + 64)
+        canvas.text(x, y, (kernel.__name__, "ink"), size=13)
+        for side, (name, offsets) in enumerate(zip(("reads", "writes"), zip(*found))):
+            corner = x + side * (SIDE * small + 24)
+            canvas.text(corner, y + 18, (f"{name} {module.sectors(offsets[0], 4):g}×", "muted"))
+            draw_touched(canvas, corner, y + 26, SIDE, small, [o.tolist() for o in offsets], SIDE * SIDE)
+    return canvas.svg(y + 26 + SIDE * small * 1.25 + 14)
+
+
+class Dot(NamedTuple):
+    """A kernel in the roofline: FLOP per byte, TFLOP/s, and its name."""
+
+    intensity: float
+    speed: float
+    name: str
+
+
+COPY_RATE = 4.24  # TB/s, read and written, of a copy on an H200: what `copy_rate` of the kernel files has measured
+OPERATIONS = {  # per element, forward and backward together: operations (an exponential or a root is one); bytes
+    "elementwise": (4 + 4, 8 + 12),  # compare, exp, subtract, select; compare, exp, multiply, select
+    "softmax": (5 + 4, 4 + 6),  # max, subtract, exp, add, multiply; multiply, add, subtract, multiply
+    "rmsnorm": (4 + 9, 4 + 6),  # square, add, two scales; three products with dy, three sums, three scales
+    "swiglu": (5 + 10, 6 + 10),  # a sigmoid is exp, add, divide; two products; the sigmoid again, and seven
+    "rope": (3 + 3, 4 + 4),  # two products and a sum, each way
+    "cross_entropy": (4 + 4, 6),  # max, subtract, exp, add; subtract, exp, subtract, multiply
+    "adamw": (2 + 15, 30),  # square and sum for the norm; clip, two moments, decay, root, two divisions, update
+}
+HEAD = 16384, 4096, 128256  # cross_entropy.py, with the head: rows, width, vocabulary
+
+
+def dots(stored: dict[str, Any]) -> list[Dot]:
+    """The kernels of 09_kernels that compute something, from their stored rows."""
+    found = []
+    for name, (operations, size) in OPERATIONS.items():
+        rows = [row for row in stored.get(name, {}).get("rows", []) if row["by"] == "ours" and row["unit"] == "TB/s"]
+        size_of = [row["what"].removesuffix(", forward").removesuffix(", backward") for row in rows]
+        parts = [row for row, what in zip(rows, size_of) if size_of.count(what) == max(map(size_of.count, size_of))]
+        parts = parts[: max(map(size_of.count, size_of), default=0)]  # of the first size with both
+        if ms := sum(row["ms"] for row in parts):
+            rate = sum(row["rate"] * row["ms"] for row in parts) / ms
+            found.append(Dot(operations / size, operations / size * rate, name))
+    for name in "tiling", "coarsening":
+        rows = [row for row in stored.get(name, {}).get("rows", []) if row["unit"] == "TFLOP/s"]
+        rows = [row for row in rows if row["by"] != "torch.matmul"]
+        if name == "coarsening" and rows:
+            rows = [rows[0], max(rows, key=lambda row: row["rate"])]  # the smallest tile and the fastest
+        for row in rows:
+            shape, dtype = row["what"].rsplit(", ", 1)
+            sent, flops = load(f"09_kernels/{name}.py").cost(*map(int, shape.split(" x ")), getattr(torch, dtype))
+            short_type = {"float32": "", "bfloat16": ", bf16"}[dtype]
+            found.append(Dot(flops / sent, row["rate"], f"{name}, {row['by']}{short_type}"))
+    for row in stored.get("divergence", {}).get("rows", []):
+        way = row["by"].split(",")[0]
+        if row["what"] == "share 0.1250 at random" and way != "by_program":
+            module = load("09_kernels/divergence.py")
+            sent, flops = module.cost(module.make_input(2**16, 1 / 8, False, "cpu"))
+            found.append(Dot(flops / sent, row["rate"], f"divergence, {way}"))
+    for row in stored.get("cross_entropy", {}).get("rows", []):
+        if row["by"] == "ours" and row["unit"] == "TFLOP/s":
+            n, d, v = HEAD
+            found.append(Dot(6 * n * d * v / (4 * d * (n + v)), row["rate"], "cross_entropy, head"))
+    return found
+
+
+def draw_roofline(stored: dict[str, Any] | None = None) -> str:
+    """FLOP/s of each kernel over its FLOPs per byte, below what memory, CUDA cores and tensor cores allow."""
+    if stored is None:
+        stored = json.loads(KERNELS.read_text()) if KERNELS.exists() else {}
+    left, top, width, octave = 52, 66, 640, 33
+    first, last, low, high = -2, 15.5, -1, 10.6  # logarithms to base 2 of what the axes show
+    canvas = Canvas("Roofline: what limits the kernels of this folder", width)
+    canvas.text(14, 26, ("What limits a kernel: bytes on the left, FLOPs on the right", "ink"), size=15)
+    canvas.text(14, 46, ("TFLOP/s over FLOP per byte, both logarithmic", "muted"))
+
+    def place(intensity: float, speed: float) -> tuple[float, float]:
+        return left + (math.log2(intensity) - first) * octave, top + (high - math.log2(speed)) * octave
+
+    bottom, right = top + (high - low) * octave, left + (last - first) * octave
+    for power in range(0, 11, 2):
+        x, y = place(1, 2**power)
+        canvas.line((left, y), (right, y), role="plain")
+        canvas.text(left - 6, y + 4, (f"{2**power:,}", "muted"), size=11, anchor="end")
+    for power in range(-2, 15, 2):
+        x, _ = place(2.0**power, 1)
+        canvas.line((x, top), (x, bottom), role="plain")
+        canvas.text(x, bottom + 16, (f"{2**power:,}" if power >= 0 else "1/4", "muted"), size=11, anchor="middle")
+    peaks = {str(dtype)[6:]: peak / 1e12 for dtype, peak in load("09_kernels/tiling.py").PEAK.items()}
+    ridge = {dtype: peak / COPY_RATE for dtype, peak in peaks.items()}
+    canvas.line(place(2.0**first, COPY_RATE * 2.0**first), place(ridge["bfloat16"], peaks["bfloat16"]), role="ink")
+    for dtype, units, indent in ("float32", "CUDA cores", 40), ("bfloat16", "tensor cores", 12):
+        x, y = place(ridge[dtype], peaks[dtype])
+        canvas.line((x, y), (right, y), role="ink")
+        words = f"{units}, {dtype}: {peaks[dtype]:g} TFLOP/s"
+        canvas.text(x + indent, y - 6, (words, "ink"), size=11)
+    x, y = place(4, COPY_RATE * 4)
+    canvas.text(x - 12, y - 6, (f"memory: {COPY_RATE:g} TB/s", "ink"), size=11, anchor="end")
+    found = dots(stored)
+    for start, some in (5.2, [d for d in found if d.intensity < 64]), (11.2, [d for d in found if d.intensity >= 64]):
+        some.sort(key=lambda dot: (-dot.speed, dot.name))
+        column = left + (start - first) * octave
+        heights = apart([place(*dot[:2])[1] for dot in some], 15, bottom - 6)
+        for dot, y in zip(some, heights):
+            x, at = place(*dot[:2])
+            if x > column:  # the label stands on its left
+                canvas.text(x - 10, y + 4, (dot.name, "ink"), size=11, anchor="end")
+            else:
+                canvas.line((x, at), (column - 4, y))
+                canvas.text(column, y + 4, (dot.name, "ink"), size=11)
+            canvas.dot(x, at, "folder09")
+    return canvas.svg(bottom + 30)
+
+
+def apart(heights: list[float], least: float, bottom: float) -> list[float]:
+    """Sorted heights, moved down, and where the bottom is reached up again, until they are `least` apart."""
+    found = []
+    for y in heights:
+        found.append(max(y, found[-1] + least) if found else y)
+    for i in reversed(range(len(found))):
+        found[i] = min(found[i], found[i + 1] - least if i + 1 < len(found) else bottom)
+    return found
+
+
+DOING = {
+    "matmuls": "forward",
+    "attention": "backward",
+    "elementwise": "rank1",
+    "optimizer": "optimizer",
+    "rest": "rule",
+}  # what a step does: the role of its color
+
+
+def draw_step(stored: dict[str, Any] | None = None) -> str:
+    """Where the milliseconds of a step go: the root's, and below it that with the kernels of this folder."""
+    if stored is None:
+        stored = json.loads(KERNEL_STEPS.read_text()) if KERNEL_STEPS.exists() else {}
+    left, right, y, width, height = 14, 70, 68, 640, 26
+    canvas = Canvas("Where the time of a training step goes, without and with our kernels", width)
+    canvas.text(left, 26, ("Where the milliseconds of a step go", "ink"), size=15)
+    presets = {name: steps for name, steps in stored.items() if name != "measured"}
+    if not presets:
+        canvas.text(left, 46, ("Not measured yet.", "muted"))
+        return canvas.svg(60)
+    canvas.text(left, 46, (f"{stored['measured']['gpu']}, the root compiled", "muted"))
+    for preset, steps in presets.items():
+        scale = (width - left - right) / max(sum(step.values()) for step in steps.values())
+        canvas.text(left, y + 4, (preset, "ink"), size=13)
+        for path, step in steps.items():
+            canvas.text(left, y + 24, (path, "muted"), size=11)
+            x = left
+            for kind, role in DOING.items():
+                bar = Box(x, y + 30, max(step[kind], 0) * scale, height)
+                canvas.box(bar, role)
+                if text_width(f"{step[kind]:.1f}", 11) + 6 < bar.w and kind != "rest":
+                    canvas.label(bar, f"{step[kind]:.1f}", size=11)
+                x += bar.w
+            canvas.text(x + 6, y + 30 + 17, (f"{sum(step.values()):.1f} ms", "ink"))
+            y += 54
+        y += 34
+    legend(canvas, left, y, [(role, kind) for kind, role in DOING.items()])
+    return canvas.svg(y + 18)
+
+
 # --------------------------------------------------------------------------------------------------------------- main
 PICTURES = {
     "tests/family.svg": draw_family,
@@ -753,6 +967,9 @@ PICTURES = {
     "05_context_ring/steps.svg": draw_steps,
     "05_context_ring/tokens.svg": draw_tokens,
     "07_expert/balance.svg": draw_balance,
+    "09_kernels/addresses.svg": draw_addresses,
+    "09_kernels/roofline.svg": draw_roofline,
+    "09_kernels/step.svg": draw_step,
 }
 
 

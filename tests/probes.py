@@ -151,8 +151,14 @@ def whole_parameters(module: ModuleType) -> Report:
 
 
 def dtypes_of_the_optimizer(module: ModuleType) -> Report:
-    """The dtypes of all that the optimizer reads and writes: parameters, gradients, moments."""
+    """The dtypes of all that the optimizer reads and writes: parameters, gradients, moments.
+
+    Of an optimizer that keeps masters, those and the moments: it takes gradients as they come.
+    """
     seen, optimizers, make = set(), [], module.make_optimizer
+    module.make_optimizer = lambda *args: optimizers.append(make(*args)) or optimizers[0]
+    if hasattr(module, "Slot"):
+        return lambda: sorted({str(t.dtype) for s in optimizers[0].slots for t in (s.master, s.mean, s.square)})
     clip = module.clip_gradients
 
     def clipped(*args):
@@ -166,7 +172,6 @@ def dtypes_of_the_optimizer(module: ModuleType) -> Report:
             seen.update(str(state[key].dtype) for key in ("exp_avg", "exp_avg_sq"))
         return sorted(seen)
 
-    module.make_optimizer = lambda *args: optimizers.append(make(*args)) or optimizers[0]
     module.clip_gradients = clipped
     return report
 

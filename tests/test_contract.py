@@ -6,7 +6,7 @@ import sys
 
 import contract
 import pytest
-from equivalence import CASES, HARDEST, MOE, ROOT_RECIPE
+from equivalence import CASES, HARDEST, KERNELS, MOE, ROOT_RECIPE
 from launch import ROOT, free_port
 from test_lineage import TRAINING
 
@@ -30,7 +30,7 @@ def kept() -> list:
     return [pytest.param(*pair, marks=pytest.mark.thorough if slow else ()) for pair, slow in zip(pairs, later)]
 
 
-LARGE_TOO = (ROOT_RECIPE, MOE, "03_zero/zero3.py", "06_pipeline/zbv.py")
+LARGE_TOO = (ROOT_RECIPE, MOE, KERNELS, "03_zero/zero3.py", "06_pipeline/zbv.py")
 
 
 def is_twin(recipe: str) -> bool:

@@ -44,7 +44,7 @@ LIMITS = {  # lines of code; 450 for a recipe that is not named
     **{f"07_expert/{name}.py": 540 for name in ("expert_parallel", "auxiliary_loss", "bias_balancing", "capacity")},
     **{f"07_expert/{name}.py": 580 for name in ("overlap", "symmetric_memory")},
     "08_4d/train.py": 900,
-    "09_kernels/train.py": 800,  # the root, and the kernels of five files
+    "09_kernels/train.py": 820,  # the root, and the kernels of five files
 }
 
 

@@ -1,0 +1,381 @@
+"""Every kernel computes what PyTorch computes, in every dtype; what is written in place is never read as if it were not.
+
+All of it in Triton's interpreter, which is slow: sizes are small, and where a CPU would run one large program, the test
+asks for many small ones. Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries
+bugs with them.
+"""
+
+import ast
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from launch import ROOT, isolated, load
+from test_lineage import FAMILY
+from torch import Tensor, nn
+
+KERNELS = [path for path in FAMILY if path.startswith("09") and path != "09_kernels/train.py"]
+SOFTMAX, RMSNORM, SWIGLU = "09_kernels/softmax.py", "09_kernels/rmsnorm.py", "09_kernels/swiglu.py"
+ROPE, CROSS_ENTROPY = "09_kernels/rope.py", "09_kernels/cross_entropy.py"
+COALESCING, TILING = "09_kernels/coalescing.py", "09_kernels/tiling.py"
+WITH_GRADIENTS = ["09_kernels/elementwise.py", SOFTMAX, RMSNORM, SWIGLU, ROPE, CROSS_ENTROPY]
+IN_PLACE = [SWIGLU, CROSS_ENTROPY]
+
+
+def in_a_fork(test: Callable) -> Callable:
+    """Decorate a test: it runs in a process of its own, since autograd and changed modules must not stay in this one."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        isolated(lambda: test(*args, **kwargs))
+
+    return run
+
+
+def check(module: ModuleType) -> None:
+    """Run a file's own check, in bfloat16 too: the interpreter of the tests rounds it as GPUs do."""
+    module.check(torch.device("cpu"))  # which is not "cpu", whose bfloat16 the file leaves out
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------------- right results
+@pytest.mark.parametrize("recipe", KERNELS)
+@in_a_fork
+def test_check(recipe, file=None):
+    """Forward and gradients of all cases: at most twice PyTorch's own error in each dtype. All that is empty is NaN."""
+    torch.use_deterministic_algorithms(recipe != COALESCING, warn_only=True)  # which has 2 GiB that nobody touches
+    check(load(file or recipe))
+
+
+def shrink(module: ModuleType) -> None:
+    """Give each program few elements, and each row several blocks."""
+    sizes = dict(block_length=256, elements=2048, tile=(4, 64))
+    for name, size in sizes.items():
+        if hasattr(module, name):
+            setattr(module, name, lambda x, size=size: size)
+    if hasattr(module, "LONGEST_BLOCK"):
+        module.LONGEST_BLOCK, module.BLOCK = 512, 256
+
+
+@pytest.mark.parametrize(
+    "recipe", [SOFTMAX, RMSNORM, SWIGLU, pytest.param("09_kernels/elementwise.py", marks=pytest.mark.thorough)]
+)
+@in_a_fork
+def test_many_small_programs(recipe, file=None):
+    """As on a GPU, where a program has few elements: the same cases of up to 1,000 columns."""
+    module = load(file or recipe)
+    shrink(module)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for what, ours, plain, inputs in module.cases("cpu"):
+        if max([0, *(x.numel() for x in inputs)]) <= 40_000 or what == "300 x 1000":
+            for mine, theirs in module.errors(ours, plain, inputs, torch.float32):
+                assert mine <= 2 * max(theirs, torch.finfo(torch.float32).eps / 4), f"{what}: the error is {mine:.1e}"
+
+
+@in_a_fork
+def test_many_rows_of_cross_entropy(file=None):
+    """5,000 rows of 37: several programs, of which the last has rows beyond the end."""
+    module = load(file or CROSS_ENTROPY)
+    targets = (torch.arange(5000) * 7 % 37).masked_fill(torch.arange(5000) % 3 == 0, module.IGNORE)
+    pairs = module.errors(
+        lambda x, t: module.cross_entropy(x * 1, t), module.reference, [random(5000, 37), targets], torch.float64
+    )
+    assert all(mine <= 1e-12 for mine, _ in pairs), pairs
+
+
+@in_a_fork
+def test_many_tokens_of_rope(file=None):
+    """30 x 150 tokens: several programs; a table that is longer than the text, and not contiguous."""
+    module = load(file or ROPE)
+    cos, sin = module.table(160, 32, "cpu")
+    rope = cos[:, :16], sin[:, :16]
+    pairs = module.errors(
+        lambda x: module.rotate(x * 1, rope), lambda x: module.reference(x, rope), [random(30, 150, 48)], torch.float64
+    )
+    assert all(mine <= 1e-12 for mine, _ in pairs), pairs
+
+
+@in_a_fork
+def test_bfloat16_matmul(file=None):
+    """tl.dot in bfloat16 adds up in float32: the result is off by its own rounding alone."""
+    module = load(file or TILING)
+    for what, a, b in module.cases("cpu", torch.bfloat16):
+        error = module.relative_error(module.dot(a, b), a.double() @ b.double())
+        assert error <= torch.finfo(torch.bfloat16).eps / 2, f"{what}: the error is {error:.1e}"
+
+
+@pytest.mark.parametrize("recipe", WITH_GRADIENTS)
+@in_a_fork
+def test_two_runs_agree_to_the_bit(recipe):
+    module = load(recipe)
+    for _, ours, _, inputs in list(module.cases("cpu"))[:3]:
+        low = [x.float() if x.is_floating_point() else x for x in inputs]
+        first, second = (module.outputs_and_gradients(ours, low, torch.float32) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+# ------------------------------------------------------------------------------------------------------------ in place
+def raises(error: type[Exception], words: str, function: Callable[[], object]) -> None:
+    with pytest.raises(error, match=words):
+        function()
+
+
+MODIFIED = "modified by an inplace operation"
+
+
+@in_a_fork
+def test_swiglu_writes_over_its_inputs(file=None):
+    """The gradients of gate and up lie where gate and up were; h, computed again, is no part of them."""
+    module = load(file or SWIGLU)
+    for function, more in (module.silu_mul, []), (module.swiglu, [random(3, 6).requires_grad_()]):
+        leaves = [random(2, 5, 6).requires_grad_(), random(2, 5, 6).neg().requires_grad_()]
+        gate, up = (x * 1 for x in leaves)
+        places = gate.data_ptr(), up.data_ptr()
+        arrived = torch.autograd.grad(function(gate, up, *more).sum(), (gate, up))
+        assert tuple(x.data_ptr() for x in arrived) == places, "the gradients have memory of their own"
+
+
+@in_a_fork
+def test_swiglu_raises_where_its_inputs_are_needed(file=None):
+    """By an operation before it, or by a second backward: autograd says so instead of computing with gradients."""
+    module = load(file or SWIGLU)
+    for function, more in (module.silu_mul, []), (module.swiglu, [random(3, 6)]):
+        x, y = random(5, 6).requires_grad_(), random(6, 5).T.requires_grad_()
+        raises(ValueError, "leaves", lambda f=function, m=more: f(x, y * 1, *m))  # noqa: B023
+        raises(ValueError, "leaves", lambda f=function, m=more: f(x * 1, y, *m))  # noqa: B023
+        for gate, up in (x.sigmoid(), y * 1), (x * 1, y.exp()):
+            loss = function(gate, up, *more).sum()
+            raises(RuntimeError, MODIFIED, loss.backward)
+        loss = function(x * 1, y * 1, *more).sum()
+        loss.backward(retain_graph=True)
+        raises(RuntimeError, MODIFIED, loss.backward)
+        with torch.no_grad():
+            function(x, y, *more)  # no gradient will be written
+
+
+@in_a_fork
+def test_cross_entropy_writes_over_the_logits(file=None):
+    module = load(file or CROSS_ENTROPY)
+    x = random(5, 7).requires_grad_()
+    logits = x * 1
+    place = logits.data_ptr()
+    (arrived,) = torch.autograd.grad(module.cross_entropy(logits, torch.arange(5)), logits)
+    assert arrived.data_ptr() == place, "the gradient has memory of its own"
+
+
+@in_a_fork
+def test_cross_entropy_raises_where_logits_are_needed(file=None):
+    module, targets = load(file or CROSS_ENTROPY), torch.arange(5)
+    x, weight = random(5, 7).requires_grad_(), random(9, 7).requires_grad_()
+    raises(ValueError, "leaf", lambda: module.cross_entropy(x, targets))
+    raises(RuntimeError, MODIFIED, module.cross_entropy(x.exp(), targets).backward)
+    for loss in module.cross_entropy(x * 1, targets), module.linear_cross_entropy(x * 1, weight, targets, 2):
+        loss.backward(retain_graph=True)
+        raises(RuntimeError, MODIFIED, loss.backward)
+    with torch.no_grad():
+        module.cross_entropy(x, targets)
+
+
+@in_a_fork
+def test_rope_rotates_in_place_and_leaves_the_gradient_alone(file=None):
+    """The incoming gradient may be that of others, too. What needs x before the rotation raises."""
+    module = load(file or ROPE)
+    x, rope = random(2, 3, 8).requires_grad_(), module.table(3, 4, "cpu")
+    before = x * 1
+    place = before.data_ptr()
+    after = module.rotate(before, rope)
+    assert after.data_ptr() == before.data_ptr() == place, "the result has memory of its own"
+    dy = random(2, 3, 8).neg()
+    kept = dy.clone()
+    after.backward(dy)
+    assert torch.equal(dy, kept), "backward has changed the gradient that it was handed"
+    before = x.exp()
+    loss = module.rotate(before, rope).sum()
+    raises(RuntimeError, MODIFIED, loss.backward)
+    raises(RuntimeError, "leaf Variable", lambda: module.rotate(x, rope))
+    (cos, sin), wide = rope, x * 1
+    raises(ValueError, "does not fit", lambda: module.rotate(wide, (cos[:2], sin[:2])))
+    raises(ValueError, "does not fit", lambda: module.rotate(wide[:, :, :6], rope))
+    raises(
+        ValueError,
+        "contiguous",
+        lambda: (
+            module.rotate(wide.mT[:, :, :], module.table(8, 1 + 2, "cpu")) if 0 else module.rotate(wide[..., ::2], rope)
+        ),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- edge cases
+@in_a_fork
+def test_softmax_of_masked_rows(file=None):
+    """-inf becomes 0, also where a row begins or ends with whole blocks of it; a row of nothing else becomes NaN."""
+    module = load(file or SOFTMAX)
+    module.LONGEST_BLOCK, module.BLOCK = 512, 256
+    for d in 300, 2000:
+        x = random(4, d, dtype=torch.float32)
+        x[0, : d // 2], x[1, d // 2 :], x[2] = -torch.inf, -torch.inf, -torch.inf
+        y = module.softmax(x)
+        assert (y[0, : d // 2] == 0).all() and (y[1, d // 2 :] == 0).all() and y[2].isnan().all()
+        assert ((y[[0, 1, 3]].sum(1) - 1).abs() < 1e-6).all()
+
+
+@in_a_fork
+def test_refusals():
+    """What a kernel does not take ends with one clear error."""
+    rmsnorm, softmax = load(RMSNORM), load(SOFTMAX)
+    long, weight = torch.zeros(1, 2**16 + 1), torch.ones(2**16 + 1)
+    raises(ValueError, "65537 elements", lambda: rmsnorm.rms_norm(long, weight))
+    raises(ValueError, "65537 elements", lambda: rmsnorm.add_rms_norm(long, long, weight))
+    raises(ValueError, "int64", lambda: softmax.softmax(torch.arange(3)))
+    raises(ValueError, "int64", lambda: load("09_kernels/elementwise.py").elu(torch.arange(3)))
+    raises(ValueError, "3 dimensions", lambda: load(COALESCING).transpose(load(COALESCING).transpose_far, long[None]))
+    raises(ValueError, r"\[m, k\]", lambda: load(TILING).dot(long, long))
+    raises(ValueError, "float64", lambda: load(TILING).dot(long.double(), long.double().T))
+
+
+@in_a_fork
+def test_targets_of_cross_entropy(file=None):
+    """IGNORE counts nothing, and its row of the gradient is 0, even where logits are inf; no column gives NaN."""
+    module = load(file or CROSS_ENTROPY)
+    x, targets = random(6, 9).requires_grad_(), torch.tensor([3, module.IGNORE, 8, module.IGNORE, 0, 1])
+    (dx,) = torch.autograd.grad(module.cross_entropy(x * 1, targets), x)
+    assert (dx[targets == module.IGNORE] == 0).all() and (dx[targets != module.IGNORE] != 0).all()
+    whole = torch.autograd.grad(module.cross_entropy(x * 1, torch.full((6,), module.IGNORE)), x)[0]
+    assert (whole == 0).all()
+    for wrong in 9, -1, -99, 2**40:
+        targets[2] = wrong
+        assert module.cross_entropy(x.detach() * 1, targets).isnan(), f"target {wrong} of 9 columns"
+        assert module.linear_cross_entropy(x.detach(), random(9, 9), targets, 4).isnan(), f"target {wrong} of 9 rows"
+    with torch.no_grad():
+        low = x.clone()
+        low[:, 2:5] = -torch.inf
+        exact = nn.functional.cross_entropy(low, targets.clamp(0, 1), reduction="sum")
+        assert torch.allclose(module.cross_entropy(low, targets.clamp(0, 1)), exact)
+
+
+@in_a_fork
+def test_linear_cross_entropy_without_gradients(file=None):
+    """Under no_grad nothing of the size of x or of the weight is made; one of the two may need no gradient."""
+    module = load(file or CROSS_ENTROPY)
+    x, weight, targets = random(50, 20).requires_grad_(), random(70, 20).requires_grad_(), torch.arange(50)
+    made, zeros, empty = [], torch.zeros_like, torch.empty_like
+    torch.zeros_like = lambda y, **more: made.append(y.shape) or zeros(y, **more)
+    torch.empty_like = lambda y, **more: made.append(y.shape) or empty(y, **more)
+    with torch.no_grad():
+        loss = module.linear_cross_entropy(x, weight, targets, 16)
+    assert not made and loss.grad_fn is None and not loss.requires_grad, f"made {made}"
+    exact = module.linear_reference(x, weight, targets)
+    assert torch.allclose(loss, exact)
+    for leaf in x, weight:
+        others = [y if y is leaf else y.detach() for y in (x, weight)]
+        (alone,) = torch.autograd.grad(module.linear_cross_entropy(*others, targets, 16), leaf)
+        (right,) = torch.autograd.grad(exact, leaf, retain_graph=True)
+        assert torch.allclose(alone, right)
+
+
+@in_a_fork
+def test_linear_cross_entropy_adds_up_in_float32(file=None):
+    """In bfloat16, over 64 chunks: the gradient of an fp32 weight is off by the roundings of the logits alone."""
+    module = load(file or CROSS_ENTROPY)
+    n, d, v = 1024, 16, 30
+    x, weight, targets = random(n, d, dtype=torch.bfloat16) + 1, random(v, d).bfloat16().float(), torch.arange(n) % v
+
+    def error(chunk: int) -> float:
+        leaf = weight.clone().requires_grad_()
+        (found,) = torch.autograd.grad(module.linear_cross_entropy(x, leaf, targets, chunk), leaf)
+        assert found.dtype == torch.float32
+        return module.relative_error(found, exact)
+
+    wide = weight.double().requires_grad_()
+    (exact,) = torch.autograd.grad(module.linear_reference(x.double(), wide, targets), wide)
+    assert error(16) <= 1.1 * error(n) <= 2**-8, "sums over chunks are rounded"
+
+
+@in_a_fork
+def test_norms_keep_dtypes(file=None):
+    """An fp32 weight beside bf16 activations: those stay bf16, and its gradient is fp32."""
+    module = load(file or RMSNORM)
+    x, weight = random(6, 40, dtype=torch.bfloat16).requires_grad_(), random(40, dtype=torch.float32).requires_grad_()
+    total, y = module.add_rms_norm(x, x * 2, weight)
+    (total.sum() + y.float().sum()).backward()
+    assert total.dtype == y.dtype == x.grad.dtype == torch.bfloat16 and weight.grad.dtype == torch.float32
+    wide, right = (z.detach().double().requires_grad_() for z in (x, weight))
+    summed, normed = module.add_reference(wide, wide * 2, right)
+    (summed.sum() + normed.sum()).backward()
+    assert module.relative_error(weight.grad, right.grad) < 2**-8 > module.relative_error(x.grad, wide.grad)
+
+
+# --------------------------------------------------------------------------------------------------- the interpreter
+@triton.jit
+def bfloat16_kernel(x_ptr, y_ptr, z_ptr, N: tl.constexpr):
+    """y = x in bfloat16; z = y·y, in bfloat16."""
+    i = tl.arange(0, N)
+    y = tl.load(x_ptr + i).to(tl.bfloat16)
+    tl.store(y_ptr + i, y)
+    tl.store(z_ptr + i, y * y)
+
+
+def test_bfloat16_is_rounded_as_on_gpus():
+    """To nearest, ties to even: with a carry into the exponent, to inf, of subnormals; NaN and inf stay what they are."""
+    given = ["3f808000", "3f818000", "3f80ffff", "3f808001", "3fffffff", "7f7fffff", "7f800000", "ff800000"]
+    given += ["80000000", "00018000", "00008000", "00008001", "007fffff", "bf818000", "7fc00000", "7f800001"]
+    wanted = ["3f80", "3f82", "3f81", "3f81", "4000", "7f80", "7f80", "ff80"]
+    wanted += ["8000", "0002", "0000", "0001", "0080", "bf82", "nan", "nan"]
+    signed = [int(bits, 16) - (int(bits, 16) >> 31 << 32) for bits in given]
+    x = torch.tensor(signed, dtype=torch.int32).view(torch.float32)
+    y, z = torch.empty(2, len(x), dtype=torch.bfloat16)
+    bfloat16_kernel[(1,)](x, y, z, N=len(x))
+    found = [f"{bits & 0xFFFF:04x}" for bits in y.view(torch.int16).tolist()]
+    assert found[:14] == wanted[:14] and y[14:].isnan().all()
+    assert torch.equal(z[:14], (y.float() * y.float()).bfloat16()[:14])
+
+
+@pytest.mark.parametrize("recipe", [*KERNELS, "09_kernels/train.py"])
+def test_offsets_have_64_bits(recipe):
+    """In a kernel, a program's number is an int64 before it is multiplied: n·d may be beyond 2^31."""
+    functions = [node for node in ast.parse(FAMILY[recipe].source).body if isinstance(node, ast.FunctionDef)]
+    kernels = [f for f in functions if any("jit" in ast.unparse(d) for d in f.decorator_list)]
+    assert kernels
+    for kernel in kernels:
+        parents = {child: node for node in ast.walk(kernel) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(kernel):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.program_id":
+                above, text = node, ""
+                while isinstance(above := parents[above], ast.BinOp | ast.Attribute | ast.Call):
+                    text = ast.unparse(above)
+                    if "to(tl.int64)" in text or isinstance(above, ast.BinOp) and isinstance(above.op, ast.Mult):
+                        break
+                ends = "to(tl.int64)" in text or not isinstance(above, ast.BinOp) or not isinstance(above.op, ast.Mult)
+                assert ends, f"{kernel.name}: {text}"
+
+
+# --------------------------------------------------------------------------------------------------------- as a user
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", KERNELS)
+def test_run_as_a_user(recipe):
+    """Without a GPU: the check alone, a line for each thing that is tried, in seconds; help; a wrong flag."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("TRITON_INTERPRET", None)
+
+    def run(*flags: str) -> subprocess.CompletedProcess:
+        words = [sys.executable, recipe, *flags]
+        return subprocess.run(words, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=120)
+
+    end = run()
+    assert end.returncode == 0 and not end.stderr, end.stderr
+    lines = end.stdout.splitlines()
+    assert len(lines) >= 3 and all(re.search("worst error|equal to the bit", line) for line in lines), end.stdout
+    helped, wrong = run("--help"), run("--device", "cpu")
+    assert helped.returncode == 0 and FAMILY[recipe].source.split("\n")[0].strip('"') in helped.stdout
+    assert wrong.returncode == 2 and "unrecognized arguments" in wrong.stderr

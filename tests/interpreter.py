@@ -1,0 +1,50 @@
+"""Triton's interpreter with the bfloat16 of a GPU: tests/launch.py imports it before any kernel runs.
+
+The interpreter holds bfloat16 as integers of 16 bits. It makes them of float32 by cutting the lower bits off, where a
+GPU rounds to nearest even, and it adds, multiplies and compares the integers. Here float32 is rounded as torch does,
+and bfloat16 is computed in float32 and rounded.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+CONVERT, BINARY, DOT = interpreter._convert_float, InterpreterBuilder.binary_op, InterpreterBuilder.create_dot
+
+
+def convert(data: np.ndarray, given: tl.dtype, wanted: tl.dtype, rounding: Any) -> np.ndarray:
+    """Float32 to the bits of bfloat16, and back."""
+    if (given, wanted) == (tl.float32, tl.bfloat16):
+        return torch.from_numpy(data.astype(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    if (given, wanted) == (tl.bfloat16, tl.float32):
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    return CONVERT(data, given, wanted, rounding)
+
+
+def wide(builder: InterpreterBuilder, x: TensorHandle) -> TensorHandle:
+    """Bfloat16 as float32."""
+    return builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+
+
+def binary_op(builder: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle, op: Callable) -> TensorHandle:
+    """Compute a binary operator; of bfloat16, round the result."""
+    if lhs.dtype.scalar != tl.bfloat16:
+        return BINARY(builder, lhs, rhs, op)
+    found = BINARY(builder, wide(builder, lhs), wide(builder, rhs), op)
+    return found if found.data.dtype == np.bool_ else builder.cast_impl(found, tl.bfloat16)
+
+
+def dot(builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest) -> TensorHandle:
+    """Multiply matrices, as tensor cores do: products of bfloat16 are added up in float32."""
+    return DOT(builder, wide(builder, a), wide(builder, b), *rest)
+
+
+def install() -> None:
+    """Let kernels that run from now on in this process, and in its forks, compute so."""
+    interpreter._convert_float = convert
+    InterpreterBuilder.binary_op, InterpreterBuilder.create_dot = binary_op, dot
