@@ -186,8 +186,8 @@ class AdamW:
 
     def launch(self, slots: list[Slot]) -> Launch:
         """Write the tables for tensors of the same dtypes."""
-        device = slots[0].parameter.device
-        block = 2048 if device.type == "cuda" else 2**15  # the interpreter needs few, large programs
+        device, on_gpu = slots[0].parameter.device, slots[0].parameter.is_cuda
+        block = 2048 if on_gpu else 2**15  # the interpreter needs few, large programs
         gradients = [slot.parameter.grad.contiguous() for slot in slots]
         kept = [
             gradients,
@@ -205,9 +205,9 @@ class AdamW:
         constants = dict(GRADIENT=TRITON[gradients[0].dtype], WIDE=TRITON[slots[0].master.dtype])
         constants |= dict(LOW=TRITON[slots[0].parameter.dtype], TENSORS=triton.next_power_of_2(len(slots)), BLOCK=block)
         constants["ALIGNED"] = 16 if not any(x % 16 for row in (sizes, *addresses) for x in row) else 1
-        pinned = device.type == "cuda"  # the CPU waits for the GPU before it copies from any other memory
-        table = torch.tensor([*starts, sizes, *addresses], pin_memory=pinned).to(device, non_blocking=True)
-        numbers = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned).to(device, non_blocking=True)
+        # pinned: to copy from any other memory, the CPU would first wait for the GPU
+        table = torch.tensor([*starts, sizes, *addresses], pin_memory=on_gpu).to(device, non_blocking=True)
+        numbers = torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu).to(device, non_blocking=True)
         return Launch(table, numbers, (sum(counts[0]), sum(counts[1])), gradients, constants)
 
 

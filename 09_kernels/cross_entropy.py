@@ -66,9 +66,10 @@ def loss_kernel(
     score = tl.load(logits_ptr + target, known, 0).to(wide)
     highest = tl.full([ROWS, 1, LANES], -3.4e38, wide)  # finite, so that logits of -inf leave a sum of 0 and not NaN
     total = tl.zeros([ROWS, 1, LANES], wide)
+    keep: tl.constexpr = "evict_last" if GRADIENT else ""  # in the L2, for the second sweep
     for start in tl.range(0, v, STEPS * LANES):
         column = start + lane
-        x = tl.load(logits_ptr + column, column < v, float("-inf"), eviction_policy="evict_last").to(wide)
+        x = tl.load(logits_ptr + column, column < v, float("-inf"), eviction_policy=keep).to(wide)
         higher = tl.maximum(highest, tl.max(x, 1, keep_dims=True))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 1, keep_dims=True)
         highest = higher

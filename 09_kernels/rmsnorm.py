@@ -38,8 +38,8 @@ def widen(x):
 
 @triton.jit
 def rms_norm_forward(
-    x_ptr, branch_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, n, d, x_stride, branch_stride, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, branch_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, n, d, x_stride, branch_stride,
+    EPS: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Normalise ROWS rows of x [n, d], or of x + branch, which is rounded and written to `sum` first."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # 64 bits: n·d may be beyond 2^31
@@ -50,7 +50,8 @@ def rms_norm_forward(
         x = (x + tl.load(branch_ptr + row * branch_stride + column, inside, 0)).to(y_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * d + column, x, inside)
     x = widen(x)
-    rstd = 1 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / d + eps)  # ROWS 1; tl.rsqrt has 25 bits, in float64 too
+    # EPS is a constant: a float that is handed to a kernel has 32 bits, which float64 would notice
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / d + EPS)  # ROWS 1
     y = widen(tl.load(weight_ptr + column, column < d, 0)) * x * rstd
     tl.store(y_ptr + row * d + column, y.to(y_ptr.dtype.element_ty), inside)
     tl.store(rstd_ptr + row, rstd, row < n)
@@ -104,8 +105,8 @@ def normalize(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> t
     rows = max(1, elements(x) // columns)
     if n:
         rms_norm_forward[(triton.cdiv(n, rows),)](
-            x, branch, weight, total, y, rstd, n, d, x.stride(0), branch.stride(0), eps,
-            ADD=add, ROWS=rows, COLUMNS=columns, num_warps=min(max(rows * columns // 1024, 4), 32),
+            x, branch, weight, total, y, rstd, n, d, x.stride(0), branch.stride(0),
+            EPS=eps, ADD=add, ROWS=rows, COLUMNS=columns, num_warps=min(max(rows * columns // 1024, 4), 32),
         )  # fmt: skip
     return total, y, rstd
 

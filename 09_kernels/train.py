@@ -98,8 +98,8 @@ def widen(x):
 
 @triton.jit
 def rms_norm_forward(
-    x_ptr, branch_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, n, d, x_stride, branch_stride, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, branch_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, n, d, x_stride, branch_stride,
+    EPS: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Normalise ROWS rows of x [n, d], or of x + branch, which is rounded and written to `sum` first."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # 64 bits: n·d may be beyond 2^31
@@ -110,7 +110,8 @@ def rms_norm_forward(
         x = (x + tl.load(branch_ptr + row * branch_stride + column, inside, 0)).to(y_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * d + column, x, inside)
     x = widen(x)
-    rstd = 1 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / d + eps)  # ROWS 1; tl.rsqrt has 25 bits, in float64 too
+    # EPS is a constant: a float that is handed to a kernel has 32 bits, which float64 would notice
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / d + EPS)  # ROWS 1
     y = widen(tl.load(weight_ptr + column, column < d, 0)) * x * rstd
     tl.store(y_ptr + row * d + column, y.to(y_ptr.dtype.element_ty), inside)
     tl.store(rstd_ptr + row, rstd, row < n)
@@ -164,8 +165,8 @@ def normalize(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> t
     rows = max(1, elements(x) // columns)
     if n:
         rms_norm_forward[(triton.cdiv(n, rows),)](
-            x, branch, weight, total, y, rstd, n, d, x.stride(0), branch.stride(0), eps,
-            ADD=add, ROWS=rows, COLUMNS=columns, num_warps=min(max(rows * columns // 1024, 4), 32),
+            x, branch, weight, total, y, rstd, n, d, x.stride(0), branch.stride(0),
+            EPS=eps, ADD=add, ROWS=rows, COLUMNS=columns, num_warps=min(max(rows * columns // 1024, 4), 32),
         )  # fmt: skip
     return total, y, rstd
 
@@ -451,9 +452,10 @@ def loss_kernel(
     score = tl.load(logits_ptr + target, known, 0).to(wide)
     highest = tl.full([ROWS, 1, LANES], -3.4e38, wide)  # finite, so that logits of -inf leave a sum of 0 and not NaN
     total = tl.zeros([ROWS, 1, LANES], wide)
+    keep: tl.constexpr = "evict_last" if GRADIENT else ""  # in the L2, for the second sweep
     for start in tl.range(0, v, STEPS * LANES):
         column = start + lane
-        x = tl.load(logits_ptr + column, column < v, float("-inf"), eviction_policy="evict_last").to(wide)
+        x = tl.load(logits_ptr + column, column < v, float("-inf"), eviction_policy=keep).to(wide)
         higher = tl.maximum(highest, tl.max(x, 1, keep_dims=True))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 1, keep_dims=True)
         highest = higher
@@ -711,8 +713,8 @@ class AdamW:
 
     def launch(self, slots: list[Slot]) -> Launch:
         """Write the tables for tensors of the same dtypes."""
-        device = slots[0].parameter.device
-        block = 2048 if device.type == "cuda" else 2**15  # the interpreter needs few, large programs
+        device, on_gpu = slots[0].parameter.device, slots[0].parameter.is_cuda
+        block = 2048 if on_gpu else 2**15  # the interpreter needs few, large programs
         gradients = [slot.parameter.grad.contiguous() for slot in slots]
         kept = [
             gradients,
@@ -730,9 +732,9 @@ class AdamW:
         constants = dict(GRADIENT=TRITON[gradients[0].dtype], WIDE=TRITON[slots[0].master.dtype])
         constants |= dict(LOW=TRITON[slots[0].parameter.dtype], TENSORS=triton.next_power_of_2(len(slots)), BLOCK=block)
         constants["ALIGNED"] = 16 if not any(x % 16 for row in (sizes, *addresses) for x in row) else 1
-        pinned = device.type == "cuda"  # the CPU waits for the GPU before it copies from any other memory
-        table = torch.tensor([*starts, sizes, *addresses], pin_memory=pinned).to(device, non_blocking=True)
-        numbers = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned).to(device, non_blocking=True)
+        # pinned: to copy from any other memory, the CPU would first wait for the GPU
+        table = torch.tensor([*starts, sizes, *addresses], pin_memory=on_gpu).to(device, non_blocking=True)
+        numbers = torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu).to(device, non_blocking=True)
         return Launch(table, numbers, (sum(counts[0]), sum(counts[1])), gradients, constants)
 
 

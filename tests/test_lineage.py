@@ -297,6 +297,16 @@ def test_says_what_to_copy(path):
         assert names, "the header lacks a Copy line"
 
 
+SHARED = "widen place rows_of outputs_and_gradients relative_error errors forward_and_backward copy_rate compare"
+
+
+def test_kernels_are_checked_and_timed_alike():
+    """What the files of kernels have in common is the same in all, to the letter."""
+    for name in SHARED.split():
+        texts = {path: r.definitions[name] for path, r in FAMILY.items() if path[:2] == "09" and name in r.definitions}
+        assert len(texts) > 1 and len(set(texts.values())) == 1, f"{name} differs: {sorted(texts)}"
+
+
 def test_an_unnamed_difference_is_seen():
     """One letter in a comment, a name that does not differ, and a changed order each break the rule."""
     child = FAMILY["06_pipeline/1f1b.py"]
