@@ -6,9 +6,9 @@ travel, and 7/8 of their bytes are thrown away:
 
     excess = sectors that the warp touches / sectors that its elements would fill
 
-The L2 cache hides part of the damage. A sector stays in it for a while, and the programs that want its other elements
-run at about the same time. Memory then reads and writes each sector once, and only the path between L2 and the SMs
-carries the excess. A sector that L2 (about 50 MB) has to give up too early travels to and from memory again.
+The L2 cache does not make up for it. The programs that want a sector's other elements run at about the same time, so
+memory need not read it twice. But it crosses from the L2 to an SM once for each of these programs, on a path that is
+little faster than memory; and a store that fills a part of a sector is slower than one that fills it.
 
 Only the lanes of one warp have to be neighbours. Different programs may work far apart (copy_spread).
 A transpose that reads along rows writes along columns: one side is strided. With a tile, neither is: a warp loads rows

@@ -6,8 +6,9 @@ grows. Backward reads them again and writes the gradient, softmax - one_hot, in 
 n·v elements in all, and no memory.
 
 linear_cross_entropy goes further: the head's matmul, the loss, and both matmuls of its backward, for `chunk` tokens at
-a time, all in forward. Memory: chunk·v elements, and the gradient of the weight, which is added up over the chunks in
-fp32. No matmul runs twice. What backward has left to do is to multiply by the gradient of the loss.
+a time, all in forward. There one kernel does both sweeps of a row, the second one backwards, since the L2 still holds
+the end of it. Memory: chunk·v elements, and the gradient of the weight, which is added up over the chunks in fp32. No
+matmul runs twice. What backward has left to do is to multiply by the gradient of the loss.
 
 Parent:   none
 Copy:     place, loss_kernel, gradient_kernel, scale_kernel, losses, write_gradient, rescale, CrossEntropy, add_product,

@@ -696,16 +696,9 @@ class AdamW:
         programs = 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
         partial = torch.zeros(len(launches), programs, dtype=torch.float64, device=x.device)
         for sums, on in zip(partial, launches):
-            constants = {name: value for name, value in on.constants.items() if name not in ("LOW", "BLOCK")}
-            squares_kernel[(programs,)](
-                on.table,
-                sums,
-                len(on.gradients),
-                on.blocks[1],
-                BLOCK=4 * on.constants["BLOCK"],
-                num_warps=8,
-                **constants,
-            )
+            constants = {name: value for name, value in on.constants.items() if name != "LOW"}
+            constants |= dict(BLOCK=4 * on.constants["BLOCK"], num_warps=8)
+            squares_kernel[(programs,)](on.table, sums, len(on.gradients), on.blocks[1], **constants)
         norm = partial.sum().sqrt()
         for on in launches:
             adamw_kernel[(on.blocks[0],)](on.table, on.numbers, norm, len(on.gradients), **on.constants)
@@ -716,11 +709,8 @@ class AdamW:
         device, on_gpu = slots[0].parameter.device, slots[0].parameter.is_cuda
         block = 2048 if on_gpu else 2**15  # the interpreter needs few, large programs
         gradients = [slot.parameter.grad.contiguous() for slot in slots]
-        kept = [
-            gradients,
-            *([getattr(slot, what) for slot in slots] for what in ("master", "mean", "square", "parameter")),
-        ]
-        addresses = [[x.data_ptr() for x in row] for row in kept]
+        kept = [[getattr(slot, what) for slot in slots] for what in ("master", "mean", "square", "parameter")]
+        addresses = [[x.data_ptr() for x in row] for row in (gradients, *kept)]
         sizes = [x.numel() for x in gradients]
         counts = [[triton.cdiv(size, length) for size in sizes] for length in (block, 4 * block)]
         starts = [[sum(row[:i]) for i in range(len(row))] for row in counts]

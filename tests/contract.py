@@ -141,7 +141,8 @@ def check_bfloat16(recipe: str, file: str | None = None) -> None:
 
     Where the batch is cut, the gradient is the exact sum of what the root computes for each part: one more rounding in
     an accumulation or a reduction is seen. Where matmuls are cut, partial sums are rounded, so that errors differ: at
-    most twice the root's. The optimizer sees fp32 alone (gradients may have the dtype of their weights). Matmuls, residual stream and logits have 16 bits, the loss 32.
+    most twice the root's. The optimizer sees fp32 alone (where it keeps masters, gradients may have the dtype of their
+    weights). Matmuls, residual stream and logits have 16 bits, the loss 32.
     """
     world, roots, ours, init = hardest(recipe, "bfloat16")
     root, low = equivalence.root_of(recipe), recipe in equivalence.LOW_WEIGHTS

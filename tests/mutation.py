@@ -8,7 +8,9 @@ does to the gradient and to a loss curve, for the table "What breaks it" of the 
 """
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
 import multiprocessing
 import tempfile
@@ -19,7 +21,8 @@ from pathlib import Path
 import compare
 import equivalence
 import launch as launching
-from launch import ROOT, RankFailed, Run, launch, load, once, run_folder
+import torch
+from launch import ROOT, RankFailed, Run, isolated, launch, load, once, run_folder
 
 RESULTS = ROOT / "tests" / "results" / "bugs.json"
 RACES = "waited for", "let go", "does not wait", "changed while"  # what tests/streams.py says of them
@@ -82,12 +85,55 @@ def without_bug(recipe: str, world: int, flags: str) -> Run:
     return launch(recipe, world, flags, equivalence.unfused_attention if "--compile" in flags else None)
 
 
+def error_of_kernel(file: str) -> float:
+    """The largest error, in float32, of the outputs and gradients that a file of kernels checks.
+
+    What a kernel does not write is 0, not what the memory was before. Of files that compare to the bit, the error of
+    what differs.
+    """
+    module, found, equal = load(file), [0.0], torch.equal
+
+    def error(a: torch.Tensor, b: torch.Tensor) -> float:
+        a, b = a.double(), b.double()
+        if not equal(a.isfinite(), b.isfinite()):
+            return float("inf")
+        return (torch.where(b.isfinite(), a - b, 0).norm() / b[b.isfinite()].norm().clamp_min(1e-300)).item()
+
+    def noted(a: torch.Tensor, b: torch.Tensor) -> bool:
+        found.append(error(a, b) if a.shape == b.shape else float("inf"))
+        return equal(a, b)
+
+    module.DTYPES = (torch.float32,)
+    torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
+    if hasattr(module, "relative_error"):
+        module.relative_error = lambda a, b: found.append(error(a, b)) or found[-1]
+    if not hasattr(module, "errors"):
+        torch.equal = noted
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        module.check(torch.device("cpu"))
+    return max(found)
+
+
+def measured_kernel(bug: Bug) -> dict[str, object]:
+    """As measured, of a file of kernels: the gradient's error is that of all outputs and gradients."""
+    entry = {"recipe": bug.recipe, "what": bug.what, "gradient": None, "loss": None, "end": None}
+    with tempfile.TemporaryDirectory() as folder:
+        file = mutate(bug, Path(folder))
+        try:
+            entry["gradient"] = isolated(lambda: error_of_kernel(file))
+        except AssertionError:
+            entry["end"] = "crashes"
+    return entry if entry["gradient"] != float("inf") else {**entry, "gradient": None, "end": "gives NaN"}
+
+
 def measured(bug: Bug) -> dict[str, object]:
     """What the bug does: relative error of the worst tensor's gradient, largest relative difference of the loss curve.
 
     Both against the recipe without it. Of DiLoCo, which has no gradient of the whole batch, the gradient is the change
     of the weights. "end" says what happens instead where nothing can be measured.
     """
+    if "def train_step" not in (ROOT / bug.recipe).read_text():
+        return measured_kernel(bug)
     root = equivalence.root_of(bug.recipe)
     entry = {"recipe": bug.recipe, "what": bug.what, "gradient": None, "loss": None, "end": None}
     flags = bug.flags + (" --compile" if bug.seen.startswith("compiled") else "")

@@ -161,10 +161,10 @@ NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the
 }
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """Markdown, with numbers to the right."""
+def table(head: list[str], rows: list[list[str]], labels: int = 0) -> str:
+    """Markdown, with numbers to the right; the first columns may be labels, which begin with numbers and are none."""
     number = re.compile(r"\**\[?[0-9+]|$")
-    right = [bool(rows) and all(number.match(row[i]) for row in rows) for i in range(len(head))]
+    right = [i >= labels and bool(rows) and all(number.match(row[i]) for row in rows) for i in range(len(head))]
     lines = [head, ["---:" if r else "---" for r in right], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -320,9 +320,10 @@ def kernel_table(path: str) -> str:
 
 
 def fastest(row: dict, rows: list[dict]) -> str:
-    """The milliseconds of a row, bold if no other contender at the same is faster."""
-    ms = f"{row['ms']:.3g}" if row["ms"] < 10 else f"{row['ms']:,.1f}"
-    return f"**{ms}**" if row["ms"] == min(other["ms"] for other in rows if other["what"] == row["what"]) else ms
+    """The milliseconds of a row, bold if no other contender at the same is faster; ours in another setting is none."""
+    ms = f"{row['ms']:#.3g}" if row["ms"] < 10 else f"{row['ms']:,.1f}"
+    others = [other for other in rows if other["what"] == row["what"] and not other["by"].startswith("ours,")]
+    return f"**{ms}**" if row in others and row["ms"] == min(other["ms"] for other in others) else ms
 
 
 def long_table(rows: list[dict]) -> str:
@@ -331,10 +332,10 @@ def long_table(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         extra = [MORE[key][1].format(row[key]) if key in row else "" for key in more]
-        rate = f"{row['rate']:.2f} {row['unit']}"
+        rate = f"{row['rate']:.3g} {row['unit']}"
         lines.append([row["what"], row["by"], *extra, fastest(row, rows), rate, f"{row['share']:.0%}", row["limit"]])
     head = ["what", "by", *(MORE[key][0] for key in more), "ms", "rate", "share of the limit", "limit"]
-    return table(head, lines)
+    return table(head, lines, labels=2)
 
 
 def alike(rows: list[dict]) -> list[list[dict]]:
@@ -361,7 +362,7 @@ def wide_table(rows: list[dict]) -> str:
         extra = [MORE[key][1].format(found[by][key]) if by in found else "" for key in more for by in names]
         lines.append([what, *cells, *extra, next(iter(found.values()))["limit"]])
     titles = [f"{by}: {MORE[key][0]}" for key in more for by in names]
-    return table(["ms · share of the limit", *names, *titles, "limit"], lines)
+    return table(["ms · share of the limit", *names, *titles, "limit"], lines, labels=1)
 
 
 def kernel_steps() -> str:

@@ -782,14 +782,15 @@ def draw_addresses() -> str:
     """Which elements the first two programs of each copy and transpose touch, and in how many sectors too many."""
     module, left, y, pitch, small = load(COALESCING), 14, 84, 9, 8
     canvas = Canvas("Addresses that two programs touch, in copies and transposes", 640)
-    canvas.text(left, 26, ("What two programs read and write, and what memory sends along", "ink"), size=15)
-    canvas.text(left, 46, (f"Groups of {module.SECTOR // 4} cells are sectors of {module.SECTOR} bytes. ", "muted"))
-    entries = [("rank0", "program 0"), ("rank1", "program 1"), ("gather", "sent along, for nothing")]
+    canvas.text(left, 26, ("Elements that two programs touch, and the rest of their sectors", "ink"), size=15)
+    sector = f"A row of {module.SECTOR // 4} cells is a sector, {module.SECTOR} bytes. Hardware moves whole sectors."
+    canvas.text(left, 46, (sector, "muted"))
+    entries = [("rank0", "program 0"), ("rank1", "program 1"), ("gather", "the rest of a sector")]
     legend(canvas, left, 66, [*entries, ("plain", "not touched")])
     for kernel in module.COPIES:
         y += 16
         read, _ = zip(*(module.addresses(kernel, program, (COPIED,), BLOCK) for program in range(2)))
-        times = f"  {module.sectors(read[0], 4):g}× the sectors, read and written"
+        times = f"  {module.sectors(read[0], 4):g}× the sectors that its elements fill"
         canvas.text(left, y, (kernel.__name__, "ink"), (times, "muted"), size=13)
         draw_touched(canvas, left, y + 8, 64, pitch, [found.tolist() for found in read], COPIED)
         y += COPIED // 64 * pitch * 1.25 + 22

@@ -19,12 +19,13 @@ import witness
 from equivalence import ROOT_RECIPE
 from launch import RankFailed, launch, load
 from mutation import Bug, bugs, mutate
-from test_lineage import TRAINING
+from test_lineage import FAMILY, TRAINING
 
 BUGS = bugs()
 PIPELINE_TESTS = "06_pipeline/test_pipeline.py"
 BALANCE_TESTS, CAPACITY_TESTS = "07_expert/test_balance.py", "07_expert/test_capacity.py"
 BALANCED = "is off by|the load differs|biases are not|counts have changed|counts of other rows|a validation has changed"
+KERNEL_TESTS, STEP_TESTS = "09_kernels/test_kernels.py", "09_kernels/test_fused_step.py"
 EXPERT_TESTS, OVERLAP_TESTS = "07_expert/test_expert.py", "07_expert/test_overlap.py"
 pytestmark = pytest.mark.thorough
 
@@ -116,6 +117,36 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
         "the CPU waits for",
     ),
     "kernel": (lambda bug, file: load(OVERLAP_TESTS).test_kernel(file), "the kernel has"),
+    "check": (
+        lambda bug, file: load(KERNEL_TESTS).test_check(bug.recipe, file),
+        "times PyTorch's|differs|does not touch|does not copy|has crashed|Error",
+    ),
+    "small programs": (lambda bug, file: load(KERNEL_TESTS).test_many_small_programs(bug.recipe, file), "the error is"),
+    "written over": (lambda bug, file: load(KERNEL_TESTS).check_written_over(bug.recipe, file), "DID NOT RAISE|memory"),
+    "incoming gradient": (
+        lambda bug, file: load(KERNEL_TESTS).test_rope_rotates_in_place_and_leaves_the_gradient_alone(file),
+        "has changed the gradient",
+    ),
+    "targets": (lambda bug, file: load(KERNEL_TESTS).test_targets_of_cross_entropy(file), ""),
+    "wide head": (lambda bug, file: load(KERNEL_TESTS).test_wide_head(file), "errors of"),
+    "no_grad": (
+        lambda bug, file: load(KERNEL_TESTS).test_linear_cross_entropy_without_gradients(file),
+        "made",
+    ),
+    "sums in float32": (
+        lambda bug, file: load(KERNEL_TESTS).test_linear_cross_entropy_adds_up_in_float32(file),
+        "sums over chunks are rounded",
+    ),
+    "steps": (lambda bug, file: load(STEP_TESTS).test_equals_torch(bug.flags, 0.5, file), "differs from torch's"),
+    "masters": (lambda bug, file: load(STEP_TESTS).test_masters(file), "AssertionError"),
+    "start of training": (
+        lambda bug, file: load(STEP_TESTS).test_training_starts_from_what_is_not_rounded(file),
+        "rounded weights are saved|masters are rounded",
+    ),
+    "dtypes side by side": (
+        lambda bug, file: load(STEP_TESTS).test_dtypes_side_by_side(file),
+        "the norm is another|differs from torch's",
+    ),
     "refusals": (lambda bug, file: load(EXPERT_TESTS).test_sizes(bug.recipe, file), "None"),
     **{
         promise: (lambda bug, file, check=check: check(bug.recipe, file), "")
@@ -128,8 +159,9 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
 def test_a_bug_is_seen(bug, tmp_path, monkeypatch):
     monkeypatch.setattr(launching.launch, "__defaults__", (*launching.launch.__defaults__[:3], 30, True))  # some hang
     check, words = SEES[bug.seen]
+    file = mutate(bug, tmp_path)
     with pytest.raises((AssertionError, RankFailed, TimeoutError, schedules.Deadlock)) as seen:
-        check(bug, mutate(bug, tmp_path))
+        check(bug, file)
     assert re.search(words, str(seen.value)), f"red for another reason: {seen.value}"
 
 
@@ -143,7 +175,9 @@ def test_the_log_does_not_see_the_scale(tmp_path):
 
 
 def test_every_recipe_has_its_bug():
-    assert {bug.recipe for bug in BUGS} == set(TRAINING) and ROOT_RECIPE in TRAINING
+    """Each training recipe, and each file of kernels."""
+    kernels = {path for path, recipe in FAMILY.items() if "@triton.jit" in recipe.source}
+    assert {bug.recipe for bug in BUGS} == {*TRAINING, *kernels} and ROOT_RECIPE in TRAINING
 
 
 def test_bugs_have_names_of_their_own():

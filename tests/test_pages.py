@@ -174,6 +174,137 @@ def test_speed_over_the_baseline(monkeypatch, tmp_path):
     assert found == ["", "0.95", "", ""]  # itself; both; under other settings; not measured
 
 
+def store_kernels(monkeypatch, tmp_path, name, *rows):
+    """Let the pages find these rows of a kernel file: (what, by, ms, rate, unit, share, more)."""
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    keys = "what", "by", "ms", "rate", "unit", "share"
+    found = [dict(zip(keys, row)) | (row[6] if len(row) > 6 else {}) for row in rows]
+    about = {"date": "today", "gpu": "1 x GPU", "torch": "3", "triton": "4", "command": "run"}
+    (tmp_path / "kernels.json").write_text(json.dumps({name: {**about, "rows": found}}))
+
+
+def cells_of(text: str) -> list[list[list[str]]]:
+    """The cells of all tables of a text, without the lines that separate heads."""
+    tables = [[line for line in part.splitlines() if line.startswith("| ")] for part in text.split("\n\n")]
+    rows = [[re.split(r" (?<!\\)\| ", row[2:-2]) for row in found if "---" not in row] for found in tables]
+    return [found for found in rows if found]
+
+
+def test_alike_kernels_become_columns(monkeypatch, tmp_path):
+    """A column per contender, the fastest bold; other contenders, another table; no file, no table and no speed."""
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    path = "09_kernels/cross_entropy.py"
+    assert pages.kernel_table(path) == "Not measured yet." and pages.kernel_gain(path) == ""
+    store_kernels(
+        monkeypatch,
+        tmp_path,
+        "cross_entropy",
+        ("a x b, forward", "eager", 0.25, 1.0, "TB/s", 0.25),
+        ("a x b, forward", "ours", 0.0625, 3.0, "TB/s", 0.75),
+        ("a x b, forward", "ours, in a graph", 0.01, 3.0, "TB/s", 0.75),
+        ("a x b, backward", "eager", 12.5, 1.0, "TB/s", 0.25),
+        ("head", "matmul", 30.0, 495.0, "TFLOP/s", 0.5, {"GiB": 12.5}),
+        ("head", "ours", 25.0, 99.0, "TFLOP/s", 0.1, {"GiB": 1.0}),
+    )
+    assert pages.kernel_table(path).startswith("1 x GPU, torch 3, Triton 4, today, `run`\n\n")
+    first, second = cells_of(pages.kernel_table(path))
+    assert first[0] == ["ms · share of the limit", "eager", "ours", "ours, in a graph", "limit"]
+    assert first[1:] == [
+        ["a x b, forward", "0.250 · 25%", "**0.0625** · 75%", "0.0100 · 75%", "4 TB/s"],
+        ["a x b, backward", "**12.5** · 25%", "", "", "4 TB/s"],
+    ]
+    assert second == [
+        ["ms · share of the limit", "matmul", "ours", "matmul: peak, GiB", "ours: peak, GiB", "limit"],
+        ["head", "30.0 · 50%", "**25.0** · 10%", "12.50", "1.00", "990 TFLOP/s"],
+    ]
+    assert pages.kernel_gain(path) == "1.20"  # the head: it is measured as a whole
+
+
+def test_speed_of_a_kernel(monkeypatch, tmp_path):
+    """Forward and backward of the fastest other contender over ours, at the first size that has both."""
+    rows = [("2 elements, forward", by, ms) for by, ms in (("eager", 9.0), ("ours", 1.0))]
+    rows += [("4 elements, forward", by, ms) for by, ms in (("eager", 9.0), ("compiled", 3.0), ("ours", 2.0))]
+    rows += [("4 elements, backward", by, ms) for by, ms in (("eager", 5.0), ("compiled", 4.5), ("ours", 3.0))]
+    rows += [("4 elements, backward", "ours, otherwise", 0.5)]
+    store_kernels(monkeypatch, tmp_path, "rope", *((*row, 1.0, "TB/s", 0.5) for row in rows))
+    assert pages.kernel_gain("09_kernels/rope.py") == "1.50" and pages.kernel_gain("09_kernels/softmax.py") == ""
+    store_kernels(monkeypatch, tmp_path, "adamw", ("n", "fused", 3.0, 1, "TB/s", 1), ("n", "ours", 2.0, 1, "TB/s", 1))
+    assert pages.kernel_gain("09_kernels/adamw.py") == "1.50"
+
+
+def test_other_kernels_become_rows(monkeypatch, tmp_path):
+    """Kernels that are compared with each other have a row each; what is counted beside times has columns."""
+    store_kernels(
+        monkeypatch,
+        tmp_path,
+        "coalescing",
+        ("copy", "x.clone()", 0.5, 4.0, "TB/s", 1.0),
+        ("copy", "copy_far 8x, 4x", 2.0, 1.0, "TB/s", 0.25),
+    )
+    assert cells_of(pages.kernel_table("09_kernels/coalescing.py")) == [
+        [
+            ["what", "by", "sectors read", "sectors written", "ms", "rate", "share of the limit", "limit"],
+            ["copy", "x.clone()", "", "", "**0.500**", "4 TB/s", "100%", "4 TB/s"],
+            ["copy", "copy_far", "8×", "4×", "2.00", "1 TB/s", "25%", "4 TB/s"],
+        ]
+    ]
+    more = {"elements": 8, "registers": 255, "spills": 0, "loaded": 3.4e10}
+    store_kernels(monkeypatch, tmp_path, "coarsening", ("m", "16 x 16", 4.0, 10.0, "TFLOP/s", 0.2, more))
+    (found,) = cells_of(pages.kernel_table("09_kernels/coarsening.py"))
+    assert found[1][2:7] == ["8", "255", "0", "34.00", "**4.00**"]
+    store_kernels(
+        monkeypatch,
+        tmp_path,
+        "divergence",
+        ("share 0", "by_mask, 257.00x the steps", 4.0, 10.0, "TFLOP/s", 0.5),
+        ("share 0", "by_list, 1.00x the steps", 2.0, 20.0, "TFLOP/s", 1.0),
+    )
+    (found,) = cells_of(pages.kernel_table("09_kernels/divergence.py"))
+    assert found[1] == ["share 0", "4.00 · 50%", "**2.00** · 100%", "257.00", "1.00", "20 TFLOP/s"]
+
+
+def test_steps_become_a_table(monkeypatch, tmp_path):
+    """A row per kind and preset, with the difference; then the whole step."""
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert pages.kernel_steps() == "Not measured yet."
+    about = {"date": "today", "gpu": "1 x GPU", "torch": "3", "command": "run"}
+    steps = {
+        "01_single_gpu/train.py": {"matmuls": 50.0, "rest": 2.0},
+        "09_kernels/train.py": {"matmuls": 51, "rest": 1},
+    }
+    (tmp_path / "kernel_steps.json").write_text(json.dumps({"measured": about, "llama3_1b": steps}))
+    (found,) = cells_of(pages.kernel_steps())
+    assert [row[1:] for row in found[1:]] == [
+        ["matmuls", "50.0", "51.0", "+1.0", "+2.0%"],
+        ["rest", "2.0", "1.0", "-1.0", ""],
+        ["step", "52.0", "52.0", "+0.0", "+0.0%"],
+    ]
+
+
+def test_speed_over_a_baseline_of_another_folder(monkeypatch, tmp_path):
+    """The root's, for the training with kernels of our own."""
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    tokens = {"01_single_gpu/train.py": 100, "09_kernels/train.py": 107}
+    rows = [{"file": file, "rounds": [{"tokens": n}]} for file, n in tokens.items()]
+    (tmp_path / "speed.json").write_text(json.dumps({"kernels_smollm": {"alike": 2, "rows": rows}}))
+    assert pages.gain("09_kernels/train.py") == "1.07" and pages.ratio("09_kernels/train.py") == ""
+
+
+def test_bugs_of_kernels_have_no_loss_curve(monkeypatch, tmp_path):
+    """A kernel alone trains nothing: nobody could have seen its bug in a loss; without an error it comes last."""
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    keys = ["recipe", "what", "gradient", "loss", "end"]
+    stored = [("09_kernels/rope.py", "slow", 0.0, None, None), ("09_kernels/rope.py", "wrong", 0.5, None, None)]
+    stored += [("09_kernels/rope.py", "crash", None, None, "crashes")]
+    (tmp_path / "bugs.json").write_text(json.dumps([dict(zip(keys, bug)) for bug in stored]))
+    (found,) = cells_of(pages.bugs("09_kernels"))
+    assert [row[1:] for row in found[1:]] == [
+        ["wrong", "0.5", "", ""],
+        ["crash", "", "", "yes, it crashes"],
+        ["slow", "0", "", ""],
+    ]
+
+
 def store_bugs(monkeypatch, tmp_path, stored):
     """Let the pages find these bugs, (recipe, what, gradient, loss, end), in the folder of results."""
     monkeypatch.setattr(pages, "RESULTS", tmp_path)

@@ -5,9 +5,11 @@ import math
 import re
 from collections import defaultdict
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from xml.etree import ElementTree
 
+import bench
 import pictures
 import pytest
 from launch import ROOT, launch, load
@@ -86,7 +88,8 @@ def test_family_shows_the_headers():
             added, removed = pictures.difference(theirs[0], text)
             assert texts[where + 1][0] == f"+{added} −{removed}"
         if theirs[1:]:
-            others = re.findall(r"and (\d\d)/(\S+) ", texts[where + 2][0])
+            below = takewhile(lambda text: text.startswith("and "), (text for text, _ in texts[where + 2 :]))
+            others = re.findall(r"and (\d\d)/(\S+) ", "".join(below))
             assert [f"{FOLDERS[number]}/{file}" for number, file in others] == theirs[1:]
 
 
@@ -417,6 +420,109 @@ def test_balance_is_to_scale():
         assert f"busiest {loads[-1]:.2f}× the mean" in texts and Path(recipe).name in texts
     without, auxiliary, bias = loads
     assert not bands and max(auxiliary, bias) - 1 < 0.6 * (without - 1), loads
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+def test_addresses_are_those_of_the_kernels():
+    """Run, in the interpreter or on the GPU, each kernel touches what is drawn in its programs' colors, and no more.
+
+    What is drawn as the rest of a sector is that: with what is touched it fills whole sectors.
+    """
+    module, device = load(pictures.COALESCING), "cuda" if pictures.torch.cuda.is_available() else "cpu"
+    drawn = defaultdict(list)  # role: the cells' corners, in the order of the panels
+    for path in elements("09_kernels/addresses.svg", "path"):
+        for x, y in re.findall(r"M([\d.]+) ([\d.]+)h", path.get("d")):
+            drawn[path.get("class")].append((float(x), float(y)))
+    panels = []
+    for kernel in (*module.COPIES, *module.TRANSPOSES):
+        copies = kernel in module.COPIES
+        shape = (pictures.COPIED,) if copies else (pictures.SIDE, pictures.SIDE)
+        sides = zip(*(module.touched(kernel, program, shape, pictures.BLOCK, device) for program in range(2)))
+        panels += [[set(found.tolist()) for found in side] for side in sides][: 1 if copies else 2]
+    cells = sorted({(x, y) for corners in drawn.values() for x, y in corners}, key=lambda cell: (cell[1], cell[0]))
+    copied, transposed = cells[: 3 * pictures.COPIED], cells[3 * pictures.COPIED :]
+    grids = [copied[i * pictures.COPIED : (i + 1) * pictures.COPIED] for i in range(3)]
+    columns, side = sorted({x for x, _ in transposed}), pictures.SIDE
+    grids += [[cell for cell in transposed if cell[0] in columns[i * side : (i + 1) * side]] for i in range(4)]
+    for programs, grid in zip(panels, grids, strict=True):
+        role = {cell: name for name, corners in drawn.items() for cell in corners}
+        found = {name: {i for i, cell in enumerate(grid) if role[cell] == name} for name in drawn}
+        assert [found["rank0"], found["rank1"]] == programs
+        touched = found["rank0"] | found["rank1"]
+        assert {i // 8 for i in found["gather"]} <= {i // 8 for i in touched} and not found["gather"] & touched
+        assert (touched | found["gather"]) == {i for i in range(len(grid)) if i // 8 in {j // 8 for j in touched}}
+
+
+def rows_of_kernels(*rows: tuple) -> dict:
+    """Stored rows of kernel files: (file, what, by, ms, rate, unit)."""
+    stored = defaultdict(lambda: {"rows": []})
+    for name, *row in rows:
+        stored[name]["rows"].append(dict(zip(("what", "by", "ms", "rate", "unit"), row)) | {"share": 0.5})
+    return stored
+
+
+def test_roofline_has_the_kernels_at_their_intensity():
+    """Bytes per second times FLOPs per byte, forward and backward together; matmuls as measured; no file, no dots."""
+    roofs = pictures.draw_roofline({})
+    assert roofs.count('rx="4"') == 0 and "CUDA cores" in roofs and "4.24 TB/s" in roofs
+    stored = rows_of_kernels(
+        ("rope", "b, forward", "eager", 9.0, 0.5, "TB/s"),
+        ("rope", "b, forward", "ours", 1.0, 4.0, "TB/s"),
+        ("rope", "b, backward", "ours", 3.0, 2.0, "TB/s"),
+        ("elementwise", "2^3 elements, forward", "ours", 3.0, 0.1, "TB/s"),
+        ("elementwise", "2^4 elements, forward", "ours", 2.0, 3.0, "TB/s"),
+        ("elementwise", "2^4 elements, backward", "ours", 2.0, 4.0, "TB/s"),
+        ("adamw", "9 parameters, fp32", "ours", 2.0, 4.0, "TB/s"),
+        ("tiling", "4096 x 4096 x 4096, bfloat16", "torch.matmul", 1.0, 700.0, "TFLOP/s"),
+        ("tiling", "4096 x 4096 x 4096, bfloat16", "dot", 1.0, 600.0, "TFLOP/s"),
+        ("cross_entropy", "with the head, forward and backward", "ours", 1.0, 650.0, "TFLOP/s"),
+    )
+    found = {dot.name: dot for dot in pictures.dots(stored)}
+    assert found["rope"][:2] == (0.75, 0.75 * 2.5)
+    assert found["elementwise"][:2] == (0.4, 0.4 * 3.5)  # of the size that has both
+    assert found["adamw"][:2] == (17 / 30, 17 / 30 * 4)
+    assert found["tiling, dot, bf16"][:2] == (pytest.approx(4096 / 3), 600.0)
+    assert found["cross_entropy, head"].speed == 650 and len(found) == 5
+    assert pictures.draw_roofline(stored).count('rx="4"') == 5
+
+
+def test_labels_are_kept_apart():
+    """In their order, never closer than asked, none below the bottom; where there is room, at the dots."""
+    assert pictures.apart([10, 30, 60], 15, 100) == [10, 30, 60]
+    assert pictures.apart([10, 12, 60], 15, 100) == [10, 25, 60]
+    assert pictures.apart([80, 90, 95], 15, 100) == [70, 85, 100] and pictures.apart([], 15, 100) == []
+
+
+def test_gpu_kernels_are_sorted_by_what_they_do():
+    """By their names, where a fused kernel may also have those of the matmul and the attention around it."""
+    names = {
+        "nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NNT": "matmuls",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16>(Params)": "matmuls",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7": "attention",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<>": "attention",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>": "optimizer",
+        "adamw_kernel": "optimizer",
+        "squares_kernel": "optimizer",
+        "triton_poi_fused__scaled_dot_product_cudnn_attention_mm_3": "elementwise",
+        "rms_norm_backward": "elementwise",
+        "Memcpy DtoD (Device -> Device)": "elementwise",
+    }
+    assert {name: bench.kind_of(name) for name in names} == names
+    assert [*bench.KINDS, "rest"] == list(pictures.DOING)
+
+
+def test_steps_are_to_scale():
+    """Each kind's bar is as long as its share of the longest step; without a measurement there is no bar."""
+    kinds = {"matmuls": 40.0, "attention": 20.0, "elementwise": 20.0, "optimizer": 10.0, "rest": 10.0}
+    faster = kinds | {"elementwise": 10.0, "rest": 0.0}
+    steps = {"01_single_gpu/train.py": kinds, "09_kernels/train.py": faster}
+    svg = ElementTree.fromstring(pictures.draw_step({"measured": {"gpu": "1 x GPU"}, "llama3_1b": steps}))
+    bars = [float(rect.get("width")) for rect in svg.iter(f"{SVG}rect") if rect.get("height") == "26"]
+    unit = bars[0] / 40
+    assert bars == pytest.approx([ms * unit for step in steps.values() for ms in step.values()], abs=0.02)
+    texts = ["".join(text.itertext()) for text in svg.iter(f"{SVG}text")]
+    assert "100.0 ms" in texts and "80.0 ms" in texts
+    assert "Not measured yet." in pictures.draw_step({})
 
 
 # ----------------------------------------------------------------------------------------------------------- timeline
