@@ -360,14 +360,15 @@ def compare(what: str, times: dict[str, float], amount: float, limit: float, uni
     return rows
 
 
-def peak(run: Callable[[], object]) -> float:
-    """GiB that a run allocates beyond what was allocated before."""
-    run()  # compile, if it does
-    torch.cuda.synchronize()  # all memory that it took is free again
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
+def add_peaks(rows: list[dict], runs: dict[str, Callable[[], object]]) -> None:
+    """Add to the rows of the table the GiB that each run allocates beyond what was allocated before, gradients too."""
+    for row in rows:
+        torch.cuda.synchronize()  # all memory that the run before took is free again
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        runs[row["by"]]()
+        row["GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        print(f"{row['what']:45} {row['by']:30} {row['GiB']:.2f} GiB", flush=True)
 
 
 def measure() -> list[dict]:
@@ -382,24 +383,23 @@ def measure() -> list[dict]:
     logits = torch.randn(n, v, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     free, one = torch.empty_like(logits), torch.ones((), device="cuda")
 
-    def in_place(logits: Tensor, targets: Tensor, free: Tensor) -> None:
-        # to other memory, so that every repeat reads the same logits
-        write_gradient(logits, targets, *losses(logits, targets)[1:], one, free)
+    def ours(out: Tensor, logits: Tensor = logits) -> None:
+        write_gradient(logits, targets, *losses(logits, targets)[1:], one, out)
 
     runs = {"eager": step(reference, logits), "torch.compile": step(torch.compile(reference), logits)}
-    runs["ours"] = partial(in_place, logits, targets, free)
+    runs["ours"] = partial(ours, free)  # to other memory, so that every repeat reads the same logits
     rows = compare(f"{n} x {v}, forward and backward", milliseconds(runs), moved, limit)
-    del logits, free, runs
+    runs["ours"] = partial(ours, logits.detach())  # where it belongs
+    add_peaks(rows, runs)
+    del logits, free, runs, ours
     x = torch.randn(n, d, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     weight = torch.randn(v, d, dtype=torch.bfloat16, device="cuda").mul_(0.02).requires_grad_()
     compiled = torch.compile(reference)
-    fused = {"matmul, then torch.compile": step(lambda x, w, t: compiled(x @ w.T, t), x, weight)}
-    fused["ours"] = step(linear_cross_entropy, x, weight)
-    rows += compare("with the head, forward and backward", milliseconds(fused), flops, 989.5e12, "TFLOP/s")
-    for row in rows[-2:]:
-        row["GiB"] = peak(fused[row["by"]])
-        print(f"{row['what']:45} {row['by']:30} {row['GiB']:.2f} GiB")
-    return rows
+    runs = {"matmul, then torch.compile": step(lambda x, w, t: compiled(x @ w.T, t), x, weight)}
+    runs["ours"] = step(linear_cross_entropy, x, weight)
+    fused = compare("with the head, forward and backward", milliseconds(runs), flops, 989.5e12, "TFLOP/s")
+    add_peaks(fused, runs)
+    return rows + fused
 
 
 # -------------------------------------------------------------------------------------------------------------- main
