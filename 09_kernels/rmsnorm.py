@@ -47,7 +47,8 @@ def rms_norm_forward(
     inside = (row < n) & (column < d)
     x = tl.load(x_ptr + row * x_stride + column, inside, 0)
     if ADD:
-        x = (x + tl.load(branch_ptr + row * branch_stride + column, inside, 0)).to(y_ptr.dtype.element_ty)
+        x = widen(x) + widen(tl.load(branch_ptr + row * branch_stride + column, inside, 0))
+        x = x.to(y_ptr.dtype.element_ty)  # the norm is that of the sum as it is stored
         tl.store(sum_ptr + row * d + column, x, inside)
     x = widen(x)
     # EPS is a constant: a float that is handed to a kernel has 32 bits, which float64 would notice

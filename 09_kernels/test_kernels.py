@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
+import equivalence
 import numpy as np
 import pytest
 import torch
@@ -67,7 +68,12 @@ def shrink(module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", [SOFTMAX, RMSNORM, SWIGLU, pytest.param("09_kernels/elementwise.py", marks=pytest.mark.thorough)]
+    "recipe",
+    [
+        SOFTMAX,
+        RMSNORM,
+        *(pytest.param(path, marks=pytest.mark.thorough) for path in (SWIGLU, "09_kernels/elementwise.py")),
+    ],
 )
 @in_a_fork
 def test_many_small_programs(recipe, file=None):
@@ -347,6 +353,13 @@ def test_bfloat16_is_rounded_as_on_gpus():
 
 
 # --------------------------------------------------------------------------------------------------------- as a user
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe, world, flags", [case for case in equivalence.CASES if case[0].startswith("09")])
+def test_equals_root(recipe, world, flags):
+    """The root with the kernels pasted in trains as the root, in other shapes, too."""
+    equivalence.check(recipe, world, flags)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", KERNELS)
 def test_run_as_a_user(recipe):

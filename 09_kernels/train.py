@@ -5,7 +5,7 @@ are rotated in place; SwiGLU's gradients are written over its inputs, and its ou
 projections of one input add up its gradient inside their matmuls; logits exist for a few thousand tokens at a time, and
 their gradient is written over them; one kernel clips, updates fp32 masters and writes the bf16 weights that the next
 forward reads, so that nothing is cast by autocast. `git diff --no-index 01_single_gpu/train.py 09_kernels/train.py` is
-the argument for fusing. Without a GPU the kernels run in Triton's interpreter, slowly.
+the argument for fusing. Without a GPU the kernels run in Triton's interpreter: slowly, and bf16 is cut, not rounded.
 
 Parent:   01_single_gpu/train.py, 09_kernels/rmsnorm.py, 09_kernels/swiglu.py, 09_kernels/rope.py,
           09_kernels/cross_entropy.py, 09_kernels/adamw.py
@@ -107,7 +107,8 @@ def rms_norm_forward(
     inside = (row < n) & (column < d)
     x = tl.load(x_ptr + row * x_stride + column, inside, 0)
     if ADD:
-        x = (x + tl.load(branch_ptr + row * branch_stride + column, inside, 0)).to(y_ptr.dtype.element_ty)
+        x = widen(x) + widen(tl.load(branch_ptr + row * branch_stride + column, inside, 0))
+        x = x.to(y_ptr.dtype.element_ty)  # the norm is that of the sum as it is stored
         tl.store(sum_ptr + row * d + column, x, inside)
     x = widen(x)
     # EPS is a constant: a float that is handed to a kernel has 32 bits, which float64 would notice

@@ -114,13 +114,20 @@ def error_of_kernel(file: str) -> float:
     return max(found)
 
 
+@once
+def without_bug_in_kernel(recipe: str) -> float:
+    """The same error of the file as it is: its roundings."""
+    return isolated(lambda: error_of_kernel(recipe))
+
+
 def measured_kernel(bug: Bug) -> dict[str, object]:
     """As measured, of a file of kernels: the gradient's error is that of all outputs and gradients."""
     entry = {"recipe": bug.recipe, "what": bug.what, "gradient": None, "loss": None, "end": None}
     with tempfile.TemporaryDirectory() as folder:
         file = mutate(bug, Path(folder))
         try:
-            entry["gradient"] = isolated(lambda: error_of_kernel(file))
+            error = isolated(lambda: error_of_kernel(file))
+            entry["gradient"] = error if error != without_bug_in_kernel(bug.recipe) else 0.0
         except AssertionError:
             entry["end"] = "crashes"
     return entry if entry["gradient"] != float("inf") else {**entry, "gradient": None, "end": "gives NaN"}
