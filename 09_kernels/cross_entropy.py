@@ -11,8 +11,8 @@ the end of it. Memory: chunk·v elements, and the gradient of the weight, which 
 matmul runs twice. What backward has left to do is to multiply by the gradient of the loss.
 
 Parent:   none
-Copy:     place, loss_kernel, gradient_kernel, scale_kernel, losses, write_gradient, rescale, CrossEntropy, add_product,
-          LinearCrossEntropy (call cross_entropy or linear_cross_entropy)
+Copy:     place, check_free, loss_kernel, gradient_kernel, scale_kernel, losses, write_gradient, rescale, CrossEntropy,
+          add_product, LinearCrossEntropy (call cross_entropy or linear_cross_entropy)
 Run:      python 09_kernels/cross_entropy.py
 Source:   online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867; in chunks, Hsu et al. 2024, arXiv:2410.10989
 """
@@ -43,6 +43,24 @@ def place(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)  # 64 bits: a tensor may have more than 2^31 elements
     row = program // tiles * ROWS + tl.arange(0, ROWS)[:, None]
     return row, program % tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+def check_free(*tensors: Tensor) -> None:
+    """Raise ValueError where backward would write over memory that is not this operation's alone.
+
+    Compiled, backward writes elsewhere.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+        return
+    for x in tensors:
+        if (x if x._base is None else x._base).is_leaf:
+            raise ValueError(
+                "backward writes over its inputs: they must not be leaves, such as parameters, nor views of them"
+            )
+        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+            raise ValueError("backward writes over its inputs: they must not be expanded")
+    if len({x.data_ptr() for x in tensors if x.numel()}) < sum(x.numel() > 0 for x in tensors):
+        raise ValueError("backward writes over its inputs: they must not share memory")
 
 
 @triton.jit
@@ -177,11 +195,13 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     A target of IGNORE counts nothing; one that is no column of the logits makes the loss NaN. Computed in float32, in
     float64 for float64. The logits must come from an operation that does not need them in backward, as a matmul does
-    not; autograd raises RuntimeError if one does, or if backward runs twice. Raises ValueError for a leaf.
+    not; autograd raises RuntimeError if one does, or if backward runs twice. Raises ValueError for leaves, and for
+    shapes that do not fit.
     """
-    if torch.is_grad_enabled() and logits.requires_grad and logits.is_leaf:
-        raise ValueError("backward writes over the logits: they must not be a leaf, such as a parameter")
-    return CrossEntropy.apply(logits if logits.stride(1) == 1 else logits.contiguous(), targets)
+    if logits.ndim != 2 or targets.shape != logits.shape[:1]:
+        raise ValueError(f"logits are {list(logits.shape)}, targets {list(targets.shape)}: must be [n, v] and [n]")
+    check_free(logits)
+    return CrossEntropy.apply(logits if logits.stride(1) == 1 else logits.contiguous(), targets.contiguous())
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -232,9 +252,12 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int 
     returned in the dtype of the weight: give fp32 weights to lose nothing. A target of IGNORE counts nothing; one
     that is no row of the weight makes the loss NaN. Backward can run once; RuntimeError otherwise.
     """
+    if x.ndim != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:
+        shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(targets.shape)}"
+        raise ValueError(f"x, weight and targets are {shapes}: must be [n, d], [v, d] and [n]")
     training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chunk = chunk or max(2**29 // len(weight) // 256, 1) * 256
-    return LinearCrossEntropy.apply(x, weight, targets, chunk, training)
+    return LinearCrossEntropy.apply(x, weight, targets.contiguous(), chunk, training)
 
 
 # --------------------------------------------------------------------------------------------------------- reference

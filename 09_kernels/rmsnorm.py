@@ -6,8 +6,8 @@ out. The gradient of the weight is a sum over all rows: each program adds up its
 one row of partial sums, which are then added in a fixed order. No atomics: two runs agree to the bit.
 
 Parent:   none
-Copy:     elements, rows_of, rms_norm_forward, rms_norm_backward, normalize, normalize_backward, Norm, AddNorm (call
-          rms_norm or add_rms_norm)
+Copy:     elements, rows_of, rms_norm_forward, rms_norm_backward, normalize, normalize_backward, Norm, AddNorm,
+          check_norm (call rms_norm or add_rms_norm)
 Run:      python 09_kernels/rmsnorm.py
 Source:   Zhang and Sennrich 2019, arXiv:1910.07467
 """
@@ -165,22 +165,29 @@ class AddNorm(torch.autograd.Function):
         return dx, dx, dweight, None
 
 
+def check_norm(x: Tensor, branch: Tensor, weight: Tensor) -> None:
+    """Raise ValueError for what the kernels would not read as it is meant."""
+    if x.shape[-1] > LONGEST_ROW:
+        raise ValueError(f"a row has {x.shape[-1]} elements: must be at most {LONGEST_ROW}")
+    if x.shape != branch.shape or x.dtype != branch.dtype or weight.shape != x.shape[-1:]:
+        shapes = ", ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in (x, branch, weight))
+        raise ValueError(f"x, branch and weight are {shapes}: must be alike, and the weight a row")
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     """Divide x [..., d] by the root of the mean square of its rows, and multiply it by weight [d].
 
     x float16, bfloat16, float32 or float64; computed in float32 (float64), rounded once.
-    Raises ValueError for a row of more than 65,536 elements.
+    Raises ValueError for shapes that do not fit, and for a row of more than 65,536 elements.
     """
-    if x.shape[-1] > LONGEST_ROW:
-        raise ValueError(f"a row has {x.shape[-1]} elements: must be at most {LONGEST_ROW}")
-    return Norm.apply(x, weight, eps)
+    check_norm(x, x, weight)
+    return Norm.apply(x, weight.contiguous(), eps)
 
 
 def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Add branch to the residual stream x [..., d]; return the sum, and the sum normalised as by rms_norm."""
-    if x.shape[-1] > LONGEST_ROW:
-        raise ValueError(f"a row has {x.shape[-1]} elements: must be at most {LONGEST_ROW}")
-    return AddNorm.apply(x, branch, weight, eps)
+    check_norm(x, branch, weight)
+    return AddNorm.apply(x, branch, weight.contiguous(), eps)
 
 
 # --------------------------------------------------------------------------------------------------------- reference

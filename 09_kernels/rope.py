@@ -101,6 +101,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         raise ValueError(f"a table {list(cos.shape)} does not fit x {list(x.shape)}: needs a row per token, heads of k")
     if x.stride(2) != 1 or cos.stride(1) != 1:
         raise ValueError("the last axis of x and of the table must be contiguous")
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        raise ValueError("x is expanded: it must have memory for each of its elements")
     return Rotate.apply(x, cos, sin)
 
 

@@ -8,7 +8,7 @@ From forward to backward that is 2·n·f elements instead of 3·n·f, in the lar
 
 Parent:   none
 Copy:     widen, rows_of, place, silu_mul_forward, silu_mul_backward, sigmoid, tile, silu_mul_rows, silu_mul_gradients,
-          SiluMul, SwiGLU, check_free (call silu_mul, or swiglu with the weight of the matmul)
+          SiluMul, SwiGLU, check_free, check_swiglu (call silu_mul, or swiglu with the weight of the matmul)
 Run:      python 09_kernels/swiglu.py
 Source:   Shazeer 2020, arXiv:2002.05202
 """
@@ -165,19 +165,38 @@ class SwiGLU(torch.autograd.Function):
         return dgate.view(shape), dup.view(shape), rows.T @ dh
 
 
-def check_free(gate: Tensor, up: Tensor) -> None:
-    """Raise ValueError where backward would write over tensors that nothing computed."""
-    if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (gate, up)):
-        raise ValueError("backward writes over gate and up: they must not be leaves, such as parameters")
+def check_free(*tensors: Tensor) -> None:
+    """Raise ValueError where backward would write over memory that is not this operation's alone.
+
+    Compiled, backward writes elsewhere.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+        return
+    for x in tensors:
+        if (x if x._base is None else x._base).is_leaf:
+            raise ValueError(
+                "backward writes over its inputs: they must not be leaves, such as parameters, nor views of them"
+            )
+        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+            raise ValueError("backward writes over its inputs: they must not be expanded")
+    if len({x.data_ptr() for x in tensors if x.numel()}) < sum(x.numel() > 0 for x in tensors):
+        raise ValueError("backward writes over its inputs: they must not share memory")
+
+
+def check_swiglu(gate: Tensor, up: Tensor) -> None:
+    """Raise ValueError for what the kernels would not read, or write, as it is meant."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"gate is {list(gate.shape)} {gate.dtype}, up {list(up.shape)} {up.dtype}: must be alike")
+    check_free(gate, up)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate)·up for gate and up [..., f] of one dtype; backward writes their gradients over them.
 
     So both must be results of operations that do not need them in backward, as a matmul is; autograd raises
-    RuntimeError if one does, or if backward runs twice. Raises ValueError for leaves.
+    RuntimeError if one does, or if backward runs twice. Raises ValueError for leaves, and for shared memory.
     """
-    check_free(gate, up)
+    check_swiglu(gate, up)
     return SiluMul.apply(gate, up)
 
 
@@ -187,7 +206,7 @@ def swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     The gradient of the weight needs silu(gate)·up again. The backward kernel has all of it in registers, and writes it
     over the gradient that it has just read: one more pass, for n·f elements less from forward to backward.
     """
-    check_free(gate, up)
+    check_swiglu(gate, up)
     return SwiGLU.apply(gate, up, weight)
 
 

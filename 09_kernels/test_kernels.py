@@ -194,7 +194,7 @@ def test_cross_entropy_writes_over_the_logits(file=None):
 def test_cross_entropy_raises_where_logits_are_needed(file=None):
     module, targets = load(file or CROSS_ENTROPY), torch.arange(5)
     x, weight = random(5, 7).requires_grad_(), random(9, 7).requires_grad_()
-    raises(ValueError, "leaf", lambda: module.cross_entropy(x, targets))
+    raises(ValueError, "leaves", lambda: module.cross_entropy(x, targets))
     raises(RuntimeError, MODIFIED, module.cross_entropy(x.exp(), targets).backward)
     for loss in module.cross_entropy(x * 1, targets), module.linear_cross_entropy(x * 1, weight, targets, 2):
         loss.backward(retain_graph=True)
@@ -264,6 +264,38 @@ def test_refusals():
     raises(ValueError, "3 dimensions", lambda: load(COALESCING).transpose(load(COALESCING).transpose_far, long[None]))
     raises(ValueError, r"\[m, k\]", lambda: load(TILING).dot(long, long))
     raises(ValueError, "float64", lambda: load(TILING).dot(long.double(), long.double().T))
+
+
+@in_a_fork
+def test_memory_of_others_is_not_written_over(file=None):
+    """Constants, views of parameters, expanded tensors and shared memory are refused; other strides are read right."""
+    swiglu, cross_entropy, rope = load(file or SWIGLU), load(CROSS_ENTROPY), load(ROPE)
+    p, x, weight = (random(6, 8, dtype=torch.float64).requires_grad_() for _ in range(3))
+    y, row, targets = x * 1, x[:1] * 1, torch.arange(12).view(6, 2)[:, 0] % 4
+    for function, more in (swiglu.silu_mul, []), (swiglu.swiglu, [weight]):
+        for gate, up in (y, torch.ones(6, 8).double()), p[:, :8].split(8, 1) * 2, (y, y), (y, row.expand(6, 8)):
+            raises(ValueError, "writes over its inputs", lambda: function(gate, up, *more))  # noqa: B023
+        raises(ValueError, "must be alike", lambda: function(y, row, *more))  # noqa: B023
+    for logits in p[:, :5], row.expand(6, 8):
+        raises(ValueError, "writes over its inputs", lambda: cross_entropy.cross_entropy(logits, targets))  # noqa: B023
+    raises(ValueError, r"\[n\]", lambda: cross_entropy.cross_entropy(y, targets[:5]))
+    raises(ValueError, r"\[v, d\]", lambda: cross_entropy.linear_cross_entropy(x, weight[:, :5], targets))
+    expanded = row.view(1, 1, 8).expand(1, 5, 8)
+    raises(ValueError, "expanded", lambda: rope.rotate(expanded, rope.table(5, 4, "cpu")))
+    exact = cross_entropy.reference(y, targets)
+    assert torch.allclose(cross_entropy.cross_entropy(y * 1, targets), exact), "targets have a stride"
+    exact = cross_entropy.linear_reference(x, weight, targets)
+    assert torch.allclose(cross_entropy.linear_cross_entropy(x, weight, targets), exact), "targets have a stride"
+
+
+@in_a_fork
+def test_norms_take_what_fits(file=None):
+    """A weight with a stride is read right; shapes that do not fit are refused."""
+    module = load(file or RMSNORM)
+    x, weight = random(3, 8), random(16)[::2]
+    assert torch.allclose(module.rms_norm(x, weight), module.reference(x, weight)), "the weight has a stride"
+    raises(ValueError, "must be alike", lambda: module.add_rms_norm(x, x[:1], weight))
+    raises(ValueError, "must be alike", lambda: module.rms_norm(x, weight[:4]))
 
 
 @in_a_fork

@@ -225,22 +225,29 @@ class AddNorm(torch.autograd.Function):
         return dx, dx, dweight, None
 
 
+def check_norm(x: Tensor, branch: Tensor, weight: Tensor) -> None:
+    """Raise ValueError for what the kernels would not read as it is meant."""
+    if x.shape[-1] > LONGEST_ROW:
+        raise ValueError(f"a row has {x.shape[-1]} elements: must be at most {LONGEST_ROW}")
+    if x.shape != branch.shape or x.dtype != branch.dtype or weight.shape != x.shape[-1:]:
+        shapes = ", ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in (x, branch, weight))
+        raise ValueError(f"x, branch and weight are {shapes}: must be alike, and the weight a row")
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     """Divide x [..., d] by the root of the mean square of its rows, and multiply it by weight [d].
 
     x float16, bfloat16, float32 or float64; computed in float32 (float64), rounded once.
-    Raises ValueError for a row of more than 65,536 elements.
+    Raises ValueError for shapes that do not fit, and for a row of more than 65,536 elements.
     """
-    if x.shape[-1] > LONGEST_ROW:
-        raise ValueError(f"a row has {x.shape[-1]} elements: must be at most {LONGEST_ROW}")
-    return Norm.apply(x, weight, eps)
+    check_norm(x, x, weight)
+    return Norm.apply(x, weight.contiguous(), eps)
 
 
 def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Add branch to the residual stream x [..., d]; return the sum, and the sum normalised as by rms_norm."""
-    if x.shape[-1] > LONGEST_ROW:
-        raise ValueError(f"a row has {x.shape[-1]} elements: must be at most {LONGEST_ROW}")
-    return AddNorm.apply(x, branch, weight, eps)
+    check_norm(x, branch, weight)
+    return AddNorm.apply(x, branch, weight.contiguous(), eps)
 
 
 @triton.jit
@@ -346,10 +353,29 @@ class SwiGLU(torch.autograd.Function):
         return dgate.view(shape), dup.view(shape), rows.T @ dh
 
 
-def check_free(gate: Tensor, up: Tensor) -> None:
-    """Raise ValueError where backward would write over tensors that nothing computed."""
-    if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (gate, up)):
-        raise ValueError("backward writes over gate and up: they must not be leaves, such as parameters")
+def check_free(*tensors: Tensor) -> None:
+    """Raise ValueError where backward would write over memory that is not this operation's alone.
+
+    Compiled, backward writes elsewhere.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+        return
+    for x in tensors:
+        if (x if x._base is None else x._base).is_leaf:
+            raise ValueError(
+                "backward writes over its inputs: they must not be leaves, such as parameters, nor views of them"
+            )
+        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+            raise ValueError("backward writes over its inputs: they must not be expanded")
+    if len({x.data_ptr() for x in tensors if x.numel()}) < sum(x.numel() > 0 for x in tensors):
+        raise ValueError("backward writes over its inputs: they must not share memory")
+
+
+def check_swiglu(gate: Tensor, up: Tensor) -> None:
+    """Raise ValueError for what the kernels would not read, or write, as it is meant."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"gate is {list(gate.shape)} {gate.dtype}, up {list(up.shape)} {up.dtype}: must be alike")
+    check_free(gate, up)
 
 
 def swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
@@ -358,7 +384,7 @@ def swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     The gradient of the weight needs silu(gate)·up again. The backward kernel has all of it in registers, and writes it
     over the gradient that it has just read: one more pass, for n·f elements less from forward to backward.
     """
-    check_free(gate, up)
+    check_swiglu(gate, up)
     return SwiGLU.apply(gate, up, weight)
 
 
@@ -428,6 +454,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         raise ValueError(f"a table {list(cos.shape)} does not fit x {list(x.shape)}: needs a row per token, heads of k")
     if x.stride(2) != 1 or cos.stride(1) != 1:
         raise ValueError("the last axis of x and of the table must be contiguous")
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        raise ValueError("x is expanded: it must have memory for each of its elements")
     return Rotate.apply(x, cos, sin)
 
 
@@ -559,9 +587,12 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int 
     returned in the dtype of the weight: give fp32 weights to lose nothing. A target of IGNORE counts nothing; one
     that is no row of the weight makes the loss NaN. Backward can run once; RuntimeError otherwise.
     """
+    if x.ndim != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:
+        shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(targets.shape)}"
+        raise ValueError(f"x, weight and targets are {shapes}: must be [n, d], [v, d] and [n]")
     training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chunk = chunk or max(2**29 // len(weight) // 256, 1) * 256
-    return LinearCrossEntropy.apply(x, weight, targets, chunk, training)
+    return LinearCrossEntropy.apply(x, weight, targets.contiguous(), chunk, training)
 
 
 @triton.jit
