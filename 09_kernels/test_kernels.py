@@ -14,10 +14,11 @@ from collections.abc import Callable
 from types import ModuleType
 
 import equivalence
+import interpreter
 import numpy as np
 import pytest
 import torch
-from launch import ROOT, interpreter, isolated, load
+from launch import ROOT, isolated, load
 from test_lineage import FAMILY
 from torch import Tensor, nn
 

@@ -35,7 +35,6 @@ import numpy  # noqa: F401
 import torch
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # before something imports triton
-import interpreter
 import torch._dynamo  # noqa: F401  the first optimizer step imports it
 import torch._inductor.compile_fx  # noqa: F401  --compile imports it
 import torch.distributed
@@ -50,7 +49,10 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)  # ranks share the cores, and the threads of a pool would not survive the fork
 
-interpreter.install()  # bfloat16 as on a GPU
+if importlib.util.find_spec("triton"):  # which macOS does not have
+    import interpreter
+
+    interpreter.install()  # bfloat16 as on a GPU
 
 
 @dataclass
