@@ -6,7 +6,7 @@ m·k·(n / block_n) + k·n·(m / block_m) elements: tiles twice as high and twic
 
 rows: a program computes part of one row of C. Every element of A is loaded n / block_n times, of B m times.
 tiles: a program keeps a tile of C in registers, and adds a column of A times a row of B to it, k times. A is stored by
-columns for it: by rows, the lanes of a warp would read addresses a row apart, and it would take twice as long.
+columns for it, so that neighbouring lanes read neighbouring elements.
 dot: the same tile, in steps of block_k: blocks of A and B wait in shared memory, where all threads of the program
 find them, and the next blocks are loaded meanwhile. In bfloat16 tl.dot runs on tensor cores, and adds up in float32.
 
