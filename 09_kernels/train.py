@@ -74,7 +74,7 @@ class Config:
     rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
     batch: int = 4  # sequences per step, over all ranks; few, for Triton's interpreter
-    steps: int = 10
+    steps: int = 6
     warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
     weight_decay: float = 0.1
