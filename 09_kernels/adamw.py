@@ -1,10 +1,11 @@
-"""AdamW, with the clip before it and the bf16 copy after it, for all parameters in two launches.
+"""AdamW, with the clip before it and the bf16 copy after it: two launches for all parameters of a dtype.
 
 The usual step has passes of its own for each: the norm reads gradients (4 bytes per parameter in fp32), clipping reads
 and writes them (8), AdamW reads gradient, weight and two moments and writes three of them (28), and a cast writes the
-bf16 weights that the next forward reads (6): 46 bytes. Here the norm reads gradients, and one kernel does the rest: it
-scales each gradient as it reads it, and writes each weight twice, in fp32 and in bf16: 34 bytes with fp32 gradients, 30
-with bf16 ones. A table of addresses makes one launch of hundreds: a small tensor costs a block, not a launch.
+bf16 weights that the next forward reads (6): 46 bytes, and 6 more if bf16 gradients are cast first. Here the norm reads
+gradients, and one kernel does the rest: it scales each gradient as it reads it, and writes each weight twice, in fp32
+and in bf16: 34 bytes with fp32 gradients, 30 with bf16 ones. A table of addresses makes one launch of hundreds: a small
+tensor costs a block, not a launch.
 
 Parent:   none
 Copy:     TRITON, locate, squares_kernel, adamw_kernel, Slot, Launch, AdamW
@@ -17,6 +18,7 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +80,8 @@ def adamw_kernel(
     mean_ptr = tl.multiple_of(tl.load(entry + 2 * tensors).to(tl.pointer_type(WIDE)) + i, ALIGNED)
     square_ptr = tl.multiple_of(tl.load(entry + 3 * tensors).to(tl.pointer_type(WIDE)) + i, ALIGNED)
     # from memory, since a float that is handed to a kernel has 32 bits
-    beta1, beta2 = tl.load(numbers_ptr).to(WIDE), tl.load(numbers_ptr + 1).to(WIDE)
+    rest1, beta2 = (1 - tl.load(numbers_ptr)).to(WIDE), tl.load(numbers_ptr + 1).to(WIDE)
+    rest2 = (1 - tl.load(numbers_ptr + 1)).to(WIDE)  # of 1 - 0.999, fp32 would lose 10 bits
     eps = tl.load(numbers_ptr + 2).to(WIDE)
     rate = tl.load(numbers_ptr + 4 + tensor).to(WIDE)  # lr / (1 - beta1^step)
     correction = tl.load(numbers_ptr + 4 + tensors + tensor).to(WIDE)  # sqrt(1 - beta2^step)
@@ -87,8 +90,8 @@ def adamw_kernel(
     clip = tl.where(clip > 1, 1, clip)  # NaN stays NaN
     gradient = tl.load(gradient_ptr, inside, 0).to(WIDE) * clip
     mean, square = tl.load(mean_ptr, inside, 0), tl.load(square_ptr, inside, 0)
-    mean = mean + (1 - beta1) * (gradient - mean)
-    square = beta2 * square + (1 - beta2) * gradient * gradient
+    mean = mean + rest1 * (gradient - mean)
+    square = beta2 * square + rest2 * gradient * gradient
     weight = tl.load(weight_ptr, inside, 0) * decay
     weight -= rate * mean / (tl.sqrt(square) / correction + eps)
     tl.store(mean_ptr, mean, inside)
@@ -120,17 +123,18 @@ class Launch:
     table: Tensor
     numbers: Tensor  # [4 + 3·tensors] beta1, beta2, eps, clip; and of each tensor: rates, corrections, decays
     blocks: tuple[int, int]  # of adamw_kernel, and of squares_kernel
-    gradients: list[Tensor]  # alive until the kernels are launched
+    gradients: tuple[Tensor, ...]  # alive until the kernels are launched
     constants: dict[str, object]
 
 
 class AdamW:
     """AdamW that clips, keeps fp32 masters of bf16 and fp16 parameters, and goes through memory once.
 
-    The same as torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW. `groups` are dicts with `params`, and their own
-    `lr` and `weight_decay` if they need them; `param_groups` are these dicts, so that a schedule may change lr. Masters
-    begin as copies of the parameters: who has these in fp32 copies them over `slots[i].master`. Parameters without a
-    gradient are left alone. Raises ValueError for parameters that are not contiguous.
+    It computes what torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW do. `groups` are dicts with `params`, and
+    their own `lr` and `weight_decay` if they need them; `param_groups` are these dicts, so that a schedule may change
+    lr. Masters begin as copies of the parameters: who has these in fp32 copies them over `slots[i].master`. Parameters
+    without a gradient are left alone. The norm is that of this process. State is in `slots`; there is no state_dict.
+    Raises ValueError for parameters that are not contiguous, on several devices, or given twice.
     """
 
     def __init__(
@@ -147,10 +151,13 @@ class AdamW:
         self.slots = []
         for group in self.param_groups:
             for p in group["params"]:
-                if not p.is_contiguous():
-                    raise ValueError(f"a parameter {list(p.shape)} is not contiguous")
                 master = p.detach().to(torch.promote_types(p.dtype, torch.float32))
                 self.slots.append(Slot(p, master, torch.zeros_like(master), torch.zeros_like(master), group))
+        parameters = [slot.parameter for slot in self.slots]
+        if not all(p.is_contiguous() for p in parameters):
+            raise ValueError("parameters must be contiguous")
+        if len(set(parameters)) < len(parameters) or len({p.device for p in parameters}) > 1:
+            raise ValueError("parameters must be on one device, and in one group each")
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -159,12 +166,17 @@ class AdamW:
 
     def step(self) -> Tensor:
         """Clip and update; return the norm of all gradients before the clip [], without waiting for the GPU."""
-        kinds = {}  # a kernel reads and writes tensors of one dtype
+        kinds = {}  # a kernel reads and writes tensors of one dtype, and either all or none 16 bytes at once
         for slot in self.slots:
             if slot.parameter.grad is not None:
                 slot.steps += 1
-                kinds.setdefault((slot.parameter.dtype, slot.parameter.grad.dtype), []).append(slot)
-        launches = [self.launch(slots) for slots in kinds.values()]
+                gradient = slot.parameter.grad.contiguous()
+                kept = gradient, slot.master, slot.mean, slot.square, slot.parameter
+                addresses = [x.data_ptr() for x in kept]
+                aligned = not any(x % 16 for x in (gradient.numel(), *addresses))
+                kind = slot.parameter.dtype, gradient.dtype, aligned
+                kinds.setdefault(kind, []).append((slot, gradient, addresses))
+        launches = [self.launch(*kind, *zip(*entries)) for kind, entries in kinds.items()]
         x = self.slots[0].parameter
         programs = 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
         partial = torch.zeros(len(launches), programs, dtype=torch.float64, device=x.device)
@@ -175,28 +187,34 @@ class AdamW:
         norm = partial.sum().sqrt()
         for on in launches:
             adamw_kernel[(on.blocks[0],)](on.table, on.numbers, norm, len(on.gradients), **on.constants)
+        # a backward of what was computed with the old weights gets an error
+        torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])
         return norm
 
-    def launch(self, slots: list[Slot]) -> Launch:
+    def launch(
+        self,
+        dtype: torch.dtype,
+        gradient: torch.dtype,
+        aligned: bool,
+        slots: tuple[Slot, ...],
+        gradients: tuple[Tensor, ...],
+        addresses: tuple[list[int], ...],
+    ) -> Launch:
         """Write the tables for tensors of the same dtypes."""
         device, on_gpu = slots[0].parameter.device, slots[0].parameter.is_cuda
         block = 2048 if on_gpu else 2**15  # the interpreter needs few, large programs
-        gradients = [slot.parameter.grad.contiguous() for slot in slots]
-        kept = [[getattr(slot, what) for slot in slots] for what in ("master", "mean", "square", "parameter")]
-        addresses = [[x.data_ptr() for x in row] for row in (gradients, *kept)]
         sizes = [x.numel() for x in gradients]
         counts = [[triton.cdiv(size, length) for size in sizes] for length in (block, 4 * block)]
-        starts = [[sum(row[:i]) for i in range(len(row))] for row in counts]
+        starts = [list(accumulate(row, initial=0))[:-1] for row in counts]
         beta1, beta2 = self.betas
         numbers = [beta1, beta2, self.eps, self.clip]
         numbers += [slot.group["lr"] / (1 - beta1**slot.steps) for slot in slots]
         numbers += [(1 - beta2**slot.steps) ** 0.5 for slot in slots]
         numbers += [1 - slot.group["lr"] * slot.group["weight_decay"] for slot in slots]
-        constants = dict(GRADIENT=TRITON[gradients[0].dtype], WIDE=TRITON[slots[0].master.dtype])
-        constants |= dict(LOW=TRITON[slots[0].parameter.dtype], TENSORS=triton.next_power_of_2(len(slots)), BLOCK=block)
-        constants["ALIGNED"] = 16 if not any(x % 16 for row in (sizes, *addresses) for x in row) else 1
+        constants = dict(GRADIENT=TRITON[gradient], WIDE=TRITON[slots[0].master.dtype], LOW=TRITON[dtype])
+        constants |= dict(TENSORS=triton.next_power_of_2(len(slots)), BLOCK=block, ALIGNED=16 if aligned else 1)
         # pinned: to copy from any other memory, the CPU would first wait for the GPU
-        table = torch.tensor([*starts, sizes, *addresses], pin_memory=on_gpu).to(device, non_blocking=True)
+        table = torch.tensor([*starts, sizes, *zip(*addresses)], pin_memory=on_gpu).to(device, non_blocking=True)
         numbers = torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu).to(device, non_blocking=True)
         return Launch(table, numbers, (sum(counts[0]), sum(counts[1])), gradients, constants)
 
@@ -236,7 +254,7 @@ def trained(optimizer: Callable, dtype: torch.dtype, precision: torch.dtype, dev
 
     parameters = [nn.Parameter(random(shape)) for shape in [(40, 50), (1,), (7, 3, 11), (0,), (130_001,), (64,)]]
     groups = [dict(params=parameters[:3]), dict(params=parameters[3:], weight_decay=0.0, lr=0.02)]
-    made = optimizer(groups, lr=0.05, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip=clip)
+    made = optimizer(groups, lr=0.05, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, clip=clip)
     norms = []
     for step in range(3):
         for p in parameters:
@@ -303,7 +321,7 @@ def compare(what: str, times: dict[str, float], amount: float, limit: float, uni
 
 
 def measure() -> list[dict]:
-    """Time a step of 470 million parameters, in matrices and vectors as a Llama has them."""
+    """Time a step of 415 million parameters, in matrices and vectors as a Llama has them."""
     limit, shapes = copy_rate(), [(4096, 4096), (14336, 4096), (4096, 14336), (4096,), (1024, 4096), (4096,)] * 3
     rows = []
     for low, precision in (True, torch.bfloat16), (False, torch.float32):

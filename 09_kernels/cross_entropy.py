@@ -7,12 +7,13 @@ n·v elements in all, and no memory.
 
 linear_cross_entropy goes further: the head's matmul, the loss, and both matmuls of its backward, for `chunk` tokens at
 a time, all in forward. There one kernel does both sweeps of a row, the second one backwards, since the L2 still holds
-the end of it. Memory: chunk·v elements, and the gradient of the weight, which is added up over the chunks in fp32. No
-matmul runs twice. What backward has left to do is to multiply by the gradient of the loss.
+the end of it. Memory: chunk·v elements, a copy of an fp32 weight in the dtype of x, and the gradients; that of the
+weight is added up over the chunks in fp32. No matmul runs twice. What backward has left to do is to multiply by the
+gradient of the loss.
 
 Parent:   none
-Copy:     place, check_free, loss_kernel, gradient_kernel, scale_kernel, losses, write_gradient, rescale, CrossEntropy,
-          add_product, LinearCrossEntropy (call cross_entropy or linear_cross_entropy)
+Copy:     IGNORE, place, check_free, loss_kernel, gradient_kernel, scale_kernel, losses, write_gradient, rescale,
+          CrossEntropy, add_product, LinearCrossEntropy (call cross_entropy or linear_cross_entropy)
 Run:      python 09_kernels/cross_entropy.py
 Source:   online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867; in chunks, Hsu et al. 2024, arXiv:2410.10989
 """
@@ -83,7 +84,9 @@ def loss_kernel(
     known = (target >= 0) & (target < v)
     # read before the merge, at which all threads meet: later, another may have written the gradient here
     score = tl.load(logits_ptr + target, known, 0).to(wide)
-    highest = tl.full([ROWS, 1, LANES], -3.4e38, wide)  # finite, so that logits of -inf leave a sum of 0 and not NaN
+    highest = tl.full(
+        [ROWS, 1, LANES], -3.4028234663852886e38, wide
+    )  # finite, so that logits of -inf leave a sum of 0 and not NaN
     total = tl.zeros([ROWS, 1, LANES], wide)
     keep: tl.constexpr = "evict_last" if GRADIENT else ""  # in the L2, for the second sweep
     for start in tl.range(0, v, STEPS * LANES):
@@ -185,7 +188,7 @@ class CrossEntropy(torch.autograd.Function):
         logits, *saved = ctx.saved_tensors
         out = torch.empty_like(logits) if torch.compiler.is_compiling() else logits  # which plans memory itself
         write_gradient(logits, *saved, gradient, out)
-        if out is logits:  # whoever reads the logits after this gets an error instead of gradients
+        if out is logits:  # an operation that has saved the logits gets an error instead of gradients
             torch.autograd.graph.increment_version(logits)
         return out, None
 

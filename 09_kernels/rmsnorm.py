@@ -6,8 +6,8 @@ out. The gradient of the weight is a sum over all rows: each program adds up its
 one row of partial sums, which are then added in a fixed order. No atomics: two runs agree to the bit.
 
 Parent:   none
-Copy:     elements, rows_of, rms_norm_forward, rms_norm_backward, normalize, normalize_backward, Norm, AddNorm,
-          check_norm (call rms_norm or add_rms_norm)
+Copy:     LONGEST_ROW, widen, rms_norm_forward, rms_norm_backward, elements, rows_of, normalize, normalize_backward,
+          Norm, AddNorm, check_norm (call rms_norm or add_rms_norm)
 Run:      python 09_kernels/rmsnorm.py
 Source:   Zhang and Sennrich 2019, arXiv:1910.07467
 """
@@ -26,7 +26,7 @@ import triton.language as tl
 
 # ------------------------------------------------------------------------------------------------------------ config
 DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
-LONGEST_ROW = 2**16  # elements of a row: they must fit into the registers of one program
+LONGEST_ROW = 2**16  # elements of a row, which one program holds; beyond some 8,192, backward spills registers
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
@@ -120,7 +120,9 @@ def normalize_backward(
     dsum = dsum if add else dy
     columns = triton.next_power_of_2(d)
     rows = max(1, elements(x) // columns // (1 + add))
-    stages = min(4, 200_000 // ((2 + add) * rows * columns * x.element_size()))  # bytes of shared memory for loads
+    stages = min(
+        4, 200_000 // ((2 + add) * rows * columns * x.element_size())
+    )  # bytes of an H100's shared memory, for loads
     # one program per SM, or two in the interpreter: partial sums must have company
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     dx, partial = x.new_empty(n, d), rstd.new_empty(programs, d)
@@ -132,36 +134,34 @@ def normalize_backward(
 
 
 class Norm(torch.autograd.Function):
-    """x [..., d], weight [d] -> x normalised [..., d]"""
+    """x [n, d], weight [d] -> x normalised [n, d]"""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = rows_of(x)
-        _, y, rstd = normalize(rows, None, weight, eps)
-        ctx.save_for_backward(rows, weight, rstd)
-        return y.view(x.shape)
+        _, y, rstd = normalize(x, None, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = normalize_backward(rows_of(dy), None, x, weight, rstd)
-        return dx.view(dy.shape), dweight, None
+        return dx, dweight, None
 
 
 class AddNorm(torch.autograd.Function):
-    """x, branch [..., d], weight [d] -> their sum, and the sum normalised"""
+    """x, branch [n, d], weight [d] -> their sum, and the sum normalised [n, d]"""
 
     @staticmethod
     def forward(ctx, x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total, y, rstd = normalize(rows_of(x), rows_of(branch), weight, eps)
+        total, y, rstd = normalize(x, branch, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
-        return total.view(x.shape), y.view(x.shape)
+        return total, y
 
     @staticmethod
     def backward(ctx, dsum: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = normalize_backward(rows_of(dy), rows_of(dsum), x, weight, rstd)
-        dx = dx.view(dy.shape)
         return dx, dx, dweight, None
 
 
@@ -169,6 +169,8 @@ def check_norm(x: Tensor, branch: Tensor, weight: Tensor) -> None:
     """Raise ValueError for what the kernels would not read as it is meant."""
     if x.shape[-1] > LONGEST_ROW:
         raise ValueError(f"a row has {x.shape[-1]} elements: must be at most {LONGEST_ROW}")
+    if not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype}: must have a floating-point dtype")
     if x.shape != branch.shape or x.dtype != branch.dtype or weight.shape != x.shape[-1:]:
         shapes = ", ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in (x, branch, weight))
         raise ValueError(f"x, branch and weight are {shapes}: must be alike, and the weight a row")
@@ -181,13 +183,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     Raises ValueError for shapes that do not fit, and for a row of more than 65,536 elements.
     """
     check_norm(x, x, weight)
-    return Norm.apply(x, weight.contiguous(), eps)
+    return Norm.apply(rows_of(x), weight.contiguous(), eps).view(x.shape)
 
 
 def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Add branch to the residual stream x [..., d]; return the sum, and the sum normalised as by rms_norm."""
     check_norm(x, branch, weight)
-    return AddNorm.apply(x, branch, weight.contiguous(), eps)
+    total, y = AddNorm.apply(rows_of(x), rows_of(branch), weight.contiguous(), eps)
+    return total.view(x.shape), y.view(x.shape)
 
 
 # --------------------------------------------------------------------------------------------------------- reference

@@ -123,13 +123,12 @@ def silu_mul_gradients(
 
 
 class SiluMul(torch.autograd.Function):
-    """gate, up [..., f] -> silu(gate)·up [..., f]"""
+    """gate, up [n, f] -> silu(gate)·up [n, f]"""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
-        rows = rows_of(gate), rows_of(up)
-        ctx.save_for_backward(*rows)
-        return silu_mul_rows(*rows).view(gate.shape)
+        ctx.save_for_backward(gate, up)
+        return silu_mul_rows(gate, up)
 
     @staticmethod
     def backward(ctx, dh: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,32 +136,30 @@ class SiluMul(torch.autograd.Function):
         if torch.compiler.is_compiling():  # it must not write over what was saved; it plans memory itself
             dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         silu_mul_gradients(rows_of(dh), gate, up, dgate, dup)
-        if dgate is gate:  # whoever reads gate or up after this gets an error instead of gradients
+        if dgate is gate:  # an operation that has saved gate or up gets an error instead of their gradients
             torch.autograd.graph.increment_version((gate, up))
-        return dgate.view(dh.shape), dup.view(dh.shape)
+        return dgate, dup
 
 
 class SwiGLU(torch.autograd.Function):
-    """gate, up [..., f], weight [d, f] -> (silu(gate)·up) @ weight.T [..., d]"""
+    """gate, up [n, f], weight [d, f] -> (silu(gate)·up) @ weight.T [n, d]"""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-        rows = rows_of(gate), rows_of(up)
-        ctx.save_for_backward(*rows, weight)
-        return (silu_mul_rows(*rows) @ weight.T).view(*gate.shape[:-1], len(weight))
+        ctx.save_for_backward(gate, up, weight)
+        return silu_mul_rows(gate, up) @ weight.T
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate, up, weight = ctx.saved_tensors
-        dgate, dup, rows = gate, up, rows_of(dy)
+        dgate, dup = gate, up
         if torch.compiler.is_compiling():
             dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        dh = rows @ weight
+        dh = dy @ weight
         silu_mul_gradients(dh, gate, up, dgate, dup, recompute=True)  # dh is h from here on
         if dgate is gate:
             torch.autograd.graph.increment_version((gate, up))
-        shape = *dy.shape[:-1], gate.shape[1]
-        return dgate.view(shape), dup.view(shape), rows.T @ dh
+        return dgate, dup, dy.T @ dh
 
 
 def check_free(*tensors: Tensor) -> None:
@@ -194,10 +191,11 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate)·up for gate and up [..., f] of one dtype; backward writes their gradients over them.
 
     So both must be results of operations that do not need them in backward, as a matmul is; autograd raises
-    RuntimeError if one does, or if backward runs twice. Raises ValueError for leaves, and for shared memory.
+    RuntimeError if one does, or if backward runs twice. Raises ValueError for leaves and for shared memory; gate and up
+    may be parts of one tensor, but must not overlap.
     """
     check_swiglu(gate, up)
-    return SiluMul.apply(gate, up)
+    return SiluMul.apply(rows_of(gate), rows_of(up)).view(gate.shape)
 
 
 def swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
@@ -207,7 +205,7 @@ def swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     over the gradient that it has just read: one more pass, for n·f elements less from forward to backward.
     """
     check_swiglu(gate, up)
-    return SwiGLU.apply(gate, up, weight)
+    return SwiGLU.apply(rows_of(gate), rows_of(up), weight).view(*gate.shape[:-1], len(weight))
 
 
 # --------------------------------------------------------------------------------------------------------- reference

@@ -167,7 +167,7 @@ def test_one_bad_gradient(bad):
 
 
 def test_a_step_without_gradients_changes_nothing():
-    """... and a parameter that is not contiguous is refused."""
+    """... and parameters that are not contiguous, or given twice, are refused."""
 
     def compare() -> None:
         module = load(ADAMW)
@@ -175,7 +175,40 @@ def test_a_step_without_gradients_changes_nothing():
         optimizer = module.AdamW([dict(params=[p])], lr=0.1)
         before = p.detach().clone()
         assert optimizer.step() == 0 and torch.equal(p, before)
-        with pytest.raises(ValueError, match=r"\[4, 3\] is not contiguous"):
+        with pytest.raises(ValueError, match="contiguous"):
             module.AdamW([dict(params=[nn.Parameter(random(3, 4).T)])], lr=0.1)
+        with pytest.raises(ValueError, match="one group each"):
+            module.AdamW([dict(params=[p]), dict(params=[p])], lr=0.1)
 
     isolated(compare)
+
+
+def test_a_backward_of_old_weights_is_an_error():
+    """The kernel writes behind autograd's back: it has to be told."""
+
+    def step() -> None:
+        weight = nn.Parameter(random(5))
+        loss = (weight * weight * random(5)).sum()
+        weight.grad = random(5)
+        load(ADAMW).AdamW([dict(params=[weight])], lr=0.1).step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    isolated(step)
+
+
+def test_small_steps_of_float32():
+    """With torch's default betas: 1 - 0.999 is computed before it is rounded to float32."""
+
+    def error() -> float:
+        module, found = load(ADAMW), []
+        for dtype in torch.float32, torch.float64:
+            weight = nn.Parameter(torch.zeros(1000, dtype=dtype))
+            optimizer = module.AdamW([dict(params=[weight])], lr=0.1, weight_decay=0.0)
+            for step in range(3):
+                weight.grad = random(1000, seed=step).float().to(dtype)
+                optimizer.step()
+            found.append(weight.detach())
+        return module.relative_error(*found)
+
+    assert isolated(error) < 1e-6

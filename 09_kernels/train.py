@@ -26,6 +26,7 @@ import time
 import zlib
 from dataclasses import asdict, dataclass, fields
 from glob import glob
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -42,7 +43,7 @@ import triton.language as tl
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
-LONGEST_ROW = 2**16  # elements of a row: they must fit into the registers of one program
+LONGEST_ROW = 2**16  # elements of a row, which one program holds; beyond some 8,192, backward spills registers
 TRITON = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -180,7 +181,9 @@ def normalize_backward(
     dsum = dsum if add else dy
     columns = triton.next_power_of_2(d)
     rows = max(1, elements(x) // columns // (1 + add))
-    stages = min(4, 200_000 // ((2 + add) * rows * columns * x.element_size()))  # bytes of shared memory for loads
+    stages = min(
+        4, 200_000 // ((2 + add) * rows * columns * x.element_size())
+    )  # bytes of an H100's shared memory, for loads
     # one program per SM, or two in the interpreter: partial sums must have company
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     dx, partial = x.new_empty(n, d), rstd.new_empty(programs, d)
@@ -192,36 +195,34 @@ def normalize_backward(
 
 
 class Norm(torch.autograd.Function):
-    """x [..., d], weight [d] -> x normalised [..., d]"""
+    """x [n, d], weight [d] -> x normalised [n, d]"""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = rows_of(x)
-        _, y, rstd = normalize(rows, None, weight, eps)
-        ctx.save_for_backward(rows, weight, rstd)
-        return y.view(x.shape)
+        _, y, rstd = normalize(x, None, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = normalize_backward(rows_of(dy), None, x, weight, rstd)
-        return dx.view(dy.shape), dweight, None
+        return dx, dweight, None
 
 
 class AddNorm(torch.autograd.Function):
-    """x, branch [..., d], weight [d] -> their sum, and the sum normalised"""
+    """x, branch [n, d], weight [d] -> their sum, and the sum normalised [n, d]"""
 
     @staticmethod
     def forward(ctx, x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total, y, rstd = normalize(rows_of(x), rows_of(branch), weight, eps)
+        total, y, rstd = normalize(x, branch, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
-        return total.view(x.shape), y.view(x.shape)
+        return total, y
 
     @staticmethod
     def backward(ctx, dsum: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = normalize_backward(rows_of(dy), rows_of(dsum), x, weight, rstd)
-        dx = dx.view(dy.shape)
         return dx, dx, dweight, None
 
 
@@ -229,6 +230,8 @@ def check_norm(x: Tensor, branch: Tensor, weight: Tensor) -> None:
     """Raise ValueError for what the kernels would not read as it is meant."""
     if x.shape[-1] > LONGEST_ROW:
         raise ValueError(f"a row has {x.shape[-1]} elements: must be at most {LONGEST_ROW}")
+    if not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype}: must have a floating-point dtype")
     if x.shape != branch.shape or x.dtype != branch.dtype or weight.shape != x.shape[-1:]:
         shapes = ", ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in (x, branch, weight))
         raise ValueError(f"x, branch and weight are {shapes}: must be alike, and the weight a row")
@@ -241,13 +244,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     Raises ValueError for shapes that do not fit, and for a row of more than 65,536 elements.
     """
     check_norm(x, x, weight)
-    return Norm.apply(x, weight.contiguous(), eps)
+    return Norm.apply(rows_of(x), weight.contiguous(), eps).view(x.shape)
 
 
 def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Add branch to the residual stream x [..., d]; return the sum, and the sum normalised as by rms_norm."""
     check_norm(x, branch, weight)
-    return AddNorm.apply(x, branch, weight.contiguous(), eps)
+    total, y = AddNorm.apply(rows_of(x), rows_of(branch), weight.contiguous(), eps)
+    return total.view(x.shape), y.view(x.shape)
 
 
 @triton.jit
@@ -331,26 +335,24 @@ def silu_mul_gradients(
 
 
 class SwiGLU(torch.autograd.Function):
-    """gate, up [..., f], weight [d, f] -> (silu(gate)·up) @ weight.T [..., d]"""
+    """gate, up [n, f], weight [d, f] -> (silu(gate)·up) @ weight.T [n, d]"""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-        rows = rows_of(gate), rows_of(up)
-        ctx.save_for_backward(*rows, weight)
-        return (silu_mul_rows(*rows) @ weight.T).view(*gate.shape[:-1], len(weight))
+        ctx.save_for_backward(gate, up, weight)
+        return silu_mul_rows(gate, up) @ weight.T
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate, up, weight = ctx.saved_tensors
-        dgate, dup, rows = gate, up, rows_of(dy)
+        dgate, dup = gate, up
         if torch.compiler.is_compiling():
             dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        dh = rows @ weight
+        dh = dy @ weight
         silu_mul_gradients(dh, gate, up, dgate, dup, recompute=True)  # dh is h from here on
         if dgate is gate:
             torch.autograd.graph.increment_version((gate, up))
-        shape = *dy.shape[:-1], gate.shape[1]
-        return dgate.view(shape), dup.view(shape), rows.T @ dh
+        return dgate, dup, dy.T @ dh
 
 
 def check_free(*tensors: Tensor) -> None:
@@ -385,7 +387,7 @@ def swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     over the gradient that it has just read: one more pass, for n·f elements less from forward to backward.
     """
     check_swiglu(gate, up)
-    return SwiGLU.apply(gate, up, weight)
+    return SwiGLU.apply(rows_of(gate), rows_of(up), weight).view(*gate.shape[:-1], len(weight))
 
 
 @triton.jit
@@ -446,14 +448,19 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate x [b, s, h·k] in place, by the cosine and sine [s, k] of its tokens; return x.
 
     Pairs are (i, i + k/2) of each head, as in Llama's published weights; of the table, the left half is read. x is what
-    a projection returns: all heads of a token side by side. (A view, such as a part of a merged projection, works too,
-    but autograd then copies the gradient of the whole.) Raises ValueError for shapes that do not fit.
+    a projection returns: all heads of a token side by side. (A slice of a merged projection works, too, but autograd
+    then copies the gradient of the whole; what split or chunk return must not be changed in place.) The table has both
+    halves of a row, k columns. Raises ValueError for shapes that do not fit, and for leaves.
     """
     (_, s, width), (cos, sin) = x.shape, rope
-    if cos.shape[0] < s or width % cos.shape[1] or cos.shape[1] % 2 or cos.stride() != sin.stride():
+    if cos.shape[0] < s or width % cos.shape[1] or cos.shape[1] % 2:
         raise ValueError(f"a table {list(cos.shape)} does not fit x {list(x.shape)}: needs a row per token, heads of k")
+    if cos.shape != sin.shape or cos.stride() != sin.stride():
+        raise ValueError("cosine and sine must have the same shape and strides")
     if x.stride(2) != 1 or cos.stride(1) != 1:
         raise ValueError("the last axis of x and of the table must be contiguous")
+    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        raise ValueError("x is rotated in place: it must not be a leaf, such as a parameter")
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
         raise ValueError("x is expanded: it must have memory for each of its elements")
     return Rotate.apply(x, cos, sin)
@@ -479,7 +486,9 @@ def loss_kernel(
     known = (target >= 0) & (target < v)
     # read before the merge, at which all threads meet: later, another may have written the gradient here
     score = tl.load(logits_ptr + target, known, 0).to(wide)
-    highest = tl.full([ROWS, 1, LANES], -3.4e38, wide)  # finite, so that logits of -inf leave a sum of 0 and not NaN
+    highest = tl.full(
+        [ROWS, 1, LANES], -3.4028234663852886e38, wide
+    )  # finite, so that logits of -inf leave a sum of 0 and not NaN
     total = tl.zeros([ROWS, 1, LANES], wide)
     keep: tl.constexpr = "evict_last" if GRADIENT else ""  # in the L2, for the second sweep
     for start in tl.range(0, v, STEPS * LANES):
@@ -637,7 +646,8 @@ def adamw_kernel(
     mean_ptr = tl.multiple_of(tl.load(entry + 2 * tensors).to(tl.pointer_type(WIDE)) + i, ALIGNED)
     square_ptr = tl.multiple_of(tl.load(entry + 3 * tensors).to(tl.pointer_type(WIDE)) + i, ALIGNED)
     # from memory, since a float that is handed to a kernel has 32 bits
-    beta1, beta2 = tl.load(numbers_ptr).to(WIDE), tl.load(numbers_ptr + 1).to(WIDE)
+    rest1, beta2 = (1 - tl.load(numbers_ptr)).to(WIDE), tl.load(numbers_ptr + 1).to(WIDE)
+    rest2 = (1 - tl.load(numbers_ptr + 1)).to(WIDE)  # of 1 - 0.999, fp32 would lose 10 bits
     eps = tl.load(numbers_ptr + 2).to(WIDE)
     rate = tl.load(numbers_ptr + 4 + tensor).to(WIDE)  # lr / (1 - beta1^step)
     correction = tl.load(numbers_ptr + 4 + tensors + tensor).to(WIDE)  # sqrt(1 - beta2^step)
@@ -646,8 +656,8 @@ def adamw_kernel(
     clip = tl.where(clip > 1, 1, clip)  # NaN stays NaN
     gradient = tl.load(gradient_ptr, inside, 0).to(WIDE) * clip
     mean, square = tl.load(mean_ptr, inside, 0), tl.load(square_ptr, inside, 0)
-    mean = mean + (1 - beta1) * (gradient - mean)
-    square = beta2 * square + (1 - beta2) * gradient * gradient
+    mean = mean + rest1 * (gradient - mean)
+    square = beta2 * square + rest2 * gradient * gradient
     weight = tl.load(weight_ptr, inside, 0) * decay
     weight -= rate * mean / (tl.sqrt(square) / correction + eps)
     tl.store(mean_ptr, mean, inside)
@@ -679,17 +689,18 @@ class Launch:
     table: Tensor
     numbers: Tensor  # [4 + 3·tensors] beta1, beta2, eps, clip; and of each tensor: rates, corrections, decays
     blocks: tuple[int, int]  # of adamw_kernel, and of squares_kernel
-    gradients: list[Tensor]  # alive until the kernels are launched
+    gradients: tuple[Tensor, ...]  # alive until the kernels are launched
     constants: dict[str, object]
 
 
 class AdamW:
     """AdamW that clips, keeps fp32 masters of bf16 and fp16 parameters, and goes through memory once.
 
-    The same as torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW. `groups` are dicts with `params`, and their own
-    `lr` and `weight_decay` if they need them; `param_groups` are these dicts, so that a schedule may change lr. Masters
-    begin as copies of the parameters: who has these in fp32 copies them over `slots[i].master`. Parameters without a
-    gradient are left alone. Raises ValueError for parameters that are not contiguous.
+    It computes what torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW do. `groups` are dicts with `params`, and
+    their own `lr` and `weight_decay` if they need them; `param_groups` are these dicts, so that a schedule may change
+    lr. Masters begin as copies of the parameters: who has these in fp32 copies them over `slots[i].master`. Parameters
+    without a gradient are left alone. The norm is that of this process. State is in `slots`; there is no state_dict.
+    Raises ValueError for parameters that are not contiguous, on several devices, or given twice.
     """
 
     def __init__(
@@ -706,10 +717,13 @@ class AdamW:
         self.slots = []
         for group in self.param_groups:
             for p in group["params"]:
-                if not p.is_contiguous():
-                    raise ValueError(f"a parameter {list(p.shape)} is not contiguous")
                 master = p.detach().to(torch.promote_types(p.dtype, torch.float32))
                 self.slots.append(Slot(p, master, torch.zeros_like(master), torch.zeros_like(master), group))
+        parameters = [slot.parameter for slot in self.slots]
+        if not all(p.is_contiguous() for p in parameters):
+            raise ValueError("parameters must be contiguous")
+        if len(set(parameters)) < len(parameters) or len({p.device for p in parameters}) > 1:
+            raise ValueError("parameters must be on one device, and in one group each")
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -718,12 +732,17 @@ class AdamW:
 
     def step(self) -> Tensor:
         """Clip and update; return the norm of all gradients before the clip [], without waiting for the GPU."""
-        kinds = {}  # a kernel reads and writes tensors of one dtype
+        kinds = {}  # a kernel reads and writes tensors of one dtype, and either all or none 16 bytes at once
         for slot in self.slots:
             if slot.parameter.grad is not None:
                 slot.steps += 1
-                kinds.setdefault((slot.parameter.dtype, slot.parameter.grad.dtype), []).append(slot)
-        launches = [self.launch(slots) for slots in kinds.values()]
+                gradient = slot.parameter.grad.contiguous()
+                kept = gradient, slot.master, slot.mean, slot.square, slot.parameter
+                addresses = [x.data_ptr() for x in kept]
+                aligned = not any(x % 16 for x in (gradient.numel(), *addresses))
+                kind = slot.parameter.dtype, gradient.dtype, aligned
+                kinds.setdefault(kind, []).append((slot, gradient, addresses))
+        launches = [self.launch(*kind, *zip(*entries)) for kind, entries in kinds.items()]
         x = self.slots[0].parameter
         programs = 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
         partial = torch.zeros(len(launches), programs, dtype=torch.float64, device=x.device)
@@ -734,28 +753,34 @@ class AdamW:
         norm = partial.sum().sqrt()
         for on in launches:
             adamw_kernel[(on.blocks[0],)](on.table, on.numbers, norm, len(on.gradients), **on.constants)
+        # a backward of what was computed with the old weights gets an error
+        torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])
         return norm
 
-    def launch(self, slots: list[Slot]) -> Launch:
+    def launch(
+        self,
+        dtype: torch.dtype,
+        gradient: torch.dtype,
+        aligned: bool,
+        slots: tuple[Slot, ...],
+        gradients: tuple[Tensor, ...],
+        addresses: tuple[list[int], ...],
+    ) -> Launch:
         """Write the tables for tensors of the same dtypes."""
         device, on_gpu = slots[0].parameter.device, slots[0].parameter.is_cuda
         block = 2048 if on_gpu else 2**15  # the interpreter needs few, large programs
-        gradients = [slot.parameter.grad.contiguous() for slot in slots]
-        kept = [[getattr(slot, what) for slot in slots] for what in ("master", "mean", "square", "parameter")]
-        addresses = [[x.data_ptr() for x in row] for row in (gradients, *kept)]
         sizes = [x.numel() for x in gradients]
         counts = [[triton.cdiv(size, length) for size in sizes] for length in (block, 4 * block)]
-        starts = [[sum(row[:i]) for i in range(len(row))] for row in counts]
+        starts = [list(accumulate(row, initial=0))[:-1] for row in counts]
         beta1, beta2 = self.betas
         numbers = [beta1, beta2, self.eps, self.clip]
         numbers += [slot.group["lr"] / (1 - beta1**slot.steps) for slot in slots]
         numbers += [(1 - beta2**slot.steps) ** 0.5 for slot in slots]
         numbers += [1 - slot.group["lr"] * slot.group["weight_decay"] for slot in slots]
-        constants = dict(GRADIENT=TRITON[gradients[0].dtype], WIDE=TRITON[slots[0].master.dtype])
-        constants |= dict(LOW=TRITON[slots[0].parameter.dtype], TENSORS=triton.next_power_of_2(len(slots)), BLOCK=block)
-        constants["ALIGNED"] = 16 if not any(x % 16 for row in (sizes, *addresses) for x in row) else 1
+        constants = dict(GRADIENT=TRITON[gradient], WIDE=TRITON[slots[0].master.dtype], LOW=TRITON[dtype])
+        constants |= dict(TENSORS=triton.next_power_of_2(len(slots)), BLOCK=block, ALIGNED=16 if aligned else 1)
         # pinned: to copy from any other memory, the CPU would first wait for the GPU
-        table = torch.tensor([*starts, sizes, *addresses], pin_memory=on_gpu).to(device, non_blocking=True)
+        table = torch.tensor([*starts, sizes, *zip(*addresses)], pin_memory=on_gpu).to(device, non_blocking=True)
         numbers = torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu).to(device, non_blocking=True)
         return Launch(table, numbers, (sum(counts[0]), sum(counts[1])), gradients, constants)
 

@@ -84,7 +84,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "09_kernels/swiglu.py": "backward writes over its inputs",
     "09_kernels/rope.py": "queries and keys rotated where they are",
     "09_kernels/cross_entropy.py": "the gradient over the logits; logits a few rows at a time",
-    "09_kernels/adamw.py": "clip, step and bf16 copy of all parameters in two launches",
+    "09_kernels/adamw.py": "clip, step and bf16 copy of hundreds of parameters in two launches",
     "09_kernels/train.py": "the root, with the kernels of a Llama pasted in",
 }
 FOLDERS = {  # and what each teaches
