@@ -162,18 +162,18 @@ def softmax_rows_backward(dy: Tensor, y: Tensor) -> Tensor:
 
 
 class Softmax(torch.autograd.Function):
-    """x [..., d] -> its softmax over the last axis [..., d]"""
+    """x [n, d] -> the softmax of its rows [n, d]"""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        y = softmax_rows(rows_of(x))
+        y = softmax_rows(x)
         ctx.save_for_backward(y)
-        return y.view(x.shape)
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        return softmax_rows_backward(rows_of(dy), y).view(dy.shape)
+        return softmax_rows_backward(rows_of(dy), y)
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def softmax(x: Tensor) -> Tensor:
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"dtype is {x.dtype}: must be one of {DTYPES}")
-    return Softmax.apply(x) if x.numel() else x.clone()
+    return Softmax.apply(rows_of(x)).view(x.shape) if x.numel() else x.clone()
 
 
 # --------------------------------------------------------------------------------------------------------- reference
