@@ -178,7 +178,7 @@ class AdamW:
                 kinds.setdefault(kind, []).append((slot, gradient, addresses))
         launches = [self.launch(*kind, *zip(*entries)) for kind, entries in kinds.items()]
         x = self.slots[0].parameter
-        programs = 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
+        programs = 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
         partial = torch.zeros(len(launches), programs, dtype=torch.float64, device=x.device)
         for sums, on in zip(partial, launches):
             constants = {name: value for name, value in on.constants.items() if name != "LOW"}
