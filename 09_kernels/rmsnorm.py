@@ -120,15 +120,14 @@ def normalize_backward(
     dsum = dsum if add else dy
     columns = triton.next_power_of_2(d)
     rows = max(1, elements(x) // columns // (1 + add))
-    stages = min(
-        4, 200_000 // ((2 + add) * rows * columns * x.element_size())
-    )  # bytes of an H100's shared memory, for loads
+    block = (2 + add) * rows * columns * x.element_size()  # bytes of a program's loads, which wait in shared memory
+    stages = max(1, min(4, 200_000 // block))  # of which an H100 has 227 KiB per program
     # one program per SM, or two in the interpreter: partial sums must have company
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     dx, partial = x.new_empty(n, d), rstd.new_empty(programs, d)
     rms_norm_backward[(programs,)](
         dy, dsum, x, weight, rstd, dx, partial, n, d, dy.stride(0), dsum.stride(0), x.stride(0),
-        ADD=add, ROWS=rows, COLUMNS=columns, STAGES=max(stages, 1), num_warps=min(max(columns // 512, 4), 32),
+        ADD=add, ROWS=rows, COLUMNS=columns, STAGES=stages, num_warps=min(max(columns // 512, 4), 32),
     )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)
 

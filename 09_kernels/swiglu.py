@@ -66,11 +66,11 @@ def silu_mul_forward(
 
 @triton.jit
 def silu_mul_backward(
-    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, h_ptr, n, f,
+    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, f,
     dh_stride, gate_stride, up_stride, dgate_stride, dup_stride,
     RECOMPUTE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of one tile of gate and up [n, f], which may be written over them; and h, perhaps over dh."""
+    """Write the gradients of one tile of gate and up [n, f], which may be written over them; and h over dh."""
     row, column = place(f, ROWS, COLUMNS)
     inside = (row < n) & (column < f)
     dh = widen(tl.load(dh_ptr + row * dh_stride + column, inside, 0))
@@ -82,7 +82,7 @@ def silu_mul_backward(
     tl.store(dgate_ptr + row * dgate_stride + column, dgate.to(dgate_ptr.dtype.element_ty), inside)
     tl.store(dup_ptr + row * dup_stride + column, dup.to(dup_ptr.dtype.element_ty), inside)
     if RECOMPUTE:
-        tl.store(h_ptr + row * dh_stride + column, (gate * share * up).to(h_ptr.dtype.element_ty), inside)
+        tl.store(dh_ptr + row * dh_stride + column, (gate * share * up).to(dh_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def silu_mul_gradients(
     (n, f), (rows, columns) = gate.shape, tile(gate)
     if gate.numel():
         silu_mul_backward[(triton.cdiv(n, rows) * triton.cdiv(f, columns),)](
-            dh, gate, up, dgate, dup, dh, n, f,
+            dh, gate, up, dgate, dup, n, f,
             dh.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0),
             RECOMPUTE=recompute, ROWS=rows, COLUMNS=columns,
         )  # fmt: skip

@@ -181,15 +181,14 @@ def normalize_backward(
     dsum = dsum if add else dy
     columns = triton.next_power_of_2(d)
     rows = max(1, elements(x) // columns // (1 + add))
-    stages = min(
-        4, 200_000 // ((2 + add) * rows * columns * x.element_size())
-    )  # bytes of an H100's shared memory, for loads
+    block = (2 + add) * rows * columns * x.element_size()  # bytes of a program's loads, which wait in shared memory
+    stages = max(1, min(4, 200_000 // block))  # of which an H100 has 227 KiB per program
     # one program per SM, or two in the interpreter: partial sums must have company
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     dx, partial = x.new_empty(n, d), rstd.new_empty(programs, d)
     rms_norm_backward[(programs,)](
         dy, dsum, x, weight, rstd, dx, partial, n, d, dy.stride(0), dsum.stride(0), x.stride(0),
-        ADD=add, ROWS=rows, COLUMNS=columns, STAGES=max(stages, 1), num_warps=min(max(columns // 512, 4), 32),
+        ADD=add, ROWS=rows, COLUMNS=columns, STAGES=stages, num_warps=min(max(columns // 512, 4), 32),
     )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)
 
@@ -278,11 +277,11 @@ def silu_mul_forward(
 
 @triton.jit
 def silu_mul_backward(
-    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, h_ptr, n, f,
+    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, f,
     dh_stride, gate_stride, up_stride, dgate_stride, dup_stride,
     RECOMPUTE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of one tile of gate and up [n, f], which may be written over them; and h, perhaps over dh."""
+    """Write the gradients of one tile of gate and up [n, f], which may be written over them; and h over dh."""
     row, column = place(f, ROWS, COLUMNS)
     inside = (row < n) & (column < f)
     dh = widen(tl.load(dh_ptr + row * dh_stride + column, inside, 0))
@@ -294,7 +293,7 @@ def silu_mul_backward(
     tl.store(dgate_ptr + row * dgate_stride + column, dgate.to(dgate_ptr.dtype.element_ty), inside)
     tl.store(dup_ptr + row * dup_stride + column, dup.to(dup_ptr.dtype.element_ty), inside)
     if RECOMPUTE:
-        tl.store(h_ptr + row * dh_stride + column, (gate * share * up).to(h_ptr.dtype.element_ty), inside)
+        tl.store(dh_ptr + row * dh_stride + column, (gate * share * up).to(dh_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -328,7 +327,7 @@ def silu_mul_gradients(
     (n, f), (rows, columns) = gate.shape, tile(gate)
     if gate.numel():
         silu_mul_backward[(triton.cdiv(n, rows) * triton.cdiv(f, columns),)](
-            dh, gate, up, dgate, dup, dh, n, f,
+            dh, gate, up, dgate, dup, n, f,
             dh.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0),
             RECOMPUTE=recompute, ROWS=rows, COLUMNS=columns,
         )  # fmt: skip

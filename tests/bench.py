@@ -833,7 +833,7 @@ def kernels(names: list[str], rounds: int) -> bool:
 
 
 def step_by_kind(file: str, flags: str) -> dict[str, float]:
-    """Milliseconds of a training step by what its GPU kernels do. rest: what of the step no kernel accounts for."""
+    """Milliseconds of a training step by what its GPU kernels do. rest: the time in which no kernel runs."""
     module = load(file)
     sys.argv = [file, *flags.split()]
     cfg = module.parse_config()
