@@ -158,12 +158,12 @@ def losses(logits: Tensor, targets: Tensor, gradient: bool = False) -> tuple[Ten
 def write_gradient(logits: Tensor, targets: Tensor, top: Tensor, log: Tensor, scale: Tensor, out: Tensor) -> None:
     """Write the gradient of scale [] times the sum of the losses to out [n, v], which may be the logits."""
     n, v = logits.shape
-    columns = min(triton.next_power_of_2(v), 8192)
+    columns = min(triton.next_power_of_2(v), 2048 if logits.is_cuda else 8192)
     rows = 1 if logits.is_cuda else max(1, 2**17 // columns)
     if n:
         gradient_kernel[(triton.cdiv(v, columns) * triton.cdiv(n, rows),)](
             logits, targets, top, log, scale, out, n, v, logits.stride(0), out.stride(0),
-            IGNORED=IGNORE, ROWS=rows, COLUMNS=columns, num_warps=8,
+            IGNORED=IGNORE, ROWS=rows, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
 
 

@@ -36,7 +36,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -838,23 +837,22 @@ def step_by_kind(file: str, flags: str) -> dict[str, float]:
     sys.argv = [file, *flags.split()]
     cfg = module.parse_config()
     data, model = module.load_data(cfg), module.build_model(cfg)
-    optimizer, batch, times = module.make_optimizer(cfg, model), module.make_batch(cfg, data, 0), []
-    for _ in range(15):
-        start = time.perf_counter()
+    optimizer, batch, steps = module.make_optimizer(cfg, model), module.make_batch(cfg, data, 0), 6
+    for _ in range(10):
         module.train_step(cfg, model, optimizer, *batch)[0].item()  # waits for the GPU
-        times.append((time.perf_counter() - start) * 1e3)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(2):
-            module.train_step(cfg, model, optimizer, *batch)
+        for _ in range(steps):
+            module.train_step(cfg, model, optimizer, *batch)[0].item()
         torch.cuda.synchronize()  # or the trace would end before the kernels do
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    events = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     found = dict.fromkeys(KINDS, 0.0)
     for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            found[kind_of(event["name"])] += event["dur"] / 1e3 / 2  # µs of two steps
-    return found | {"rest": statistics.median(times[5:]) - sum(found.values())}
+        found[kind_of(event["name"])] += event["dur"] / 1e3 / steps  # from µs
+    whole = max(event["ts"] + event["dur"] for event in events) - min(event["ts"] for event in events)
+    return found | {"rest": whole / 1e3 / steps - sum(found.values())}  # of the same steps: clocks change
 
 
 def kind_of(name: str) -> str:
