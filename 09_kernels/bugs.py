@@ -13,6 +13,10 @@ SWIGLU = "09_kernels/swiglu.py"
 ROPE = "09_kernels/rope.py"
 CROSS_ENTROPY = "09_kernels/cross_entropy.py"
 ADAMW = "09_kernels/adamw.py"
+MATMUL = "09_kernels/matmul.py"
+GROUPED = "09_kernels/grouped_matmul.py"
+FLASH_ATTENTION = "09_kernels/flash_attention.py"
+FP8_MATMUL = "09_kernels/fp8_matmul.py"
 TRAIN = "09_kernels/train.py"
 
 BUGS = [
@@ -603,6 +607,382 @@ BUGS = [
         "    weight = tl.load(weight_ptr, inside, 0) * decay",
         "    weight = tl.load(weight_ptr, inside, 0).to(LOW).to(WIDE) * decay",
         seen="masters",
+    ),
+    # ------------------------------------------------------------------------------------------------------- matmul
+    Bug(
+        "the last group of tiles is taken to be as high as the others: tiles below the matrix, and some left out",
+        MATMUL,
+        "high = min(tl.cdiv(m, BLOCK_M) - first, GROUP)",
+        "high = GROUP",
+        seen="check",
+    ),
+    Bug(
+        "a block that is stored by columns is transposed, but its place is not",
+        MATMUL,
+        "x.load([column, row]).T if COLUMNS",
+        "x.load([row, column]).T if COLUMNS",
+        seen="check",
+    ),
+    Bug(
+        "the two halves of a tile are its even and its odd columns",
+        MATMUL,
+        "total.reshape(total.shape[0], 2, half).permute(0, 2, 1).split()",
+        "total.reshape(total.shape[0], half, 2).split()",
+        seen="check",
+    ),
+    Bug(
+        "a program keeps adding to the sum of its last tile",
+        MATMUL,
+        """    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        row, column = locate(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+""",
+        """    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        row, column = locate(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
+""",
+        seen="check",
+    ),
+    Bug(
+        "programs stop after the last round in which all have a tile",
+        MATMUL,
+        "tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True)",
+        "tl.range(tl.program_id(0), tiles - tiles % tl.num_programs(0), tl.num_programs(0), flatten=True)",
+        seen="tiles",
+    ),
+    Bug(
+        "a result whose rows TMA cannot write is handed to it",
+        MATMUL,
+        "stored(a) and stored(b) and stored(c)",
+        "stored(a) and stored(b)",
+        seen="check",
+    ),
+    Bug(
+        "a view that begins between two multiples of 16 bytes is handed to TMA",
+        MATMUL,
+        "for distance in (*strides, y.storage_offset())",
+        "for distance in strides",
+        seen="check",
+    ),
+    Bug(
+        "where k is 0, the result is whatever the memory held",
+        MATMUL,
+        "make = torch.empty if a.shape[1] else torch.zeros",
+        "make = torch.empty",
+        seen="check",
+    ),
+    Bug(
+        "forward copies the weight to have it by rows",
+        MATMUL,
+        "return matmul(x, weight.T)",
+        "return matmul(x, weight.T.contiguous())",
+        seen="copies",
+    ),
+    Bug(
+        "the gradient of a frozen weight is computed, too",
+        MATMUL,
+        "matmul(dy.T, x) if ctx.needs_input_grad[1] else None",
+        "matmul(dy.T, x)",
+        seen="linear",
+    ),
+    # ----------------------------------------------------------------------------------------------- grouped_matmul
+    Bug(
+        "the tiles of an expert are rounded down: its last rows have none",
+        GROUPED,
+        "tl.cumsum(tl.cdiv(end - begin, BLOCK_M) *",
+        "tl.cumsum((end - begin) // BLOCK_M *",
+        seen="check",
+    ),
+    Bug(
+        "the first tile of an expert is given to the one before",
+        GROUPED,
+        "tl.sum((ends <= tile).to(tl.int32), 0)",
+        "tl.sum((ends < tile).to(tl.int32), 0)",
+        seen="check",
+    ),
+    Bug(
+        "tiles are counted from the first expert on, not from the tile's own",
+        GROUPED,
+        "locate(tile - first, end - begin,",
+        "locate(tile, end - begin,",
+        seen="check",
+    ),
+    Bug(
+        "the gradient of a weight adds rows of the next expert, up to the end of the last block",
+        GROUPED,
+        "high = tl.maximum(end, 1)",
+        "high = tl.maximum(tl.load(offsets_ptr + experts - 1), 1)",
+        seen="check",
+    ),
+    Bug(
+        "the gradient of a weight begins at a whole block, with rows of the expert before",
+        GROUPED,
+        "tl.range(begin, end, BLOCK_K)",
+        "tl.range(begin // BLOCK_K * BLOCK_K, end, BLOCK_K)",
+        seen="neighbours",
+    ),
+    Bug(
+        "experts with equally many rows get the same place in the order",
+        GROUPED,
+        "(more | (same & (other < expert)))",
+        "more",
+        seen="check",
+    ),
+    Bug(
+        "rows of y behind those of an expert are written, too: those of the next one, if its tile was first",
+        GROUPED,
+        "(rows < end) & (columns < n)",
+        "(rows < tl.load(offsets_ptr + experts - 1)) & (columns < n)",
+        seen="neighbours",
+    ),
+    Bug(
+        "a tile that reaches over the end of an expert is stored by TMA, as a whole",
+        GROUPED,
+        "if row + BLOCK_M <= end:",
+        "if row < end:",
+        seen="neighbours",
+    ),
+    Bug(
+        "without any row, the gradient of the weights is whatever the memory held",
+        GROUPED,
+        "return x.new_zeros(experts, n, k)",
+        "return x.new_empty(experts, n, k)",
+        seen="check",
+    ),
+    Bug(
+        "offsets that are not contiguous are read as if they were",
+        GROUPED,
+        "offsets.contiguous())",
+        "offsets)",
+        seen="layouts of groups",
+    ),
+    # ---------------------------------------------------------------------------------------------- flash_attention
+    Bug(
+        "the output is not rescaled when the maximum grows",
+        FLASH_ATTENTION,
+        "add_product(o * shrink[:, None], p.to(v.dtype), v)",
+        "add_product(o, p.to(v.dtype), v)",
+        seen="check",
+    ),
+    Bug(
+        "the sum is not rescaled when the maximum grows",
+        FLASH_ATTENTION,
+        "total = total * shrink + tl.sum(p, 1)",
+        "total = total + tl.sum(p, 1)",
+        seen="check",
+    ),
+    Bug(
+        "keys outside: outputs, which are divided already, come back without their old sum",
+        FLASH_ATTENTION,
+        "add_product(o * before[:, None], p.to(v.dtype), v)",
+        "add_product(o * tl.exp(highest - finite)[:, None], p.to(v.dtype), v)",
+        seen="check",
+    ),
+    Bug(
+        "keys outside: a block of keys replaces what those before it have added to dq",
+        FLASH_ATTENTION,
+        "dq += tl.dot(ds.to(k.dtype), k,",
+        "dq = tl.dot(ds.to(k.dtype), k,",
+        seen="check",
+    ),
+    Bug(
+        "a query sees the key after its own",
+        FLASH_ATTENTION,
+        "seen = (column <= row) & (column < t) if CAUSAL else column < t\n        scores =",
+        "seen = (column <= row + 1) & (column < t) if CAUSAL else column < t\n        scores =",
+        seen="check",
+    ),
+    Bug(
+        "keys beyond the end count as keys of 0",
+        FLASH_ATTENTION,
+        "seen = (column <= row) & (column < t) if CAUSAL else column < t\n        scores =",
+        "seen = (column <= row) & (column < t) if CAUSAL else column < t + BLOCK_N\n        scores =",
+        seen="check",
+    ),
+    Bug(
+        "the unmasked loop takes the block that the diagonal cuts",
+        FLASH_ATTENTION,
+        "return (start + 1) // BLOCK_N * BLOCK_N,",
+        "return tl.cdiv(start + 1, BLOCK_N) * BLOCK_N,",
+        seen="check",
+    ),
+    Bug(
+        "backward's unmasked loop begins one block of queries after the keys' first: right where all blocks are alike",
+        FLASH_ATTENTION,
+        "tl.cdiv(at + BLOCK_N - 1, BLOCK_M) * BLOCK_M if CAUSAL else 0\n"
+        "    for head in tl.range(kv_head * group, kv_head * group + group):\n        own_q_ptr",
+        "at // BLOCK_M * BLOCK_M + BLOCK_M if CAUSAL else 0\n"
+        "    for head in tl.range(kv_head * group, kv_head * group + group):\n        own_q_ptr",
+        seen="small blocks",
+    ),
+    Bug(
+        "the log-sum-exp is a logarithm of base 2",
+        FLASH_ATTENTION,
+        "lse = highest * 0.6931471805599453 + tl.log(total)",
+        "lse = highest + tl.log2(total)",
+        seen="check",
+    ),
+    Bug(
+        "the gradient of the log-sum-exp is dropped",
+        FLASH_ATTENTION,
+        "tl.sum(widen(do) * widen(o), 1) - dlse)",
+        "tl.sum(widen(do) * widen(o), 1))",
+        seen="check",
+    ),
+    Bug(
+        "keys have the gradient of the last of the heads that share them",
+        FLASH_ATTENTION,
+        "for head in tl.range(kv_head * group, kv_head * group + group):\n        own_q_ptr",
+        "for head in tl.range(kv_head * group + group - 1, kv_head * group + group):\n        own_q_ptr",
+        seen="check",
+    ),
+    Bug(
+        "the gradient of the queries lacks the scale",
+        FLASH_ATTENTION,
+        "store_rows(dq_ptr, dq * SCALE, start, s, h * K, BLOCK_M, K, COLUMNS)",
+        "store_rows(dq_ptr, dq, start, s, h * K, BLOCK_M, K, COLUMNS)",
+        seen="check",
+    ),
+    Bug(
+        "backward takes the output's share of a softmax gradient for none",
+        FLASH_ATTENTION,
+        "tl.sum(widen(do) * widen(o), 1) - dlse)",
+        "0 * tl.sum(widen(do) * widen(o), 1) - dlse)",
+        seen="check",
+    ),
+    Bug(
+        "a row that has seen only -inf subtracts -inf from -inf",
+        FLASH_ATTENTION,
+        'finite = tl.where(higher == float("-inf"), 0, higher)  # -inf',
+        "finite = higher  # -inf",
+        seen="rows that see nothing",
+    ),
+    Bug(
+        "descriptors take what is not aligned to 16 bytes",
+        FLASH_ATTENTION,
+        "and x.data_ptr() % 16 == 0",
+        "and x.data_ptr() % 2 == 0",
+        seen="other strides",
+    ),
+    Bug(
+        "views of projections are copied before they are read",
+        FLASH_ATTENTION,
+        "return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()",
+        "return x.contiguous()",
+        seen="views",
+    ),
+    # --------------------------------------------------------------------------------------------------- fp8_matmul
+    Bug(
+        "programs write the amax of their tile over that of others",
+        FP8_MATMUL,
+        'tl.atomic_max(rows_ptr, tl.max(tl.max(bits, 1), 0), sem="relaxed")',
+        "tl.store(rows_ptr, tl.max(tl.max(bits, 1), 0))",
+        seen="check",
+    ),
+    Bug(
+        "amax has no least value: a group of zeros is divided by 0",
+        FP8_MATMUL,
+        "amax = tl.maximum(bits.to(tl.float32, bitcast=True), LEAST, propagate_nan=tl.PropagateNan.ALL)",
+        "amax = bits.to(tl.float32, bitcast=True)",
+        seen="check",
+    ),
+    Bug(
+        "a group that has NaN takes the least scale, and its other elements saturate",
+        FP8_MATMUL,
+        "amax = tl.maximum(bits.to(tl.float32, bitcast=True), LEAST, propagate_nan=tl.PropagateNan.ALL)",
+        "amax = tl.maximum(bits.to(tl.float32, bitcast=True), LEAST)",
+        seen="check",
+    ),
+    Bug(
+        "e5m2 is scaled to the largest value of e4m3, and its upper half stays unused",
+        FP8_MATMUL,
+        "dict(LIMIT=torch.finfo(dtype).max,",
+        "dict(LIMIT=torch.finfo(E4M3).max,",
+        seen="check",
+    ),
+    Bug(
+        "elements are scaled up to twice the largest value, and saturate",
+        FP8_MATMUL,
+        "return (x.to(tl.float32) * inverse).to(dtype)",
+        "return (x.to(tl.float32) * (2 * inverse)).to(dtype)",
+        seen="fp8 rounding",
+    ),
+    Bug(
+        "the transposed copy keeps the scales of the rows, which its own product cannot take out of the sum",
+        FP8_MATMUL,
+        "t_scale, t_inverse = scale_of(tl.max(bits, 0), LIMIT, LEAST)",
+        "t_scale, t_inverse = scale, inverse",
+        seen="fp8 linear",
+    ),
+    Bug(
+        "only the first tile has its scales of the transposed copy written: columns beyond it have none",
+        FP8_MATMUL,
+        "if tile < across:",
+        "if tile < 1:",
+        seen="check",
+    ),
+    Bug(
+        "scales of lines are stored by rows and read by columns",
+        FP8_MATMUL,
+        "tl.store(scale_ptr + (tile % across).to(tl.int64) * m + row, scale, row < m)",
+        "tl.store(scale_ptr + (tile % across).to(tl.int64) + row * across, scale, row < m)",
+        seen="check",
+    ),
+    Bug(
+        "the last block of k, which is not full, is left out",
+        FP8_MATMUL,
+        "row, column, blocks = top + tl.arange(0, BLOCK), left + tl.arange(0, BLOCK), tl.cdiv(k, BLOCK)",
+        "row, column, blocks = top + tl.arange(0, BLOCK), left + tl.arange(0, BLOCK), k // BLOCK",
+        seen="check",
+    ),
+    Bug(
+        "all squares of a row are scaled as the first",
+        FP8_MATMUL,
+        "tl.load(b_scale_ptr + left // BLOCK * b_stride + block)",
+        "tl.load(b_scale_ptr + left // BLOCK * b_stride)",
+        seen="check",
+    ),
+    Bug(
+        "what all blocks have summed up to is scaled with the factor of each block",
+        FP8_MATMUL,
+        "total += tl.dot(a.load([top, block * BLOCK]), b.load([left, block * BLOCK]).T) * scale",
+        "total = (total + tl.dot(a.load([top, block * BLOCK]), b.load([left, block * BLOCK]).T)) * scale",
+        seen="check",
+    ),
+    Bug(
+        "rows are scaled by the factors of columns",
+        FP8_MATMUL,
+        "total *= tl.load(a_scale_ptr + row, row < m, 0)[:, None]",
+        "total *= tl.load(b_scale_ptr + row, row < n, 0)[:, None]",
+        seen="check",
+    ),
+    Bug(
+        "the second half of a tile is stored over the first",
+        FP8_MATMUL,
+        "c.store([top, left + BLOCK_N // 2], halves[1]",
+        "c.store([top, left], halves[1]",
+        seen="check",
+    ),
+    Bug(
+        "the last group of tiles is taken to be as high as the others: tiles below the matrix, and some left out",
+        FP8_MATMUL,
+        "high = min(tl.cdiv(m, BLOCK_M) - first, GROUP)",
+        "high = GROUP",
+        seen="shared fp8 tiles",
+    ),
+    Bug(
+        "operands whose memory begins anywhere are handed to descriptors",
+        FP8_MATMUL,
+        "if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0:",
+        "if x.stride(1) == 1:",
+        seen="fp8 layouts",
+    ),
+    Bug(
+        "a product without k is what the memory was before",
+        FP8_MATMUL,
+        "c if a.shape[1] else c.zero_()",
+        "c",
+        seen="empty fp8",
     ),
     # -------------------------------------------------------------------------------------------------------- train
     Bug(

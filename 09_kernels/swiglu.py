@@ -239,7 +239,7 @@ def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]
 
     for n, f in (5, 3000), (300, 100), (2, 9), (0, 8), *([(16384, 14336)] if device == "cuda" else []):
         yield f"{n} x {f}", ours, reference, [random(n, f), random(n, f)]
-    for n, f, d in (50, 300, 20), (1, 33, 7), (0, 8, 4):
+    for n, f, d in (50, 300, 20), (21, 33, 37), (0, 8, 4):
         inputs = [random(n, f), random(n, f), random(d, f) / f**0.5]
         yield f"{n} x {f} x {d}, with the matmul", with_matmul, matmul_reference, inputs
     merged = [random(2, 9, 60)]

@@ -23,6 +23,7 @@ from test_lineage import FAMILY
 from torch import Tensor, nn
 
 KERNELS = [path for path in FAMILY if path.startswith("09") and path != "09_kernels/train.py"]
+GLUON = "09_kernels/flash_attention_gluon.py"  # which has no interpreter: on a CPU it says so, and checks nothing
 SOFTMAX, RMSNORM, SWIGLU = "09_kernels/softmax.py", "09_kernels/rmsnorm.py", "09_kernels/swiglu.py"
 ROPE, CROSS_ENTROPY = "09_kernels/rope.py", "09_kernels/cross_entropy.py"
 COALESCING, TILING = "09_kernels/coalescing.py", "09_kernels/tiling.py"
@@ -50,7 +51,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------- right results
-@pytest.mark.parametrize("recipe", KERNELS)
+@pytest.mark.parametrize("recipe", [path for path in KERNELS if path != GLUON])
 @in_a_fork
 def test_check(recipe, file=None):
     """Forward and gradients of all cases: at most twice PyTorch's own error in each dtype. All that is empty is NaN."""
@@ -430,7 +431,10 @@ def test_run_as_a_user(recipe):
     end = run()
     assert end.returncode == 0 and not end.stderr, end.stderr
     lines = end.stdout.splitlines()
-    assert len(lines) >= 3 and all(re.search("worst error|equal to the bit", line) for line in lines), end.stdout
+    if recipe == GLUON:
+        assert len(lines) == 1 and "nothing is checked" in lines[0], end.stdout
+    else:
+        assert len(lines) >= 3 and all(re.search("worst error|equal to the bit", line) for line in lines), end.stdout
     helped, wrong = run("--help"), run("--device", "cpu")
     assert helped.returncode == 0 and FAMILY[recipe].source.split("\n")[0].strip('"') in helped.stdout
     assert wrong.returncode == 2 and "unrecognized arguments" in wrong.stderr

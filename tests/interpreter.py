@@ -1,8 +1,9 @@
-"""Triton's interpreter with the bfloat16 of a GPU: tests/launch.py imports it before any kernel runs.
+"""Triton's interpreter with the bfloat16 and fp8 of a GPU: tests/launch.py imports it before any kernel runs.
 
 The interpreter holds bfloat16 as integers of 16 bits. It makes them of float32 by cutting the lower bits off, where a
 GPU rounds to nearest even, and it adds, multiplies and compares the integers. Here float32 is rounded as torch does,
-and bfloat16 is computed in float32 and rounded.
+and bfloat16 is computed in float32 and rounded. Fp8, of which the interpreter cuts bits off, and which it reads as if
+it had no NaN, is rounded to nearest even, too, and saturates.
 """
 
 from collections.abc import Callable
@@ -14,11 +15,18 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 CONVERT, BINARY, DOT = interpreter._convert_float, InterpreterBuilder.binary_op, InterpreterBuilder.create_dot
 
 
 def convert(data: np.ndarray, given: tl.dtype, wanted: tl.dtype, rounding: Any) -> np.ndarray:
-    """Float32 to the bits of bfloat16, and back."""
+    """Float32 to the bits of bfloat16, and back; to those of fp8, and from there to float16 or float32."""
+    if given == tl.float32 and wanted in FP8:
+        x, limit = torch.from_numpy(data.astype(np.float32)), torch.finfo(FP8[wanted]).max
+        return x.clamp(-limit, limit).to(FP8[wanted]).view(torch.uint8).numpy()
+    if given in FP8 and wanted in (tl.float16, tl.float32):
+        x = torch.from_numpy(np.array(data, np.uint8)).view(FP8[given])
+        return x.half().numpy() if wanted == tl.float16 else x.float().numpy()
     if (given, wanted) == (tl.float32, tl.bfloat16):
         return torch.from_numpy(data.astype(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
     if (given, wanted) == (tl.bfloat16, tl.float32):

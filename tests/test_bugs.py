@@ -26,6 +26,9 @@ PIPELINE_TESTS = "06_pipeline/test_pipeline.py"
 BALANCE_TESTS, CAPACITY_TESTS = "07_expert/test_balance.py", "07_expert/test_capacity.py"
 BALANCED = "is off by|the load differs|biases are not|counts have changed|counts of other rows|a validation has changed"
 KERNEL_TESTS, STEP_TESTS = "09_kernels/test_kernels.py", "09_kernels/test_fused_step.py"
+MATMUL_TESTS, FP8_TESTS = "09_kernels/test_matmul.py", "09_kernels/test_fp8_matmul.py"
+FLASH_TESTS = "09_kernels/test_flash_attention.py"
+ON_GPUS = {"09_kernels/flash_attention_gluon.py"}  # has no interpreter: its check runs on GPUs alone
 EXPERT_TESTS, OVERLAP_TESTS = "07_expert/test_expert.py", "07_expert/test_overlap.py"
 pytestmark = pytest.mark.thorough
 
@@ -147,6 +150,35 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
         lambda bug, file: load(STEP_TESTS).test_dtypes_side_by_side(file),
         "the norm is another|differs from torch's",
     ),
+    "tiles": (lambda bug, file: load(MATMUL_TESTS).test_tiles_are_shared_by_programs(file), "the error is"),
+    "copies": (lambda bug, file: load(MATMUL_TESTS).test_operands_are_not_copied(file), "operands were copied"),
+    "linear": (lambda bug, file: load(MATMUL_TESTS).test_linear(file), "nobody needs"),
+    "layouts of groups": (
+        lambda bug, file: load(MATMUL_TESTS).test_groups_in_any_layout(file),
+        "offsets|must be contiguous",
+    ),
+    "neighbours": (
+        lambda bug, file: load(MATMUL_TESTS).test_experts_do_not_see_each_other(file),
+        "other experts has changed",
+    ),
+    "small blocks": (
+        lambda bug, file: [load(FLASH_TESTS).test_many_small_blocks(16, 32, causal, file) for causal in (True, False)],
+        "the error is",
+    ),
+    "rows that see nothing": (lambda bug, file: load(FLASH_TESTS).test_rows_that_see_nothing(file), "rows"),
+    "other strides": (
+        lambda bug, file: load(FLASH_TESTS).test_other_strides_are_right(file),
+        "16-byte aligned|a view",
+    ),
+    "views": (lambda bug, file: load(FLASH_TESTS).test_views_are_not_copied(file), "copied|side by side"),
+    "shared fp8 tiles": (lambda bug, file: load(FP8_TESTS).test_tiles_are_shared_by_programs(file), "the error is"),
+    "fp8 layouts": (
+        lambda bug, file: load(FP8_TESTS).test_operands_in_any_layout(file),
+        "off by one|by columns|aligned",
+    ),
+    "empty fp8": (lambda bug, file: load(FP8_TESTS).test_nothing_to_multiply(file), "wise"),
+    "fp8 rounding": (lambda bug, file: load(FP8_TESTS).test_every_bfloat16_is_rounded(file), "same"),
+    "fp8 linear": (lambda bug, file: load(FP8_TESTS).test_linear("blocks", file), "the error is"),
     "refusals": (lambda bug, file: load(EXPERT_TESTS).test_sizes(bug.recipe, file), "None"),
     **{
         promise: (lambda bug, file, check=check: check(bug.recipe, file), "")
@@ -175,8 +207,8 @@ def test_the_log_does_not_see_the_scale(tmp_path):
 
 
 def test_every_recipe_has_its_bug():
-    """Each training recipe, and each file of kernels."""
-    kernels = {path for path, recipe in FAMILY.items() if "@triton.jit" in recipe.source}
+    """Each training recipe, and each file of kernels that a CPU can run."""
+    kernels = {path for path, recipe in FAMILY.items() if "@triton.jit" in recipe.source} - ON_GPUS
     assert {bug.recipe for bug in BUGS} == {*TRAINING, *kernels} and ROOT_RECIPE in TRAINING
 
 

@@ -1,0 +1,869 @@
+"""Attention with warps that have different jobs: one loads, two or three compute, one adds up gradients in order.
+
+In flash_attention.py all warps of a program do the same: load, multiply, exponentiate, one after the other. Triton
+schedules that. Gluon, which comes with Triton, leaves the schedule to you: who does what, where tensors lie in shared
+memory, and what waits for what.
+
+Forward: a warp that does nothing but ask the Tensor Memory Accelerator (TMA) for blocks of keys and values, and two
+groups of four warps (three where heads are 64 wide) of 64 queries each. An mbarrier per block says that it is full, and
+another one that all have read it and it may be loaded again. A group issues the scores of the next block, and the
+product of the last probabilities with the values, before it computes exponentials: tensor cores multiply meanwhile,
+and while one group computes exponentials, another one multiplies.
+
+Backward: one kernel of five products, instead of two with seven. A program has 128 keys, and walks over all queries of
+all heads that share them; dk and dv stay in registers. Scores are computed transposed, [keys, queries], so that
+probabilities are the operand of the next product as they are, without a way through shared memory. The first product
+starts from -lse / scale and the second one from -delta, so that nothing is subtracted later. A part of dq goes to
+shared memory, from where another warp lets the TMA add it to an fp32 tensor in global memory.
+
+Additions in any order would differ from run to run. Here each block of queries has a counter: the program of the j-th
+block of keys waits until j others have added theirs. That costs next to nothing: programs take their number from a
+counter in the order in which they start, and all walk from the last query to the first that sees their keys, so that
+who has to wait is one block behind who it waits for.
+
+Gluon has no interpreter: this runs on GPUs of compute capability 9.0 alone. flash_attention.py, which it is checked
+against, runs anywhere.
+
+Parent:   09_kernels/flash_attention.py
+Lesson:   COPY_IN, COPY_OUT, add_in, ADD_IN, MEET, make_barriers, wait_until_added, load_forward, attend_block,
+          attend_rows, attend_kernel, spread, load_backward, differentiate_block, differentiate, add_queries,
+          backward_kernel, prepare_kernel, finish_kernel, blocks_of, vectors_of, attend, attend_backward
+Plumbing: DTYPES, BARRIER, flash_attention_with_lse, flash_attention, cost, cases, check, burst, measure
+Copy:     LOG2_E, DTYPES, COPY_IN, COPY_OUT, add_in, ADD_IN, MEET, BARRIER, make_barriers, wait_until_added,
+          load_forward, attend_block, attend_rows, attend_kernel, spread, load_backward, differentiate_block,
+          differentiate, add_queries, backward_kernel, prepare_kernel, finish_kernel, empty_heads, empty_rows,
+          blocks_of, vectors_of, attend, attend_shapes, attend_backward, attend_backward_shapes, FlashAttention,
+          flash_attention_with_lse, flash_attention
+Run:      python 09_kernels/flash_attention_gluon.py
+Source:   Shah et al. 2024, FlashAttention-3, arXiv:2407.08608
+"""
+
+import argparse
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# ------------------------------------------------------------------------------------------------------------ config
+DTYPES = torch.bfloat16, torch.float16
+PEAK = 989.5e12  # FLOP/s of an H100 or H200's tensor cores in bf16
+LOG2_E = math.log2(math.e)
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+# what Triton 3.6 calls otherwise, or not at all
+COPY_IN = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+COPY_OUT = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+MEET = getattr(gl, "barrier", None) or gl.thread_barrier  # of the warps that do the same
+
+
+@gl._core.builtin
+def add_in(desc, coordinates, source, _semantic=None):
+    """Let the TMA add a block of shared memory to global memory, without waiting for it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = triton._C.libtriton.ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coordinates, source.handle)
+
+
+ADD_IN = getattr(tma, "async_atomic_add", None) or add_in
+BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """Make mbarriers for NUMBER blocks: a phase of one ends when COUNT have arrived, and all its bytes."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], BARRIER)
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
+
+
+@gluon.jit
+def wait_until_added():
+    """Wait until all can read what this warp's TMA has stored or added; tma.store_wait waits until it has been sent."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, 32, lanes)
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+# forward
+
+
+@gluon.jit
+def load_forward(
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
+    batch, row, q_column, column, blocks, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Load the queries of each group, then keys and values, from the diagonal to the left, as soon as there is room."""
+    Q_BYTES: gl.constexpr = GROUPS * q_desc.block_type.nbytes
+    mbarrier.expect(q_full, Q_BYTES)
+    for group in gl.static_range(GROUPS):
+        COPY_IN(q_desc, [batch, row + 64 * group, q_column], q_full, q_smem.index(group))
+    for i in range(blocks):
+        stage, phase = i % STAGES, (i // STAGES) & 1
+        key = (blocks - 1 - i) * BLOCK
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+        COPY_IN(k_desc, [batch, key, column], k_full.index(stage), k_smem.index(stage))
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+        COPY_IN(v_desc, [batch, key, column], v_full.index(stage), v_smem.index(stage))
+
+
+@gluon.jit
+def attend_block(
+    i, p, o, top, total, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, i_row, i_key, blocks,
+    SCALE: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+    S: gl.constexpr, OUT: gl.constexpr, P: gl.constexpr,
+):  # fmt: skip
+    """Multiply the probabilities of the block before by its values; meanwhile, compute those of this block."""
+    stage, phase = i % STAGES, (i // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    k = k_smem.index(stage).reshape([BLOCK, D])
+    x = gl.zeros([64, BLOCK], gl.float32, S)
+    x = warpgroup_mma(q, k.permute((1, 0)), x, use_acc=False, is_async=True)
+    before, v_phase = (i - 1) % STAGES, ((i - 1) // STAGES) & 1
+    mbarrier.wait(v_full.index(before), v_phase)
+    o = warpgroup_mma(p, v_smem.index(before).reshape([BLOCK, D]), o, is_async=True)
+    x = warpgroup_mma_wait(1, deps=[x])  # the scores are there, the other product may still be on its way
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    if MASK:
+        x = gl.where(i_row[:, None] >= ((blocks - 1 - i) * BLOCK + i_key)[None, :], x, float("-inf"))
+    higher = gl.maximum(top, gl.max(x, 1) * SCALE)
+    alpha = gl.exp2(top - higher)
+    y = gl.exp2(x * SCALE - higher[:, None])
+    total = total * alpha + gl.sum(y, 1)
+    o, p = warpgroup_mma_wait(0, deps=[o, p])  # p is an operand in registers: it must stay until the product is there
+    mbarrier.arrive(v_empty.index(before), count=1)
+    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+    return gl.convert_layout(y.to(k_smem.dtype), P), o, higher, total
+
+
+@gluon.jit
+def attend_rows(
+    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, o_desc, lse_ptr, batch, row, q_column, blocks, s,
+    SCALE: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Compute 64 rows of the output, and their log-sum-exp: the work of one group of four warps."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])  # which thread has which score
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)  # the same threads: nothing moves between S and P
+    q = q_smem.index(GROUP).reshape([64, D])
+    first = row + 64 * GROUP
+    i_row = first + gl.arange(0, 64, gl.SliceLayout(1, S))
+    i_key = gl.arange(0, BLOCK, gl.SliceLayout(0, S))
+    mbarrier.wait(q_full, 0)
+    mbarrier.wait(k_full.index(0), 0)
+    x = gl.zeros([64, BLOCK], gl.float32, S)
+    x = warpgroup_mma(q, k_smem.index(0).reshape([BLOCK, D]).permute((1, 0)), x, use_acc=False, is_async=True)
+    x = warpgroup_mma_wait(0, deps=[x])
+    mbarrier.arrive(k_empty.index(0), count=1)
+    key = (blocks - 1) * BLOCK + i_key[None, :]
+    x = gl.where((i_row[:, None] >= key) & (key < s) if CAUSAL else key < s, x, float("-inf"))
+    top = gl.maximum(gl.max(x, 1) * SCALE, -1e30)  # finite: a row may see nothing of its first block
+    p = gl.exp2(x * SCALE - top[:, None])
+    total = gl.sum(p, 1)
+    p = gl.convert_layout(p.to(k_smem.dtype), P)
+    o = gl.zeros([64, D], gl.float32, OUT)
+    masked = 1
+    if CAUSAL:
+        masked = gl.maximum(blocks - (first + 1) // BLOCK, 1)  # blocks with keys that are later than the first row
+        for i in range(1, masked):
+            p, o, top, total = attend_block(
+                i, p, o, top, total, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, i_row, i_key, blocks,
+                SCALE, D, BLOCK, STAGES, True, S, OUT, P,
+            )  # fmt: skip
+    for i in range(masked, blocks):
+        p, o, top, total = attend_block(
+            i, p, o, top, total, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, i_row, i_key, blocks,
+            SCALE, D, BLOCK, STAGES, False, S, OUT, P,
+        )  # fmt: skip
+    last = (blocks - 1) % STAGES
+    mbarrier.wait(v_full.index(last), ((blocks - 1) // STAGES) & 1)
+    o = warpgroup_mma(p, v_smem.index(last).reshape([BLOCK, D]), o, is_async=True)
+    gl.store(lse_ptr + i_row, (top + gl.log2(total)) * 0.6931471805599453, i_row < s)  # ln 2
+    inverse = gl.convert_layout(1 / total, gl.SliceLayout(1, OUT))
+    o, p = warpgroup_mma_wait(0, deps=[o, p])
+    q.store((o * inverse[:, None]).to(k_smem.dtype))  # nobody reads the queries any more
+    fence_async_shared()  # or the TMA would read what was there before
+    MEET()
+    COPY_OUT(o_desc, [batch, first, q_column], q_smem.index(GROUP))  # leaves out rows beyond the end
+    tma.store_wait(0)
+
+
+@gluon.jit
+def attend_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, s, b, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, SCALE: gl.constexpr,
+    D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute 64·GROUPS rows of one head. Long rows start first; heads that share keys run side by side."""
+    rows = gl.cdiv(s, 64 * GROUPS)
+    head, batch = gl.program_id(0) % HEADS, gl.program_id(0) // HEADS % b
+    row = (rows - 1 - gl.program_id(0) // (HEADS * b)) * (64 * GROUPS)
+    blocks = gl.cdiv(s, BLOCK)
+    if CAUSAL:
+        blocks = gl.minimum(blocks, gl.cdiv(row + 64 * GROUPS, BLOCK))
+    q_column, column = head * D, head // (HEADS // KV_HEADS) * D
+    lse_ptr += (batch * HEADS + head).to(gl.int64) * s
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    q_full = make_barriers(1, 1).index(0)
+    k_full, k_empty = make_barriers(STAGES, 1), make_barriers(STAGES, GROUPS)
+    v_full, v_empty = make_barriers(STAGES, 1), make_barriers(STAGES, GROUPS)
+    # a loading warp needs few registers; a group of four warps takes what it leaves
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (attend_rows, (
+                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, o_desc, lse_ptr, batch, row,
+                q_column, blocks, s, SCALE, 0, D, BLOCK, STAGES, CAUSAL,
+            )),
+            (attend_rows, (
+                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, o_desc, lse_ptr, batch, row,
+                q_column, blocks, s, SCALE, 1, D, BLOCK, STAGES, CAUSAL,
+            )),
+            (load_forward, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, batch, row,
+                q_column, column, blocks, BLOCK, STAGES, GROUPS,
+            )),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (attend_rows, (
+                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, o_desc, lse_ptr, batch, row,
+                q_column, blocks, s, SCALE, 0, D, BLOCK, STAGES, CAUSAL,
+            )),
+            (attend_rows, (
+                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, o_desc, lse_ptr, batch, row,
+                q_column, blocks, s, SCALE, 1, D, BLOCK, STAGES, CAUSAL,
+            )),
+            (attend_rows, (
+                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, o_desc, lse_ptr, batch, row,
+                q_column, blocks, s, SCALE, 2, D, BLOCK, STAGES, CAUSAL,
+            )),
+            (load_forward, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, batch, row,
+                q_column, column, blocks, BLOCK, STAGES, GROUPS,
+            )),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+
+
+# backward
+
+
+@gluon.jit
+def spread(smem, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Repeat a vector of shared memory in all rows of an accumulator."""
+    return gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT) + smem.reshape([COLUMNS]).load(gl.SliceLayout(0, LAYOUT))[None]
+
+
+@gluon.jit
+def load_backward(
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem,
+    kv_full, full, empty, batch, kv_head, key, last, n, HEADS: gl.constexpr, D: gl.constexpr, SHARE: gl.constexpr,
+    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load the keys and values of this program, then blocks of queries, of all heads that share the keys."""
+    KV_BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes
+    Q_BYTES: gl.constexpr = 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+    mbarrier.expect(kv_full, KV_BYTES)
+    COPY_IN(k_desc, [batch, key, kv_head * D], kv_full, k_smem)
+    COPY_IN(v_desc, [batch, key, kv_head * D], kv_full, v_smem)
+    for t in range(SHARE * n):
+        row, head = (last - t % n) * BLOCK_Q, kv_head * SHARE + t // n
+        stage, phase = t % STAGES, (t // STAGES) & 1
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), Q_BYTES)
+        COPY_IN(q_desc, [batch, row, head * D], full.index(stage), q_smem.index(stage))
+        COPY_IN(lse_desc, [batch * HEADS + head, row], full.index(stage), lse_smem.index(stage))
+        COPY_IN(do_desc, [batch, row, head * D], full.index(stage), do_smem.index(stage))
+        COPY_IN(delta_desc, [batch * HEADS + head, row], full.index(stage), delta_smem.index(stage))
+
+
+@gluon.jit
+def differentiate_block(
+    t, i, dk, dv, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_block, full, empty, dq_full, dq_empty,
+    key, s, SCALE: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+    CAUSAL: gl.constexpr, S: gl.constexpr, Q: gl.constexpr, P: gl.constexpr,
+):  # fmt: skip
+    """Add the gradients that one block of queries gives to dk and dv, and hand over the part of dq."""
+    stage, phase = t % STAGES, (t // STAGES) & 1
+    q, do = q_smem.index(stage).reshape([BLOCK_Q, D]), do_smem.index(stage).reshape([BLOCK_Q, D])
+    mbarrier.wait(full.index(stage), phase)
+    x, dp = spread(lse_smem.index(stage), 128, BLOCK_Q, S), spread(delta_smem.index(stage), 128, BLOCK_Q, S)
+    x = warpgroup_mma(k, q.permute((1, 0)), x, is_async=True)  # scores less the log-sum-exp
+    dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+    x = warpgroup_mma_wait(1, deps=[x])
+    p = gl.exp2(x * SCALE)
+    if MASK:
+        i_key = key + gl.arange(0, 128, gl.SliceLayout(1, S))[:, None]
+        i_query = i * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S))[None, :]
+        p = gl.where(i_key <= i_query if CAUSAL else i_key < s, p, 0.0)
+    p16 = gl.convert_layout(p.to(k.dtype), P)
+    dv = warpgroup_mma(p16, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = (p * dp).to(k.dtype)
+    ds_smem.store(ds)  # for dq, to which all warps have keys to add
+    ds16 = gl.convert_layout(ds, P)
+    dk = warpgroup_mma(ds16, q, dk, is_async=True)
+    fence_async_shared()
+    MEET()
+    dq = gl.zeros([BLOCK_Q, D], gl.float32, Q)
+    dq = warpgroup_mma(ds_smem.permute((1, 0)), k, dq, use_acc=False, is_async=True)
+    dv, p16, dk, ds16, dq = warpgroup_mma_wait(0, deps=[dv, p16, dk, ds16, dq])
+    MEET()  # all warps have read the queries, not only those of the thread that says so
+    mbarrier.arrive(empty.index(stage), count=1)
+    mbarrier.wait(dq_empty, (t & 1) ^ 1)
+    dq_block.store(dq)
+    fence_async_shared()
+    MEET()
+    mbarrier.arrive(dq_full, count=1)
+    return dk, dv
+
+
+@gluon.jit
+def differentiate(
+    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, ds_smem, dq_smem, kv_full, full, empty, dq_full, dq_empty,
+    dk_desc, dv_desc, batch, kv_head, key, last, n, s, SCALE: gl.constexpr, D: gl.constexpr, SHARE: gl.constexpr,
+    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv of 128 keys: the work of eight warps."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_Q, 16])
+    KV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
+    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1] if BLOCK_Q == 128 else [4, 2], [16, 64, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, KV, 2)
+    k, v = k_smem.reshape([128, D]), v_smem.reshape([128, D])
+    dq_block = dq_smem.reshape([BLOCK_Q, D])
+    dk, dv = gl.zeros([128, D], gl.float32, KV), gl.zeros([128, D], gl.float32, KV)
+    mbarrier.wait(kv_full, 0)
+    whole = n  # blocks of queries that see all of these keys
+    if CAUSAL:
+        whole = gl.maximum(n - 128 // BLOCK_Q, 0)
+    elif key + 128 > s:
+        whole = 0
+    for share in range(SHARE):
+        for u in range(whole):
+            dk, dv = differentiate_block(
+                share * n + u, last - u, dk, dv, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_block,
+                full, empty, dq_full, dq_empty, key, s, SCALE, D, BLOCK_Q, STAGES, False, CAUSAL, S, Q, P,
+            )  # fmt: skip
+        for u in range(whole, n):
+            dk, dv = differentiate_block(
+                share * n + u, last - u, dk, dv, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_block,
+                full, empty, dq_full, dq_empty, key, s, SCALE, D, BLOCK_Q, STAGES, True, CAUSAL, S, Q, P,
+            )  # fmt: skip
+    MEET()  # nobody reads the keys and values any more
+    v.store(dv.to(k_smem.dtype))
+    k.store((dk * (SCALE * 0.6931471805599453)).to(k_smem.dtype))  # SCALE has a factor log2(e)
+    fence_async_shared()
+    MEET()
+    COPY_OUT(dv_desc, [batch, key, kv_head * D], v_smem)
+    COPY_OUT(dk_desc, [batch, key, kv_head * D], k_smem)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def add_queries(
+    dq_desc, dq_smem, dq_full, dq_empty, turn_ptr, batch, kv_head, j, last, n, queries, HEADS: gl.constexpr,
+    D: gl.constexpr, SHARE: gl.constexpr, BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    """Add this program's parts of dq to those of the programs before it: the work of one warp."""
+    for t in range(SHARE * n):
+        i, head = last - t % n, kv_head * SHARE + t // n
+        turn = turn_ptr + (batch * HEADS + head) * queries + i
+        mbarrier.wait(dq_full, t & 1)
+        if j == 0:
+            COPY_OUT(dq_desc, [batch, i * BLOCK_Q, head * D], dq_smem)
+        else:
+            while gl.atomic_add(turn, 0, sem="acquire") < j:  # how many have added theirs
+                pass
+            ADD_IN(dq_desc, [batch, i * BLOCK_Q, head * D], dq_smem)
+        wait_until_added()
+        MEET()
+        gl.atomic_add(turn, 1, sem="release")
+        mbarrier.arrive(dq_empty, count=1)
+
+
+@gluon.jit
+def backward_kernel(
+    q_desc, do_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, turn_ptr, s, b,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, SCALE: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv of 128 keys of one head, and their part of dq. Programs with many queries start first."""
+    SHARE: gl.constexpr = HEADS // KV_HEADS
+    number = gl.atomic_add(turn_ptr, 1, sem="relaxed")  # who is waited for has a smaller one, and so is running
+    kv_head, batch, j = number % KV_HEADS, number // KV_HEADS % b, number // (KV_HEADS * b)
+    queries = gl.cdiv(s, BLOCK_Q)  # blocks of them
+    key, last, n = j * 128, queries - 1, queries
+    if CAUSAL:
+        n = queries - key // BLOCK_Q
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, v_desc.block_type.shape, v_desc.layout)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
+    do_smem = gl.allocate_shared_memory(do_desc.dtype, [STAGES] + do_desc.block_type.shape, do_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES] + lse_desc.block_type.shape, lse_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES] + lse_desc.block_type.shape, lse_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BLOCK_Q], k_desc.dtype)
+    ds_smem = gl.allocate_shared_memory(k_desc.dtype, [128, BLOCK_Q], ds_layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, dq_desc.block_type.shape, dq_desc.layout)
+    once = make_barriers(3, 1)
+    kv_full, dq_full, dq_empty = once.index(0), once.index(1), once.index(2)
+    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
+    gl.warp_specialize([
+        (differentiate, (
+            q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, ds_smem, dq_smem, kv_full, full, empty, dq_full,
+            dq_empty, dk_desc, dv_desc, batch, kv_head, key, last, n, s, SCALE, D, SHARE, BLOCK_Q, STAGES, CAUSAL,
+        )),
+        (load_backward, (
+            q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, q_smem, do_smem, k_smem, v_smem, lse_smem,
+            delta_smem, kv_full, full, empty, batch, kv_head, key, last, n, HEADS, D, SHARE, BLOCK_Q, STAGES,
+        )),
+        (add_queries, (
+            dq_desc, dq_smem, dq_full, dq_empty, turn_ptr + 1, batch, kv_head, j, last, n, queries, HEADS, D, SHARE,
+            BLOCK_Q,
+        )),
+    ], [1, 1], [24, 24])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["h", "s", "padded"])
+def prepare_kernel(
+    o_ptr, do_ptr, dlse_ptr, lse_ptr, from_ptr, delta_ptr, h, s, padded, o_batch, o_head, o_row, do_batch, do_head,
+    do_row, INVERSE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write -lse / scale, and -(sum(o·do) - dlse), from which accumulators start; 0 beyond the last row."""
+    blocks = padded // ROWS
+    head, batch = tl.program_id(0) // blocks % h, (tl.program_id(0) // blocks // h).to(tl.int64)
+    row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    column = tl.arange(0, D)[None, :]
+    inside = row[:, None] < s
+    o = tl.load(o_ptr + batch * o_batch + head * o_head + row[:, None] * o_row + column, inside, 0)
+    do = tl.load(do_ptr + batch * do_batch + head * do_head + row[:, None] * do_row + column, inside, 0)
+    at = (batch * h + head) * s + row
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) - tl.load(dlse_ptr + at, row < s, 0)
+    lse = tl.load(lse_ptr + at, row < s, 0)
+    at = (batch * h + head) * padded + row
+    tl.store(delta_ptr + at, -delta)
+    tl.store(from_ptr + at, -lse * INVERSE)
+
+
+@triton.jit
+def finish_kernel(total_ptr, dq_ptr, n, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """Scale dq, and round it once, when all of its parts are in."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dq = tl.load(total_ptr + i, i < n, 0) * SCALE
+    tl.store(dq_ptr + i, dq.to(dq_ptr.dtype.element_ty), i < n)
+
+
+def empty_heads(x: Tensor) -> Tensor:
+    """Return a tensor of x's shape [b, h, s, k], a view of [b, s, h, k]: the heads of a token lie side by side."""
+    b, h, s, k = x.shape
+    return x.new_empty(b, s, h, k).transpose(1, 2)
+
+
+def empty_rows(q: Tensor) -> Tensor:
+    """Return a tensor for the log-sum-exp [b, h, s]: fp32, or float64 where q is."""
+    return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def blocks_of(x: Tensor, rows: int) -> TensorDescriptor:
+    """Describe x [b, h, s, k] as blocks of rows of one head; copy it if its heads do not lie side by side."""
+    flat = x.transpose(1, 2)  # b s h k
+    row, head, element = flat.stride()[1:]
+    if (head, element) != (flat.shape[3], 1) or flat.stride(0) % 8 or row % 8 or flat.data_ptr() % 16:
+        flat = flat.contiguous()
+    block = [1, rows, x.shape[3]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(x.dtype)[6:]))
+    return TensorDescriptor.from_tensor(flat.flatten(2), block, layout)
+
+
+def vectors_of(x: Tensor, rows: int) -> TensorDescriptor:
+    """Describe x [b·h, padded s], fp32, as blocks of rows of one head."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor.from_tensor(x, [1, rows], layout)
+
+
+# An operator of its own: torch.compile does not look into it, where addresses become descriptors.
+@torch.library.custom_op("flash_attention_gluon::attend", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """q [b, h, s, k]; k, v [b, kv heads, s, k] -> o like q, a view of [b, s, h, k]; log-sum-exp [b, h, s]"""
+    (b, h, s, d), o, lse = q.shape, empty_heads(q), empty_rows(q)
+    groups, registers = (2, 240) if d == 128 else (3, 160)
+    if o.numel():
+        attend_kernel[(triton.cdiv(s, 64 * groups) * b * h,)](
+            blocks_of(q, 64), blocks_of(k, 128), blocks_of(v, 128), blocks_of(o, 64), lse, s, b, HEADS=h,
+            KV_HEADS=k.shape[1], SCALE=scale * LOG2_E, D=d, BLOCK=128, STAGES=2, CAUSAL=causal, GROUPS=groups,
+            REGISTERS=registers, num_warps=4,
+        )  # fmt: skip
+    return o, lse
+
+
+@attend.register_fake
+def attend_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """What attend returns, without its elements."""
+    return empty_heads(q), empty_rows(q)
+
+
+@torch.library.custom_op("flash_attention_gluon::attend_backward", mutates_args=())
+def attend_backward(
+    do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of o and of the log-sum-exp, and what attend took and returned -> gradients of q, k, v"""
+    (b, h, s, d), kv_heads, rows = q.shape, k.shape[1], 64 if q.shape[3] == 128 else 128
+    dq, dk, dv = empty_heads(q), empty_heads(k), empty_heads(v)
+    if q.numel() == 0:
+        return dq, dk, dv
+    do = do if do.stride(3) == 1 else do.contiguous()
+    start, delta = q.new_empty(2, b * h, triton.cdiv(s, 128) * 128, dtype=torch.float32)
+    prepare_kernel[(start.numel() // 64,)](
+        o, do, dlse.contiguous(), lse, start, delta, h, s, start.shape[1], *o.stride()[:3], *do.stride()[:3],
+        INVERSE=1 / scale, D=d, ROWS=64, num_warps=4,
+    )  # fmt: skip
+    total = q.new_empty(b, s, h, d, dtype=torch.float32).transpose(1, 2)  # of all parts of dq
+    turns = torch.zeros(1 + b * h * triton.cdiv(s, rows), dtype=torch.int32, device=q.device)
+    backward_kernel[(triton.cdiv(s, 128) * b * kv_heads,)](
+        blocks_of(q, rows), blocks_of(do, rows), blocks_of(k, 128), blocks_of(v, 128), blocks_of(total, rows),
+        blocks_of(dk, 128), blocks_of(dv, 128), vectors_of(start, rows), vectors_of(delta, rows), turns, s, b,
+        HEADS=h, KV_HEADS=kv_heads, SCALE=scale * LOG2_E, D=d, BLOCK_Q=rows, STAGES=2, CAUSAL=causal, num_warps=8,
+    )  # fmt: skip
+    finish_kernel[(triton.cdiv(dq.numel(), 4096),)](total, dq, dq.numel(), SCALE=scale, BLOCK=4096, num_warps=8)
+    return dq, dk, dv
+
+
+@attend_backward.register_fake
+def attend_backward_shapes(
+    do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What attend_backward returns, without its elements."""
+    return empty_heads(q), empty_heads(k), empty_heads(v)
+
+
+class FlashAttention(torch.autograd.Function):
+    """q [b, h, s, k]; k, v [b, kv heads, t, k] -> o [b, h, s, k], log-sum-exp [b, h, s]"""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        o, lse = attend(q, k, v, causal, scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.causal, ctx.scale = causal, scale
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, o, lse = ctx.saved_tensors
+        return *attend_backward(do, o, lse, dlse, q, k, v, ctx.causal, ctx.scale), None, None
+
+
+def flash_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """As flash_attention; also return the logarithm of the sum of e^(scale·q·k) of each query, [b, h, s], in fp32.
+
+    From it, attention to several sets of keys can be merged: the weight of a set is e^(its log-sum-exp). Gradients flow
+    through it, too.
+    """
+    fine = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
+    if not fine or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        shapes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        raise ValueError(f"shapes are {shapes}: must be [b, h, s, k] and twice [b, kv heads, s, k]; kv heads divide h")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        raise ValueError(f"dtypes are {q.dtype}, {k.dtype}, {v.dtype}: must be alike, and one of {DTYPES}")
+    if q.shape[3] not in (64, 128):
+        raise ValueError(f"the heads are {q.shape[3]} wide: must be 64 or 128")
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
+        raise ValueError(f"the tensors are on {q.device}: must be on a GPU of compute capability 9.0, an H100 or H200")
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale is {scale}: must be positive")
+    return FlashAttention.apply(q, k, v, causal, scale)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
+    """Attend from q [b, h, s, k] to k, v [b, kv heads, s, k]: softmax(scale·q kᵀ) v, scale 1/√k if not given.
+
+    Query head i uses key head i // (h / kv heads). If causal, query i sees keys 0 to i. bf16 and fp16, heads 64 or 128
+    wide, as many keys as queries, any number of them; on an H100 or H200. Inputs are views of [b, s, h, k], as
+    projections make them: others are copied. So is the output: rearrange(o, "b h s k -> b s (h k)") copies nothing.
+    Gradients are the same to the bit in every run. Raises ValueError for what does not fit, and flash_attention.py
+    takes.
+    """
+    return flash_attention_with_lse(q, k, v, causal, scale)[0]
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same in plain PyTorch, with all scores in memory, in fp32 or float64: output and log-sum-exp."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q.to(wide) @ k.to(wide).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    p = (scores - lse[..., None].masked_fill(lse[..., None] == -torch.inf, 0)).exp()
+    return p.to(v.dtype) @ v, lse
+
+
+def library(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """The same by PyTorch's own function; the log-sum-exp, which that does not return, by reference."""
+    if q.numel() == 0 or k.numel() == 0:
+        return reference(q, k, v, causal, scale)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+    return o, reference(q, k, v, causal, scale)[1]
+
+
+def cost(b: int, h: int, kv_heads: int, s: int, k: int, causal: bool, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Bytes and FLOPs of forward, bytes and FLOPs of backward: all tensors once; two products, and five.
+
+    Backward reads q, k, v, o, do and the log-sum-exp, and writes dq, dk, dv.
+    """
+    queries, keys, rows = b * h * s * k * dtype.itemsize, b * kv_heads * s * k * dtype.itemsize, b * h * s * 4
+    flops = 4 * b * h * s * s * k // (2 if causal else 1)
+    return 2 * queries + 2 * keys + rows, flops, 4 * queries + 4 * keys + rows, flops * 5 // 2
+
+
+def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
+    """Yield what is tried, ours, PyTorch's, and the inputs q [b, h, s, k], k, v [b, kv heads, s, k], in float64."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator)
+
+    def inputs(b: int, h: int, kv_heads: int, s: int, k: int) -> list[Tensor]:
+        return [random(b, s, heads, k).transpose(1, 2) for heads in (h, kv_heads, kv_heads)]
+
+    for shape in (2, 8, 2, 1999, 128), (1, 6, 3, 1025, 64), (2, 4, 4, 2048, 64), (1, 2, 1, 192, 128), (3, 2, 2, 7, 64):
+        for causal in True, False:
+            ours = lambda q, k, v, causal=causal: flash_attention_with_lse(q, k, v, causal)  # noqa: E731
+            plain = lambda q, k, v, causal=causal: library(q, k, v, causal)  # noqa: E731
+            yield "{} {} {} {} {}, ".format(*shape) + ("causal" if causal else "full"), ours, plain, inputs(*shape)
+    scaled = lambda attention: lambda q, k, v: attention(q, k, v, True, 0.3)  # noqa: E731
+    yield "scale", scaled(flash_attention_with_lse), scaled(library), inputs(1, 2, 2, 300, 64)
+    yield "contiguous", flash_attention_with_lse, library, [x.contiguous() for x in inputs(1, 4, 2, 300, 128)]
+    yield "no queries", flash_attention_with_lse, library, inputs(1, 2, 1, 0, 64)
+
+
+# ----------------------------------------------------------------------------------------------------------- measure
+def outputs_and_gradients(function: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Call function on copies of the inputs; return its outputs, and the gradients of a random sum of them."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    found = function(*leaves)
+    outputs = found if isinstance(found, tuple) else (found,)
+    generator = torch.Generator(inputs[0].device).manual_seed(1)
+    gradients = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
+    torch.autograd.backward(outputs, gradients)
+    return [x.detach() for x in outputs] + [x.grad for x in leaves if x.requires_grad]
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
+    actual = actual.double()
+    if not torch.equal(actual.isfinite(), exact.isfinite()):
+        return float("inf")
+    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
+    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+
+
+def errors(ours: Callable, plain: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Errors of every output and gradient against float64: of ours, and of plain PyTorch in the same dtype."""
+    low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    exact = outputs_and_gradients(plain, [x.double() if x.is_floating_point() else x for x in low], dtype)
+    pairs = zip(outputs_and_gradients(ours, low, dtype), outputs_and_gradients(plain, low, dtype), exact, strict=True)
+    return [(relative_error(mine, right), relative_error(theirs, right)) for mine, theirs, right in pairs]
+
+
+def check_repeats(what: str, run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> None:
+    """Exit if a result differs in any bit from the first: two threads would have raced for it."""
+    first = run()
+    for _ in range(times):
+        if not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)):
+            raise SystemExit(f"{what}: two runs on the same input differ")
+    print(f"{what}: {times} repeats are identical to the bit", flush=True)
+
+
+def check(device: str) -> None:
+    """Compare with float64; exit if an error is above twice PyTorch's own, or two roundings if that is more."""
+    if device != "cuda":
+        return print("Gluon has no interpreter, and this is for an H100 or H200: nothing is checked.")
+    for dtype in DTYPES:
+        least, worst = torch.finfo(dtype).eps / 4, (0.0, 0.0, 0.0, "")
+        for what, ours, plain, inputs in cases(device):
+            for mine, theirs in errors(ours, plain, inputs, dtype):
+                worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
+        ratio, mine, theirs, what = worst
+        print(f"{str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
+        if not ratio <= 2:
+            raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
+    for k in 64, 128:
+        inputs = inputs_of(1, 8, 2, 4096, k)
+        do = torch.randn_like(inputs[0])
+
+        def gradients(inputs: list[Tensor] = inputs, do: Tensor = do) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(flash_attention(*inputs), inputs, do)
+
+        check_repeats(f"heads of {k}, forward", lambda inputs=inputs: flash_attention_with_lse(*inputs))
+        check_repeats(f"heads of {k}, backward", gradients)
+
+
+def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
+    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def sustained(items: dict[str, dict[str, Callable[[], object]]], seconds: float = 30) -> dict[str, dict[str, float]]:
+    """Median milliseconds of each contender for each item while the GPU is busy for `seconds`. All take turns.
+
+    At its power limit a GPU lowers its clocks, which bursts do not show. The first third, in which it heats up, does
+    not count.
+    """
+    times = {item: {by: [] for by in runs} for item, runs in items.items()}
+    start = time.perf_counter()
+    while (passed := time.perf_counter() - start) < seconds:
+        for item, runs in items.items():
+            for by, run in runs.items():
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                run()  # the CPU is ahead from here on
+                begin.record()
+                for _ in range(10):
+                    run()
+                end.record()
+                end.synchronize()  # its time is read below
+                if passed > seconds / 3:
+                    times[item][by].append(begin.elapsed_time(end) / 10)
+    return {item: {by: statistics.median(found) for by, found in runs.items()} for item, runs in times.items()}
+
+
+def forward_and_backward(
+    contenders: dict[str, Callable[[], tuple[Tensor, ...]]], inputs: list[Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Times of forward, and of backward: what is left when forward is taken from both."""
+
+    def both(run: Callable[[], tuple[Tensor, ...]], gradients: list[Tensor]) -> None:
+        torch.autograd.grad(run(), inputs, gradients)
+
+    gradients = [torch.randn_like(y) for y in next(iter(contenders.values()))()]
+    forward = milliseconds(contenders)
+    whole = milliseconds({name: lambda run=run: both(run, gradients) for name, run in contenders.items()})
+    return forward, {name: whole[name] - forward[name] for name in contenders}
+
+
+def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
+    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
+    rows = []
+    for by, ms in times.items():
+        rate = amount / ms * 1e3
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
+    return rows
+
+
+def differing(run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> int:
+    """Count the repeats whose results differ in any bit from the first."""
+    first = run()
+    return sum(not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)) for _ in range(times))
+
+
+def contenders(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], tuple[Tensor]]]:
+    """Causal attention by PyTorch's two fast kernels, and by the best of ours for these inputs."""
+
+    def library_by(backend: SDPBackend) -> tuple[Tensor]:
+        with sdpa_kernel([backend]):
+            shared = q.shape[1] != k.shape[1]
+            return (F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared),)
+
+    return {
+        "cuDNN": lambda: library_by(SDPBackend.CUDNN_ATTENTION),
+        "FlashAttention 2 (PyTorch)": lambda: library_by(SDPBackend.FLASH_ATTENTION),
+        "ours": lambda: (flash_attention(q, k, v),),
+    }
+
+
+def inputs_of(b: int, h: int, kv_heads: int, s: int, k: int) -> list[Tensor]:
+    """Make random q, k, v in bfloat16, as projections make them: views of [b, s, h, k]."""
+    shapes = [(b, s, heads, k) for heads in (h, kv_heads, kv_heads)]
+    made = [torch.randn(shape, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for shape in shapes]
+    return [x.requires_grad_() for x in made]
+
+
+def burst(b: int, h: int, kv_heads: int, s: int, k: int) -> list[dict]:
+    """Time all contenders, forward and backward; count repeats of backward that differ, of the first."""
+    inputs = inputs_of(b, h, kv_heads, s, k)
+    runs = contenders(*inputs)
+    forward, backward = forward_and_backward(runs, inputs)
+    _, flops, _, flops_backward = cost(b, h, kv_heads, s, k, True, torch.bfloat16)
+    what = f"{b} x {h}/{kv_heads} heads, {s} x {k}"
+    rows = compare(f"{what}, forward", forward, flops, PEAK, "TFLOP/s")
+    found = compare(f"{what}, backward", backward, flops_backward, PEAK, "TFLOP/s")
+    for row in found:
+        if row["by"] in ("cuDNN", "ours"):
+            (o,) = runs[row["by"]]()
+            do = torch.randn_like(o)
+            row["differ"] = differing(lambda o=o, do=do: torch.autograd.grad(o, inputs, do, retain_graph=True))
+            print(f"{what}: {row['differ']} of 100 repeats of the backward of {row['by']} differ", flush=True)
+    return rows + found
+
+
+def measure() -> list[dict]:
+    """Time causal attention of an 8B and a 1.7B model in bfloat16, with 16,384 tokens, in bursts and sustained."""
+    shapes = (2, 32, 8, 8192, 128), (2, 32, 32, 8192, 64), (4, 32, 8, 4096, 128), (4, 32, 32, 4096, 64)
+    rows, items = [row for shape in shapes for row in burst(*shape)], {}
+    for shape in shapes:
+        inputs = inputs_of(*shape)
+        runs = contenders(*inputs)
+        do = torch.randn_like(runs["ours"]()[0])
+        items[shape, "forward"] = runs
+        items[shape, "whole"] = {
+            by: lambda run=run, inputs=inputs, do=do: torch.autograd.grad(run(), inputs, do) for by, run in runs.items()
+        }
+    times = sustained(items, 60)
+    for b, h, kv_heads, s, k in shapes:
+        forward, whole = times[(b, h, kv_heads, s, k), "forward"], times[(b, h, kv_heads, s, k), "whole"]
+        _, flops, _, flops_backward = cost(b, h, kv_heads, s, k, True, torch.bfloat16)
+        what = f"{b} x {h}/{kv_heads} heads, {s} x {k}"
+        backward = {by: whole[by] - forward[by] for by in whole}
+        rows += compare(f"{what}, forward, sustained", forward, flops, PEAK, "TFLOP/s")
+        rows += compare(f"{what}, backward, sustained", backward, flops_backward, PEAK, "TFLOP/s")
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(device)
+    if device == "cuda":
+        measure()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,470 @@
+"""Matrix multiplication of many experts in one launch: the tiles of all groups of rows are one list.
+
+The rows of x [t, k] are sorted by expert: those of expert i end at offsets[i]. y = x Wᵀ, with a W [n, k] for each
+expert. How many rows an expert has is known on the GPU alone: a launch for each expert would have to wait for it, and a
+small one fills no GPU. So as many programs as there are SMs read all offsets, count the tiles of each expert (the last
+of which may hold few rows), and take every programs-th tile of the list, as matmul.py's persistent programs do.
+
+forward, dx: a tile belongs to one expert. Below its last row it computes with rows of the next one, which it does not
+store. Tiles are as long as k, so an expert with many rows only has more of them.
+dw: dyᵀ x [n, k], for each expert, adds up its own rows alone. A program makes descriptors that end where the expert's
+rows end: TMA fills with zeros what lies beyond, and no row of the next expert is added. An expert without rows gets
+zeros. Here an expert with many rows has long tiles: they are first in the list, and a program takes the next one when
+an SM has room. Three programs share an SM: while one begins or stores, the others keep the tensor cores busy.
+
+Parent:   09_kernels/matmul.py
+Lesson:   MODELS, find_rows, count_tiles, load_matrix, multiply_groups, sort_experts, multiply_rows, allocate, copied,
+          in_rows, grouped_matmul, grouped_weight_gradient, GroupedLinear, check_grouped, grouped_linear
+Plumbing: reference, cost, place_rows, cases, check, loads, products, measure
+Copy:     DTYPES, locate, find_rows, count_tiles, store_tile, load_matrix, multiply_groups, sort_experts,
+          multiply_rows, tile, stored, processors, allocate, copied, in_rows, grouped_matmul, grouped_weight_gradient,
+          GroupedLinear, check_grouped, grouped_linear (call grouped_linear)
+Run:      python 09_kernels/grouped_matmul.py
+Source:   Gale et al. 2022, arXiv:2211.15841
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# ------------------------------------------------------------------------------------------------------------ config
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+PEAK = {torch.bfloat16: 989.5e12}  # FLOP/s of an H100's or H200's tensor cores
+MODELS = {"OLMoE": (64, 2048, 1024), "Qwen3-30B-A3B": (128, 2048, 768)}  # experts, width, width of an expert
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+@triton.jit
+def locate(tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Return where the tile begins in [m, n]: GROUP rows of tiles are finished, a column at a time, before the next."""
+    across = tl.cdiv(n, BLOCK_N)
+    first = tile // (GROUP * across) * GROUP
+    high = min(tl.cdiv(m, BLOCK_M) - first, GROUP)  # the last group may have fewer rows of tiles
+    within = tile % (GROUP * across)
+    return (first + within % high) * BLOCK_M, within // high * BLOCK_N
+
+
+@triton.jit
+def find_rows(offsets_ptr, expert, experts):
+    """Return where the rows of an expert begin and end; of what is no expert, an empty place."""
+    begin = tl.load(offsets_ptr + expert - 1, (expert > 0) & (expert < experts), 0)
+    return begin, tl.load(offsets_ptr + expert, expert < experts, 0)
+
+
+@triton.jit
+def count_tiles(offsets_ptr, experts, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXPERTS: tl.constexpr):
+    """Return [EXPERTS] where the tiles of each expert end in the list of all tiles."""
+    begin, end = find_rows(offsets_ptr, tl.arange(0, EXPERTS), experts)
+    return tl.cumsum(tl.cdiv(end - begin, BLOCK_M) * tl.cdiv(n, BLOCK_N), 0)
+
+
+@triton.jit
+def store_tile(c, total, row, column, PARTS: tl.constexpr):
+    """Round a tile and store it, whole or in two halves: until TMA has read it, it waits in shared memory."""
+    if PARTS == 1:
+        c.store([row, column], total.to(c.dtype))
+    else:
+        half: tl.constexpr = total.shape[1] // 2
+        left, right = total.reshape(total.shape[0], 2, half).permute(0, 2, 1).split()
+        c.store([row, column], left.to(c.dtype))
+        c.store([row, column + half], right.to(c.dtype))
+
+
+@triton.jit
+def load_matrix(w, expert, row, column, COLUMNS: tl.constexpr):
+    """Load a block of an expert's matrix. COLUMNS: matrices are stored by columns, as are their blocks."""
+    block = w.load([expert, column, row]) if COLUMNS else w.load([expert, row, column])
+    block = block.reshape(block.shape[1], block.shape[2])
+    return block.T if COLUMNS else block
+
+
+@triton.jit(do_not_specialize=["experts", "n", "k"])  # one compilation for all sizes
+def multiply_groups(
+    x, w, y, y_ptr, offsets_ptr, experts, n, k, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Compute every programs-th tile of y [t, n]: rows of x [t, k] times the matrix [k, n] of their expert."""
+    wide: tl.constexpr = 128 // y_ptr.dtype.element_ty.primitive_bitwidth
+    n = n // wide * wide  # which is n: now the compiler knows that it can store 16 bytes at a time
+    ends = count_tiles(offsets_ptr, experts, n, BLOCK_M, BLOCK_N, EXPERTS)
+    for tile in tl.range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0), flatten=True):
+        expert = tl.sum((ends <= tile).to(tl.int32), 0)  # experts whose tiles come before
+        first = tl.max(tl.where(ends <= tile, ends, 0), 0)
+        begin, end = find_rows(offsets_ptr, expert, experts)
+        row, column = locate(tile - first, end - begin, n, BLOCK_M, BLOCK_N, GROUP)
+        row += begin
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in tl.range(0, k, BLOCK_K):
+            block = load_matrix(w, expert, start, column, COLUMNS)
+            total = tl.dot(x.load([row, start]), block, total, input_precision="ieee")
+        if row + BLOCK_M <= end:
+            store_tile(y, total, row, column, PARTS)
+        else:  # without TMA, which would write the rows behind `end` as well: they are those of another program
+            rows = row.to(tl.int64) + tl.arange(0, BLOCK_M)[:, None]  # 64 bits: t·n may be beyond 2^31
+            columns = column + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(y_ptr + rows * n + columns, total.to(y_ptr.dtype.element_ty), (rows < end) & (columns < n))
+
+
+@triton.jit(do_not_specialize=["experts"])
+def sort_experts(offsets_ptr, order_ptr, experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the experts, those with the most rows first, to order [experts]."""
+    expert = tl.arange(0, EXPERTS)[:, None]
+    begin, end = find_rows(offsets_ptr, expert, experts)
+    rank = tl.zeros([EXPERTS, 1], tl.int32)
+    for start in tl.range(0, EXPERTS, BLOCK):
+        other = start + tl.arange(0, BLOCK)[None, :]
+        first, last = find_rows(offsets_ptr, other, experts)
+        more, same = last - first > end - begin, last - first == end - begin
+        rank += tl.sum((more | (same & (other < expert))).to(tl.int32), 1, keep_dims=True)
+    tl.store(order_ptr + rank, expert, expert < experts)
+
+
+@triton.jit(do_not_specialize=["experts", "n", "k", "dy_stride", "x_stride"])
+def multiply_rows(
+    dy_ptr, x_ptr, dw, offsets_ptr, order_ptr, experts, n, k, dy_stride, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of dw [experts, n, k]: dyᵀ x of the rows of one expert."""
+    tiles = tl.cdiv(n, BLOCK_M) * tl.cdiv(k, BLOCK_N)  # of each expert
+    expert = tl.load(order_ptr + tl.program_id(0) // tiles)
+    begin, end = find_rows(offsets_ptr, expert, experts)
+    row, column = locate(tl.program_id(0) % tiles, n, k, BLOCK_M, BLOCK_N, GROUP)
+    high = tl.maximum(end, 1)  # a descriptor has at least one row, read or not
+    dy = tl.make_tensor_descriptor(dy_ptr, [high, n], [dy_stride, 1], [BLOCK_K, BLOCK_M])
+    x = tl.make_tensor_descriptor(x_ptr, [high, k], [x_stride, 1], [BLOCK_K, BLOCK_N])
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(begin, end, BLOCK_K):
+        total = tl.dot(dy.load([start, row]).T, x.load([start, column]), total, input_precision="ieee")
+    dw.store([expert, row, column], total.to(dw.dtype).reshape(1, BLOCK_M, BLOCK_N))
+
+
+def tile(x: Tensor, columns: int) -> dict[str, int]:
+    """Return the blocks of a program: 128 bytes of k, which is what TMA and tensor cores handle as one.
+
+    float32 is for CUDA cores, which have their operands in registers, too: its tiles are small.
+    """
+    if x.element_size() == 4:
+        return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32)
+    return dict(BLOCK_M=128, BLOCK_N=columns, BLOCK_K=64)
+
+
+def stored(x: Tensor) -> tuple[Tensor, bool] | None:
+    """Return x [..., r, c] as it lies in memory, and whether that is by columns; None if TMA cannot read it.
+
+    TMA takes tensors whose address and rows are multiples of 16 bytes.
+    """
+    for y, columns in (x, False), (x.mT, True):
+        strides = y.stride()[:-1]
+        aligned = all(distance * y.element_size() % 16 == 0 for distance in (*strides, y.storage_offset()))
+        if y.stride(-1) == 1 and min(strides) >= y.shape[-1] and aligned:  # below, rows would overlap
+            return y, columns
+    return None
+
+
+def processors(x: Tensor) -> int:
+    """Return how many programs run at a time: one per SM, or two in the interpreter, so that each has several tiles."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+
+
+def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Return memory for the descriptors that programs make."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def copied(x: Tensor) -> Tensor:
+    """Copy x to memory of its own, row after row."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """x [t, k] with rows that TMA can read: copied only if they are not."""
+    found = stored(x)
+    return copied(x) if found is None or found[1] else x
+
+
+def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """x [t, k], w [e, k, n], stored by rows or by columns -> [t, n]: each row times the matrix of its expert."""
+    (experts, k, n), x, sizes = w.shape, in_rows(x), tile(x, 256)
+    if not (x.numel() and w.numel()):
+        return x.new_zeros(len(x), n)
+    w, columns = stored(w) or (copied(w), False)
+    y, block = x.new_empty(len(x), n), [sizes["BLOCK_K"], sizes["BLOCK_N"]]
+    multiply_groups[(processors(x),)](
+        TensorDescriptor.from_tensor(x, [sizes["BLOCK_M"], sizes["BLOCK_K"]]),
+        TensorDescriptor.from_tensor(w, [1, *(reversed(block) if columns else block)]),
+        TensorDescriptor.from_tensor(y, [sizes["BLOCK_M"], sizes["BLOCK_N"] // 2]),
+        y, offsets, experts, n, k, COLUMNS=columns, EXPERTS=max(32, triton.next_power_of_2(experts)),
+        **sizes, GROUP=8, PARTS=2, num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return y
+
+
+def grouped_weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """dy [t, n], x [t, k] -> [e, n, k]: for each expert, dyᵀ x of its rows."""
+    dy, x, sizes, experts = in_rows(dy), in_rows(x), tile(x, 128), len(offsets)
+    (t, n), k = dy.shape, x.shape[1]
+    if not (t and n and k and experts):
+        return x.new_zeros(experts, n, k)
+    dw, order = x.new_empty(experts, n, k), torch.empty_like(offsets)
+    sort_experts[(1,)](offsets, order, experts, EXPERTS=max(32, triton.next_power_of_2(experts)), BLOCK=32)
+    block_m, block_n = sizes["BLOCK_M"], sizes["BLOCK_N"]
+    triton.set_allocator(allocate)  # here, as backward runs in a thread of its own
+    multiply_rows[(experts * triton.cdiv(n, block_m) * triton.cdiv(k, block_n),)](
+        dy, x, TensorDescriptor.from_tensor(dw, [1, block_m, block_n]),
+        offsets, order, experts, n, k, dy.stride(0), x.stride(0),
+        **sizes, GROUP=8, num_warps=2 * x.element_size(), num_stages=2,
+    )  # fmt: skip
+    return dw
+
+
+class GroupedLinear(torch.autograd.Function):
+    """x [t, k], weight [e, n, k], offsets [e] -> [t, n]"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        return grouped_matmul(x, weight.mT, offsets)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, offsets = ctx.saved_tensors
+        dx = grouped_matmul(dy, weight, offsets) if ctx.needs_input_grad[0] else None
+        return dx, grouped_weight_gradient(dy, x, offsets) if ctx.needs_input_grad[1] else None, None
+
+
+def check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
+    """Raise ValueError for what the kernels would not read as it is meant."""
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or offsets.shape != weight.shape[:1]:
+        shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(offsets.shape)}"
+        raise ValueError(f"shapes are {shapes}: must be [t, k], [e, n, k] and [e]")
+    if x.dtype != weight.dtype or x.dtype not in DTYPES or offsets.dtype != torch.int32:
+        given = f"{x.dtype}, {weight.dtype} and {offsets.dtype}"
+        raise ValueError(f"dtypes are {given}: must be one of {DTYPES} for both matrices, and torch.int32")
+    if any(size * x.element_size() % 16 for size in weight.shape[1:]):
+        raise ValueError(f"weight is {list(weight.shape)}: its rows and columns must be multiples of 16 bytes, for TMA")
+
+
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply each row of x [t, k] by the weight [n, k] of its expert: weight [e, n, k] -> y [t, n].
+
+    The rows of expert i end at offsets[i], int32, where those of expert i + 1 begin; the last offset is t. bfloat16,
+    float16 or float32, added up in float32, rounded once. Raises ValueError for shapes and dtypes that do not fit.
+    """
+    check_grouped(x, weight, offsets)
+    return GroupedLinear.apply(x, weight, offsets.contiguous())
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+def reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """The same in plain PyTorch: a matmul for each expert, which waits for the GPU to know the sizes."""
+    sizes = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
+    return torch.cat([rows @ matrix.T for rows, matrix in zip(x.split(sizes), weight)])
+
+
+def cost(t: int, experts: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that move if x, weights and y move once, and FLOPs."""
+    return (t * k + experts * n * k + t * n) * dtype.itemsize, 2 * t * n * k
+
+
+def place_rows(sizes: list[int], device: str) -> Tensor:
+    """Return the offsets of experts with so many rows."""
+    return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+
+
+def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
+    """Yield what is tried, ours, plain PyTorch's, and the inputs: x, weight and offsets, in float64."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator)
+
+    large = [([700, 0, 1, 3000, 63, 64, 65, 399], 1000, 520)] if device == "cuda" else []
+    several, sparse = [70, 0, 1, 130, 63], [0, 0, 5, 0]
+    for sizes, n, k in *large, (several, 136, 72), (sparse, 16, 24), ([0, 0], 8, 16), ([40], 264, 16), ([3] * 40, 8, 8):
+        what = f"{len(sizes)} experts, {sum(sizes)} x {n} x {k}"
+        inputs = [random(sum(sizes), k), random(len(sizes), n, k), place_rows(sizes, device)]
+        yield what, grouped_linear, reference, inputs
+    x, weight, offsets = random(80, 100), random(3, 40, 48), place_rows([30, 49, 1], device)
+    for what, view in ("views", lambda x: x[:, 8:48]), ("views off by 3", lambda x: x[:, 3:43]):
+        yield (
+            what,
+            lambda x, w, o, view=view: grouped_linear(view(x), w.mT[:, :, :40], o),
+            lambda x, w, o, view=view: reference(view(x), w.mT[:, :, :40], o),
+            [x, weight, offsets],
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------- measure
+def outputs_and_gradients(function: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Call function on copies of the inputs; return its outputs, and the gradients of a random sum of them."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    found = function(*leaves)
+    outputs = found if isinstance(found, tuple) else (found,)
+    generator = torch.Generator(inputs[0].device).manual_seed(1)
+    gradients = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
+    torch.autograd.backward(outputs, gradients)
+    return [x.detach() for x in outputs] + [x.grad for x in leaves if x.requires_grad]
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
+    actual = actual.double()
+    if not torch.equal(actual.isfinite(), exact.isfinite()):
+        return float("inf")
+    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
+    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+
+
+def errors(ours: Callable, plain: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Errors of every output and gradient against float64: of ours, and of plain PyTorch in the same dtype."""
+    low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    exact = outputs_and_gradients(plain, [x.double() if x.is_floating_point() else x for x in low], dtype)
+    pairs = zip(outputs_and_gradients(ours, low, dtype), outputs_and_gradients(plain, low, dtype), exact, strict=True)
+    return [(relative_error(mine, right), relative_error(theirs, right)) for mine, theirs, right in pairs]
+
+
+def floor(k: int, dtype: torch.dtype) -> float:
+    """A quarter of what one rounding of the result, or √k of those in a sum, may be off."""
+    return max(torch.finfo(dtype).eps, k**0.5 * torch.finfo(torch.float32).eps) / 4
+
+
+def check(device: str) -> None:
+    """Compare with float64; exit if an error is above twice PyTorch's own, or √k roundings of a sum if that is more.
+
+    The first dtype tries everything, the others the first three cases.
+    """
+    dtypes = [x for x in DTYPES if x != torch.bfloat16 or device != "cpu"]  # where the interpreter cuts bits off
+    for dtype in dtypes:
+        worst = dict.fromkeys(("y", "dx", "dw"), (0.0, 0.0, 0.0, ""))
+        for what, ours, plain, inputs in list(cases(device))[: None if dtype == dtypes[0] else 3]:
+            least = floor(max(max(x.shape) for x in inputs), dtype)
+            for name, (mine, theirs) in zip(worst, errors(ours, plain, inputs, dtype)):
+                worst[name] = max(worst[name], (mine / max(theirs, least), mine, theirs, what))
+        for name, (ratio, mine, theirs, what) in worst.items():
+            print(f"{name:2} {str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
+            if not ratio <= 2:
+                raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
+    if device == "cuda":
+        offsets = place_rows(loads(64, 16384, "skewed"), device)
+        x, w = (torch.randn(*s, device=device).bfloat16() for s in ((16384, 1024), (64, 1024, 1024)))
+        check_repeats("grouped_linear", lambda: outputs_and_gradients(grouped_linear, [x, w, offsets], x.dtype))
+
+
+def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
+    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def sustained(items: dict[str, dict[str, Callable[[], object]]], seconds: float = 30) -> dict[str, dict[str, float]]:
+    """Median milliseconds of each contender for each item while the GPU is busy for `seconds`. All take turns.
+
+    At its power limit a GPU lowers its clocks, which bursts do not show. The first third, in which it heats up, does
+    not count.
+    """
+    times = {item: {by: [] for by in runs} for item, runs in items.items()}
+    start = time.perf_counter()
+    while (passed := time.perf_counter() - start) < seconds:
+        for item, runs in items.items():
+            for by, run in runs.items():
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                run()  # the CPU is ahead from here on
+                begin.record()
+                for _ in range(10):
+                    run()
+                end.record()
+                end.synchronize()  # its time is read below
+                if passed > seconds / 3:
+                    times[item][by].append(begin.elapsed_time(end) / 10)
+    return {item: {by: statistics.median(found) for by, found in runs.items()} for item, runs in times.items()}
+
+
+def check_repeats(what: str, run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> None:
+    """Exit if a result differs in any bit from the first: two threads would have raced for it."""
+    first = run()
+    for _ in range(times):
+        if not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)):
+            raise SystemExit(f"{what}: two runs on the same input differ")
+    print(f"{what}: {times} repeats are identical to the bit", flush=True)
+
+
+def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
+    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
+    rows = []
+    for by, ms in times.items():
+        rate = amount / ms * 1e3
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
+    return rows
+
+
+def loads(experts: int, rows: int, what: str) -> list[int]:
+    """Rows of each expert as a router deals them: to all with the same probability, or to some more often."""
+    generator = torch.Generator().manual_seed(0)
+    chances = torch.randn(experts, generator=generator).mul(what == "skewed").exp()
+    return torch.multinomial(chances, rows, True, generator=generator).bincount(minlength=experts).tolist()
+
+
+def products(t: int, n: int, k: int, sizes: list[int]) -> dict[str, dict[str, Callable[[], Tensor]]]:
+    """The three products of a grouped linear layer, x [t, k], weight [e, n, k], by torch's kernel and by ours."""
+    shapes = (t, k), (len(sizes), n, k), (t, n)
+    x, weight, dy = (torch.randn(*shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+    offsets, theirs = place_rows(sizes, "cuda"), nn.functional.grouped_mm
+    return {
+        "forward": {
+            "torch grouped_mm": lambda: theirs(x, weight.mT, offs=offsets),
+            "ours": lambda: grouped_matmul(x, weight.mT, offsets),
+        },
+        "dx": {
+            "torch grouped_mm": lambda: theirs(dy, weight, offs=offsets),
+            "ours": lambda: grouped_matmul(dy, weight, offsets),
+        },
+        "dw": {
+            "torch grouped_mm": lambda: theirs(dy.mT, x, offs=offsets),
+            "ours": lambda: grouped_weight_gradient(dy, x, offsets),
+        },
+    }
+
+
+def measure() -> list[dict]:
+    """Time 16,384 tokens, each on 8 experts, by torch's grouped_mm and by ours, in bursts and sustained."""
+    t, dtype, rows, amount, items = 131072, torch.bfloat16, [], {}, {}
+    for model, (experts, d, f) in MODELS.items():
+        for load in "balanced", "skewed":
+            for part, n, k in ("gate and up", 2 * f, d), ("down", d, f):
+                for product, runs in products(t, n, k, loads(experts, t, load)).items():
+                    what = f"{model}, {load}, {part}, {product}"
+                    items[what], amount[what] = runs, cost(t, experts, n, k, dtype)[1]
+                    rows += compare(what, milliseconds(runs), amount[what], PEAK[dtype], "TFLOP/s")
+    gains = []
+    for what, times in sustained(items).items():
+        rows += compare(f"{what}, sustained", times, amount[what], PEAK[dtype], "TFLOP/s")
+        gains.append(times["torch grouped_mm"] / times["ours"])
+    print(f"sustained, {statistics.geometric_mean(gains):.3f} times as fast as grouped_mm (geometric mean)", flush=True)
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(device)
+    if device == "cuda":
+        measure()
+
+
+if __name__ == "__main__":
+    main()

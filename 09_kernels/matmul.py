@@ -1,0 +1,549 @@
+"""Matrix multiplication on tensor cores: from a tile per program to what cuBLAS reaches.
+
+C [m, n] = A [m, k] B [k, n] has 2·m·n·k FLOPs. A program that computes a tile of C, block_m x block_n, loads
+block_m + block_n elements for each of k, and so has block_m·block_n / (block_m + block_n) FLOPs per byte in bf16: 64
+with 128 x 128, 85 with 128 x 256. An H200's tensor cores have 989 TFLOP/s: they ask for 15 TB/s, 12 TB/s with the
+larger tile. Memory gives 4.8, so most blocks must come from the L2 cache, and they must be on their way long before
+they are needed. Each rung is the one before with one thing more:
+
+blocks: tiling.py's `dot`: row after row of tiles. Loads go through registers, tensor cores wait for them.
+ordered: programs that run at the same time compute a block of tiles, not a row: GROUP rows of tiles high. 132 tiles
+in one row load 1 + 132 rows and columns of blocks; 12 x 11 of them load 23, and find the rest in L2.
+pipelined: the blocks of the next steps of k are copied to shared memory while tensor cores work (num_stages).
+tuned: Triton measures a few block sizes, orders and depths for each size of problem, and keeps the best.
+descriptors: one thread asks the Tensor Memory Accelerator for a whole block; the others compute no addresses and no
+masks, and their registers hold a larger tile. TMA fills with zeros what lies beyond the tensor.
+persistent: as many programs as there are SMs; each computes one tile after the other. flatten=True makes one loop of
+tiles and steps of k, so that the first blocks of a tile are loaded while the last one is multiplied and stored. A tile
+is stored in two halves: the second needs no shared memory of its own, which leaves room for a fourth stage.
+
+warp_specialize=True, by which some warps load and others multiply, is no rung: it was no faster than the last one, and
+what it needs (4 warps, no flatten, a store without TMA) nobody checks: results may be wrong.
+
+Tensor cores read a block from shared memory in either direction. So all three products of a linear layer, x Wᵀ, dy W
+and dyᵀ x, read their operands as they are stored: a block is loaded as it lies in memory, and transposed by `.T`.
+
+Parent:   09_kernels/tiling.py
+Lesson:   DTYPES, PEAK, CHOICES, locate, multiply_blocks, matmul_blocks, time_briefly, matmul_tuned, load_block,
+          store_tile, matmul_descriptors, matmul_persistent, prepare, tile, launch_blocks, blocks, ordered, pipelined,
+          tuned, stored, describe, descriptors, processors, persistent, matmul, Linear, linear
+Plumbing: ladder, cases, views, linear_cases, outputs_and_gradients, errors, floor, check, sustained, check_repeats,
+          products, measure
+Copy:     DTYPES, locate, multiply_blocks, matmul_blocks, load_block, store_tile, matmul_persistent, prepare, tile,
+          launch_blocks, pipelined, stored, describe, processors, persistent, matmul, Linear, linear (call linear or
+          matmul)
+Run:      python 09_kernels/matmul.py
+Source:   Thakkar et al. 2023, CUTLASS 3, github.com/NVIDIA/cutlass; Tillet et al. 2019, doi:10.1145/3315508.3329973
+"""
+
+import argparse
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# ------------------------------------------------------------------------------------------------------------ config
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+PEAK = {torch.bfloat16: 989.5e12}  # FLOP/s of an H100's or H200's tensor cores
+# a few of what might be fastest: each takes seconds to compile
+CHOICES = [
+    triton.Config(dict(BLOCK_M=128, BLOCK_N=columns, GROUP=group), num_warps=8, num_stages=3)
+    for columns, group in ((128, 8), (128, 1), (256, 8))
+]
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+@triton.jit
+def locate(tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Return where the tile begins in [m, n]: GROUP rows of tiles are finished, a column at a time, before the next."""
+    across = tl.cdiv(n, BLOCK_N)
+    first = tile // (GROUP * across) * GROUP
+    high = min(tl.cdiv(m, BLOCK_M) - first, GROUP)  # the last group may have fewer rows of tiles
+    within = tile % (GROUP * across)
+    return (first + within % high) * BLOCK_M, within // high * BLOCK_N
+
+
+@triton.jit
+def multiply_blocks(
+    a_ptr, b_ptr, c_ptr, m, n, k, a_row, a_column, b_row, b_column,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of c [m, n], which is contiguous; a [m, k] and b [k, n] have any strides."""
+    row, column = locate(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP)
+    row = row.to(tl.int64) + tl.arange(0, BLOCK_M)[:, None]  # 64 bits: m·k may be beyond 2^31
+    column = column.to(tl.int64) + tl.arange(0, BLOCK_N)[None, :]
+    inner = tl.arange(0, BLOCK_K).to(tl.int64)
+    a_ptr += row * a_row + inner[None, :] * a_column
+    b_ptr += inner[:, None] * b_row + column * b_column
+    a_step, b_step = tl.cast(a_column, tl.int64) * BLOCK_K, tl.cast(b_row, tl.int64) * BLOCK_K
+    tl.assume(k > 0)  # the sum comes from tensor cores: if it might be 0 as well, they would wait after each step
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, k, BLOCK_K):
+        a = tl.load(a_ptr, (row < m) & (inner[None, :] < k - start), 0)
+        b = tl.load(b_ptr, (inner[:, None] < k - start) & (column < n), 0)
+        total = tl.dot(a, b, total, input_precision="ieee")  # float32 as it is, not rounded to TF32
+        a_ptr += a_step
+        b_ptr += b_step
+    tl.store(c_ptr + row * n + column, total.to(c_ptr.dtype.element_ty), (row < m) & (column < n))
+
+
+@triton.jit
+def matmul_blocks(
+    a_ptr, b_ptr, c_ptr, m, n, k, a_row, a_column, b_row, b_column,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile with the blocks that the caller has chosen."""
+    multiply_blocks(
+        a_ptr, b_ptr, c_ptr, m, n, k, a_row, a_column, b_row, b_column, BLOCK_M, BLOCK_N, BLOCK_K, GROUP
+    )  # fmt: skip
+
+
+def time_briefly(run: Callable[[], object], quantiles: list[float]) -> list[float]:
+    """Time a choice for some milliseconds: by default autotune takes ten times as long."""
+    return triton.testing.do_bench(run, warmup=2, rep=10, quantiles=quantiles)
+
+
+@triton.autotune(CHOICES, key=["m", "n", "k", "a_row", "b_row"], do_bench=time_briefly)
+@triton.jit
+def matmul_tuned(
+    a_ptr, b_ptr, c_ptr, m, n, k, a_row, a_column, b_row, b_column,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile with the fastest of CHOICES: the first launch of each `key` times all of them."""
+    multiply_blocks(
+        a_ptr, b_ptr, c_ptr, m, n, k, a_row, a_column, b_row, b_column, BLOCK_M, BLOCK_N, BLOCK_K, GROUP
+    )  # fmt: skip
+
+
+@triton.jit
+def load_block(x, row, column, COLUMNS: tl.constexpr):
+    """Load the block of x that begins at (row, column). COLUMNS: x is stored by columns, as are its blocks."""
+    return x.load([column, row]).T if COLUMNS else x.load([row, column])
+
+
+@triton.jit
+def store_tile(c, total, row, column, PARTS: tl.constexpr):
+    """Round a tile and store it, whole or in two halves: until TMA has read it, it waits in shared memory."""
+    if PARTS == 1:
+        c.store([row, column], total.to(c.dtype))
+    else:
+        half: tl.constexpr = total.shape[1] // 2
+        left, right = total.reshape(total.shape[0], 2, half).permute(0, 2, 1).split()
+        c.store([row, column], left.to(c.dtype))
+        c.store([row, column + half], right.to(c.dtype))
+
+
+@triton.jit(do_not_specialize=["m", "n", "k"])  # one compilation for all sizes
+def matmul_descriptors(
+    a, b, c, m, n, k, A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of c [m, n]: a, b and c are descriptors, of which TMA knows shape, strides and block."""
+    row, column = locate(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP)
+    tl.assume(k > 0)  # as above
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, k, BLOCK_K):
+        left, right = load_block(a, row, start, A_COLUMNS), load_block(b, start, column, B_COLUMNS)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    store_tile(c, total, row, column, PARTS)
+
+
+@triton.jit(do_not_specialize=["m", "n", "k"])  # one compilation for all sizes
+def matmul_persistent(
+    a, b, c, m, n, k, A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Compute every programs-th tile of c [m, n]; loads run ahead, from one tile into the next."""
+    tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(n, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        row, column = locate(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in tl.range(0, k, BLOCK_K):
+            left, right = load_block(a, row, start, A_COLUMNS), load_block(b, start, column, B_COLUMNS)
+            total = tl.dot(left, right, total, input_precision="ieee")
+        store_tile(c, total, row, column, PARTS)
+
+
+def prepare(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k], b [k, n] -> memory for c [m, n]; zeros if there is nothing to add up.
+
+    Raises ValueError where shapes or dtypes do not fit.
+    """
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"shapes are {list(a.shape)} and {list(b.shape)}: must be [m, k] and [k, n]")
+    if a.dtype != b.dtype or a.dtype not in DTYPES:
+        raise ValueError(f"dtypes are {a.dtype} and {b.dtype}: must both be one of {DTYPES}")
+    make = torch.empty if a.shape[1] else torch.zeros
+    return make(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+
+
+def tile(x: Tensor, columns: int) -> dict[str, int]:
+    """Return the blocks of a program: 128 bytes of k, which is what TMA and tensor cores handle as one.
+
+    float32 is for CUDA cores, which have their operands in registers, too: its tiles are small.
+    """
+    if x.element_size() == 4:
+        return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32)
+    return dict(BLOCK_M=128, BLOCK_N=columns, BLOCK_K=64)
+
+
+def launch_blocks(a: Tensor, b: Tensor, group: int, stages: int) -> Tensor:
+    """Multiply with matmul_blocks: a tile of 128 x 128 per program."""
+    c, sizes = prepare(a, b), tile(a, 128)
+    (m, n), k = c.shape, a.shape[1]
+    if c.numel() and k:
+        matmul_blocks[(triton.cdiv(m, sizes["BLOCK_M"]) * triton.cdiv(n, sizes["BLOCK_N"]),)](
+            a, b, c, m, n, k, *a.stride(), *b.stride(), **sizes, GROUP=group, num_warps=8, num_stages=stages
+        )
+    return c
+
+
+def blocks(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k], b [k, n] -> their product [m, n], added up in float32 and rounded once; tiles in rows."""
+    return launch_blocks(a, b, 1, 1)
+
+
+def ordered(a: Tensor, b: Tensor) -> Tensor:
+    """The same; 8 rows of tiles at a time."""
+    return launch_blocks(a, b, 8, 1)
+
+
+def pipelined(a: Tensor, b: Tensor) -> Tensor:
+    """The same; blocks are loaded two steps ahead. Takes operands with any strides."""
+    return launch_blocks(a, b, 8, 3)
+
+
+def tuned(a: Tensor, b: Tensor) -> Tensor:
+    """The same, with the fastest of CHOICES; in the interpreter, which has no time to measure, with the first."""
+    c = prepare(a, b)
+    (m, n), k = c.shape, a.shape[1]
+    kernel, more = (matmul_tuned, {}) if a.is_cuda else (matmul_tuned.fn, CHOICES[0].all_kwargs())
+    if c.numel() and k:
+        kernel[lambda chosen: (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]),)](
+            a, b, c, m, n, k, *a.stride(), *b.stride(), BLOCK_K=tile(a, 128)["BLOCK_K"], **more
+        )
+    return c
+
+
+def stored(x: Tensor) -> tuple[Tensor, bool] | None:
+    """Return x [..., r, c] as it lies in memory, and whether that is by columns; None if TMA cannot read it.
+
+    TMA takes tensors whose address and rows are multiples of 16 bytes.
+    """
+    for y, columns in (x, False), (x.mT, True):
+        strides = y.stride()[:-1]
+        aligned = all(distance * y.element_size() % 16 == 0 for distance in (*strides, y.storage_offset()))
+        if y.stride(-1) == 1 and min(strides) >= y.shape[-1] and aligned:  # below, rows would overlap
+            return y, columns
+    return None
+
+
+def describe(a: Tensor, b: Tensor, c: Tensor, sizes: dict[str, int], parts: int) -> tuple | None:
+    """Return descriptors of a, b and c with their blocks, and whether a and b are stored by columns; None if one fails.
+
+    BLOCK_K elements of each are 128 bytes, so blocks have at most 256 elements in a row, as TMA requires.
+    """
+    if not (c.numel() and a.shape[1] and stored(a) and stored(b) and stored(c)):
+        return None
+    (a, a_columns), (b, b_columns) = stored(a), stored(b)
+    block_m, block_n, block_k = (sizes[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    return (
+        TensorDescriptor.from_tensor(a, [block_k, block_m] if a_columns else [block_m, block_k]),
+        TensorDescriptor.from_tensor(b, [block_n, block_k] if b_columns else [block_k, block_n]),
+        TensorDescriptor.from_tensor(c, [block_m, block_n // parts]),
+    ), dict(A_COLUMNS=a_columns, B_COLUMNS=b_columns)
+
+
+def descriptors(a: Tensor, b: Tensor) -> Tensor:
+    """The same; TMA loads and stores the blocks. What it cannot read goes to `pipelined`."""
+    c, sizes = prepare(a, b), tile(a, 256)
+    (m, n), k = c.shape, a.shape[1]
+    found = describe(a, b, c, sizes, 1)
+    if found is None:
+        return pipelined(a, b)
+    matmul_descriptors[(triton.cdiv(m, sizes["BLOCK_M"]) * triton.cdiv(n, sizes["BLOCK_N"]),)](
+        *found[0], m, n, k, **found[1], **sizes, GROUP=8, PARTS=1, num_warps=8, num_stages=3
+    )
+    return c
+
+
+def processors(x: Tensor) -> int:
+    """Return how many programs run at a time: one per SM, or two in the interpreter, so that each has several tiles."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+
+
+def persistent(a: Tensor, b: Tensor) -> Tensor:
+    """The same; a program computes several tiles. What TMA cannot read goes to `pipelined`."""
+    c, sizes = prepare(a, b), tile(a, 256)
+    (m, n), k = c.shape, a.shape[1]
+    found = describe(a, b, c, sizes, 2)
+    if found is None:
+        return pipelined(a, b)
+    tiles = triton.cdiv(m, sizes["BLOCK_M"]) * triton.cdiv(n, sizes["BLOCK_N"])
+    # as few programs as need no more rounds: 2,048 tiles take 132 SMs 16 rounds, and 128 SMs, too, with less power
+    programs = triton.cdiv(tiles, triton.cdiv(tiles, processors(a)))
+    matmul_persistent[(programs,)](*found[0], m, n, k, **found[1], **sizes, GROUP=8, PARTS=2, num_warps=8, num_stages=4)
+    return c
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k], b [k, n] -> their product [m, n], added up in float32 and rounded once: the fastest rung.
+
+    bfloat16, float16 or float32; stored by rows or by columns, read without a copy. Other views are read element by
+    element. Raises ValueError where shapes or dtypes do not fit.
+    """
+    return persistent(a, b)
+
+
+class Linear(torch.autograd.Function):
+    """x [t, k], weight [n, k] -> x weightᵀ [t, n]"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return matmul(x, weight.T)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        dx = matmul(dy, weight) if ctx.needs_input_grad[0] else None
+        return dx, matmul(dy.T, x) if ctx.needs_input_grad[1] else None
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x [..., k] by weight [n, k], as nn.functional.linear does; both of one dtype."""
+    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
+        raise ValueError(f"shapes are {list(x.shape)} and {list(weight.shape)}: must be [..., k] and [n, k]")
+    y = Linear.apply(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight)  # t n
+    return y.view(*x.shape[:-1], len(weight))
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+def reference(a: Tensor, b: Tensor) -> Tensor:
+    """The same in plain PyTorch, which does not round float32 to TF32 unless told to."""
+    return a @ b
+
+
+def cost(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that move if a, b and c move once, and FLOPs."""
+    return (m * k + k * n + m * n) * dtype.itemsize, 2 * m * n * k
+
+
+def ladder() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """The rungs."""
+    return {function.__name__: function for function in (blocks, ordered, pipelined, tuned, descriptors, persistent)}
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield what every rung is tried with, a [m, k] and b [k, n]: b is stored by columns, as weights are in forward."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator).to(dtype)
+
+    large = [(2064, 1520, 1040)] if device == "cuda" else []
+    for m, n, k in (304, 528, 144), *large:
+        yield f"{m} x {n} x {k}", random(m, k), random(n, k).T
+    yield "37 x 150 x 70", random(37, 70), random(70, 150)
+    yield "large and small", random(32, 48) * 1e4, random(24, 48).T * 1e-4
+
+
+def views(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield what else matmul is tried with: layouts and sizes of which some are not for TMA."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator).to(dtype)
+
+    def surrounded(rows: int, columns: int, first: int) -> Tensor:
+        """View every other row of a larger tensor: what lies between and around is NaN."""
+        view = torch.full((2 * rows, columns + 200), float("nan"), dtype=dtype, device=device)
+        view = view[::2, first : first + columns]
+        return view.copy_(random(rows, columns))
+
+    for m, n, k in (1, 1, 1), (130, 3, 33), (0, 5, 4), (4, 5, 0):
+        yield f"{m} x {n} x {k}", random(m, k), random(k, n)
+    yield "rows that TMA cannot write", random(48, 32), random(9, 32).T
+    yield "by rows", random(304, 80), random(80, 528)
+    yield "a by columns", random(80, 304).T, random(80, 528)
+    yield "both by columns", random(80, 304).T, random(528, 80).T
+    yield "within others", surrounded(32, 40, 8), surrounded(40, 80, 16)
+    yield "within others, by columns", surrounded(40, 32, 8).T, surrounded(80, 40, 16).T
+    yield "off by 3", surrounded(32, 40, 3), surrounded(40, 80, 3).T.contiguous().T
+    yield "one row, expanded", random(1, 48).expand(32, 48), random(48, 32)[:, ::2]
+
+
+def linear_cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
+    """Yield what is tried, ours, plain PyTorch's, x [..., k] and weight [n, k], in float64."""
+    generator = torch.Generator(device).manual_seed(0)
+    for t, n, k in (152, 272, 80), (7, 5, 3):
+        x = torch.randn(2, t, k, dtype=torch.float64, device=device, generator=generator)
+        weight = torch.randn(n, k, dtype=torch.float64, device=device, generator=generator)
+        yield f"linear, {2 * t} x {n} x {k}", linear, nn.functional.linear, [x, weight]
+
+
+# ----------------------------------------------------------------------------------------------------------- measure
+def outputs_and_gradients(function: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Call function on copies of the inputs; return its outputs, and the gradients of a random sum of them."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    found = function(*leaves)
+    outputs = found if isinstance(found, tuple) else (found,)
+    generator = torch.Generator(inputs[0].device).manual_seed(1)
+    gradients = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
+    torch.autograd.backward(outputs, gradients)
+    return [x.detach() for x in outputs] + [x.grad for x in leaves if x.requires_grad]
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
+    actual = actual.double()
+    if not torch.equal(actual.isfinite(), exact.isfinite()):
+        return float("inf")
+    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
+    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+
+
+def errors(ours: Callable, plain: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Errors of every output and gradient against float64: of ours, and of plain PyTorch in the same dtype."""
+    low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    exact = outputs_and_gradients(plain, [x.double() if x.is_floating_point() else x for x in low], dtype)
+    pairs = zip(outputs_and_gradients(ours, low, dtype), outputs_and_gradients(plain, low, dtype), exact, strict=True)
+    return [(relative_error(mine, right), relative_error(theirs, right)) for mine, theirs, right in pairs]
+
+
+def floor(k: int, dtype: torch.dtype) -> float:
+    """A quarter of what one rounding of the result, or √k of those in a sum, may be off."""
+    return max(torch.finfo(dtype).eps, k**0.5 * torch.finfo(torch.float32).eps) / 4
+
+
+def check(device: str) -> None:
+    """Compare with float64; exit if an error is above twice PyTorch's own, or √k roundings of a sum if that is more.
+
+    A sum of k terms has k roundings, in whichever order; they add up to about √k of them. The first dtype tries every
+    rung and every view, the others what matmul chooses.
+    """
+    dtypes = [x for x in DTYPES if x != torch.bfloat16 or device != "cpu"]  # where the interpreter cuts bits off
+    for dtype in dtypes:
+        first, found = dtype == dtypes[0], []
+        for rung, ours in (ladder() if first else {"matmul": matmul}).items():
+            found += [(rung, ours, *case) for case in cases(device, dtype)]
+        found += [("matmul", matmul, *case) for case in views(device, dtype) if first]
+        worst = dict.fromkeys([rung for rung, *_ in found] + ["linear"], (0.0, 0.0, 0.0, ""))
+        for rung, ours, what, a, b in found:
+            exact, least = reference(a.double(), b.double()), floor(a.shape[1], dtype)
+            mine, theirs = (relative_error(f(a, b), exact) for f in (ours, reference))
+            worst[rung] = max(worst[rung], (mine / max(theirs, least), mine, theirs, what))
+        for what, ours, plain, inputs in list(linear_cases(device))[: None if first else 1]:
+            least = floor(max(max(x.shape) for x in inputs), dtype)
+            for mine, theirs in errors(ours, plain, inputs, dtype):
+                worst["linear"] = max(worst["linear"], (mine / max(theirs, least), mine, theirs, what))
+        for rung, (ratio, mine, theirs, what) in worst.items():
+            print(f"{rung:11} {str(dtype)[6:]:8} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
+            if not ratio <= 2:
+                raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
+    if device == "cuda":
+        x, w = (torch.randn(4096, 4096, dtype=torch.bfloat16, device=device) for _ in range(2))
+        check_repeats("linear", lambda: outputs_and_gradients(linear, [x, w], x.dtype))
+
+
+def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
+    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def sustained(items: dict[str, dict[str, Callable[[], object]]], seconds: float = 30) -> dict[str, dict[str, float]]:
+    """Median milliseconds of each contender for each item while the GPU is busy for `seconds`. All take turns.
+
+    At its power limit a GPU lowers its clocks, which bursts do not show. The first third, in which it heats up, does
+    not count.
+    """
+    times = {item: {by: [] for by in runs} for item, runs in items.items()}
+    start = time.perf_counter()
+    while (passed := time.perf_counter() - start) < seconds:
+        for item, runs in items.items():
+            for by, run in runs.items():
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                run()  # the CPU is ahead from here on
+                begin.record()
+                for _ in range(10):
+                    run()
+                end.record()
+                end.synchronize()  # its time is read below
+                if passed > seconds / 3:
+                    times[item][by].append(begin.elapsed_time(end) / 10)
+    return {item: {by: statistics.median(found) for by, found in runs.items()} for item, runs in times.items()}
+
+
+def check_repeats(what: str, run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> None:
+    """Exit if a result differs in any bit from the first: two threads would have raced for it."""
+    first = run()
+    for _ in range(times):
+        if not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)):
+            raise SystemExit(f"{what}: two runs on the same input differ")
+    print(f"{what}: {times} repeats are identical to the bit", flush=True)
+
+
+def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
+    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
+    rows = []
+    for by, ms in times.items():
+        rate = amount / ms * 1e3
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
+    return rows
+
+
+def products(t: int, n: int, k: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Random operands of the three products of a linear layer, x [t, k], weight [n, k], as they are stored."""
+    x, weight, dy = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((t, k), (n, k), (t, n)))
+    what = f"{t} x {k} -> {n}"
+    return {f"{what}, forward": (x, weight.T), f"{what}, dx": (dy, weight), f"{what}, dw": (dy.T, x)}
+
+
+def measure() -> list[dict]:
+    """Time the rungs at one size, then cuBLAS and the last rung at the sizes of Llama 3 8B, in bursts and sustained."""
+    t, dtype, rows, amount, runs = 16384, torch.bfloat16, [], {}, {}
+    contenders = {"torch.matmul": reference} | ladder()
+    for n, k in (4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336):
+        for what, (a, b) in products(t, n, k).items():
+            if (n, k) == (14336, 4096):
+                times = milliseconds({by: lambda f=f, a=a, b=b: f(a, b) for by, f in contenders.items()})
+            else:
+                times = milliseconds({"torch.matmul": lambda a=a, b=b: a @ b, "ours": lambda a=a, b=b: matmul(a, b)})
+            amount[what] = cost(t, n, k, dtype)[1]
+            rows += compare(what, times, amount[what], PEAK[dtype], "TFLOP/s")
+            runs[what] = {"torch.matmul": lambda a=a, b=b: a @ b, "ours": lambda a=a, b=b: matmul(a, b)}
+    gains = []
+    for what, times in sustained(runs).items():
+        rows += compare(f"{what}, sustained", times, amount[what], PEAK[dtype], "TFLOP/s")
+        gains.append(times["torch.matmul"] / times["ours"])
+    print(
+        f"sustained, {statistics.geometric_mean(gains):.3f} times as fast as torch.matmul (geometric mean)", flush=True
+    )
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(device)
+    if device == "cuda":
+        measure()
+
+
+if __name__ == "__main__":
+    main()
