@@ -6,9 +6,8 @@ memory, and what waits for what.
 
 Forward: a warp that does nothing but ask the Tensor Memory Accelerator (TMA) for blocks of keys and values, and two
 groups of four warps (three where heads are 64 wide) of 64 queries each. An mbarrier per block says that it is full, and
-another one that all have read it and it may be loaded again. A group issues the scores of the next block, and the
-product of the last probabilities with the values, before it computes exponentials: tensor cores multiply meanwhile,
-and while one group computes exponentials, another one multiplies.
+another one that all have read it and it may be loaded again. A group issues the scores of the next block together
+with the product of the last probabilities and their values; while it computes exponentials, another one multiplies.
 
 Backward: one kernel of five products, instead of two with seven. A program has 128 keys, and walks over all queries of
 all heads that share them; dk and dv stay in registers. Scores are computed transposed, [keys, queries], so that
@@ -17,9 +16,9 @@ starts from -lse / scale and the second one from -delta, so that nothing is subt
 shared memory, from where another warp lets the TMA add it to an fp32 tensor in global memory.
 
 Additions in any order would differ from run to run. Here each block of queries has a counter: the program of the j-th
-block of keys waits until j others have added theirs. That costs next to nothing: programs take their number from a
-counter in the order in which they start, and all walk from the last query to the first that sees their keys, so that
-who has to wait is one block behind who it waits for.
+block of keys waits until j others have added theirs. Programs take their number from a counter in the order in which
+they start, so that who is waited for is running. And all walk from the last query to the first that sees their keys, so
+that who waits is one block behind.
 
 Gluon has no interpreter: this runs on GPUs of compute capability 9.0 alone. flash_attention.py, which it is checked
 against, runs anywhere.

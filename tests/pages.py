@@ -85,6 +85,11 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "09_kernels/rope.py": "queries and keys rotated where they are",
     "09_kernels/cross_entropy.py": "the gradient over the logits; logits a few rows at a time",
     "09_kernels/adamw.py": "clip, step and bf16 copy of hundreds of parameters in two launches",
+    "09_kernels/matmul.py": "from a tile per program to what cuBLAS reaches, rung by rung",
+    "09_kernels/grouped_matmul.py": "the matmuls of all experts in one launch",
+    "09_kernels/flash_attention.py": "attention whose scores never reach memory",
+    "09_kernels/flash_attention_gluon.py": "warps with different jobs; gradients added in a fixed order",
+    "09_kernels/fp8_matmul.py": "8 bits per element, and scales for a tensor, a row or a block",
     "09_kernels/train.py": "the root, with the kernels of a Llama pasted in",
 }
 FOLDERS = {  # and what each teaches
@@ -95,7 +100,7 @@ FOLDERS = {  # and what each teaches
     "05_context_ring": "long sequences split; only attention communicates",
     "06_pipeline": "layers in stages, and schedules that keep all of them busy",
     "07_expert": "many MLPs shared out over ranks; tokens travel to a few of them",
-    "09_kernels": "what a GPU does between matmuls, in Triton, and how fast memory lets it be",
+    "09_kernels": "what a GPU does in a step, in Triton: passes over memory, matmuls, attention",
 }
 SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or None, sentence); else: first row's
     "single": ("01_single_gpu", "One GPU, against the Llama of `transformers`, compiled, with the same AdamW."),
@@ -139,7 +144,10 @@ SHOWN = 12  # so many bugs are in sight, the others below a line to be opened
 UNKNOWN = "Not measured yet."
 OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
 SHARES = ("forward_ms", "share_forward"), ("both_ms", "share")  # a time, and the ideal time over it
-LONG = {"coalescing", "tiling", "coarsening"}  # kernels that are compared with each other: a row for each
+LONG = {  # kernels that are compared with each other: a row for each
+    *("coalescing", "tiling", "coarsening", "matmul", "grouped_matmul"),
+    *("flash_attention", "flash_attention_gluon", "fp8_matmul"),
+}
 MORE = {  # what else a row of a kernel may hold: the column, and how it is written
     "GiB": ("peak, GiB", "{:.2f}"),
     "steps": ("steps per useful one", "{}"),

@@ -806,6 +806,67 @@ def draw_addresses() -> str:
     return canvas.svg(y + 26 + SIDE * small * 1.25 + 14)
 
 
+MATMUL = "09_kernels/matmul.py"
+SIDE_BY_SIDE = 8  # tiles of the matrices in the picture, each way
+RUNNING = 12  # programs that run at a time
+
+
+def draw_grid(canvas: Canvas, x: float, y: float, pitch: float, cells: dict[tuple[int, int], tuple[str, str]]) -> None:
+    """A square of cells: (row, column) -> role and text."""
+    for (row, column), (role, text) in cells.items():
+        box = Box(x + column * pitch, y + row * pitch, pitch - 2, pitch - 2)
+        canvas.box(box, role, 2)
+        if text:
+            canvas.label(box, text, size=11)
+
+
+def orders() -> dict[str, list[tuple[int, int]]]:
+    """Row and column of the tile that each program computes: row after row, and in groups, by matmul.py's locate."""
+    locate = load(MATMUL).locate.fn
+    side, count = 128 * SIDE_BY_SIDE, SIDE_BY_SIDE**2
+    found = {}
+    for name, group in ("blocks: row after row", 1), ("ordered: groups of 4 rows", 4):
+        tiles = [locate(tile, side, side, 128, 128, group) for tile in range(count)]
+        found[name] = [(row // 128, column // 128) for row, column in tiles]
+    return found
+
+
+def draw_tiles() -> str:
+    """Which tiles run together, which blocks of scores exist, and in which order programs add to dq."""
+    canvas, pitch, left, y = Canvas("Tiles of a matmul, and blocks of attention", 640), 26, 14, 26
+    canvas.text(left, y, ("Which block is where when", "ink"), size=15)
+    y += 26
+    canvas.text(
+        left, y, (f"A matmul: the first {RUNNING} of {SIDE_BY_SIDE**2} programs run at a time.", "ink"), size=13
+    )
+    for i, (name, tiles) in enumerate(orders().items()):
+        running = tiles[:RUNNING]
+        loaded = len({row for row, _ in running}) + len({column for _, column in running})
+        cells = {place: ("rank0" if n < RUNNING else "plain", f"{n}") for n, place in enumerate(tiles)}
+        x = left + i * 316
+        canvas.text(x, y + 20, (name, "ink"))
+        canvas.text(x, y + 36, (f"{RUNNING} tiles need {loaded} rows and columns of blocks", "muted"))
+        draw_grid(canvas, x, y + 46, pitch, cells)
+    y += 46 + SIDE_BY_SIDE * pitch + 28
+    canvas.text(left, y, ("Causal attention: rows are blocks of queries, columns are blocks of keys.", "ink"), size=13)
+    forward, backward = {}, {}
+    for query in range(SIDE_BY_SIDE):
+        for key in range(SIDE_BY_SIDE):
+            kind = "rank0" if key < query else "rank1" if key == query else "plain"
+            forward[query, key] = kind, f"{query - key}" if key <= query else ""
+            step = SIDE_BY_SIDE - 1 - query + key  # from the last query on; each key is one step behind the one before
+            backward[query, key] = (f"step{step % 4}", f"{step}") if key <= query else ("plain", "")
+    canvas.text(left, y + 20, ("forward in Gluon: a program per row", "ink"))
+    canvas.text(left, y + 36, ("number = step", "muted"))
+    entries = [("rank0", "all seen"), ("rank1", "has a mask"), ("plain", "skipped")]
+    legend(canvas, left, y + 46 + SIDE_BY_SIDE * pitch + 14, entries)
+    draw_grid(canvas, left, y + 46, pitch, forward)
+    canvas.text(left + 316, y + 20, ("backward in Gluon: a program per column", "ink"))
+    canvas.text(left + 316, y + 36, ("number = step; rows add up from left to right", "muted"))
+    draw_grid(canvas, left + 316, y + 46, pitch, backward)
+    return canvas.svg(y + 46 + SIDE_BY_SIDE * pitch + 34)
+
+
 class Dot(NamedTuple):
     """A kernel in the roofline: FLOP per byte, TFLOP/s, and its name."""
 
@@ -969,6 +1030,7 @@ PICTURES = {
     "05_context_ring/tokens.svg": draw_tokens,
     "07_expert/balance.svg": draw_balance,
     "09_kernels/addresses.svg": draw_addresses,
+    "09_kernels/tiles.svg": draw_tiles,
     "09_kernels/roofline.svg": draw_roofline,
     "09_kernels/step.svg": draw_step,
 }
