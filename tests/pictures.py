@@ -862,7 +862,7 @@ def draw_tiles() -> str:
     legend(canvas, left, y + 46 + SIDE_BY_SIDE * pitch + 14, entries)
     draw_grid(canvas, left, y + 46, pitch, forward)
     canvas.text(left + 316, y + 20, ("backward in Gluon: a program per column", "ink"))
-    canvas.text(left + 316, y + 36, ("number = step; rows add up from left to right", "muted"))
+    canvas.text(left + 316, y + 36, ("number = step; a row adds up left to right", "muted"))
     draw_grid(canvas, left + 316, y + 46, pitch, backward)
     return canvas.svg(y + 46 + SIDE_BY_SIDE * pitch + 34)
 
