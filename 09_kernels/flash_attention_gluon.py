@@ -6,8 +6,9 @@ memory, and what waits for what.
 
 Forward: a warp that does nothing but ask the Tensor Memory Accelerator (TMA) for blocks of keys and values, and two
 groups of four warps (three where heads are 64 wide) of 64 queries each. An mbarrier per block says that it is full, and
-another one that all have read it and it may be loaded again. A group issues the scores of the next block together
-with the product of the last probabilities and their values; while it computes exponentials, another one multiplies.
+another one that all have read it and it may be loaded again. A group issues the scores of the next block, and the
+product of the last probabilities with their values; it waits for the scores alone, and computes exponentials while the
+product is on its way, and while other groups multiply.
 
 Backward: one kernel of five products, instead of two with seven. A program has 128 keys, and walks over all queries of
 all heads that share them; dk and dv stay in registers. Scores are computed transposed, [keys, queries], so that
@@ -138,8 +139,7 @@ def attend_block(
     S: gl.constexpr, OUT: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Multiply the probabilities of the block before by its values; meanwhile, compute those of this block."""
-    stage, phase = i % STAGES, (i // STAGES) & 1
-    mbarrier.wait(k_full.index(stage), phase)
+    stage = i % STAGES
     k = k_smem.index(stage).reshape([BLOCK, D])
     x = gl.zeros([64, BLOCK], gl.float32, S)
     x = warpgroup_mma(q, k.permute((1, 0)), x, use_acc=False, is_async=True)
@@ -154,6 +154,9 @@ def attend_block(
     alpha = gl.exp2(top - higher)
     y = gl.exp2(x * SCALE - higher[:, None])
     total = total * alpha + gl.sum(y, 1)
+    # a wait has a branch, across which ptxas moves nothing: without this one, it would move the exponentials behind the
+    # wait for the product, and tensor cores would have nothing to do meanwhile
+    mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < blocks)
     o, p = warpgroup_mma_wait(0, deps=[o, p])  # p is an operand in registers: it must stay until the product is there
     mbarrier.arrive(v_empty.index(before), count=1)
     o = o * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
@@ -182,6 +185,7 @@ def attend_rows(
     mbarrier.arrive(k_empty.index(0), count=1)
     key = (blocks - 1) * BLOCK + i_key[None, :]
     x = gl.where((i_row[:, None] >= key) & (key < s) if CAUSAL else key < s, x, float("-inf"))
+    mbarrier.wait(k_full.index(1 % STAGES), (1 // STAGES) & 1, pred=blocks > 1)  # each block waits for the next one
     top = gl.maximum(gl.max(x, 1) * SCALE, -1e30)  # finite: a row may see nothing of its first block
     p = gl.exp2(x * SCALE - top[:, None])
     total = gl.sum(p, 1)
@@ -456,8 +460,9 @@ def prepare_kernel(
 ):  # fmt: skip
     """Write -lse / scale, and -(sum(o·do) - dlse), from which accumulators start; 0 beyond the last row."""
     blocks = padded // ROWS
-    head, batch = tl.program_id(0) // blocks % h, (tl.program_id(0) // blocks // h).to(tl.int64)
-    row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)  # 64 bits: a tensor may have more than 2^31 elements
+    head, batch = number // blocks % h, number // blocks // h
+    row = number % blocks * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, D)[None, :]
     inside = row[:, None] < s
     o = tl.load(o_ptr + batch * o_batch + head * o_head + row[:, None] * o_row + column, inside, 0)

@@ -70,7 +70,7 @@ def close(
         assert error <= limit, f"{what} {name}: the error is {error:.1e}"
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("m, n", [(16, 32), pytest.param(32, 16, marks=pytest.mark.thorough)])
 @in_a_fork
 def test_many_small_blocks(m, n, causal, file=None):
@@ -148,6 +148,7 @@ def test_rows_that_see_nothing(file=None):
         assert torch.allclose(lse[:, :, 20:].double(), exact_lse[:, :, 20:], atol=1e-5), "rows beside them"
 
 
+@pytest.mark.thorough
 @in_a_fork
 def test_large_scores_of_any_sign(file=None):
     """Scores of ±10⁴: nothing overflows, in any row; a maximum that comes last makes all before it vanish."""
@@ -163,6 +164,7 @@ def test_large_scores_of_any_sign(file=None):
             assert module.relative_error(o, exact) < 1e-3 and module.relative_error(lse, exact_lse) < 1e-6
 
 
+@pytest.mark.thorough
 @in_a_fork
 def test_the_log_sum_exp_is_not_rounded(file=None):
     """It is fp32 where q has 16 bits: weights of parts, and gradients, depend on its last bits."""
@@ -173,6 +175,7 @@ def test_the_log_sum_exp_is_not_rounded(file=None):
     assert lse.dtype == torch.float32 and module.relative_error(lse, exact) < 1e-6
 
 
+@pytest.mark.thorough
 @in_a_fork
 def test_views_are_not_copied(file=None):
     """Views of projections are read where they lie, and so is what a model makes of the output."""
@@ -189,6 +192,7 @@ def test_views_are_not_copied(file=None):
     assert all(len(shape) < 4 for shape in copies), f"copied: {copies}"
 
 
+@pytest.mark.thorough
 @in_a_fork
 def test_other_strides_are_right(file=None):
     """Gradients that are expanded or transposed; rows, heads and elements of a larger tensor; unaligned ones."""
@@ -206,6 +210,7 @@ def test_other_strides_are_right(file=None):
             assert all(module.relative_error(x, y) < 2 * limit for x, y in zip(found, exact)), "a view"
 
 
+@pytest.mark.thorough
 @in_a_fork
 def test_two_runs_agree_to_the_bit():
     module = load(RECIPE)
@@ -215,6 +220,7 @@ def test_two_runs_agree_to_the_bit():
     assert all(torch.equal(x, y) for x, y in zip(*runs))
 
 
+@pytest.mark.thorough
 @in_a_fork
 def test_compiles_whole():
     """torch.compile takes it into one graph, forward and backward, with the strides that the kernels return."""

@@ -105,6 +105,7 @@ def test_extreme_values(file=None):
     isolated(compute)
 
 
+@pytest.mark.thorough
 def test_views_are_quantized(file=None):
     """Only what belongs to the view counts: around it is NaN."""
 
@@ -165,6 +166,7 @@ def test_tiles_are_shared_by_programs(file=None):
     isolated(compute)
 
 
+@pytest.mark.thorough
 def test_operands_in_any_layout(file=None):
     """Views whose rows begin anywhere, operands and scales stored by columns: the same to the bit."""
 
@@ -185,6 +187,7 @@ def test_operands_in_any_layout(file=None):
     isolated(compute)
 
 
+@pytest.mark.thorough
 def test_nothing_to_multiply(file=None):
     """Without rows or columns there is no element; without k all are 0."""
 
@@ -200,7 +203,9 @@ def test_nothing_to_multiply(file=None):
     isolated(compute)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "rows", "blocks"])
+@pytest.mark.parametrize(
+    "kind", ["blocks", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("tensor", "rows"))]
+)
 def test_linear(kind, file=None):
     """y = x wᵀ, dx = dy w and dw = dyᵀ x of what the kernels write, in both layouts: off by the roundings of fp8 alone.
 

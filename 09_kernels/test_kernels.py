@@ -23,6 +23,8 @@ from test_lineage import FAMILY
 from torch import Tensor, nn
 
 KERNELS = [path for path in FAMILY if path.startswith("09") and path != "09_kernels/train.py"]
+# whose own tests prove them in less time than their checks take
+OWN_TESTS = [f"09_kernels/{name}.py" for name in ("flash_attention", "grouped_matmul", "fp8_matmul")]
 GLUON = "09_kernels/flash_attention_gluon.py"  # which has no interpreter: on a CPU it says so, and checks nothing
 SOFTMAX, RMSNORM, SWIGLU = "09_kernels/softmax.py", "09_kernels/rmsnorm.py", "09_kernels/swiglu.py"
 ROPE, CROSS_ENTROPY = "09_kernels/rope.py", "09_kernels/cross_entropy.py"
@@ -51,7 +53,13 @@ def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------- right results
-@pytest.mark.parametrize("recipe", [path for path in KERNELS if path != GLUON])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(path for path in KERNELS if path not in (GLUON, *OWN_TESTS)),
+        *(pytest.param(path, marks=pytest.mark.thorough) for path in OWN_TESTS),
+    ],
+)
 @in_a_fork
 def test_check(recipe, file=None):
     """Forward and gradients of all cases: at most twice PyTorch's own error in each dtype. All that is empty is NaN."""

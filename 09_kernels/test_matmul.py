@@ -80,6 +80,7 @@ def test_tiles_are_shared_by_programs(file=None):
     isolated(compute)
 
 
+@pytest.mark.thorough
 def test_operands_are_not_copied(file=None):
     """Forward and both gradients of a linear layer read x, weight and dy as they are stored."""
 
@@ -99,6 +100,7 @@ def test_operands_are_not_copied(file=None):
     isolated(compute)
 
 
+@pytest.mark.thorough
 def test_any_strides(file=None):
     """What TMA cannot read is read element by element: odd rows, views off by one, steps, expanded tensors."""
 
@@ -242,6 +244,7 @@ def test_experts_do_not_see_each_other(file=None):
     isolated(compute)
 
 
+@pytest.mark.thorough
 def test_groups_in_any_layout(file=None):
     """Weights stored by columns, as views, and gradients that are expanded or transposed."""
 
