@@ -91,7 +91,7 @@ def load_rows(x_ptr, start, length, stride, ROWS: tl.constexpr, K: tl.constexpr,
     inside = start + row < length
     if K < COLUMNS:
         inside = inside & (column < K)
-    return tl.load(x_ptr + row * stride + column, inside, 0)
+    return tl.load(x_ptr + row.to(tl.int64) * stride + column, inside, 0)
 
 
 @triton.jit
@@ -99,7 +99,9 @@ def store_rows(x_ptr, x, start, length, stride, ROWS: tl.constexpr, K: tl.conste
     """Store rows of a head from row `start` on."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     x_ptr += tl.cast(start, tl.int64) * stride
-    tl.store(x_ptr + row * stride + column, x.to(x_ptr.dtype.element_ty), (start + row < length) & (column < K))
+    tl.store(
+        x_ptr + row.to(tl.int64) * stride + column, x.to(x_ptr.dtype.element_ty), (start + row < length) & (column < K)
+    )
 
 
 @triton.jit
@@ -717,8 +719,9 @@ def flash_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """As flash_attention; also return the logarithm of the sum of e^(scale·q·k) of each query, [b, h, s].
 
-    From it, attention to several sets of keys can be merged: the weight of a set is e^(its log-sum-exp). It is fp32
-    (float64 where q is), -inf for a query that sees no key, and gradients flow through it, too.
+    From it, attention to several sets of keys can be merged: the weight of a set is e^(its log-sum-exp), divided by the
+    sum of those of all sets. It is fp32 (float64 where q is), -inf for a query that sees no key, and gradients flow
+    through it, too.
     """
     fine = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3]
     if not fine or k.shape[1] == 0 or q.shape[1] % k.shape[1]:

@@ -16,20 +16,20 @@ probabilities are the operand of the next product as they are, without a way thr
 starts from -lse / scale and the second one from -delta, so that nothing is subtracted later. A part of dq goes to
 shared memory, from where another warp lets the TMA add it to an fp32 tensor in global memory.
 
-Additions in any order would differ from run to run. Here each block of queries has a counter: the program of the j-th
-block of keys waits until j others have added theirs. Programs take their number from a counter in the order in which
-they start, so that who is waited for is running. And all walk from the last query to the first that sees their keys, so
-that who waits is one block behind.
+Additions in any order would differ from run to run. So each block of queries has a counter, and the program of key
+block j waits until blocks 0 to j - 1 have added theirs. Programs draw their number from a counter when they start: a
+program waits for smaller numbers alone, which are running already. All begin with the last queries, so a program is one
+block of queries behind the one for which it waits.
 
 Gluon has no interpreter: this runs on GPUs of compute capability 9.0 alone. flash_attention.py, which it is checked
 against, runs anywhere.
 
 Parent:   09_kernels/flash_attention.py
-Lesson:   COPY_IN, COPY_OUT, add_in, ADD_IN, MEET, make_barriers, wait_until_added, load_forward, attend_block,
+Lesson:   COPY_IN, COPY_OUT, add_in, ADD_IN, SYNC, make_barriers, wait_until_added, load_forward, attend_block,
           attend_rows, attend_kernel, spread, load_backward, differentiate_block, differentiate, add_queries,
           backward_kernel, prepare_kernel, finish_kernel, blocks_of, vectors_of, attend, attend_backward
 Plumbing: DTYPES, BARRIER, flash_attention_with_lse, flash_attention, cost, cases, check, burst, measure
-Copy:     LOG2_E, DTYPES, COPY_IN, COPY_OUT, add_in, ADD_IN, MEET, BARRIER, make_barriers, wait_until_added,
+Copy:     LOG2_E, DTYPES, COPY_IN, COPY_OUT, add_in, ADD_IN, SYNC, BARRIER, make_barriers, wait_until_added,
           load_forward, attend_block, attend_rows, attend_kernel, spread, load_backward, differentiate_block,
           differentiate, add_queries, backward_kernel, prepare_kernel, finish_kernel, empty_heads, empty_rows,
           blocks_of, vectors_of, attend, attend_shapes, attend_backward, attend_backward_shapes, FlashAttention,
@@ -71,10 +71,10 @@ LOG2_E = math.log2(math.e)
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
-# what Triton 3.6 calls otherwise, or not at all
+# names that differ between Triton 3.6 and later; 3.6 has none for an addition by TMA
 COPY_IN = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 COPY_OUT = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-MEET = getattr(gl, "barrier", None) or gl.thread_barrier  # of the warps that do the same
+SYNC = getattr(gl, "barrier", None) or gl.thread_barrier  # of the warps that do the same
 
 
 @gl._core.builtin
@@ -212,12 +212,12 @@ def attend_rows(
     o, p = warpgroup_mma_wait(0, deps=[o, p])
     q.store((o * inverse[:, None]).to(k_smem.dtype))  # nobody reads the queries any more
     fence_async_shared()  # or the TMA would read what was there before
-    MEET()
+    SYNC()
     COPY_OUT(o_desc, [batch, first, q_column], q_smem.index(GROUP))  # leaves out rows beyond the end
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["s", "b"])  # not compiled anew for other lengths
 def attend_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, s, b, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, SCALE: gl.constexpr,
     D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, GROUPS: gl.constexpr,
@@ -334,16 +334,16 @@ def differentiate_block(
     ds16 = gl.convert_layout(ds, P)
     dk = warpgroup_mma(ds16, q, dk, is_async=True)
     fence_async_shared()
-    MEET()
+    SYNC()
     dq = gl.zeros([BLOCK_Q, D], gl.float32, Q)
     dq = warpgroup_mma(ds_smem.permute((1, 0)), k, dq, use_acc=False, is_async=True)
     dv, p16, dk, ds16, dq = warpgroup_mma_wait(0, deps=[dv, p16, dk, ds16, dq])
-    MEET()  # all warps have read the queries, not only those of the thread that says so
+    SYNC()  # all warps have read the queries, not only those of the thread that says so
     mbarrier.arrive(empty.index(stage), count=1)
     mbarrier.wait(dq_empty, (t & 1) ^ 1)
     dq_block.store(dq)
     fence_async_shared()
-    MEET()
+    SYNC()
     mbarrier.arrive(dq_full, count=1)
     return dk, dv
 
@@ -379,11 +379,11 @@ def differentiate(
                 share * n + u, last - u, dk, dv, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_block,
                 full, empty, dq_full, dq_empty, key, s, SCALE, D, BLOCK_Q, STAGES, True, CAUSAL, S, Q, P,
             )  # fmt: skip
-    MEET()  # nobody reads the keys and values any more
+    SYNC()  # nobody reads the keys and values any more
     v.store(dv.to(k_smem.dtype))
     k.store((dk * (SCALE * 0.6931471805599453)).to(k_smem.dtype))  # SCALE has a factor log2(e)
     fence_async_shared()
-    MEET()
+    SYNC()
     COPY_OUT(dv_desc, [batch, key, kv_head * D], v_smem)
     COPY_OUT(dk_desc, [batch, key, kv_head * D], k_smem)
     tma.store_wait(0)
@@ -406,12 +406,12 @@ def add_queries(
                 pass
             ADD_IN(dq_desc, [batch, i * BLOCK_Q, head * D], dq_smem)
         wait_until_added()
-        MEET()
+        SYNC()
         gl.atomic_add(turn, 1, sem="release")
         mbarrier.arrive(dq_empty, count=1)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["s", "b"])
 def backward_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, turn_ptr, s, b,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, SCALE: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
@@ -419,7 +419,7 @@ def backward_kernel(
 ):  # fmt: skip
     """Compute dk and dv of 128 keys of one head, and their part of dq. Programs with many queries start first."""
     SHARE: gl.constexpr = HEADS // KV_HEADS
-    number = gl.atomic_add(turn_ptr, 1, sem="relaxed")  # who is waited for has a smaller one, and so is running
+    number = gl.atomic_add(turn_ptr, 1, sem="relaxed")  # a program waits for smaller numbers alone: those have started
     kv_head, batch, j = number % KV_HEADS, number // KV_HEADS % b, number // (KV_HEADS * b)
     queries = gl.cdiv(s, BLOCK_Q)  # blocks of them
     key, last, n = j * 128, queries - 1, queries
@@ -499,7 +499,7 @@ def blocks_of(x: Tensor, rows: int) -> TensorDescriptor:
     flat = x.transpose(1, 2)  # b s h k
     row, head, element = flat.stride()[1:]
     if (head, element) != (flat.shape[3], 1) or flat.stride(0) % 8 or row % 8 or flat.data_ptr() % 16:
-        flat = flat.contiguous()
+        flat = flat.clone(memory_format=torch.contiguous_format)  # contiguous() returns what is not aligned as it is
     block = [1, rows, x.shape[3]]
     layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(x.dtype)[6:]))
     return TensorDescriptor.from_tensor(flat.flatten(2), block, layout)
@@ -587,8 +587,8 @@ def flash_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """As flash_attention; also return the logarithm of the sum of e^(scale·q·k) of each query, [b, h, s], in fp32.
 
-    From it, attention to several sets of keys can be merged: the weight of a set is e^(its log-sum-exp). Gradients flow
-    through it, too.
+    From it, attention to several sets of keys can be merged: the weight of a set is e^(its log-sum-exp), divided by the
+    sum of those of all sets. Gradients flow through it, too.
     """
     fine = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
     if not fine or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
@@ -610,10 +610,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale:
     """Attend from q [b, h, s, k] to k, v [b, kv heads, s, k]: softmax(scale·q kᵀ) v, scale 1/√k if not given.
 
     Query head i uses key head i // (h / kv heads). If causal, query i sees keys 0 to i. bf16 and fp16, heads 64 or 128
-    wide, as many keys as queries, any number of them; on an H100 or H200. Inputs are views of [b, s, h, k], as
-    projections make them: others are copied. So is the output: rearrange(o, "b h s k -> b s (h k)") copies nothing.
-    Gradients are the same to the bit in every run. Raises ValueError for what does not fit, and flash_attention.py
-    takes.
+    wide, as many keys as queries, any number of them; on an H100 or H200. Fastest for views of [b, s, h, k], as
+    projections make them: others are copied first. The output is one: rearrange(o, "b h s k -> b s (h k)") is a view.
+    Gradients are the same to the bit in every run. Raises ValueError for anything else: use flash_attention.py there.
     """
     return flash_attention_with_lse(q, k, v, causal, scale)[0]
 
@@ -662,7 +661,8 @@ def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]
     def inputs(b: int, h: int, kv_heads: int, s: int, k: int) -> list[Tensor]:
         return [random(b, s, heads, k).transpose(1, 2) for heads in (h, kv_heads, kv_heads)]
 
-    for shape in (2, 8, 2, 1999, 128), (1, 6, 3, 1025, 64), (2, 4, 4, 2048, 64), (1, 2, 1, 192, 128), (3, 2, 2, 7, 64):
+    shapes = (2, 8, 2, 1999, 128), (1, 6, 3, 1025, 64), (2, 4, 4, 2048, 64), (1, 2, 1, 192, 128), (3, 2, 2, 1, 64)
+    for shape in shapes:
         for causal in True, False:
             ours = lambda q, k, v, causal=causal: flash_attention_with_lse(q, k, v, causal)  # noqa: E731
             plain = lambda q, k, v, causal=causal: library(q, k, v, causal)  # noqa: E731

@@ -1,8 +1,8 @@
-"""Matrix multiplication in fp8, twice as fast as in bf16: scales bring each operand into the few values that fp8 has.
+"""Matrix multiplication in fp8: scales bring each operand into the few values that 8 bits can have.
 
 e4m3 has 3 bits of mantissa and ends at 448, e5m2 has 2 and ends at 57,344. A group of elements shares a scale, its
-largest magnitude (amax) / 448, so that x ~ x8 · scale. The larger the group, the more one outlier costs the others; the
-smaller, the more work has the matmul:
+largest magnitude (amax) over the largest of the format, so that x ~ x8 · scale. The larger the group, the more one
+outlier costs the others; the smaller, the more work has the matmul:
     tensorwise   one scale per tensor                             C = scale_a scale_b (A8 B8ᵀ)
     rowwise      one per row of A and of B                        C_ij = scale_ai scale_bj (A8 B8ᵀ)_ij
     blockwise    one per 128 elements of a row, or per 128 x 128  C = Σ over blocks of 128 of k of scaled products
@@ -10,15 +10,17 @@ In fp8 tensor cores take both operands with k contiguous: C [m, n] = A [m, k] B 
 gradients dx = dy w and dw = dyᵀ x, therefore read each operand as it is and transposed. A kernel writes both while it
 holds a tile. Tensorwise and rowwise need amax first, so they read x twice; blockwise reads it once.
 
-amax speaks for its group. It counts as at least 2^-100, so zeros stay zeros. NaN or inf makes the scale NaN or inf, and
-all of the group NaN once it is multiplied out: what has diverged is seen. Finite values saturate, none becomes NaN.
+A group's scale follows its largest element. amax counts as at least 2^-100, so a group of zeros stays zeros. NaN or inf
+makes the scale NaN or inf, and all of the group NaN once it is multiplied out: what has diverged is seen. Finite values
+saturate, none becomes NaN.
 
 Tensor cores add up fp8 products in fewer bits than fp32 has. Blockwise takes what 128 of k sum up to, scales it, and
 adds it in fp32 registers: more exact, and slower, as every warp waits for its product before it scales.
 
 Parent:   none
 Copy:     the config but for PEAK, all from magnitude to matmul_blockwise (call quantize_tensor and matmul_tensorwise,
-          quantize_rows and matmul_rowwise, or quantize_blocks and matmul_blockwise)
+          quantize_rows and matmul_rowwise, or quantize_blocks and matmul_blockwise). None has a gradient: call them
+          in an autograd.Function. torch.compile breaks its graph there.
 Run:      python 09_kernels/fp8_matmul.py
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; DeepSeek-AI 2024, arXiv:2412.19437, section 3.3
 """
@@ -227,7 +229,7 @@ def processors(x: Tensor) -> int:
 
 
 def rounds(tiles: int, x: Tensor) -> tuple[int]:
-    """As few programs as need no more rounds: 2,048 tiles take 132 SMs 16 rounds, and 128 SMs, too, with less power."""
+    """As few programs as need no more rounds: 2,048 tiles take 132 SMs 16 rounds, and 128 SMs, too."""
     return (triton.cdiv(tiles, triton.cdiv(tiles, processors(x))),)
 
 

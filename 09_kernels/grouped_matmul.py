@@ -5,12 +5,12 @@ expert. How many rows an expert has is known on the GPU alone: a launch for each
 small one fills no GPU. So as many programs as there are SMs read all offsets, count the tiles of each expert (the last
 of which may hold few rows), and take every programs-th tile of the list, as matmul.py's persistent programs do.
 
-forward, dx: a tile belongs to one expert. Below its last row it computes with rows of the next one, which it does not
-store. Tiles are as long as k, so an expert with many rows only has more of them.
+forward, dx: a tile belongs to one expert. Where the expert's rows end inside it, the rest is computed from rows of the
+next one and not stored. All tiles have as many steps of k: a large expert has more tiles, not longer ones.
 dw: dyᵀ x [n, k], for each expert, adds up its own rows alone. A program makes descriptors that end where the expert's
 rows end: TMA fills with zeros what lies beyond, and no row of the next expert is added. An expert without rows gets
-zeros. Here an expert with many rows has long tiles: they are first in the list, and a program takes the next one when
-an SM has room. Three programs share an SM: while one begins or stores, the others keep the tensor cores busy.
+zeros. Here a large expert has long tiles: they come first, and a program takes the next one when an SM has room. Two
+stages leave room for several programs on an SM: while one begins or stores, the others keep the tensor cores busy.
 
 Parent:   09_kernels/matmul.py
 Lesson:   MODELS, find_rows, count_tiles, load_matrix, multiply_groups, sort_experts, multiply_rows, allocate, copied,
@@ -56,7 +56,7 @@ def locate(tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.c
 
 @triton.jit
 def find_rows(offsets_ptr, expert, experts):
-    """Return where the rows of an expert begin and end; of what is no expert, an empty place."""
+    """Return where the rows of an expert begin and end; 0 and 0 beyond the last expert."""
     begin = tl.load(offsets_ptr + expert - 1, (expert > 0) & (expert < experts), 0)
     return begin, tl.load(offsets_ptr + expert, expert < experts, 0)
 
@@ -165,7 +165,7 @@ def stored(x: Tensor) -> tuple[Tensor, bool] | None:
     """
     for y, columns in (x, False), (x.mT, True):
         strides = y.stride()[:-1]
-        aligned = all(distance * y.element_size() % 16 == 0 for distance in (*strides, y.storage_offset()))
+        aligned = y.data_ptr() % 16 == 0 and all(stride * y.element_size() % 16 == 0 for stride in strides)
         if y.stride(-1) == 1 and min(strides) >= y.shape[-1] and aligned:  # below, rows would overlap
             return y, columns
     return None
@@ -192,6 +192,8 @@ def in_rows(x: Tensor) -> Tensor:
     return copied(x) if found is None or found[1] else x
 
 
+# Operators of their own: torch.compile does not look into them, where strides and addresses decide what is copied.
+@torch.library.custom_op("grouped_matmul::grouped_matmul", mutates_args=())
 def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """x [t, k], w [e, k, n], stored by rows or by columns -> [t, n]: each row times the matrix of its expert."""
     (experts, k, n), x, sizes = w.shape, in_rows(x), tile(x, 256)
@@ -209,6 +211,13 @@ def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     return y
 
 
+@grouped_matmul.register_fake
+def grouped_matmul_shape(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """What grouped_matmul returns, without its elements."""
+    return x.new_empty(len(x), w.shape[2])
+
+
+@torch.library.custom_op("grouped_matmul::grouped_weight_gradient", mutates_args=())
 def grouped_weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """dy [t, n], x [t, k] -> [e, n, k]: for each expert, dyᵀ x of its rows."""
     dy, x, sizes, experts = in_rows(dy), in_rows(x), tile(x, 128), len(offsets)
@@ -218,13 +227,19 @@ def grouped_weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     dw, order = x.new_empty(experts, n, k), torch.empty_like(offsets)
     sort_experts[(1,)](offsets, order, experts, EXPERTS=max(32, triton.next_power_of_2(experts)), BLOCK=32)
     block_m, block_n = sizes["BLOCK_M"], sizes["BLOCK_N"]
-    triton.set_allocator(allocate)  # here, as backward runs in a thread of its own
+    triton.set_allocator(allocate)  # it holds for one thread, and backward runs in another one than forward
     multiply_rows[(experts * triton.cdiv(n, block_m) * triton.cdiv(k, block_n),)](
         dy, x, TensorDescriptor.from_tensor(dw, [1, block_m, block_n]),
         offsets, order, experts, n, k, dy.stride(0), x.stride(0),
-        **sizes, GROUP=8, num_warps=2 * x.element_size(), num_stages=2,
+        **sizes, GROUP=8, num_warps=4 if x.element_size() == 2 else 8, num_stages=2,
     )  # fmt: skip
     return dw
+
+
+@grouped_weight_gradient.register_fake
+def grouped_weight_gradient_shape(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """What grouped_weight_gradient returns, without its elements."""
+    return x.new_empty(len(offsets), dy.shape[1], x.shape[1])
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -232,7 +247,8 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, offsets)
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None, offsets)
         return grouped_matmul(x, weight.mT, offsets)
 
     @staticmethod
@@ -257,8 +273,9 @@ def check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Multiply each row of x [t, k] by the weight [n, k] of its expert: weight [e, n, k] -> y [t, n].
 
-    The rows of expert i end at offsets[i], int32, where those of expert i + 1 begin; the last offset is t. bfloat16,
-    float16 or float32, added up in float32, rounded once. Raises ValueError for shapes and dtypes that do not fit.
+    The rows of expert i end at offsets[i], int32, where those of expert i + 1 begin. The last offset must be t: this is
+    not checked, as the CPU would have to wait for the GPU. bfloat16, float16 or float32, added up in float32, rounded
+    once. Backward sets Triton's allocator for its thread. Raises ValueError for shapes and dtypes that do not fit.
     """
     check_grouped(x, weight, offsets)
     return GroupedLinear.apply(x, weight, offsets.contiguous())

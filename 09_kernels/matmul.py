@@ -1,12 +1,12 @@
-"""Matrix multiplication on tensor cores: from a tile per program to what cuBLAS reaches.
+"""Matrix multiplication on tensor cores: from a tile per program to persistent programs that TMA feeds.
 
 C [m, n] = A [m, k] B [k, n] has 2·m·n·k FLOPs. A program that computes a tile of C, block_m x block_n, loads
 block_m + block_n elements for each of k, and so has block_m·block_n / (block_m + block_n) FLOPs per byte in bf16: 64
 with 128 x 128, 85 with 128 x 256. An H200's tensor cores have 989 TFLOP/s: they ask for 15 TB/s, 12 TB/s with the
 larger tile. Memory gives 4.8, so most blocks must come from the L2 cache, and they must be on their way long before
-they are needed. Each rung is the one before with one thing more:
+they are needed. Each rung adds one thing to `pipelined` or to the rung before; `descriptors` also has a larger tile:
 
-blocks: tiling.py's `dot`: row after row of tiles. Loads go through registers, tensor cores wait for them.
+blocks: tiling.py's `dot` without its pipeline: row after row of tiles, and tensor cores wait for every load.
 ordered: programs that run at the same time compute a block of tiles, not a row: GROUP rows of tiles high. 132 tiles
 in one row load 1 + 132 rows and columns of blocks; 12 x 11 of them load 23, and find the rest in L2.
 pipelined: the blocks of the next steps of k are copied to shared memory while tensor cores work (num_stages).
@@ -241,7 +241,7 @@ def stored(x: Tensor) -> tuple[Tensor, bool] | None:
     """
     for y, columns in (x, False), (x.mT, True):
         strides = y.stride()[:-1]
-        aligned = all(distance * y.element_size() % 16 == 0 for distance in (*strides, y.storage_offset()))
+        aligned = y.data_ptr() % 16 == 0 and all(stride * y.element_size() % 16 == 0 for stride in strides)
         if y.stride(-1) == 1 and min(strides) >= y.shape[-1] and aligned:  # below, rows would overlap
             return y, columns
     return None
@@ -250,7 +250,7 @@ def stored(x: Tensor) -> tuple[Tensor, bool] | None:
 def describe(a: Tensor, b: Tensor, c: Tensor, sizes: dict[str, int], parts: int) -> tuple | None:
     """Return descriptors of a, b and c with their blocks, and whether a and b are stored by columns; None if one fails.
 
-    BLOCK_K elements of each are 128 bytes, so blocks have at most 256 elements in a row, as TMA requires.
+    No side of a block has more than 256 elements, TMA's limit.
     """
     if not (c.numel() and a.shape[1] and stored(a) and stored(b) and stored(c)):
         return None
@@ -289,12 +289,14 @@ def persistent(a: Tensor, b: Tensor) -> Tensor:
     if found is None:
         return pipelined(a, b)
     tiles = triton.cdiv(m, sizes["BLOCK_M"]) * triton.cdiv(n, sizes["BLOCK_N"])
-    # as few programs as need no more rounds: 2,048 tiles take 132 SMs 16 rounds, and 128 SMs, too, with less power
+    # as few programs as need no more rounds: 2,048 tiles take 132 SMs 16 rounds, and 128 SMs, too
     programs = triton.cdiv(tiles, triton.cdiv(tiles, processors(a)))
     matmul_persistent[(programs,)](*found[0], m, n, k, **found[1], **sizes, GROUP=8, PARTS=2, num_warps=8, num_stages=4)
     return c
 
 
+# An operator of its own: torch.compile does not look into it, where strides and addresses decide which kernel runs.
+@torch.library.custom_op("matmul::matmul", mutates_args=())
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a [m, k], b [k, n] -> their product [m, n], added up in float32 and rounded once: the fastest rung.
 
@@ -304,12 +306,19 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return persistent(a, b)
 
 
+@matmul.register_fake
+def matmul_shape(a: Tensor, b: Tensor) -> Tensor:
+    """What matmul returns, without its elements."""
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
 class Linear(torch.autograd.Function):
     """x [t, k], weight [n, k] -> x weightᵀ [t, n]"""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        needs_dx, needs_dw = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
         return matmul(x, weight.T)
 
     @staticmethod
@@ -320,7 +329,11 @@ class Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x [..., k] by weight [n, k], as nn.functional.linear does; both of one dtype."""
+    """Multiply x [..., k] by weight [n, k], as nn.functional.linear does without a bias; bfloat16, float16 or float32.
+
+    Raises ValueError where shapes or dtypes differ (autocast does not reach in). Rows that are no multiple of 16 bytes,
+    and expanded gradients, such as those of a sum, take the slower `pipelined`.
+    """
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
         raise ValueError(f"shapes are {list(x.shape)} and {list(weight.shape)}: must be [..., k] and [n, k]")
     y = Linear.apply(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight)  # t n

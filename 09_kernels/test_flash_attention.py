@@ -266,6 +266,17 @@ def test_gluon_refuses_what_it_does_not_take():
     raises(ValueError, "must be on a GPU of compute capability 9.0", lambda: attention(q, k, v))
 
 
+def test_gluon_copies_what_descriptors_do_not_take():
+    """... memory that begins between two multiples of 16 bytes, and heads that do not lie side by side."""
+    module = load(GLUON)
+    whole = torch.randn(1 + 2 * 8 * 2 * 64).bfloat16()
+    for x in whole[1:].view(2, 8, 2, 64).transpose(1, 2), whole[:-1].view(2, 2, 8, 64):
+        found = module.blocks_of(x, 64).base
+        assert found.data_ptr() % 16 == 0 and torch.equal(found, rearrange(x, "b h s k -> b s (h k)"))
+    x = whole[:-1].view(2, 8, 2, 64).transpose(1, 2)
+    assert module.blocks_of(x, 64).base.data_ptr() == x.data_ptr()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("path", KERNELS)
 def test_compiles_for_a_gpu(path):

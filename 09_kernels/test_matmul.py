@@ -277,6 +277,23 @@ def test_groups_in_any_layout(file=None):
 # -------------------------------------------------------------------------------------------------------------- native
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", COMPILED)
+def test_compiles_whole(recipe):
+    """torch.compile takes both linears into one graph, forward and backward."""
+    module, leaves = load(recipe), [random(40, 24).requires_grad_()]
+    if recipe == MATMUL:
+        leaves.append(random(16, 24).requires_grad_())
+        model = lambda x, w: module.linear(x, w).square()  # noqa: E731
+    else:
+        leaves.append(random(3, 16, 24).requires_grad_())
+        offsets = module.place_rows([10, 0, 30], "cpu")
+        model = lambda x, w: module.grouped_linear(x, w, offsets).square()  # noqa: E731
+    exact = torch.autograd.grad(model(*leaves).sum(), leaves)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert all(torch.equal(x, y) for x, y in zip(torch.autograd.grad(compiled(*leaves).sum(), leaves), exact))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", COMPILED)
 def test_compiles_for_a_gpu(recipe):
     """In a process of its own, in which Triton compiles."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT / 'tests'}"}

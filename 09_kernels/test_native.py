@@ -92,7 +92,7 @@ def main(name: str) -> None:
             continue
         with FakeTensorMode():
             if name == "rmsnorm":
-                for d in 2048, 4096, 8192, 16384, 65536, 1000:
+                for d in 4096, 65536, 1000:
                     x, weight = tensor(64, d), tensor(d, dtype=wide)
                     sum(y.sum() for y in module.add_rms_norm(x, x, weight)).backward()
                     module.rms_norm(x, weight).sum().backward()
