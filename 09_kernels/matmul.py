@@ -26,12 +26,12 @@ and dyᵀ x, read their operands as they are stored: a block is loaded as it lie
 Parent:   09_kernels/tiling.py
 Lesson:   DTYPES, PEAK, CHOICES, locate, multiply_blocks, matmul_blocks, time_briefly, matmul_tuned, load_block,
           store_tile, matmul_descriptors, matmul_persistent, prepare, tile, launch_blocks, blocks, ordered, pipelined,
-          tuned, stored, describe, descriptors, processors, persistent, matmul, Linear, linear
+          tuned, stored, describe, descriptors, processors, persistent, matmul, matmul_shape, Linear, linear
 Plumbing: ladder, cases, views, linear_cases, outputs_and_gradients, errors, floor, check, sustained, check_repeats,
           products, measure
 Copy:     DTYPES, locate, multiply_blocks, matmul_blocks, load_block, store_tile, matmul_persistent, prepare, tile,
-          launch_blocks, pipelined, stored, describe, processors, persistent, matmul, Linear, linear (call linear or
-          matmul)
+          launch_blocks, pipelined, stored, describe, processors, persistent, matmul, matmul_shape, Linear, linear (call
+          linear or matmul)
 Run:      python 09_kernels/matmul.py
 Source:   Thakkar et al. 2023, CUTLASS 3, github.com/NVIDIA/cutlass; Tillet et al. 2019, doi:10.1145/3315508.3329973
 """
