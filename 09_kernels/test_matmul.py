@@ -364,8 +364,11 @@ def main(recipe: str) -> None:
                         if dtype == torch.bfloat16 or function is module.persistent:
                             function(a, b)
             else:
-                x, weight = (torch.empty(*s, dtype=dtype, requires_grad=True) for s in ((4096, 1024), (64, 512, 1024)))
-                module.grouped_linear(x, weight, torch.empty(64, dtype=torch.int32)).sum().backward()
+                x, weight = (torch.empty(*s, dtype=dtype) for s in ((4096, 1024), (64, 512, 1024)))
+                multiply, differentiate = module.grouped_matmul._init_fn, module.grouped_weight_gradient._init_fn
+                offsets = torch.empty(64, dtype=torch.int32)
+                y = multiply(x, weight.mT, offsets)  # what the operators run on tensors that are not fake
+                multiply(y, weight, offsets), differentiate(y, x, offsets)
 
 
 if __name__ == "__main__":
