@@ -17,8 +17,8 @@ persistent: as many programs as there are SMs; each computes one tile after the 
 tiles and steps of k, so that the first blocks of a tile are loaded while the last one is multiplied and stored. A tile
 is stored in two halves: the second needs no shared memory of its own, which leaves room for a fourth stage.
 
-warp_specialize=True, by which some warps load and others multiply, is no rung: it was no faster than the last one, and
-what it needs (4 warps, no flatten, a store without TMA) nobody checks: results may be wrong.
+warp_specialize=True, by which some warps load and others multiply, is no rung: it is right only with 4 warps, without
+flatten, and with stores that are not TMA's, and Triton does not check that. flash_attention_gluon.py does it by hand.
 
 Tensor cores read a block from shared memory in either direction. So all three products of a linear layer, x Wᵀ, dy W
 and dyᵀ x, read their operands as they are stored: a block is loaded as it lies in memory, and transposed by `.T`.
