@@ -1032,7 +1032,7 @@ def measure() -> list[dict]:
         items[shape, "whole"] = {
             by: lambda run=run, inputs=inputs, do=do: torch.autograd.grad(run(), inputs, do) for by, run in runs.items()
         }
-    times = sustained(items, 60)
+    times = sustained(items)
     for b, h, kv_heads, s, k in shapes:
         forward, whole = times[(b, h, kv_heads, s, k), "forward"], times[(b, h, kv_heads, s, k), "whole"]
         _, flops, _, flops_backward = cost(b, h, kv_heads, s, s, k, True, torch.bfloat16)

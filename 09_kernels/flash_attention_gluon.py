@@ -5,35 +5,36 @@ schedules that. Gluon, which comes with Triton, leaves the schedule to you: who 
 memory, and what waits for what.
 
 Forward: a warp that does nothing but ask the Tensor Memory Accelerator (TMA) for blocks of keys and values, and two
-groups of four warps (three where heads are 64 wide) of 64 queries each. An mbarrier per block says that it is full, and
-another one that all have read it and it may be loaded again. A group issues the scores of the next block, and the
-product of the last probabilities with their values; it waits for the scores alone, and computes exponentials while the
-product is on its way, and while other groups multiply.
+groups of four warps (three where heads are 64 wide) of 64 queries each. An mbarrier per stage says that it is full, and
+another one that all have read it and it may be loaded again. A group multiplies its queries by the keys of a block, and
+its probabilities of the block before by their values. While it computes the exponentials, another group multiplies:
+they take turns at the tensor cores.
 
 Backward: one kernel of five products, instead of two with seven. A program has 128 keys, and walks over all queries of
 all heads that share them; dk and dv stay in registers. Scores are computed transposed, [keys, queries], so that
 probabilities are the operand of the next product as they are, without a way through shared memory. The first product
 starts from -lse / scale and the second one from -delta, so that nothing is subtracted later. A part of dq goes to
-shared memory, from where another warp lets the TMA add it to an fp32 tensor in global memory.
+shared memory while dk is on its way; from there, another warp lets the TMA add it to an fp32 tensor in global memory.
 
 Additions in any order would differ from run to run. So each block of queries has a counter, and the program of key
 block j waits until blocks 0 to j - 1 have added theirs. Programs draw their number from a counter when they start: a
-program waits for smaller numbers alone, which are running already. All begin with the last queries, so a program is one
-block of queries behind the one for which it waits.
+program waits for smaller numbers alone, which are running already. All begin with the last queries, of all heads that
+share the keys, so a program is one block of queries behind the one for which it waits, and ends before it does.
 
 Gluon has no interpreter: this runs on GPUs of compute capability 9.0 alone. flash_attention.py, which it is checked
 against, runs anywhere.
 
 Parent:   09_kernels/flash_attention.py
-Lesson:   COPY_IN, COPY_OUT, add_in, ADD_IN, SYNC, make_barriers, wait_until_added, load_forward, attend_block,
-          attend_rows, attend_kernel, spread, load_backward, differentiate_block, differentiate, add_queries,
-          backward_kernel, prepare_kernel, finish_kernel, blocks_of, vectors_of, attend, attend_backward
+Lesson:   SIDE, COPY_IN, COPY_OUT, add_in, ADD_IN, SYNC, make_barriers, wait_until_added, find_block, load_forward,
+          halves, row_max, row_sum, attend_block, attend_rows, attend_kernel, spread, load_backward,
+          differentiate_block, differentiate, add_queries, backward_kernel, prepare_kernel, finish_kernel, blocks_of,
+          vectors_of, attend, attend_backward
 Plumbing: DTYPES, BARRIER, flash_attention_with_lse, flash_attention, cost, cases, check, burst, measure
-Copy:     LOG2_E, DTYPES, COPY_IN, COPY_OUT, add_in, ADD_IN, SYNC, BARRIER, make_barriers, wait_until_added,
-          load_forward, attend_block, attend_rows, attend_kernel, spread, load_backward, differentiate_block,
-          differentiate, add_queries, backward_kernel, prepare_kernel, finish_kernel, empty_heads, empty_rows,
-          blocks_of, vectors_of, attend, attend_shapes, attend_backward, attend_backward_shapes, FlashAttention,
-          flash_attention_with_lse, flash_attention
+Copy:     LOG2_E, SIDE, DTYPES, COPY_IN, COPY_OUT, add_in, ADD_IN, SYNC, BARRIER, make_barriers, wait_until_added,
+          find_block, load_forward, halves, row_max, row_sum, attend_block, attend_rows, attend_kernel, spread,
+          load_backward, differentiate_block, differentiate, add_queries, backward_kernel, prepare_kernel,
+          finish_kernel, empty_heads, empty_rows, blocks_of, vectors_of, attend, attend_shapes, attend_backward,
+          attend_backward_shapes, FlashAttention, flash_attention_with_lse, flash_attention
 Run:      python 09_kernels/flash_attention_gluon.py
 Source:   Shah et al. 2024, FlashAttention-3, arXiv:2407.08608
 """
@@ -68,6 +69,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 DTYPES = torch.bfloat16, torch.float16
 PEAK = 989.5e12  # FLOP/s of an H100 or H200's tensor cores in bf16
 LOG2_E = math.log2(math.e)
+SIDE = 8  # heads of keys that are finished before others begin: what they read stays in the L2
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
@@ -108,66 +110,104 @@ def wait_until_added():
     )
 
 
+@gluon.jit
+def find_block(number, heads, blocks, SIDE: gl.constexpr):
+    """Return the head and the block of a program. SIDE heads come before all others: the L2 holds what they read."""
+    first = number // (SIDE * blocks) * SIDE
+    side = gl.minimum(heads - first, SIDE)  # the last ones may be fewer
+    within = number % (SIDE * blocks)
+    return first + within % side, within // side
+
+
 # forward
 
 
 @gluon.jit
 def load_forward(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
-    batch, row, q_column, column, blocks, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, full, empty, batch, row, q_column, column, blocks,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Load the queries of each group, then keys and values, from the diagonal to the left, as soon as there is room."""
+    """Load the queries of each group, then keys and values, from the diagonal to the left, as soon as there is room.
+
+    A stage has the keys of a block and the values of the block before, which are multiplied at the same time.
+    """
+    BYTES: gl.constexpr = k_desc.block_type.nbytes
     Q_BYTES: gl.constexpr = GROUPS * q_desc.block_type.nbytes
     mbarrier.expect(q_full, Q_BYTES)
     for group in gl.static_range(GROUPS):
         COPY_IN(q_desc, [batch, row + 64 * group, q_column], q_full, q_smem.index(group))
-    for i in range(blocks):
-        stage, phase = i % STAGES, (i // STAGES) & 1
-        key = (blocks - 1 - i) * BLOCK
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        COPY_IN(k_desc, [batch, key, column], k_full.index(stage), k_smem.index(stage))
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        COPY_IN(v_desc, [batch, key, column], v_full.index(stage), v_smem.index(stage))
+    mbarrier.expect(full.index(0), BYTES)
+    COPY_IN(k_desc, [batch, (blocks - 1) * BLOCK, column], full.index(0), k_smem.index(0))
+    for i in range(1, blocks):
+        stage, key = i % STAGES, (blocks - 1 - i) * BLOCK
+        mbarrier.wait(empty.index(stage), (i // STAGES) & 1 ^ 1)
+        mbarrier.expect(full.index(stage), 2 * BYTES)
+        COPY_IN(k_desc, [batch, key, column], full.index(stage), k_smem.index(stage))
+        COPY_IN(v_desc, [batch, key + BLOCK, column], full.index(stage), v_smem.index(stage))
+    last = blocks % STAGES
+    mbarrier.wait(empty.index(last), (blocks // STAGES) & 1 ^ 1)
+    mbarrier.expect(full.index(last), BYTES)
+    COPY_IN(v_desc, [batch, 0, column], full.index(last), v_smem.index(last))
+
+
+@gluon.jit
+def halves(x):
+    """Return the left half and the right half of a tile."""
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def row_max(x, LAYOUT: gl.constexpr):
+    """Return the maximum of each row. First of four columns each: one after the other would wait for each other."""
+    left, right = halves(x)
+    left, right = halves(gl.maximum(left, right))
+    return gl.convert_layout(gl.max(gl.maximum(left, right), 1), LAYOUT)
+
+
+@gluon.jit
+def row_sum(x, LAYOUT: gl.constexpr):
+    """Return the sum of each row, likewise."""
+    left, right = halves(x)
+    left, right = halves(left + right)
+    return gl.convert_layout(gl.sum(left + right, 1), LAYOUT)
 
 
 @gluon.jit
 def attend_block(
-    i, p, o, top, total, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, i_row, i_key, blocks,
-    SCALE: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-    S: gl.constexpr, OUT: gl.constexpr, P: gl.constexpr,
+    i, p, o, top, total, q, k_smem, v_smem, full, empty, turn, i_row, i_key, blocks, SCALE: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    MASK: gl.constexpr, S: gl.constexpr, OUT: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the probabilities of the block before by its values; meanwhile, compute those of this block."""
+    """Multiply the queries by the keys of this block, and the probabilities of the block before by its values.
+
+    Then compute the probabilities of this block, while other groups multiply: they take turns.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, S)
     stage = i % STAGES
-    k = k_smem.index(stage).reshape([BLOCK, D])
+    k, v = k_smem.index(stage).reshape([BLOCK, D]), v_smem.index(stage).reshape([BLOCK, D])
+    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+    mbarrier.wait(turn.index(GROUP), (i & 1) ^ (GROUP > 0))  # group 0 begins
     x = gl.zeros([64, BLOCK], gl.float32, S)
     x = warpgroup_mma(q, k.permute((1, 0)), x, use_acc=False, is_async=True)
-    before, v_phase = (i - 1) % STAGES, ((i - 1) // STAGES) & 1
-    mbarrier.wait(v_full.index(before), v_phase)
-    o = warpgroup_mma(p, v_smem.index(before).reshape([BLOCK, D]), o, is_async=True)
-    x = warpgroup_mma_wait(1, deps=[x])  # the scores are there, the other product may still be on its way
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    o = warpgroup_mma(p, v, o, is_async=True)
+    mbarrier.arrive(turn.index((GROUP + 1) % GROUPS), count=1)
+    x, o, p = warpgroup_mma_wait(0, deps=[x, o, p])  # p is an operand in registers: it must stay until then
+    mbarrier.arrive(empty.index(stage), count=1)
     if MASK:
         x = gl.where(i_row[:, None] >= ((blocks - 1 - i) * BLOCK + i_key)[None, :], x, float("-inf"))
-    higher = gl.maximum(top, gl.max(x, 1) * SCALE)
+    higher = gl.maximum(top, row_max(x, ROWS) * SCALE)
     alpha = gl.exp2(top - higher)
     y = gl.exp2(x * SCALE - higher[:, None])
-    total = total * alpha + gl.sum(y, 1)
-    # a wait has a branch, across which ptxas moves nothing: without this one, it would move the exponentials behind the
-    # wait for the product, and tensor cores would have nothing to do meanwhile
-    mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < blocks)
-    o, p = warpgroup_mma_wait(0, deps=[o, p])  # p is an operand in registers: it must stay until the product is there
-    mbarrier.arrive(v_empty.index(before), count=1)
+    total = total * alpha + row_sum(y, ROWS)
     o = o * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
     return gl.convert_layout(y.to(k_smem.dtype), P), o, higher, total
 
 
 @gluon.jit
 def attend_rows(
-    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, o_desc, lse_ptr, batch, row, q_column, blocks, s,
-    SCALE: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    q_smem, k_smem, v_smem, q_full, full, empty, turn, o_desc, lse_ptr, batch, row, q_column, blocks, s,
+    SCALE: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of the output, and their log-sum-exp: the work of one group of four warps."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])  # which thread has which score
@@ -178,14 +218,13 @@ def attend_rows(
     i_row = first + gl.arange(0, 64, gl.SliceLayout(1, S))
     i_key = gl.arange(0, BLOCK, gl.SliceLayout(0, S))
     mbarrier.wait(q_full, 0)
-    mbarrier.wait(k_full.index(0), 0)
+    mbarrier.wait(full.index(0), 0)
     x = gl.zeros([64, BLOCK], gl.float32, S)
     x = warpgroup_mma(q, k_smem.index(0).reshape([BLOCK, D]).permute((1, 0)), x, use_acc=False, is_async=True)
     x = warpgroup_mma_wait(0, deps=[x])
-    mbarrier.arrive(k_empty.index(0), count=1)
+    mbarrier.arrive(empty.index(0), count=1)
     key = (blocks - 1) * BLOCK + i_key[None, :]
     x = gl.where((i_row[:, None] >= key) & (key < s) if CAUSAL else key < s, x, float("-inf"))
-    mbarrier.wait(k_full.index(1 % STAGES), (1 // STAGES) & 1, pred=blocks > 1)  # each block waits for the next one
     top = gl.maximum(gl.max(x, 1) * SCALE, -1e30)  # finite: a row may see nothing of its first block
     p = gl.exp2(x * SCALE - top[:, None])
     total = gl.sum(p, 1)
@@ -196,16 +235,16 @@ def attend_rows(
         masked = gl.maximum(blocks - (first + 1) // BLOCK, 1)  # blocks with keys that are later than the first row
         for i in range(1, masked):
             p, o, top, total = attend_block(
-                i, p, o, top, total, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, i_row, i_key, blocks,
-                SCALE, D, BLOCK, STAGES, True, S, OUT, P,
+                i, p, o, top, total, q, k_smem, v_smem, full, empty, turn, i_row, i_key, blocks, SCALE, GROUP, GROUPS,
+                D, BLOCK, STAGES, True, S, OUT, P,
             )  # fmt: skip
     for i in range(masked, blocks):
         p, o, top, total = attend_block(
-            i, p, o, top, total, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, i_row, i_key, blocks,
-            SCALE, D, BLOCK, STAGES, False, S, OUT, P,
+            i, p, o, top, total, q, k_smem, v_smem, full, empty, turn, i_row, i_key, blocks, SCALE, GROUP, GROUPS,
+            D, BLOCK, STAGES, False, S, OUT, P,
         )  # fmt: skip
-    last = (blocks - 1) % STAGES
-    mbarrier.wait(v_full.index(last), ((blocks - 1) // STAGES) & 1)
+    last = blocks % STAGES
+    mbarrier.wait(full.index(last), (blocks // STAGES) & 1)
     o = warpgroup_mma(p, v_smem.index(last).reshape([BLOCK, D]), o, is_async=True)
     gl.store(lse_ptr + i_row, (top + gl.log2(total)) * 0.6931471805599453, i_row < s)  # ln 2
     inverse = gl.convert_layout(1 / total, gl.SliceLayout(1, OUT))
@@ -221,56 +260,56 @@ def attend_rows(
 def attend_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, s, b, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, SCALE: gl.constexpr,
     D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
     """Compute 64·GROUPS rows of one head. Long rows start first; heads that share keys run side by side."""
+    SHARE: gl.constexpr = HEADS // KV_HEADS
     rows = gl.cdiv(s, 64 * GROUPS)
-    head, batch = gl.program_id(0) % HEADS, gl.program_id(0) // HEADS % b
-    row = (rows - 1 - gl.program_id(0) // (HEADS * b)) * (64 * GROUPS)
+    number, later = find_block(gl.program_id(0), HEADS * b, rows, SIDE * SHARE)
+    head, batch, row = number % HEADS, number // HEADS, (rows - 1 - later) * (64 * GROUPS)
     blocks = gl.cdiv(s, BLOCK)
     if CAUSAL:
         blocks = gl.minimum(blocks, gl.cdiv(row + 64 * GROUPS, BLOCK))
-    q_column, column = head * D, head // (HEADS // KV_HEADS) * D
-    lse_ptr += (batch * HEADS + head).to(gl.int64) * s
+    q_column, column = head * D, head // SHARE * D
+    lse_ptr += number.to(gl.int64) * s
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     q_full = make_barriers(1, 1).index(0)
-    k_full, k_empty = make_barriers(STAGES, 1), make_barriers(STAGES, GROUPS)
-    v_full, v_empty = make_barriers(STAGES, 1), make_barriers(STAGES, GROUPS)
+    full, empty, turn = make_barriers(STAGES, 1), make_barriers(STAGES, GROUPS), make_barriers(GROUPS, 1)
     # a loading warp needs few registers; a group of four warps takes what it leaves
     if GROUPS == 2:
         gl.warp_specialize([
             (attend_rows, (
-                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, o_desc, lse_ptr, batch, row,
-                q_column, blocks, s, SCALE, 0, D, BLOCK, STAGES, CAUSAL,
+                q_smem, k_smem, v_smem, q_full, full, empty, turn, o_desc, lse_ptr, batch, row, q_column, blocks, s,
+                SCALE, 0, GROUPS, D, BLOCK, STAGES, CAUSAL,
             )),
             (attend_rows, (
-                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, o_desc, lse_ptr, batch, row,
-                q_column, blocks, s, SCALE, 1, D, BLOCK, STAGES, CAUSAL,
+                q_smem, k_smem, v_smem, q_full, full, empty, turn, o_desc, lse_ptr, batch, row, q_column, blocks, s,
+                SCALE, 1, GROUPS, D, BLOCK, STAGES, CAUSAL,
             )),
             (load_forward, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, batch, row,
-                q_column, column, blocks, BLOCK, STAGES, GROUPS,
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, full, empty, batch, row, q_column, column,
+                blocks, BLOCK, STAGES, GROUPS,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (attend_rows, (
-                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, o_desc, lse_ptr, batch, row,
-                q_column, blocks, s, SCALE, 0, D, BLOCK, STAGES, CAUSAL,
+                q_smem, k_smem, v_smem, q_full, full, empty, turn, o_desc, lse_ptr, batch, row, q_column, blocks, s,
+                SCALE, 0, GROUPS, D, BLOCK, STAGES, CAUSAL,
             )),
             (attend_rows, (
-                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, o_desc, lse_ptr, batch, row,
-                q_column, blocks, s, SCALE, 1, D, BLOCK, STAGES, CAUSAL,
+                q_smem, k_smem, v_smem, q_full, full, empty, turn, o_desc, lse_ptr, batch, row, q_column, blocks, s,
+                SCALE, 1, GROUPS, D, BLOCK, STAGES, CAUSAL,
             )),
             (attend_rows, (
-                q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, o_desc, lse_ptr, batch, row,
-                q_column, blocks, s, SCALE, 2, D, BLOCK, STAGES, CAUSAL,
+                q_smem, k_smem, v_smem, q_full, full, empty, turn, o_desc, lse_ptr, batch, row, q_column, blocks, s,
+                SCALE, 2, GROUPS, D, BLOCK, STAGES, CAUSAL,
             )),
             (load_forward, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, batch, row,
-                q_column, column, blocks, BLOCK, STAGES, GROUPS,
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, full, empty, batch, row, q_column, column,
+                blocks, BLOCK, STAGES, GROUPS,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
@@ -280,8 +319,12 @@ def attend_kernel(
 
 @gluon.jit
 def spread(smem, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Repeat a vector of shared memory in all rows of an accumulator."""
-    return gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT) + smem.reshape([COLUMNS]).load(gl.SliceLayout(0, LAYOUT))[None]
+    """Repeat a vector of shared memory in all rows of an accumulator, each element in a register of its own.
+
+    Where rows share a register, ptxas copies it just before the product, and would wait for the product before.
+    """
+    x = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT) + smem.reshape([COLUMNS]).load(gl.SliceLayout(0, LAYOUT))[None]
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -297,7 +340,7 @@ def load_backward(
     COPY_IN(k_desc, [batch, key, kv_head * D], kv_full, k_smem)
     COPY_IN(v_desc, [batch, key, kv_head * D], kv_full, v_smem)
     for t in range(SHARE * n):
-        row, head = (last - t % n) * BLOCK_Q, kv_head * SHARE + t // n
+        row, head = (last - t // SHARE) * BLOCK_Q, kv_head * SHARE + t % SHARE
         stage, phase = t % STAGES, (t // STAGES) & 1
         mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), Q_BYTES)
@@ -309,14 +352,13 @@ def load_backward(
 
 @gluon.jit
 def differentiate_block(
-    t, i, dk, dv, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_block, full, empty, dq_full, dq_empty,
+    t, n, i, dk, dv, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, full, empty, dq_full, dq_empty,
     key, s, SCALE: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     CAUSAL: gl.constexpr, S: gl.constexpr, Q: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Add the gradients that one block of queries gives to dk and dv, and hand over the part of dq."""
-    stage, phase = t % STAGES, (t // STAGES) & 1
+    """Add the gradients that block t of n blocks of queries gives to dk and dv, and hand over the part of dq."""
+    stage, buffer = t % STAGES, t & 1
     q, do = q_smem.index(stage).reshape([BLOCK_Q, D]), do_smem.index(stage).reshape([BLOCK_Q, D])
-    mbarrier.wait(full.index(stage), phase)
     x, dp = spread(lse_smem.index(stage), 128, BLOCK_Q, S), spread(delta_smem.index(stage), 128, BLOCK_Q, S)
     x = warpgroup_mma(k, q.permute((1, 0)), x, is_async=True)  # scores less the log-sum-exp
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
@@ -332,19 +374,20 @@ def differentiate_block(
     ds = (p * dp).to(k.dtype)
     ds_smem.store(ds)  # for dq, to which all warps have keys to add
     ds16 = gl.convert_layout(ds, P)
-    dk = warpgroup_mma(ds16, q, dk, is_async=True)
     fence_async_shared()
     SYNC()
     dq = gl.zeros([BLOCK_Q, D], gl.float32, Q)
     dq = warpgroup_mma(ds_smem.permute((1, 0)), k, dq, use_acc=False, is_async=True)
-    dv, p16, dk, ds16, dq = warpgroup_mma_wait(0, deps=[dv, p16, dk, ds16, dq])
-    SYNC()  # all warps have read the queries, not only those of the thread that says so
-    mbarrier.arrive(empty.index(stage), count=1)
-    mbarrier.wait(dq_empty, (t & 1) ^ 1)
-    dq_block.store(dq)
+    dk = warpgroup_mma(ds16, q, dk, is_async=True)
+    dv, p16, dq = warpgroup_mma_wait(1, deps=[dv, p16, dq])  # dk may still be on its way while dq is stored
+    mbarrier.wait(dq_empty.index(buffer), ((t >> 1) & 1) ^ 1)
+    dq_smem.index(buffer).reshape([BLOCK_Q, D]).store(dq)
     fence_async_shared()
     SYNC()
-    mbarrier.arrive(dq_full, count=1)
+    mbarrier.arrive(dq_full.index(buffer), count=1)
+    mbarrier.wait(full.index((t + 1) % STAGES), ((t + 1) // STAGES) & 1, pred=t + 1 < n)  # the next block
+    dk, ds16 = warpgroup_mma_wait(0, deps=[dk, ds16])
+    mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv
 
 
@@ -360,25 +403,24 @@ def differentiate(
     Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1] if BLOCK_Q == 128 else [4, 2], [16, 64, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, KV, 2)
     k, v = k_smem.reshape([128, D]), v_smem.reshape([128, D])
-    dq_block = dq_smem.reshape([BLOCK_Q, D])
     dk, dv = gl.zeros([128, D], gl.float32, KV), gl.zeros([128, D], gl.float32, KV)
     mbarrier.wait(kv_full, 0)
+    mbarrier.wait(full.index(0), 0)
     whole = n  # blocks of queries that see all of these keys
     if CAUSAL:
         whole = gl.maximum(n - 128 // BLOCK_Q, 0)
     elif key + 128 > s:
         whole = 0
-    for share in range(SHARE):
-        for u in range(whole):
-            dk, dv = differentiate_block(
-                share * n + u, last - u, dk, dv, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_block,
-                full, empty, dq_full, dq_empty, key, s, SCALE, D, BLOCK_Q, STAGES, False, CAUSAL, S, Q, P,
-            )  # fmt: skip
-        for u in range(whole, n):
-            dk, dv = differentiate_block(
-                share * n + u, last - u, dk, dv, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_block,
-                full, empty, dq_full, dq_empty, key, s, SCALE, D, BLOCK_Q, STAGES, True, CAUSAL, S, Q, P,
-            )  # fmt: skip
+    for t in range(SHARE * whole):
+        dk, dv = differentiate_block(
+            t, SHARE * n, last - t // SHARE, dk, dv, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
+            full, empty, dq_full, dq_empty, key, s, SCALE, D, BLOCK_Q, STAGES, False, CAUSAL, S, Q, P,
+        )  # fmt: skip
+    for t in range(SHARE * whole, SHARE * n):
+        dk, dv = differentiate_block(
+            t, SHARE * n, last - t // SHARE, dk, dv, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem,
+            full, empty, dq_full, dq_empty, key, s, SCALE, D, BLOCK_Q, STAGES, True, CAUSAL, S, Q, P,
+        )  # fmt: skip
     SYNC()  # nobody reads the keys and values any more
     v.store(dv.to(k_smem.dtype))
     k.store((dk * (SCALE * 0.6931471805599453)).to(k_smem.dtype))  # SCALE has a factor log2(e)
@@ -396,31 +438,33 @@ def add_queries(
 ):  # fmt: skip
     """Add this program's parts of dq to those of the programs before it: the work of one warp."""
     for t in range(SHARE * n):
-        i, head = last - t % n, kv_head * SHARE + t // n
-        turn = turn_ptr + (batch * HEADS + head) * queries + i
-        mbarrier.wait(dq_full, t & 1)
+        i, head, buffer = last - t // SHARE, kv_head * SHARE + t % SHARE, t & 1
+        turn, part = turn_ptr + (batch * HEADS + head) * queries + i, dq_smem.index(buffer)
+        mbarrier.wait(dq_full.index(buffer), (t >> 1) & 1)
         if j == 0:
-            COPY_OUT(dq_desc, [batch, i * BLOCK_Q, head * D], dq_smem)
+            COPY_OUT(dq_desc, [batch, i * BLOCK_Q, head * D], part)
         else:
             while gl.atomic_add(turn, 0, sem="acquire") < j:  # how many have added theirs
                 pass
-            ADD_IN(dq_desc, [batch, i * BLOCK_Q, head * D], dq_smem)
+            ADD_IN(dq_desc, [batch, i * BLOCK_Q, head * D], part)
+        tma.store_wait(0)  # it has been read, and may be overwritten
+        mbarrier.arrive(dq_empty.index(buffer), count=1)
         wait_until_added()
         SYNC()
         gl.atomic_add(turn, 1, sem="release")
-        mbarrier.arrive(dq_empty, count=1)
 
 
 @gluon.jit(do_not_specialize=["s", "b"])
 def backward_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, turn_ptr, s, b,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, SCALE: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of 128 keys of one head, and their part of dq. Programs with many queries start first."""
     SHARE: gl.constexpr = HEADS // KV_HEADS
     number = gl.atomic_add(turn_ptr, 1, sem="relaxed")  # a program waits for smaller numbers alone: those have started
-    kv_head, batch, j = number % KV_HEADS, number // KV_HEADS % b, number // (KV_HEADS * b)
+    number, j = find_block(number, KV_HEADS * b, gl.cdiv(s, 128), SIDE)
+    kv_head, batch = number % KV_HEADS, number // KV_HEADS
     queries = gl.cdiv(s, BLOCK_Q)  # blocks of them
     key, last, n = j * 128, queries - 1, queries
     if CAUSAL:
@@ -433,9 +477,8 @@ def backward_kernel(
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES] + lse_desc.block_type.shape, lse_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BLOCK_Q], k_desc.dtype)
     ds_smem = gl.allocate_shared_memory(k_desc.dtype, [128, BLOCK_Q], ds_layout)
-    dq_smem = gl.allocate_shared_memory(gl.float32, dq_desc.block_type.shape, dq_desc.layout)
-    once = make_barriers(3, 1)
-    kv_full, dq_full, dq_empty = once.index(0), once.index(1), once.index(2)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+    kv_full, dq_full, dq_empty = make_barriers(1, 1).index(0), make_barriers(2, 1), make_barriers(2, 1)
     full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
     gl.warp_specialize([
         (differentiate, (
@@ -521,7 +564,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
         attend_kernel[(triton.cdiv(s, 64 * groups) * b * h,)](
             blocks_of(q, 64), blocks_of(k, 128), blocks_of(v, 128), blocks_of(o, 64), lse, s, b, HEADS=h,
             KV_HEADS=k.shape[1], SCALE=scale * LOG2_E, D=d, BLOCK=128, STAGES=2, CAUSAL=causal, GROUPS=groups,
-            REGISTERS=registers, num_warps=4,
+            REGISTERS=registers, SIDE=SIDE, num_warps=4,
         )  # fmt: skip
     return o, lse
 
@@ -552,7 +595,8 @@ def attend_backward(
     backward_kernel[(triton.cdiv(s, 128) * b * kv_heads,)](
         blocks_of(q, rows), blocks_of(do, rows), blocks_of(k, 128), blocks_of(v, 128), blocks_of(total, rows),
         blocks_of(dk, 128), blocks_of(dv, 128), vectors_of(start, rows), vectors_of(delta, rows), turns, s, b,
-        HEADS=h, KV_HEADS=kv_heads, SCALE=scale * LOG2_E, D=d, BLOCK_Q=rows, STAGES=2, CAUSAL=causal, num_warps=8,
+        HEADS=h, KV_HEADS=kv_heads, SCALE=scale * LOG2_E, D=d, BLOCK_Q=rows, STAGES=2, CAUSAL=causal, SIDE=SIDE,
+        num_warps=8,
     )  # fmt: skip
     finish_kernel[(triton.cdiv(dq.numel(), 4096),)](total, dq, dq.numel(), SCALE=scale, BLOCK=4096, num_warps=8)
     return dq, dk, dv
@@ -849,7 +893,7 @@ def measure() -> list[dict]:
         items[shape, "whole"] = {
             by: lambda run=run, inputs=inputs, do=do: torch.autograd.grad(run(), inputs, do) for by, run in runs.items()
         }
-    times = sustained(items, 60)
+    times = sustained(items)
     for b, h, kv_heads, s, k in shapes:
         forward, whole = times[(b, h, kv_heads, s, k), "forward"], times[(b, h, kv_heads, s, k), "whole"]
         _, flops, _, flops_backward = cost(b, h, kv_heads, s, k, True, torch.bfloat16)

@@ -15,7 +15,8 @@ makes the scale NaN or inf, and all of the group NaN once it is multiplied out: 
 saturate, none becomes NaN.
 
 Tensor cores add up fp8 products in fewer bits than fp32 has. Blockwise takes what 128 of k sum up to, scales it, and
-adds it in fp32 registers: more exact, and slower, as every warp waits for its product before it scales.
+adds it in fp32 registers: more exact, but in Triton all warps wait for their product, and then all of them scale. In
+Gluon, one warp loads, and three groups of four warps multiply and scale: while one scales, the others multiply.
 
 Parent:   none
 Copy:     the config but for PEAK, all from magnitude to matmul_blockwise (call quantize_tensor and matmul_tensorwise,
@@ -39,6 +40,16 @@ from torch import Tensor
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # ------------------------------------------------------------------------------------------------------------ config
@@ -223,6 +234,116 @@ def blockwise_kernel(
     c.store([top, left], total.to(c.dtype))
 
 
+# names that differ between Triton 3.6 and later
+COPY_IN = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+COPY_OUT = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """Make mbarriers for NUMBER blocks: a phase of one ends when COUNT have arrived, and all its bytes."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], BARRIER)
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
+
+
+@gluon.jit
+def load_blocks(
+    a, b, a_scale, b_scale, a_smem, b_smem, a_scale_smem, b_scale_smem, full, empty, m, n, k,
+    SQUARE: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads blocks of a and b, and their scales, of all tiles of this program, where there is room."""
+    BYTES: gl.constexpr = 3 * (a.block_type.nbytes + a_scale.block_type.nbytes) + b.block_type.nbytes
+    blocks, count = gl.cdiv(k, BLOCK), 0
+    for tile in range(gl.program_id(0), gl.cdiv(m, 192) * gl.cdiv(n, BLOCK), gl.num_programs(0)):
+        top, left = locate(tile, m, n, 192, BLOCK, GROUP)
+        for block in range(blocks):
+            stage = count % STAGES
+            ready = full.index(stage)
+            mbarrier.wait(empty.index(stage), (count // STAGES) & 1 ^ 1)
+            mbarrier.expect(ready, BYTES if SQUARE else BYTES + 4 * BLOCK)
+            for part in gl.static_range(3):
+                COPY_IN(a, [top + 64 * part, block * BLOCK], ready, a_smem.index(stage * 3 + part))
+                COPY_IN(a_scale, [block, top + 64 * part], ready, a_scale_smem.index(stage * 3 + part))
+            COPY_IN(b, [left, block * BLOCK], ready, b_smem.index(stage))
+            if not SQUARE:
+                COPY_IN(b_scale, [block, left], ready, b_scale_smem.index(stage))
+            count += 1
+
+
+@gluon.jit
+def multiply_blocks(
+    c, c_smem, b_scale, a_smem, b_smem, a_scale_smem, b_scale_smem, full, empty, m, n, k, b_stride,
+    PART: gl.constexpr, SQUARE: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """A group of four warps: 64 of the 192 rows of each tile."""
+    C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])  # which thread has which element
+    blocks, count = gl.cdiv(k, BLOCK), 0
+    for tile in range(gl.program_id(0), gl.cdiv(m, 192) * gl.cdiv(n, BLOCK), gl.num_programs(0)):
+        top, left = locate(tile, m, n, 192, BLOCK, GROUP)
+        total = gl.zeros([64, BLOCK], gl.float32, C)
+        for block in range(blocks):
+            stage = count % STAGES
+            if SQUARE:
+                square = gl.load(b_scale + left // BLOCK * b_stride + block)
+            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            product = gl.zeros([64, BLOCK], gl.float32, C)
+            a, b = a_smem.index(stage * 3 + PART), b_smem.index(stage).permute((1, 0))
+            product = warpgroup_mma(a, b, product, use_acc=False, is_async=True)
+            scale = a_scale_smem.index(stage * 3 + PART).reshape([64]).load(gl.SliceLayout(1, C))
+            product = warpgroup_mma_wait(0, deps=[product])
+            if SQUARE:
+                mbarrier.arrive(empty.index(stage), count=1)
+                total += product * (scale * square)[:, None]
+            else:  # loaded late: registers for it are free when the product is there
+                columns = b_scale_smem.index(stage).reshape([BLOCK]).load(gl.SliceLayout(0, C))
+                total += product * (scale[:, None] * columns[None, :])
+                mbarrier.arrive(empty.index(stage), count=1)
+            count += 1
+        tma.store_wait(0)  # the tile before this one has left shared memory
+        c_smem.store(total.to(c.dtype))
+        fence_async_shared()  # or the TMA would read what was there before
+        COPY_OUT(c, [top + 64 * PART, left], c_smem)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["m", "n", "k", "b_stride"])
+def blockwise_gluon_kernel(
+    a, b, c, a_scale, b_scale, m, n, k, b_stride,
+    SQUARE: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Compute every programs-th tile of c [m, n], 192 x 128, as blockwise_kernel does. All but m, n, k are descriptors.
+
+    Scales of a [k / BLOCK, m]; of b [k / BLOCK, n], or if SQUARE, [n / BLOCK, k / BLOCK], by its address.
+    """
+    a_smem = gl.allocate_shared_memory(a.dtype, [STAGES * 3] + a.block_type.shape, a.layout)
+    b_smem = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    c_smem = gl.allocate_shared_memory(c.dtype, [3] + c.block_type.shape, c.layout)
+    a_scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES * 3, 1, 64], a_scale.layout)
+    b_scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], a_scale.layout)
+    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 3)
+    gl.warp_specialize([
+        (multiply_blocks, (
+            c, c_smem.index(0), b_scale, a_smem, b_smem, a_scale_smem, b_scale_smem, full, empty, m, n, k, b_stride,
+            0, SQUARE, BLOCK, STAGES, GROUP,
+        )),
+        (multiply_blocks, (
+            c, c_smem.index(1), b_scale, a_smem, b_smem, a_scale_smem, b_scale_smem, full, empty, m, n, k, b_stride,
+            1, SQUARE, BLOCK, STAGES, GROUP,
+        )),
+        (multiply_blocks, (
+            c, c_smem.index(2), b_scale, a_smem, b_smem, a_scale_smem, b_scale_smem, full, empty, m, n, k, b_stride,
+            2, SQUARE, BLOCK, STAGES, GROUP,
+        )),
+        (load_blocks, (
+            a, b, a_scale, b_scale, a_smem, b_smem, a_scale_smem, b_scale_smem, full, empty, m, n, k,
+            SQUARE, BLOCK, STAGES, GROUP,
+        )),
+    ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+
+
 def processors(x: Tensor) -> int:
     """Return how many programs run at a time: one per SM, or two in the interpreter, so that each has several tiles."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
@@ -372,13 +493,10 @@ def prepare_blocks(
     return a, b, c, for_descriptors(a_scale.T), for_descriptors(b_scale if square else b_scale.T), square
 
 
-def matmul_blockwise(
+def matmul_blockwise_triton(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """a [m, k], b [n, k] in fp8 -> their product [m, n] in bfloat16 or float32, added up in float32.
-
-    a_scale [m, k/128]; b_scale [n/128, k/128] (forward, gradient of the input) or [n, k/128] (gradient of the weight).
-    """
+    """As matmul_blockwise, in Triton: it runs anywhere."""
     a, b, c, a_scale, b_scale, square = prepare_blocks(a, a_scale, b, b_scale, dtype)
     if c.numel() and a.shape[1]:
         blockwise_kernel[(triton.cdiv(len(a), BLOCK) * triton.cdiv(len(b), BLOCK),)](
@@ -387,6 +505,39 @@ def matmul_blockwise(
             SQUARE=square, BLOCK=BLOCK, GROUP=GROUP, num_warps=8, num_stages=3,
         )  # fmt: skip
     return c.contiguous()
+
+
+def blocks_of(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
+    """Describe x as blocks, which tensor cores read where TMA puts them; lines of scales lie there as they are."""
+    dtype = {1: gl.float8e4nv, 2: gl.bfloat16, 4: gl.float32}[x.element_size()]  # only its size matters
+    plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    layout = plain if rows == 1 else gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return GluonDescriptor.from_tensor(x, [rows, columns], layout)
+
+
+def matmul_blockwise_gluon(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """As matmul_blockwise, in Gluon: for GPUs of compute capability 9.0. Equal to Triton's to the bit."""
+    a, b, c, a_scale, b_scale, square = prepare_blocks(a, a_scale, b, b_scale, dtype)
+    if c.numel() and a.shape[1]:
+        blockwise_gluon_kernel[rounds(triton.cdiv(len(a), 192) * triton.cdiv(len(b), BLOCK), a)](
+            blocks_of(a, 64, BLOCK), blocks_of(b, BLOCK, BLOCK), blocks_of(c, 64, BLOCK), blocks_of(a_scale, 1, 64),
+            b_scale if square else blocks_of(b_scale, 1, BLOCK), *c.shape, a.shape[1], b_scale.stride(0),
+            SQUARE=square, BLOCK=BLOCK, STAGES=3, GROUP=GROUP, num_warps=4,
+        )  # fmt: skip
+    return c.contiguous()
+
+
+def matmul_blockwise(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """a [m, k], b [n, k] in fp8 -> their product [m, n] in bfloat16 or float32, added up in float32.
+
+    a_scale [m, k/128]; b_scale [n/128, k/128] (forward, gradient of the input) or [n, k/128] (gradient of the weight).
+    """
+    hopper = a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0)
+    return (matmul_blockwise_gluon if hopper else matmul_blockwise_triton)(a, a_scale, b, b_scale, dtype)
 
 
 # --------------------------------------------------------------------------------------------------------- reference
@@ -624,6 +775,8 @@ def check(device: str) -> None:
         for name, (run, *kinds) in ladder().items():
             operands = [y for z, kind in zip((x, w), kinds) for y in quantizers()[kind](z)[:2]]
             check_repeats(name, lambda run=run, operands=operands: (run(*operands),))
+            if "blockwise" in name and not torch.equal(run(*operands), matmul_blockwise_triton(*operands)):
+                raise SystemExit(f"{name}: the kernels in Gluon and in Triton differ")
 
 
 def contenders(kind: str, operands: list[Tensor]) -> dict[str, Callable[[], Tensor]]:
@@ -632,7 +785,7 @@ def contenders(kind: str, operands: list[Tensor]) -> dict[str, Callable[[], Tens
         ours = matmul_tensorwise if kind == "tensorwise" else matmul_rowwise
         runs = {"_scaled_mm, fast": lambda: scaled_mm(*operands, fast=True), "_scaled_mm": lambda: scaled_mm(*operands)}
         return runs | {"Triton": lambda: ours(*operands)}
-    runs = {"_scaled_mm": scaled_mm, "Triton": matmul_blockwise}
+    runs = {"_scaled_mm": scaled_mm, "Triton": matmul_blockwise_triton, "Gluon": matmul_blockwise}
     return {by: lambda f=f: f(*operands) for by, f in runs.items()}
 
 

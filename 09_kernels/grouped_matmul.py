@@ -133,21 +133,30 @@ def sort_experts(offsets_ptr, order_ptr, experts, EXPERTS: tl.constexpr, BLOCK: 
 
 @triton.jit(do_not_specialize=["experts", "n", "k", "dy_stride", "x_stride"])
 def multiply_rows(
-    dy_ptr, x_ptr, dw, offsets_ptr, order_ptr, experts, n, k, dy_stride, x_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    dy_ptr, x_ptr, dw, offsets_ptr, order_ptr, experts, n, k, dy_stride, x_stride, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of dw [experts, n, k]: dyᵀ x of the rows of one expert."""
+    """Compute STRIP tiles of dw [experts, n, k]: dyᵀ x of the rows of one expert.
+
+    Descriptors end where the expert does, so programs make them: once for all tiles of a strip.
+    """
     tiles = tl.cdiv(n, BLOCK_M) * tl.cdiv(k, BLOCK_N)  # of each expert
-    expert = tl.load(order_ptr + tl.program_id(0) // tiles)
+    strips = tl.cdiv(tiles, STRIP)
+    expert = tl.load(order_ptr + tl.program_id(0) // strips)
     begin, end = find_rows(offsets_ptr, expert, experts)
-    row, column = locate(tl.program_id(0) % tiles, n, k, BLOCK_M, BLOCK_N, GROUP)
     high = tl.maximum(end, 1)  # a descriptor has at least one row, read or not
     dy = tl.make_tensor_descriptor(dy_ptr, [high, n], [dy_stride, 1], [BLOCK_K, BLOCK_M])
     x = tl.make_tensor_descriptor(x_ptr, [high, k], [x_stride, 1], [BLOCK_K, BLOCK_N])
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.range(begin, end, BLOCK_K):
-        total = tl.dot(dy.load([start, row]).T, x.load([start, column]), total, input_precision="ieee")
-    dw.store([expert, row, column], total.to(dw.dtype).reshape(1, BLOCK_M, BLOCK_N))
+    first = tl.program_id(0) % strips * STRIP
+    for tile in tl.range(first, min(first + STRIP, tiles), flatten=True):
+        row, column = locate(tile, n, k, BLOCK_M, BLOCK_N, GROUP)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in tl.range(begin, end, BLOCK_K):
+            total = tl.dot(dy.load([start, row]).T, x.load([start, column]), total, input_precision="ieee")
+        half: tl.constexpr = BLOCK_N // 2
+        left, right = total.reshape(BLOCK_M, 2, half).permute(0, 2, 1).split()
+        dw.store([expert, row, column], left.to(dw.dtype).reshape(1, BLOCK_M, half))
+        dw.store([expert, row, column + half], right.to(dw.dtype).reshape(1, BLOCK_M, half))
 
 
 def tile(x: Tensor, columns: int) -> dict[str, int]:
@@ -222,7 +231,7 @@ def grouped_matmul_shape(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 @torch.library.custom_op("grouped_matmul::grouped_weight_gradient", mutates_args=())
 def grouped_weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """dy [t, n], x [t, k] -> [e, n, k]: for each expert, dyᵀ x of its rows."""
-    dy, x, sizes, experts = in_rows(dy), in_rows(x), tile(x, 128), len(offsets)
+    dy, x, sizes, experts, strip = in_rows(dy), in_rows(x), tile(x, 256), len(offsets), 2  # tiles
     (t, n), k = dy.shape, x.shape[1]
     if not (t and n and k and experts):
         return x.new_zeros(experts, n, k)
@@ -230,10 +239,10 @@ def grouped_weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     sort_experts[(1,)](offsets, order, experts, EXPERTS=max(32, triton.next_power_of_2(experts)), BLOCK=32)
     block_m, block_n = sizes["BLOCK_M"], sizes["BLOCK_N"]
     triton.set_allocator(allocate)  # it holds for one thread, and backward runs in another one than forward
-    multiply_rows[(experts * triton.cdiv(n, block_m) * triton.cdiv(k, block_n),)](
-        dy, x, TensorDescriptor.from_tensor(dw, [1, block_m, block_n]),
+    multiply_rows[(experts * triton.cdiv(triton.cdiv(n, block_m) * triton.cdiv(k, block_n), strip),)](
+        dy, x, TensorDescriptor.from_tensor(dw, [1, block_m, block_n // 2]),
         offsets, order, experts, n, k, dy.stride(0), x.stride(0),
-        **sizes, GROUP=8, num_warps=4 if x.element_size() == 2 else 8, num_stages=2,
+        **sizes, GROUP=16, STRIP=strip, num_warps=8, num_stages=4 if x.element_size() == 2 else 2,
     )  # fmt: skip
     return dw
 

@@ -18,7 +18,10 @@ from torch import Tensor
 
 FP8_MATMUL = "09_kernels/fp8_matmul.py"
 SHARED_MEMORY = 227 * 1024  # bytes that a program on an H100 can have
-COMPILED = {"amax_kernel", "cast_kernel", "blocks_kernel", "matmul_kernel", "blockwise_kernel"}
+COMPILED = {
+    *("amax_kernel", "cast_kernel", "blocks_kernel", "matmul_kernel", "blockwise_kernel"),
+    "blockwise_gluon_kernel",
+}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -282,8 +285,9 @@ def type_of(name: str, value: object) -> str:
     """The type of an argument, as Triton spells it."""
     if isinstance(value, torch.Tensor):
         return f"*{name_of(value.dtype)}"
-    if hasattr(value, "block_shape"):  # a descriptor
-        return f"tensordesc<{name_of(value.base.dtype)}[{','.join(map(str, value.block_shape))}]>"
+    if hasattr(value, "block_shape"):  # a descriptor; in Gluon it has a layout
+        block = f"{name_of(value.base.dtype)}[{','.join(map(str, value.block_shape))}]"
+        return f"tensordesc<{block}{f',{value.layout!r}' if hasattr(value, 'layout') else ''}>"
     assert isinstance(value, int), f"{name} would have 32 bits"
     return "i32" if value < 2**31 else "i64"
 
@@ -292,6 +296,7 @@ def compile_instead(self, *arguments, grid, warmup=False, **options):
     """In place of a launch: compile the kernel for an H100, for arguments like these; print its shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     chosen = {key: options.pop(key) for key in ("num_warps", "num_stages") if key in options}
     values, signature, constants, attributes = {**dict(zip(self.arg_names, arguments)), **options}, {}, {}, {}
@@ -303,7 +308,7 @@ def compile_instead(self, *arguments, grid, warmup=False, **options):
         signature[parameter.name] = type_of(f"{self.__name__}: {parameter.name}", value)
         if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(self, signature, constants, attributes)
+    source = (GluonASTSource if self.is_gluon() else triton.compiler.ASTSource)(self, signature, constants, attributes)
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=chosen)
     print(self.__name__, kernel.metadata.shared)
 
@@ -317,6 +322,7 @@ def main() -> None:
     JITFunction.run = compile_instead
     torch.Tensor.is_cuda = property(lambda self: True)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
     module = load(FP8_MATMUL)
     x, w = torch.empty(512, 1024, dtype=torch.bfloat16), torch.empty(256, 1024, dtype=torch.bfloat16)
     for low in module.E4M3, module.E5M2:
@@ -325,6 +331,8 @@ def main() -> None:
             b, b_scale, *_ = module.quantizers()[kinds[1]](w)
             for dtype in module.OUTPUTS if low == module.E4M3 or "blockwise" not in name else ():
                 multiply(a, a_scale, b, b_scale, dtype)
+                if multiply is module.matmul_blockwise:  # which was the kernel in Gluon
+                    module.matmul_blockwise_triton(a, a_scale, b, b_scale, dtype)
 
 
 if __name__ == "__main__":
