@@ -39,6 +39,7 @@ Source:   Thakkar et al. 2023, CUTLASS 3, github.com/NVIDIA/cutlass; Tillet et a
 import argparse
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -480,23 +481,27 @@ def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -
 def sustained(items: dict[str, dict[str, Callable[[], object]]], seconds: float = 30) -> dict[str, dict[str, float]]:
     """Median milliseconds of each contender for each item while the GPU is busy for `seconds`. All take turns.
 
-    At its power limit a GPU lowers its clocks, which bursts do not show. The first third, in which it heats up, does
-    not count.
+    At its power limit a GPU lowers its clocks, which bursts do not show. How far depends on what ran just before. So
+    each runs for a while before it is timed, and the order changes. The first turns warm up, and do not count.
     """
-    times = {item: {by: [] for by in runs} for item, runs in items.items()}
-    start = time.perf_counter()
-    while (passed := time.perf_counter() - start) < seconds:
-        for item, runs in items.items():
-            for by, run in runs.items():
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                run()  # the CPU is ahead from here on
-                begin.record()
-                for _ in range(10):
-                    run()
-                end.record()
-                end.synchronize()  # its time is read below
-                if passed > seconds / 3:
-                    times[item][by].append(begin.elapsed_time(end) / 10)
+    times, turns = {item: {by: [] for by in runs} for item, runs in items.items()}, 0
+    start, order = time.perf_counter(), [(item, by) for item, runs in items.items() for by in runs]
+    while turns < 3 or time.perf_counter() - start < seconds:
+        for item, by in random.Random(turns).sample(order, len(order)):
+            run, begin, end = items[item][by], *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            settled = time.perf_counter() + 0.1
+            while time.perf_counter() < settled:
+                run()
+                torch.cuda.synchronize()  # or the CPU would run far ahead of the clock
+            run()  # the CPU is ahead from here on
+            begin.record()
+            for _ in range(10):
+                run()
+            end.record()
+            end.synchronize()  # its time is read below
+            if turns:
+                times[item][by].append(begin.elapsed_time(end) / 10)
+        turns += 1
     return {item: {by: statistics.median(found) for by, found in runs.items()} for item, runs in times.items()}
 
 

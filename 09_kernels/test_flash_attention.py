@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -255,6 +255,20 @@ def test_refusals():
 
 
 # ------------------------------------------------------------------------------------------------- natively, for a GPU
+@pytest.mark.parametrize(("heads", "blocks"), [(1, 1), (8, 5), (10, 7), (17, 3), (3, 40)])
+def test_gluon_programs_have_blocks_of_their_own(heads, blocks):
+    """Each block of each head has one program; a program waits for blocks before its own, whose numbers are smaller."""
+    module = load(GLUON)
+    find_block = module.find_block.fn
+    find_block.__globals__["gl"] = SimpleNamespace(minimum=min)  # plain numbers have no other
+    found = [find_block(number, heads, blocks, module.SIDE) for number in range(heads * blocks)]
+    assert sorted(found) == [(head, block) for head in range(heads) for block in range(blocks)]
+    for head in range(heads):
+        assert [block for other, block in found if other == head] == list(range(blocks))
+    together = [head for head, _ in found[: module.SIDE * blocks]]
+    assert set(together) == set(range(min(heads, module.SIDE))), "other heads come between those side by side"
+
+
 def test_gluon_refuses_what_it_does_not_take():
     """... before anything is launched: other widths and dtypes, lengths that differ, and CPUs."""
     attention = load(GLUON).flash_attention

@@ -46,7 +46,7 @@ LIMITS = {  # lines of code; 450 for a recipe that is not named
     "08_4d/train.py": 900,
     "09_kernels/train.py": 850,  # the root, and the kernels of five files
     "09_kernels/flash_attention.py": 800,  # three rungs, each with a backward
-    "09_kernels/flash_attention_gluon.py": 670,
+    "09_kernels/flash_attention_gluon.py": 690,
     "09_kernels/fp8_matmul.py": 600,  # three kinds of scales, what quantises, and one matmul in Gluon, too
 }
 
