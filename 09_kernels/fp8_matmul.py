@@ -126,7 +126,7 @@ def cast_kernel(
 
     rows_ptr and columns_ptr have the bits of amax.
     """
-    tile, across = tl.program_id(0), tl.cdiv(k, BLOCK)
+    tile, across = tl.num_programs(0) - 1 - tl.program_id(0), tl.cdiv(k, BLOCK)  # the last are still in the L2
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     x, row, column = read_tile(x_ptr, tile, m, k, x_stride, BLOCK)
     if TENSOR:
@@ -421,7 +421,8 @@ def quantize_blocks(x: Tensor, height: int = 1, dtype: torch.dtype = E4M3) -> tu
     t_scale = scale if square else torch.empty(high, k, device=x.device)
     if x.numel():
         strides = x.stride(0), y.stride(0), t.stride(0)
-        blocks_kernel[grid](x, y, scale, t, t_scale, m, k, *strides, SQUARE=square, **options, num_warps=16)
+        warps = 16 if square else 8
+        blocks_kernel[grid](x, y, scale, t, t_scale, m, k, *strides, SQUARE=square, **options, num_warps=warps)
     return y, scale if square else scale.T, t, t_scale.T
 
 

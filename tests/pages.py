@@ -144,10 +144,7 @@ SHOWN = 12  # so many bugs are in sight, the others below a line to be opened
 UNKNOWN = "Not measured yet."
 OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
 SHARES = ("forward_ms", "share_forward"), ("both_ms", "share")  # a time, and the ideal time over it
-LONG = {  # kernels that are compared with each other: a row for each
-    *("coalescing", "tiling", "coarsening", "matmul", "grouped_matmul"),
-    *("flash_attention", "flash_attention_gluon", "fp8_matmul"),
-}
+LONG = "coalescing", "tiling", "coarsening"  # kernels that are compared with each other: a row for each
 MORE = {  # what else a row of a kernel may hold: the column, and how it is written
     "GiB": ("peak, GiB", "{:.2f}"),
     "steps": ("steps per useful one", "{}"),
@@ -157,6 +154,7 @@ MORE = {  # what else a row of a kernel may hold: the column, and how it is writ
     "registers": ("registers per thread", "{}"),
     "spills": ("words spilled", "{}"),
     "loaded": ("GB loaded", "{:.2f}"),
+    "differ": ("repeats that differ, of 100", "{}"),
 }
 EXCESS = re.compile(r"(\w+) (\d+)x, (\d+)x$")  # coalescing.py: a kernel, and its excess of sectors read, and written
 USELESS = re.compile(r"(\w+), ([\d.]+)x the steps$")  # divergence.py: a way, and the steps that it executes for one
@@ -316,7 +314,7 @@ def kernel_table(path: str) -> str:
     note = ", ".join([*about, f"`{stored['command']}`"])
     rows = [dict(row) for row in stored["rows"]]
     for row in rows:
-        row["limit"] = f"{row['rate'] / row['share']:,.3g} {row['unit']}" if row["share"] else ""
+        row["limit"] = f"{significant(row['rate'] / row['share'])} {row['unit']}" if row["share"] else ""
         if match := EXCESS.match(row["by"]):
             row |= {"by": match[1], "read": match[2], "written": match[3]}
         if match := USELESS.match(row["by"]):
@@ -334,42 +332,49 @@ def fastest(row: dict, rows: list[dict]) -> str:
     return f"**{ms}**" if row in others and row["ms"] == min(other["ms"] for other in others) else ms
 
 
+def significant(x: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{x:,.0f}" if x >= 999.5 else f"{float(f'{x:.6g}'):.3g}"
+
+
 def long_table(rows: list[dict]) -> str:
     """A row of the table for each that was measured."""
     more = [key for key in MORE if any(key in row for row in rows)]
     lines = []
     for row in rows:
         extra = [MORE[key][1].format(row[key]) if key in row else "" for key in more]
-        rate = f"{row['rate']:.3g} {row['unit']}"
+        rate = f"{significant(row['rate'])} {row['unit']}"
         lines.append([row["what"], row["by"], *extra, fastest(row, rows), rate, f"{row['share']:.0%}", row["limit"]])
     head = ["what", "by", *(MORE[key][0] for key in more), "ms", "rate", "share of the limit", "limit"]
     return table(head, lines, labels=2)
 
 
 def alike(rows: list[dict]) -> list[list[dict]]:
-    """The rows of each table: in turn all of those whose contenders are among each other's."""
+    """The rows of each table: all of those whose contenders are among each other's."""
     found, contenders = [], []
     for what in dict.fromkeys(row["what"] for row in rows):
         same = [row for row in rows if row["what"] == what]
         names = {row["by"] for row in same}
-        if not found or not (names <= contenders[-1] or names >= contenders[-1]):
+        fits = [i for i, others in enumerate(contenders) if names <= others or names >= others]
+        if not fits:
+            fits = [len(found)]
             found.append([])
             contenders.append(set())
-        found[-1] += same
-        contenders[-1] |= names
+        found[fits[0]] += same
+        contenders[fits[0]] |= names
     return found
 
 
 def wide_table(rows: list[dict]) -> str:
     """A row for each size, a column for each contender with its milliseconds and its share of the limit."""
     names, lines = list(dict.fromkeys(row["by"] for row in rows)), []
-    more = [key for key in MORE if all(key in row for row in rows)]
+    more = [(key, by) for key in MORE for by in names if any(key in row for row in rows if row["by"] == by)]
     for what in dict.fromkeys(row["what"] for row in rows):
         found = {row["by"]: row for row in rows if row["what"] == what}
         cells = [f"{fastest(found[by], rows)} · {found[by]['share']:.0%}" if by in found else "" for by in names]
-        extra = [MORE[key][1].format(found[by][key]) if by in found else "" for key in more for by in names]
+        extra = [MORE[key][1].format(found[by][key]) if key in found.get(by, {}) else "" for key, by in more]
         lines.append([what, *cells, *extra, next(iter(found.values()))["limit"]])
-    titles = [f"{by}: {MORE[key][0]}" for key in more for by in names]
+    titles = [f"{by}: {MORE[key][0]}" for key, by in more]
     return table(["ms · share of the limit", *names, *titles, "limit"], lines, labels=1)
 
 
