@@ -722,6 +722,13 @@ BUGS = [
         seen="neighbours",
     ),
     Bug(
+        "each program computes the first tile of its strip, and leaves out the second one",
+        GROUPED,
+        "min(first + STRIP, tiles)",
+        "min(first + 1, tiles)",
+        seen="check",
+    ),
+    Bug(
         "experts with equally many rows get the same place in the order",
         GROUPED,
         "(more | (same & (other < expert)))",

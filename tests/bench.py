@@ -342,10 +342,11 @@ PROFILED["expert"] = [file for file, _ in SUITES["expert"][2]]
 KINDS = "matmuls", "attention", "elementwise", "optimizer"
 DOES = [  # what a GPU kernel does, by parts of its name; the first that fits counts, and all others are elementwise
     ("elementwise", r"^triton_(poi|red|per)"),  # torch.compile names these after what is around them, too
-    ("attention", r"sdpa|flash|fmha|attention"),
+    ("attention", r"sdpa|flash|fmha|attention|^(attend|backward|prepare|finish)_kernel"),
     ("optimizer", r"adamw|multi_tensor|squares"),
     ("matmuls", r"nvjet|gemm|cutlass|cublas|splitk|triton_tem"),
 ]
+ATTENTION = "09_kernels/flash_attention_gluon.py"
 STAGES = [f"03_zero/{name}.py" for name in ("zero1_overlap", "zero2", "zero3")]
 TIMELINES = RESULTS.parent / "timelines"
 COLLECTIVES = "--largest 268435456"
@@ -831,9 +832,15 @@ def kernels(names: list[str], rounds: int) -> bool:
     return not failed
 
 
-def step_by_kind(file: str, flags: str) -> dict[str, float]:
-    """Milliseconds of a training step by what its GPU kernels do. rest: the time in which no kernel runs."""
+def step_by_kind(file: str, flags: str, attention: str = "") -> dict[str, float]:
+    """Milliseconds of a training step by what its GPU kernels do. rest: the time in which no kernel runs.
+
+    attention: a file whose flash_attention takes the place of PyTorch's own.
+    """
     module = load(file)
+    if attention:
+        ours = load(attention).flash_attention
+        torch.nn.functional.scaled_dot_product_attention = lambda q, k, v, **_: ours(q, k, v)  # in this process alone
     sys.argv = [file, *flags.split()]
     cfg = module.parse_config()
     data, model = module.load_data(cfg), module.build_model(cfg)
@@ -861,12 +868,20 @@ def kind_of(name: str) -> str:
 
 
 def kernel_steps() -> None:
-    """Store where the milliseconds of a step go, of the root and of 09_kernels/train.py. Stores after each."""
+    """Store where the milliseconds of a step go, of the root, and of 09_kernels/train.py with two kinds of attention.
+
+    Stores after each.
+    """
     stored = {"measured": {**where(1), "command": "python tests/bench.py kernel_steps"}}
     for preset, flags in LLAMAS.items():
-        for file, own in ("01_single_gpu/train.py", f"{flags} --compile"), ("09_kernels/train.py", flags):
-            stored.setdefault(preset, {})[file] = isolated(partial(step_by_kind, file, own))
-            print(f"{preset:12} {file:24}", *(f"{k} {ms:.1f}" for k, ms in stored[preset][file].items()), flush=True)
+        runs = {
+            "01_single_gpu/train.py": ("01_single_gpu/train.py", f"{flags} --compile"),
+            "09_kernels/train.py": ("09_kernels/train.py", flags),
+            f"09_kernels/train.py, {ATTENTION}": ("09_kernels/train.py", flags, ATTENTION),
+        }
+        for name, run in runs.items():
+            stored.setdefault(preset, {})[name] = isolated(partial(step_by_kind, *run))
+            print(f"{preset:12} {name:60}", *(f"{k} {ms:.1f}" for k, ms in stored[preset][name].items()), flush=True)
             KERNEL_STEPS.write_text(json.dumps(stored, indent=1) + "\n")
 
 

@@ -393,6 +393,11 @@ def kernel_steps() -> str:
             share = f"{ours[kind] / root[kind] - 1:+.1%}" if kind != "rest" else ""
             ms = f"{root[kind]:.1f}", f"{ours[kind]:.1f}", f"{ours[kind] - root[kind]:+.1f}"
             rows.append([preset, kind, *ms, share])
+        for name in found:
+            if name.startswith("09_kernels/train.py, "):  # the same, with another attention
+                ms = sum(found[name].values())
+                change = f"{ms - root['step']:+.1f}", f"{ms / root['step'] - 1:+.1%}"
+                rows.append([preset, f"step, with {Path(name).name}", f"{root['step']:.1f}", f"{ms:.1f}", *change])
     note = f"{about['gpu']}, torch {about['torch']}, {about['date']}, `{about['command']}`"
     head = ["preset", "kernels", "root, ms", "`train.py`, ms", "difference, ms", "difference"]
     return f"{note}\n\n{table(head, rows)}"

@@ -271,6 +271,7 @@ def test_steps_become_a_table(monkeypatch, tmp_path):
     steps = {
         "01_single_gpu/train.py": {"matmuls": 50.0, "rest": 2.0},
         "09_kernels/train.py": {"matmuls": 51, "rest": 1},
+        "09_kernels/train.py, 09_kernels/flash_attention_gluon.py": {"matmuls": 49, "rest": 1},
     }
     (tmp_path / "kernel_steps.json").write_text(json.dumps({"measured": about, "llama3_1b": steps}))
     (found,) = cells_of(pages.kernel_steps())
@@ -278,6 +279,7 @@ def test_steps_become_a_table(monkeypatch, tmp_path):
         ["matmuls", "50.0", "51.0", "+1.0", "+2.0%"],
         ["rest", "2.0", "1.0", "-1.0", ""],
         ["step", "52.0", "52.0", "+0.0", "+0.0%"],
+        ["step, with flash_attention_gluon.py", "52.0", "50.0", "-2.0", "-3.8%"],
     ]
 
 
