@@ -312,6 +312,14 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
         )
         for name, flags in (("smollm", LLAMAS["smollm_1_7b"]), ("llama3_1b", LLAMAS["llama3_1b"]))
     },
+    "mixed_smollm": (
+        1,
+        2,
+        [
+            ("01_single_gpu/train.py", f"{LLAMAS['smollm_1_7b']} --compile"),
+            ("10_mixed_precision/bf16.py", f"{LLAMAS['smollm_1_7b']} --compile --microbatches 1"),
+        ],
+    ),
     "four": (
         4,
         1,

@@ -46,7 +46,7 @@ LARGE = {"lm_head": 1000, "q_proj": 15, "k_proj": 15, "embed_tokens": 50}  # tim
 LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
     f"03_zero/{name}.py"
     for name in "zero1_overlap zero2 zero3 zero3_copy_engines hsdp offload torch_fsdp accelerate_fsdp".split()
-] + ["09_kernels/train.py"]  # those of its blocks
+] + ["09_kernels/train.py", "10_mixed_precision/bf16.py"]  # of the first, those of its blocks
 CONTEXT_TWIN = "05_context_ring/torch_context_parallel.py"  # on GPUs, its library has no attention in float32
 RESULTS = ROOT / "tests" / "results" / "equivalence.json"
 
@@ -261,6 +261,9 @@ CASES = [
     ("07_expert/symmetric_memory.py", 8, "--batch 16 --top_k 1 --slots 8"),
     ("09_kernels/train.py", 1, ""),
     ("09_kernels/train.py", 1, "--kv_heads 6 --vocab 259"),
+    ("10_mixed_precision/bf16.py", 1, "--microbatches 1"),
+    ("10_mixed_precision/bf16.py", 1, "--microbatches 3"),
+    ("10_mixed_precision/bf16.py", 1, "--compile"),
 ]
 
 
@@ -319,12 +322,13 @@ HARDEST = {  # of its cases the one that proves a recipe, when there is time for
     "07_expert/overlap.py": (4, "--edp 2"),
     "07_expert/symmetric_memory.py": (4, "--edp 2"),
     KERNELS: (1, ""),
+    "10_mixed_precision/bf16.py": (1, "--microbatches 3"),
 }
 
 
 def on_one_device(recipe: str) -> bool:
     """Whether a recipe trains in one process."""
-    return recipe[:2] == "01" or recipe in (MOE, KERNELS)
+    return recipe[:2] in ("01", "10") or recipe in (MOE, KERNELS)
 
 
 def root_of(recipe: str) -> str:

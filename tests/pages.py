@@ -91,6 +91,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "09_kernels/flash_attention_gluon.py": "warps with different jobs; gradients added in a fixed order",
     "09_kernels/fp8_matmul.py": "8 bits per element, and scales for a tensor, a row or a block",
     "09_kernels/train.py": "the root, with the kernels of a Llama pasted in",
+    "10_mixed_precision/bf16.py": "bf16 weights that are written once per step, from fp32 masters",
 }
 FOLDERS = {  # and what each teaches
     "01_single_gpu": "the program that all others change, its memory and its time",
@@ -101,6 +102,7 @@ FOLDERS = {  # and what each teaches
     "06_pipeline": "layers in stages, and schedules that keep all of them busy",
     "07_expert": "many MLPs shared out over ranks; tokens travel to a few of them",
     "09_kernels": "what a GPU does in a step, in Triton: passes over memory, matmuls, attention",
+    "10_mixed_precision": "which numbers may have 16 bits or 8, and which must not",
 }
 SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or None, sentence); else: first row's
     "single": ("01_single_gpu", "One GPU, against the Llama of `transformers`, compiled, with the same AdamW."),
@@ -131,11 +133,13 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "expert_layer": (None, ""),  # has a table of its own
     "kernels_smollm": ("09_kernels", "SmolLM-1.7B, four sequences of 4,096 tokens, against the root, compiled."),
     "kernels_llama3_1b": ("09_kernels", "Llama-3.2-1B, four sequences of 8,192 tokens: the vocabulary is larger."),
+    "mixed_smollm": ("10_mixed_precision", "SmolLM-1.7B, four sequences of 4,096 tokens, compiled."),
     "collectives": (None, ""),  # has a table of its own
 }
 BASELINES = {  # where no library trains the same: what speed is over
     "07_expert": "07_expert/expert_parallel.py",
     "09_kernels": "01_single_gpu/train.py",
+    "10_mixed_precision": "01_single_gpu/train.py",
 }
 LIBRARIES = "torch_", "accelerate_"  # how the names of library twins start
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
