@@ -3,6 +3,7 @@
 from mutation import Bug
 
 BF16 = "10_mixed_precision/bf16.py"
+FP16 = "10_mixed_precision/fp16_loss_scaling.py"
 
 BUGS = [
     Bug(
@@ -74,5 +75,53 @@ BUGS = [
         "{name: master.detach() for name, master",
         "{name: master.detach().bfloat16().to(master.dtype) for name, master",
         seen="bfloat16",
+    ),
+    Bug("gradients are not divided by the scale again", FP16, "    unscale_gradients(model)\n", ""),
+    Bug(
+        "gradients are clipped before they are divided by the scale",
+        FP16,
+        "    unscale_gradients(model)\n    norm = clip_gradients(cfg, model)\n",
+        "    norm = clip_gradients(cfg, model)\n    unscale_gradients(model)\n",
+    ),
+    Bug(
+        "the loss that is logged has the scale in it",
+        FP16,
+        "        total += loss.detach()",
+        "        total += loss.detach() * model.scaling.scale",
+    ),
+    Bug(
+        "a step with inf in its gradients is not skipped: all weights become NaN",
+        FP16,
+        "overflow.float()",
+        "torch.zeros_like(norm)",
+        seen="overflow",
+    ),
+    Bug(
+        "the scale stays as it is after an overflow: no step is ever good again",
+        FP16,
+        "torch.where(overflow, 0.5,",
+        "torch.where(overflow, 1.0,",
+        seen="overflow",
+    ),
+    Bug(
+        "good steps before an overflow count for the next growth",
+        FP16,
+        "torch.where(overflow, 0, scaling.good + 1)",
+        "scaling.good + 1",
+        seen="overflow",
+    ),
+    Bug(
+        "the scale grows once, and never again",
+        FP16,
+        "    scaling.good.masked_fill_(grown, 0)\n",
+        "",
+        seen="growth",
+    ),
+    Bug(
+        "the scale grows after each good step",
+        FP16,
+        "scaling.good == cfg.growth_interval",
+        "scaling.good >= 1",
+        seen="growth",
     ),
 ]

@@ -318,6 +318,10 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
         [
             ("01_single_gpu/train.py", f"{LLAMAS['smollm_1_7b']} --compile"),
             ("10_mixed_precision/bf16.py", f"{LLAMAS['smollm_1_7b']} --compile --microbatches 1"),
+            (
+                "10_mixed_precision/fp16_loss_scaling.py",
+                f"{LLAMAS['smollm_1_7b'].replace('bfloat16', 'float16')} --compile --microbatches 1",
+            ),
         ],
     ),
     "four": (

@@ -46,7 +46,10 @@ LARGE = {"lm_head": 1000, "q_proj": 15, "k_proj": 15, "embed_tokens": 50}  # tim
 LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
     f"03_zero/{name}.py"
     for name in "zero1_overlap zero2 zero3 zero3_copy_engines hsdp offload torch_fsdp accelerate_fsdp".split()
-] + ["09_kernels/train.py", "10_mixed_precision/bf16.py"]  # of the first, those of its blocks
+] + [
+    "09_kernels/train.py",  # those of its blocks
+    *("10_mixed_precision/bf16.py", "10_mixed_precision/fp16_loss_scaling.py"),
+]
 CONTEXT_TWIN = "05_context_ring/torch_context_parallel.py"  # on GPUs, its library has no attention in float32
 RESULTS = ROOT / "tests" / "results" / "equivalence.json"
 
@@ -264,6 +267,8 @@ CASES = [
     ("10_mixed_precision/bf16.py", 1, "--microbatches 1"),
     ("10_mixed_precision/bf16.py", 1, "--microbatches 3"),
     ("10_mixed_precision/bf16.py", 1, "--compile"),
+    ("10_mixed_precision/fp16_loss_scaling.py", 1, "--microbatches 1"),
+    ("10_mixed_precision/fp16_loss_scaling.py", 1, "--microbatches 3"),
 ]
 
 
@@ -323,6 +328,7 @@ HARDEST = {  # of its cases the one that proves a recipe, when there is time for
     "07_expert/symmetric_memory.py": (4, "--edp 2"),
     KERNELS: (1, ""),
     "10_mixed_precision/bf16.py": (1, "--microbatches 3"),
+    "10_mixed_precision/fp16_loss_scaling.py": (1, "--microbatches 3"),
 }
 
 

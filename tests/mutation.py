@@ -138,7 +138,7 @@ def measured(bug: Bug) -> dict[str, object]:
 
     Both against the recipe without it. Of DiLoCo, which has no gradient of the whole batch, the gradient is the change
     of the weights. "end" says what happens instead where nothing can be measured. In float64; what mixed precision does
-    wrong shows in bfloat16 alone.
+    wrong shows in 16 bits alone.
     """
     if "def train_step" not in (ROOT / bug.recipe).read_text():
         return measured_kernel(bug)
@@ -147,7 +147,8 @@ def measured(bug: Bug) -> dict[str, object]:
     flags = bug.flags + (" --compile" if bug.seen.startswith("compiled") else "")
     init = equivalence.start(root, f"{equivalence.SHAPE} {equivalence.shared(flags)}")
     low = bug.recipe.startswith("10_mixed_precision/")
-    dtype, gradient = ("bfloat16", equivalence.LOW_GRADIENT) if low else ("float64", equivalence.GRADIENT)
+    half = "float16" if "fp16" in bug.recipe else "bfloat16"
+    dtype, gradient = (half, equivalence.LOW_GRADIENT) if low else ("float64", equivalence.GRADIENT)
     common = f"{equivalence.SHAPE} --device cpu --dtype {dtype} --data {equivalence.documents()} --init {init}"
     theirs = {
         key: without_bug(bug.recipe, bug.world, f"{common} {mode} {flags}")

@@ -92,6 +92,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "09_kernels/fp8_matmul.py": "8 bits per element, and scales for a tensor, a row or a block",
     "09_kernels/train.py": "the root, with the kernels of a Llama pasted in",
     "10_mixed_precision/bf16.py": "bf16 weights that are written once per step, from fp32 masters",
+    "10_mixed_precision/fp16_loss_scaling.py": "the same in fp16, whose small gradients need a scale",
 }
 FOLDERS = {  # and what each teaches
     "01_single_gpu": "the program that all others change, its memory and its time",

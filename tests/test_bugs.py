@@ -29,7 +29,7 @@ KERNEL_TESTS, STEP_TESTS = "09_kernels/test_kernels.py", "09_kernels/test_fused_
 MATMUL_TESTS, FP8_TESTS = "09_kernels/test_matmul.py", "09_kernels/test_fp8_matmul.py"
 FLASH_TESTS = "09_kernels/test_flash_attention.py"
 ON_GPUS = {"09_kernels/flash_attention_gluon.py"}  # has no interpreter: its check runs on GPUs alone
-BF16_TESTS = "10_mixed_precision/test_bf16.py"
+BF16_TESTS, FP16_TESTS = "10_mixed_precision/test_bf16.py", "10_mixed_precision/test_fp16.py"
 EXPERT_TESTS, OVERLAP_TESTS = "07_expert/test_expert.py", "07_expert/test_overlap.py"
 pytestmark = pytest.mark.thorough
 
@@ -142,6 +142,8 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
         "sums over chunks are rounded",
     ),
     "steps": (lambda bug, file: load(STEP_TESTS).test_equals_torch(bug.flags, 0.5, file), "differs from torch's"),
+    "overflow": (lambda bug, file: load(FP16_TESTS).test_overflow_skips_the_step(file), "in a skipped step|scale|zero"),
+    "growth": (lambda bug, file: load(FP16_TESTS).test_scale_grows(file), "scales"),
     "rounded masters": (lambda bug, file: load(BF16_TESTS).test_weights_are_rounded_masters(file), "not its rounded"),
     "norm of masters": (lambda bug, file: load(BF16_TESTS).test_norm_is_that_of_all_micro_batches(file), "norms"),
     "masters": (lambda bug, file: load(STEP_TESTS).test_masters(file), "AssertionError"),
