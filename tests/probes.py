@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import itertools
+import os
 import sys
 import time
 import weakref
@@ -271,6 +272,7 @@ def kept_outside_autograd(module: ModuleType) -> Report:
 
     What the whole batch leaves, less what an eighth of it does: the nodes of the graph are the same.
     """
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # torch's record of collectives doubles now and then, by 64 KiB and more
     kept, train_step = [], module.train_step
 
     def left_by(cfg, model, *batch) -> int:
