@@ -19,7 +19,7 @@ shared memory while dk is on its way; from there, another warp lets the TMA add 
 Additions in any order would differ from run to run. So each block of queries has a counter, and the program of key
 block j waits until blocks 0 to j - 1 have added theirs. Programs draw their number from a counter when they start: a
 program waits for smaller numbers alone, which are running already. All begin with the last queries, of all heads that
-share the keys, so a program is one block of queries behind the one for which it waits, and ends before it does.
+share the keys, so a program is one block of queries behind the one for which it waits.
 
 Gluon has no interpreter: this runs on GPUs of compute capability 9.0 alone. flash_attention.py, which it is checked
 against, runs anywhere.

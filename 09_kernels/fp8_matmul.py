@@ -579,7 +579,11 @@ def reference(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
 
 
 def scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool = False) -> Tensor:
-    """PyTorch's own, for sizes that are multiples of 128; fast: tensor cores add up all of k, in fewer bits."""
+    """PyTorch's own, for sizes that are multiples of 128; fast: tensor cores add up all of k, in fewer bits.
+
+    Squares need a k that is a multiple of 512: cuBLAS reads their scales with a stride of so many, and PyTorch has not
+    always said so (pytorch/pytorch#166752): results were wrong without an error.
+    """
     if a_scale.dim() == 1:
         a_scale, b_scale = a_scale[:, None], b_scale[None, :]
     elif a_scale.dim() == 2:

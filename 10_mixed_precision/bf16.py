@@ -296,7 +296,7 @@ def accumulate_gradients(model: Model) -> None:
     """Move the gradients of a micro-batch to the masters, in fp32: in bf16 the later ones would be rounded away."""
     for name, p in model.named_parameters():
         master = model.masters[name]
-        if master is not p:
+        if master is not p and p.grad is not None:
             if master.grad is None:
                 master.grad = p.grad.to(master.dtype)
             else:

@@ -1,6 +1,6 @@
 """fp16 with loss scaling: the loss is multiplied by a large number, so that small gradients do not become zero.
 
-fp16 ends at 65,504, and what is below 6e-8 becomes 0, as many gradients are. So backward starts from loss · scale, and
+fp16 ends at 65,504, and what is below 3e-8 becomes 0, as many gradients are. So backward starts from loss · scale, and
 all gradients are scale times as large; they are divided by it again in fp32, before they are measured and clipped. As
 large as possible is best: after --growth_interval good steps the scale doubles. When a gradient overflows to inf or
 NaN, the step is skipped, as if it had never been, and the scale is halved. The GPU decides all that by itself: a CPU
@@ -306,7 +306,7 @@ def accumulate_gradients(model: Model) -> None:
     """Move the gradients of a micro-batch to the masters, in fp32: in bf16 the later ones would be rounded away."""
     for name, p in model.named_parameters():
         master = model.masters[name]
-        if master is not p:
+        if master is not p and p.grad is not None:
             if master.grad is None:
                 master.grad = p.grad.to(master.dtype)
             else:
@@ -329,7 +329,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def unscale_gradients(model: Model) -> None:
     """Divide the gradients by the scale: norm and clip are of what they would have been without it."""
-    torch._foreach_mul_([master.grad for master in model.masters.values()], 1 / model.scaling.scale)
+    gradients = [master.grad for master in model.masters.values() if master.grad is not None]
+    torch._foreach_mul_(gradients, 1 / model.scaling.scale)
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:

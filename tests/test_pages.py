@@ -230,6 +230,14 @@ def test_speed_of_a_kernel(monkeypatch, tmp_path):
     assert pages.kernel_gain("09_kernels/rope.py") == "1.50" and pages.kernel_gain("09_kernels/softmax.py") == ""
     store_kernels(monkeypatch, tmp_path, "adamw", ("n", "fused", 3.0, 1, "TB/s", 1), ("n", "ours", 2.0, 1, "TB/s", 1))
     assert pages.kernel_gain("09_kernels/adamw.py") == "1.50"
+    rows = [("a, forward", "cuBLAS", 9.0), ("a, forward", "ours", 1.0)]
+    rows += [("a, forward, sustained", by, ms) for by, ms in (("cuBLAS", 8.0), ("slow", 9.0), ("ours", 2.0))]
+    rows += [("a, dw, sustained", by, ms) for by, ms in (("cuBLAS", 1.0), ("ours", 1.0))]
+    store_kernels(monkeypatch, tmp_path, "matmul", *((*row, 1.0, "TFLOP/s", 0.5) for row in rows))
+    assert pages.kernel_gain("09_kernels/matmul.py") == "2.00"  # the mean of 4 and 1
+    rows = [("a, quantize rows", "eager", 9.0), ("a, quantize rows", "ours", 1.0)]
+    store_kernels(monkeypatch, tmp_path, "fp8_matmul", *((*row, 1.0, "TB/s", 0.5) for row in rows))
+    assert pages.kernel_gain("09_kernels/fp8_matmul.py") == ""
 
 
 def test_other_kernels_become_rows(monkeypatch, tmp_path):
