@@ -148,6 +148,7 @@ NOTHING = 1e-10  # a difference below is rounding
 SHOWN = 12  # so many bugs are in sight, the others below a line to be opened
 UNKNOWN = "Not measured yet."
 OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
+WRITTEN_HERE = "ours", "Triton", "Gluon"  # contenders of a kernel file that are the file's own
 SHARES = ("forward_ms", "share_forward"), ("both_ms", "share")  # a time, and the ideal time over it
 LONG = "coalescing", "tiling", "coarsening"  # kernels that are compared with each other: a row for each
 MORE = {  # what else a row of a kernel may hold: the column, and how it is written
@@ -308,7 +309,12 @@ def kernel_gain(path: str) -> str:
         part = PART.search(row["what"])
         parts.setdefault(part[1] if part else "forward and backward", {})[row["by"]] = row["ms"]
     if sustained:
-        gains = [min(ms for by, ms in times.items() if by != "ours") / times["ours"] for times in sustained.values()]
+        gains = []
+        for times in sustained.values():
+            written_here = [ms for by, ms in times.items() if by in WRITTEN_HERE]
+            others = [ms for by, ms in times.items() if by not in WRITTEN_HERE]
+            if written_here and others:
+                gains.append(min(others) / min(written_here))
         return f"{statistics.geometric_mean(gains):.2f}"
     for parts in sizes.values():
         halves = [parts[part] for part in ("forward", "backward") if part in parts]

@@ -238,6 +238,10 @@ def test_speed_of_a_kernel(monkeypatch, tmp_path):
     rows = [("a, quantize rows", "eager", 9.0), ("a, quantize rows", "ours", 1.0)]
     store_kernels(monkeypatch, tmp_path, "fp8_matmul", *((*row, 1.0, "TB/s", 0.5) for row in rows))
     assert pages.kernel_gain("09_kernels/fp8_matmul.py") == ""
+    rows += [("a, sustained", by, ms) for by, ms in (("_scaled_mm", 6.0), ("Triton", 9.0), ("Gluon", 4.0))]
+    rows += [("a, bfloat16, sustained", "torch.matmul", 1.0)]  # a peer alone: nothing to compare
+    store_kernels(monkeypatch, tmp_path, "fp8_matmul", *((*row, 1.0, "TB/s", 0.5) for row in rows))
+    assert pages.kernel_gain("09_kernels/fp8_matmul.py") == "1.50"  # over the fastest of its own kernels
 
 
 def test_other_kernels_become_rows(monkeypatch, tmp_path):
