@@ -1,18 +1,20 @@
 """bf16 written out: matmuls read bf16 weights, AdamW updates fp32 masters, micro-batches add up gradients in fp32.
 
-Autocast keeps fp32 weights, and casts them in the forward pass of every micro-batch. Here the model has bf16 weights,
-which are written once per step, from fp32 masters. AdamW updates the masters: most updates are less than half of the
-distance between two bf16 numbers, and would be lost in these. Gradients leave backward in bf16, and those of
-micro-batches are added up in fp32, for the same reason.
-Bytes per parameter: 2 weight + 4 master + 4 gradient + 8 AdamW moments = 18, and 2 more at the end of backward.
+Autocast keeps fp32 weights, and casts them in the forward pass of every micro-batch, and their gradients after it. Here
+the model has bf16 weights, which are written once per step, from fp32 masters. AdamW updates the masters: most updates
+are less than half of the distance between two bf16 numbers, and would be lost in these. Gradients leave backward in
+bf16, and those of several micro-batches are added up in fp32, for the same reason. With --compile, AdamW goes through
+memory once: it reads a gradient as backward has left it, clips it, and writes the rounded weight.
+Bytes per parameter: 2 weight + 4 master + 2 gradient + 8 AdamW moments = 16, and 4 more with several micro-batches.
 
 Parent:   01_single_gpu/train.py, 01_single_gpu/gradient_accumulation.py
-Lesson:   Loss.forward, Model.__init__, build_model, make_optimizer, forward, accumulate_gradients, forward_backward,
-          clip_gradients, round_masters, train_step
-Plumbing: Config, save, check
-Copy:     accumulate_gradients, round_masters (call them in your step), and from build_model the lines on masters
+Lesson:   Loss.forward, Model.__init__, build_model, Slot, update, AdamW, make_optimizer, forward,
+          accumulate_gradients, forward_backward, gradient_norm, train_step
+Plumbing: Config, set_learning_rate, save, check
+Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients (train_step and forward_backward call them), and
+          from build_model the lines on masters
 Run:      python 10_mixed_precision/bf16.py --dtype bfloat16
-Source:   Micikevicius et al. 2018, arXiv:1710.03740
+Source:   Micikevicius et al. 2018, arXiv:1710.03740; AdamW, arXiv:1711.05101
 """
 
 import argparse
@@ -170,7 +172,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
-        self.masters: dict[str, nn.Parameter] = {}  # what AdamW updates: in fp32, or the parameter if that has 32 bits
+        self.masters: dict[str, Tensor] = {}  # what AdamW updates: in fp32, or the parameter if that has 32 bits
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
@@ -223,7 +225,7 @@ def build_model(cfg: Config) -> Model:
         for name, p in model.named_parameters():
             full, wide = full_tensor(cfg, name, p.shape), torch.promote_types(p.dtype, torch.float32)
             p.copy_(full)
-            model.masters[name] = p if p.dtype == wide else nn.Parameter(full.to(p.device, wide))
+            model.masters[name] = p if p.dtype == wide else full.to(p.device, wide)
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()
@@ -271,15 +273,80 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
 
 
 # ---------------------------------------------------------------------------------------------------------- training
-def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+@dataclass
+class Slot:
+    """A parameter; its master, which is the parameter itself if that has 32 bits or more; AdamW's moments of it."""
+
+    parameter: Tensor
+    master: Tensor
+    mean: Tensor
+    square: Tensor
+
+
+def update(
+    weight: Tensor | None, master: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbers: Tensor
+) -> None:
+    """Run AdamW for one master [n], then round it into its weight. Compiled, it is one pass over memory.
+
+    numbers [5]: what clips the gradient, learning rate, root of the correction of `square`, weight decay, eps
+    """
+    factor, rate, correction, decay, eps = numbers
+    gradient = gradient.to(master.dtype) * factor
+    mean.lerp_(gradient, 0.1)  # betas 0.9, 0.95
+    square.lerp_(gradient.square(), 0.05)
+    master.mul_(decay).sub_(rate * mean / (square.sqrt() / correction + eps))
+    if weight is not None:
+        weight.copy_(master)
+
+
+class AdamW:
+    """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU."""
+
+    def __init__(self, cfg: Config, groups: list[dict]):
+        self.clip, self.eps = cfg.clip, cfg.eps
+        self.param_groups = [dict(group, lr=cfg.lr) for group in groups]
+        self.slots = [slot for group in groups for slot in group["slots"]]
+        self.steps = torch.zeros((), dtype=torch.float64, device=cfg.device)
+        self.update = torch.compile(update, dynamic=True) if cfg.compile else update  # one compilation for all sizes
+
+    def gradients(self) -> list[Tensor]:
+        """Those of one micro-batch, or the sums of several, in the order of the slots; None where there is none."""
+        return [s.master.grad if s.parameter.grad is None else s.parameter.grad for s in self.slots]
+
+    def step(self, norm: Tensor) -> None:
+        """Clip to a norm of --clip, given the norm [] of all gradients; update masters and weights."""
+        self.steps += 1
+        factor = (self.clip / (norm + 1e-6)).clamp(max=1)
+        correction = (1 - 0.95**self.steps).sqrt()
+        gradients = iter(self.gradients())
+        for group in self.param_groups:
+            rate, decay = group["lr"] / (1 - 0.9**self.steps), 1 - group["lr"] * group["weight_decay"]
+            constants = (torch.full_like(rate, x) for x in (decay, self.eps))
+            numbers = torch.stack([factor, rate, correction, *constants])
+            for slot, gradient in zip(group["slots"], gradients):
+                if gradient is not None:
+                    weight = None if slot.parameter is slot.master else slot.parameter.view(-1)
+                    kept = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
+                    self.update(weight, *kept, gradient.flatten(), numbers)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for slot in self.slots:
+            slot.parameter.grad = slot.master.grad = None
+
+
+def make_optimizer(cfg: Config, model: Model) -> AdamW:
     """Return AdamW of the masters, with weight decay on matrices only."""
-    matrices = [p for p in model.masters.values() if p.ndim > 1]
-    vectors = [p for p in model.masters.values() if p.ndim == 1]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+    slots = []
+    for name, p in model.named_parameters():
+        master = model.masters[name]
+        slots.append(Slot(p, master, torch.zeros_like(master), torch.zeros_like(master)))
+    matrices = [slot for slot in slots if slot.master.ndim > 1]
+    vectors = [slot for slot in slots if slot.master.ndim == 1]
+    return AdamW(cfg, [dict(slots=matrices, weight_decay=cfg.weight_decay), dict(slots=vectors, weight_decay=0.0)])
 
 
-def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+def set_learning_rate(cfg: Config, optimizer: AdamW, step: int) -> None:
     """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
     warm = min(1, (step + 1) / (cfg.warmup + 1))
     decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
@@ -305,38 +372,35 @@ def accumulate_gradients(model: Model) -> None:
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch; its gradient in masters' .grad"""
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch
+
+    Its gradient is in the .grad of the weights; after several micro-batches, in that of the masters.
+    """
     tokens = (targets != IGNORE).sum()
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
     total = 0
     for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/microbatches s
         loss = forward(cfg, model, x, y) / tokens
         loss.backward()
-        accumulate_gradients(model)
+        if cfg.microbatches > 1:
+            accumulate_gradients(model)
         total += loss.detach()
     return total
 
 
-def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Clip the global gradient norm to --clip; return the norm before clipping."""
-    return nn.utils.clip_grad_norm_(model.masters.values(), cfg.clip)
+def gradient_norm(optimizer: AdamW) -> Tensor:
+    """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
+    gradients = [x for x in optimizer.gradients() if x is not None]
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).norm()
 
 
-def round_masters(model: Model) -> None:
-    """Write the masters, rounded, to the weights that the matmuls read."""
-    pairs = [(p, model.masters[name]) for name, p in model.named_parameters() if model.masters[name] is not p]
-    if pairs:
-        weights, masters = zip(*pairs)
-        torch._foreach_copy_(weights, masters)
-
-
-def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+def train_step(cfg: Config, model: Model, optimizer: AdamW, inputs: Tensor, targets: Tensor):
     """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
     loss = forward_backward(cfg, model, inputs, targets)
-    norm = clip_gradients(cfg, model)
-    optimizer.step()
+    norm = gradient_norm(optimizer)
     with torch.no_grad():
-        round_masters(model)
+        optimizer.step(norm)
     optimizer.zero_grad()
     return loss, norm
 

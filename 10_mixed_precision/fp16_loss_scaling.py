@@ -1,15 +1,15 @@
 """fp16 with loss scaling: the loss is multiplied by a large number, so that small gradients do not become zero.
 
 fp16 ends at 65,504, and what is below 3e-8 becomes 0, as many gradients are. So backward starts from loss · scale, and
-all gradients are scale times as large; they are divided by it again in fp32, before they are measured and clipped. As
+all gradients are scale times as large; they are divided by it again in fp32, and so is their norm, which clips. As
 large as possible is best: after --growth_interval good steps the scale doubles. When a gradient overflows to inf or
 NaN, the step is skipped, as if it had never been, and the scale is halved. The GPU decides all that by itself: a CPU
 that asked would wait for it. Scales are powers of two, so they change no other bit than those of the exponent.
 
 Parent:   10_mixed_precision/bf16.py
-Lesson:   Scaling, Model.__init__, build_model, forward_backward, unscale_gradients, update_scale, train_step
+Lesson:   Scaling, Model.__init__, build_model, update, AdamW.step, forward_backward, update_scale, train_step
 Plumbing: Config
-Copy:     Scaling, unscale_gradients, update_scale (train_step shows in which order)
+Copy:     Scaling, update_scale (train_step shows in which order), and what skips a step: update, AdamW.step
 Run:      python 10_mixed_precision/fp16_loss_scaling.py --dtype float16
 Source:   Micikevicius et al. 2018, arXiv:1710.03740, section 3.2
 """
@@ -178,7 +178,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
-        self.masters: dict[str, nn.Parameter] = {}  # what AdamW updates: in fp32, or the parameter if that has 32 bits
+        self.masters: dict[str, Tensor] = {}  # what AdamW updates: in fp32, or the parameter if that has 32 bits
         self.scaling: Scaling | None = None  # build_model makes it, where the weights are
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
@@ -232,7 +232,7 @@ def build_model(cfg: Config) -> Model:
         for name, p in model.named_parameters():
             full, wide = full_tensor(cfg, name, p.shape), torch.promote_types(p.dtype, torch.float32)
             p.copy_(full)
-            model.masters[name] = p if p.dtype == wide else nn.Parameter(full.to(p.device, wide))
+            model.masters[name] = p if p.dtype == wide else full.to(p.device, wide)
     model.scaling = Scaling(*(torch.tensor(x, dtype=torch.float32, device=cfg.device) for x in (2.0**16, 0.0)))
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
@@ -281,15 +281,87 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
 
 
 # ---------------------------------------------------------------------------------------------------------- training
-def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+@dataclass
+class Slot:
+    """A parameter; its master, which is the parameter itself if that has 32 bits or more; AdamW's moments of it."""
+
+    parameter: Tensor
+    master: Tensor
+    mean: Tensor
+    square: Tensor
+
+
+def update(
+    weight: Tensor | None, master: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbers: Tensor
+) -> None:
+    """Run AdamW for one master [n], then round it into its weight. Compiled, it is one pass over memory.
+
+    numbers [6]: what unscales and clips the gradient, learning rate, root of the correction of `square`, weight decay,
+    eps, and 1 if all shall stay as it is, to the bit
+    """
+    factor, rate, correction, decay, eps, skip = numbers
+    gradient = gradient.to(master.dtype) * factor
+    new_mean = mean.lerp(gradient, 0.1)  # betas 0.9, 0.95
+    new_square = square.lerp(gradient.square(), 0.05)
+    new_master = master * decay - rate * new_mean / (new_square.sqrt() / correction + eps)
+    for kept, new in (mean, new_mean), (square, new_square), (master, new_master):
+        kept.copy_(torch.where(skip > 0, kept, new))
+    if weight is not None:
+        weight.copy_(master)
+
+
+class AdamW:
+    """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU."""
+
+    def __init__(self, cfg: Config, groups: list[dict]):
+        self.clip, self.eps = cfg.clip, cfg.eps
+        self.param_groups = [dict(group, lr=cfg.lr) for group in groups]
+        self.slots = [slot for group in groups for slot in group["slots"]]
+        self.steps = torch.zeros((), dtype=torch.float64, device=cfg.device)
+        self.update = torch.compile(update, dynamic=True) if cfg.compile else update  # one compilation for all sizes
+
+    def gradients(self) -> list[Tensor]:
+        """Those of one micro-batch, or the sums of several, in the order of the slots; None where there is none."""
+        return [s.master.grad if s.parameter.grad is None else s.parameter.grad for s in self.slots]
+
+    def step(self, norm: Tensor, scale: Tensor) -> None:
+        """Clip to a norm of --clip; update masters and weights, unless the norm is inf or NaN.
+
+        norm []: of all gradients, divided by the scale [], which the gradients still have in them
+        """
+        skip = ~norm.isfinite()
+        self.steps += ~skip
+        factor = (self.clip / (norm + 1e-6)).clamp(max=1) / scale
+        correction = (1 - 0.95**self.steps).sqrt()
+        gradients = iter(self.gradients())
+        for group in self.param_groups:
+            rate, decay = group["lr"] / (1 - 0.9**self.steps), 1 - group["lr"] * group["weight_decay"]
+            constants = (torch.full_like(rate, x) for x in (decay, self.eps))
+            numbers = torch.stack([factor, rate, correction, *constants, skip])
+            for slot, gradient in zip(group["slots"], gradients):
+                if gradient is not None:
+                    weight = None if slot.parameter is slot.master else slot.parameter.view(-1)
+                    kept = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
+                    self.update(weight, *kept, gradient.flatten(), numbers)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for slot in self.slots:
+            slot.parameter.grad = slot.master.grad = None
+
+
+def make_optimizer(cfg: Config, model: Model) -> AdamW:
     """Return AdamW of the masters, with weight decay on matrices only."""
-    matrices = [p for p in model.masters.values() if p.ndim > 1]
-    vectors = [p for p in model.masters.values() if p.ndim == 1]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+    slots = []
+    for name, p in model.named_parameters():
+        master = model.masters[name]
+        slots.append(Slot(p, master, torch.zeros_like(master), torch.zeros_like(master)))
+    matrices = [slot for slot in slots if slot.master.ndim > 1]
+    vectors = [slot for slot in slots if slot.master.ndim == 1]
+    return AdamW(cfg, [dict(slots=matrices, weight_decay=cfg.weight_decay), dict(slots=vectors, weight_decay=0.0)])
 
 
-def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+def set_learning_rate(cfg: Config, optimizer: AdamW, step: int) -> None:
     """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
     warm = min(1, (step + 1) / (cfg.warmup + 1))
     decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
@@ -315,35 +387,27 @@ def accumulate_gradients(model: Model) -> None:
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch; its gradient in masters' .grad"""
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch
+
+    Its gradient is in the .grad of the weights; after several micro-batches, in that of the masters.
+    """
     tokens = (targets != IGNORE).sum()
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
     total = 0
     for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/microbatches s
         loss = forward(cfg, model, x, y) / tokens
         (loss * model.scaling.scale).backward()
-        accumulate_gradients(model)
+        if cfg.microbatches > 1:
+            accumulate_gradients(model)
         total += loss.detach()
     return total
 
 
-def unscale_gradients(model: Model) -> None:
-    """Divide the gradients by the scale: norm and clip are of what they would have been without it."""
-    gradients = [master.grad for master in model.masters.values() if master.grad is not None]
-    torch._foreach_mul_(gradients, 1 / model.scaling.scale)
-
-
-def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Clip the global gradient norm to --clip; return the norm before clipping."""
-    return nn.utils.clip_grad_norm_(model.masters.values(), cfg.clip)
-
-
-def round_masters(model: Model) -> None:
-    """Write the masters, rounded, to the weights that the matmuls read."""
-    pairs = [(p, model.masters[name]) for name, p in model.named_parameters() if model.masters[name] is not p]
-    if pairs:
-        weights, masters = zip(*pairs)
-        torch._foreach_copy_(weights, masters)
+def gradient_norm(optimizer: AdamW) -> Tensor:
+    """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
+    gradients = [x for x in optimizer.gradients() if x is not None]
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).norm()
 
 
 def update_scale(cfg: Config, scaling: Scaling, overflow: Tensor) -> None:
@@ -354,17 +418,13 @@ def update_scale(cfg: Config, scaling: Scaling, overflow: Tensor) -> None:
     scaling.good.masked_fill_(grown, 0)
 
 
-def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+def train_step(cfg: Config, model: Model, optimizer: AdamW, inputs: Tensor, targets: Tensor):
     """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
     loss = forward_backward(cfg, model, inputs, targets)
-    unscale_gradients(model)
-    norm = clip_gradients(cfg, model)
-    overflow = ~norm.isfinite()  # of any gradient; several ranks would all-reduce it, or weights of replicas would part
-    optimizer.found_inf = overflow.float()  # fused AdamW then changes neither weights nor moments nor its step
-    optimizer.step()
+    norm = gradient_norm(optimizer) / model.scaling.scale  # several ranks would need one norm, or replicas would part
     with torch.no_grad():
-        round_masters(model)
-        update_scale(cfg, model.scaling, overflow)
+        optimizer.step(norm, model.scaling.scale)
+        update_scale(cfg, model.scaling, ~norm.isfinite())
     optimizer.zero_grad()
     return loss, norm
 

@@ -68,3 +68,21 @@ def test_norm_is_that_of_all_micro_batches(file=None):
         assert one[0] > 0.1 and all(abs(x / y - 1) < 0.02 for x, y in zip(one, three)), f"norms {one} and {three}"
 
     isolated(compute)
+
+
+def test_norm_is_added_up_in_fp32(file=None):
+    """The norm of bf16 gradients is that of the same numbers in float64; rounded to bf16, it would be off by 2^-9."""
+
+    def compute():
+        module = load(file or BF16)
+        sys.argv = ["recipe", *f"{SMALL} --microbatches 1".split()]
+        cfg = module.parse_config()
+        model = module.build_model(cfg)
+        module.forward_backward(cfg, model, *module.make_batch(cfg, module.load_data(cfg), 0))
+        gradients = [p.grad for p in model.parameters()]
+        assert {g.dtype for g in gradients} == {torch.bfloat16}, "one micro-batch leaves its gradients where they are"
+        exact = torch.cat([g.double().flatten() for g in gradients]).norm()
+        norm = module.gradient_norm(module.make_optimizer(cfg, model))
+        assert norm.dtype == torch.float32 and abs(norm / exact - 1) < 1e-5, f"norm {norm}, exactly {exact}"
+
+    isolated(compute)

@@ -145,7 +145,7 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
     "overflow": (lambda bug, file: load(FP16_TESTS).test_overflow_skips_the_step(file), "in a skipped step|scale|zero"),
     "growth": (lambda bug, file: load(FP16_TESTS).test_scale_grows(file), "scales"),
     "rounded masters": (lambda bug, file: load(BF16_TESTS).test_weights_are_rounded_masters(file), "not its rounded"),
-    "norm of masters": (lambda bug, file: load(BF16_TESTS).test_norm_is_that_of_all_micro_batches(file), "norms"),
+    "norm in fp32": (lambda bug, file: load(BF16_TESTS).test_norm_is_added_up_in_fp32(file), "norm"),
     "masters": (lambda bug, file: load(STEP_TESTS).test_masters(file), "AssertionError"),
     "start of training": (
         lambda bug, file: load(STEP_TESTS).test_training_starts_from_what_is_not_rounded(file),
