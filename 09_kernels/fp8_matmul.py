@@ -421,8 +421,7 @@ def quantize_blocks(x: Tensor, height: int = 1, dtype: torch.dtype = E4M3) -> tu
     t_scale = scale if square else torch.empty(high, k, device=x.device)
     if x.numel():
         strides = x.stride(0), y.stride(0), t.stride(0)
-        warps = 16 if square else 8
-        blocks_kernel[grid](x, y, scale, t, t_scale, m, k, *strides, SQUARE=square, **options, num_warps=warps)
+        blocks_kernel[grid](x, y, scale, t, t_scale, m, k, *strides, SQUARE=square, **options, num_warps=4)
     return y, scale if square else scale.T, t, t_scale.T
 
 

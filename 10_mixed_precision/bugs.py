@@ -82,8 +82,8 @@ BUGS = [
     Bug(
         "decay moves with the gradient's clip",
         BF16,
-        "group[\"lr\"] * group[\"weight_decay\"]",
-        "group[\"lr\"] * group[\"weight_decay\"] * factor.item()",
+        'group["lr"] * group["weight_decay"]',
+        'group["lr"] * group["weight_decay"] * factor.item()',
     ),
     Bug(
         "the loss adds up exponentials in bf16",

@@ -32,6 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent / "01_single_gpu/train.py"
 SMALL = dict(layers=4, dim=64, heads=4, kv_heads=2, ffn=192, seq=64, batch=8, device="cpu")  # what is trained
 RATES = 3e-3, 3e-4, 3e-5  # learning rates: the root's, that of its larger presets, and where their cosine ends
 BLOCK = 32  # elements that share a scale in e8m0 (MX)
+NORMAL = "#3f6f9c"
+SUBNORMAL = "#b5cfe8"
+LINES = {"fp16": "#d64541", "bf16": "#1f4e79", "e5m2": "#d08a2a", "e4m3": "#38733f", "e2m1": "#6b4a8c"}
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,16 @@ class Config:
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format. Without a sign bit it is a scale: it has no zero and no subnormals, either."""
+    """A binary floating-point format. One without a sign bit is a scale: it has no zero and no subnormals, either.
+
+    The largest exponent stands for inf and NaN ("inf"), for numbers and one NaN, all bits 1 ("nan"), or for "numbers".
+    """
 
     name: str
     exponent: int  # bits
     mantissa: int  # bits
     bias: int
-    top: Literal["inf", "nan", "numbers"]  # largest exponent: inf and NaN; numbers and one NaN, all ones; numbers alone
+    top: Literal["inf", "nan", "numbers"]
     sign: int = 1  # bits
 
     @property
@@ -69,6 +75,11 @@ class Format:
     def largest(self) -> float:
         return self.value(self.last)
 
+    @property
+    def smallest(self) -> float:
+        """Smallest number above zero, subnormal where there are subnormals."""
+        return self.value(self.sign)  # pattern 0 is zero, but in a scale
+
     def value(self, pattern: int) -> float:
         """Return the finite number that a bit pattern without its sign stands for."""
         field, fraction = pattern >> self.mantissa, pattern % 2**self.mantissa / 2**self.mantissa
@@ -82,10 +93,10 @@ FORMATS = {
     for f in (
         Format("fp32", 8, 23, 127, "inf"),
         Format("tf32", 8, 10, 127, "inf"),  # what tensor cores read of fp32; stored in 32 bits
-        Format("fp16", 5, 10, 15, "inf"),
         Format("bf16", 8, 7, 127, "inf"),
-        Format("e4m3", 4, 3, 7, "nan"),  # torch.float8_e4m3fn
+        Format("fp16", 5, 10, 15, "inf"),
         Format("e5m2", 5, 2, 15, "inf"),
+        Format("e4m3", 4, 3, 7, "nan"),  # torch.float8_e4m3fn
         Format("e3m2", 3, 2, 3, "numbers"),  # fp6
         Format("e2m3", 2, 3, 1, "numbers"),  # fp6
         Format("e2m1", 2, 1, 1, "numbers"),  # fp4
@@ -96,17 +107,17 @@ FORMATS = {
 
 # ------------------------------------------------------------------------------------------------------------- model
 def round_to(x: Tensor, f: Format, saturate: bool = False) -> Tensor:
-    """Round to the nearest number of a format, ties to even, subnormals included; returned in float64.
+    """Round x to the nearest number of a format, ties to even, and return it in float64.
 
-    What overflows, inf included, becomes inf; NaN where the format has no inf; the largest number where it has neither,
-    or if `saturate`: as torch casts to e4m3. NaN stays NaN, also for formats of MX without one: there the scale has it.
-    A scale (e8m0) takes the absolute value, and its smallest number for zero.
+    What overflows, inf included, becomes inf; or NaN, where the format has no inf; or the largest number, where it has
+    neither. With `saturate` it is always the largest number: so torch casts to e4m3, and to no other format.
+    NaN stays NaN: in MX formats that have none, the scale of the block has it. e8m0 takes the absolute value.
     """
     x = x.double()
-    exponent = (x.view(torch.int64) >> 52 & 2047) - 1023  # float64's own: floor(log2(abs(x)))
+    exponent = ((x.view(torch.int64) >> 52) & 2047) - 1023  # float64's own: floor(log2(abs(x)))
     exponent = exponent.clamp(f.least, 1023)  # subnormals have the spacing of the smallest normal numbers
-    spacing = (exponent - f.mantissa + 1023 << 52).view(torch.float64)  # 2^(exponent - mantissa), exactly
-    rounded = (x / spacing).round() * spacing  # both by a power of two: exact
+    spacing = ((exponent - f.mantissa + 1023) << 52).view(torch.float64)  # 2^(exponent - mantissa)
+    rounded = (x / spacing).round() * spacing  # a power of two: only round() rounds
     if not f.sign:
         rounded = rounded.abs().clamp(min=2.0**f.least)
     if saturate or f.top == "numbers":
@@ -121,19 +132,23 @@ def limits(f: Format) -> dict[str, float]:
     return {
         "largest": f.largest,
         "smallest normal": 2.0**f.least,
-        "smallest subnormal": f.value(1) if f.sign and f.mantissa else math.nan,
+        "smallest subnormal": f.smallest if f.sign and f.mantissa else math.nan,
         "epsilon": f.value(one + 1) - 1,
     }
+
+
+def short(x: float) -> str:
+    """Write a number in a few digits: 65,504, 1.175e-38, or - for NaN."""
+    return "-" if math.isnan(x) else f"{x:,.0f}" if 1000 <= x < 1e6 else f"{x:.4g}"
 
 
 def table_of_formats() -> list[list[str]]:
     """Return the table, its header first."""
     rows = [["format", "bits", "s/e/m", *limits(FORMATS["fp32"]), "in [1, 2)", "decades", "bits in MX"]]
     for f in FORMATS.values():
-        found, smallest = limits(f), 2.0**f.least if math.isnan(limits(f)["smallest subnormal"]) else f.value(1)
-        numbers = [f"{x:.4g}" if not math.isnan(x) else "-" for x in found.values()]
+        numbers = map(short, limits(f).values())
         shared = f"{f.bits + FORMATS['e8m0'].bits / BLOCK:g}" if f.sign and f.bits <= 8 else "-"
-        decades = f"{math.log10(f.largest / smallest):.1f}"
+        decades = f"{math.log10(f.largest / f.smallest):.1f}"
         parts = f"{f.sign}/{f.exponent}/{f.mantissa}"
         rows.append([f.name, str(f.bits), parts, *numbers, f"{2**f.mantissa:,}", decades, shared])
     return rows
@@ -179,9 +194,8 @@ def observe(steps: int) -> Observed:
                     layer.register_full_backward_hook(lambda layer, inputs, gradients: outputs.append(gradients[0]))
         root.set_learning_rate(cfg, optimizer, step)
         root.forward_backward(cfg, model, *root.make_batch(cfg, data, step))
-        weights = [p.grad for p in model.parameters()]
         if step == steps - 1:
-            found = {"weights": weights, "matmul outputs": outputs}
+            found = {"weights": [p.grad for p in model.parameters()], "matmul outputs": outputs}
             found = {kind: [t[t != 0].double() for t in tensors] for kind, tensors in found.items()}
             before = {p: p.detach().double() for p in model.parameters()}
         root.clip_gradients(cfg, model)
@@ -255,6 +269,14 @@ def new_figure(heights: tuple[int, ...], **options) -> tuple[pyplot.Figure, list
     return figure, axes
 
 
+def label_powers(axis: pyplot.Axes, low: int, high: int) -> None:
+    """Show absolute values from 2^low to 2^high."""
+    powers = range(low, high + 1, 10)
+    axis.set_xlim(low, high)
+    axis.set_xticks(powers, [f"$2^{{{power}}}$" for power in powers])
+    axis.set_xlabel("absolute value")
+
+
 def write(figure: pyplot.Figure, picture: Path) -> None:
     """Save a picture, without the date."""
     figure.tight_layout()
@@ -264,69 +286,65 @@ def write(figure: pyplot.Figure, picture: Path) -> None:
 
 def draw_range(picture: Path, seen: Observed) -> None:
     """Draw a bar per format, from its smallest to its largest number, above a histogram of the gradients."""
-    low, high = -60, 30  # powers of two that the axis shows
+    low, high = -60, 30  # powers of two that the axis shows; arrows stand where a bar goes on
     figure, (bars, histogram) = new_figure((3, 2), sharex=True)
     for row, f in enumerate(FORMATS.values()):
-        found = limits(f)
-        normal, largest = math.log2(found["smallest normal"]), math.log2(found["largest"])
-        smallest = math.log2(found["smallest subnormal"]) if f.sign else normal
-        for left, right, color in (smallest, normal, "#cfe0f1"), (normal, largest, "#5b8db8"):
+        smallest, largest = math.log2(f.smallest), math.log2(f.largest)
+        for left, right, color in (smallest, f.least, SUBNORMAL), (f.least, largest, NORMAL):
             left, right = max(left, low), min(right, high)
             bars.barh(row, max(right - left, 0), left=left, height=0.7, color=color)
-        for end, edge, side in (smallest, low, "left"), (largest, high, "right"):
-            cut = not low < end < high
-            anchor = side if cut else {"left": "right", "right": "left"}[side]
-            arrow = {"left": "← {} ", "right": " {} →"}[side] if cut else " {} "
-            words = arrow.format(f"{2**end:.3g}")
-            bars.text(edge if cut else end, row, words, ha=anchor, va="center", color="white" if cut else "black")
-    bars.set_yticks(range(len(FORMATS)), FORMATS)
+        for end, outward in (smallest, -1), (largest, 1):
+            words, cut = f" {short(2**end)} ", not low < end < high
+            if cut:
+                words = f" ←{words}" if outward < 0 else f"{words}→ "
+            place = min(max(end, low), high)
+            aligned = "left" if (outward > 0) != cut else "right"
+            bars.text(place, row, words, ha=aligned, va="center", color="white" if cut else "black")
+    bars.set_yticks(range(len(FORMATS)), [f.name if f.sign else f"{f.name}, a scale" for f in FORMATS.values()])
     bars.invert_yaxis()
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in ("#5b8db8", "#cfe0f1")]
-    bars.legend(handles, ["normal", "subnormal"], loc="lower right", frameon=False)
-    edges = range(low, high + 1)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in (NORMAL, SUBNORMAL)]
+    bars.legend(handles, ["normal", "subnormal"], loc=(0.84, 0.25), frameon=False)
     for (kind, tensors), color in zip(seen.gradients.items(), ("#f2b661", "#38733f")):
         exponents = torch.cat(tensors).abs().log2().floor()
-        shares = [round(100 * (exponents == e).double().mean().item(), 2) for e in edges[:-1]]
-        histogram.stairs(shares, edges, fill=color == "#f2b661", color=color, label=f"gradients of {kind}")
+        shares = [round(100 * (exponents == e).double().mean().item(), 2) for e in range(low, high)]
+        histogram.stairs(
+            shares, range(low, high + 1), fill=color == "#f2b661", color=color, label=f"gradients of {kind}"
+        )
     histogram.legend(loc="upper right", frameon=False)
-    histogram.set_xlim(low, high)
-    histogram.set_xticks(range(low, high + 1, 10), [f"$2^{{{e}}}$" for e in range(low, high + 1, 10)])
-    histogram.set_xlabel("absolute value")
     histogram.set_ylabel("% of elements")
+    label_powers(histogram, low, high)
     write(figure, picture)
 
 
 def draw_resolution(picture: Path) -> None:
-    """Draw the numbers from 1 to 4 of each format, and below the largest relative error of rounding, by magnitude."""
+    """Draw the numbers of each format from 1 to 4; below, the largest relative error of rounding, per power of two."""
     figure, (ticks, errors) = new_figure((3, 3))
-    elements = [f for f in FORMATS.values() if f.sign]
-    for row, f in enumerate(elements):
-        if f.mantissa > 7:
-            ticks.barh(row, 3, left=1, height=0.7, color="#5b8db8")
+    signed = [f for f in FORMATS.values() if f.sign]
+    for row, f in enumerate(signed):
+        if f.mantissa > 7:  # closer together than a line is wide
+            ticks.barh(row, 3, left=1, height=0.7, color=NORMAL)
             ticks.text(2.5, row, f"{2**f.mantissa:,} from 1 to 2", ha="center", va="center", color="white")
         else:
-            one = f.bias << f.mantissa
-            numbers = [f.value(one + i) for i in range(2 * 2**f.mantissa + 1)]
-            ticks.vlines(numbers, row - 0.35, row + 0.35, color="#5b8db8", linewidth=1)
-    ticks.set_yticks(range(len(elements)), [f.name for f in elements])
+            numbers = [f.value((f.bias << f.mantissa) + i) for i in range(2 * 2**f.mantissa + 1)]
+            ticks.vlines(numbers, row - 0.35, row + 0.35, color=NORMAL, linewidth=1)
+    ticks.set_yticks(range(len(signed)), [f.name for f in signed])
     ticks.invert_yaxis()
     ticks.set_xlim(0.99, 4.01)
     low, high = -40, 20
-    colors = {"fp16": "#d64541", "bf16": "#1f4e79", "e4m3": "#38733f", "e5m2": "#d08a2a", "e2m1": "#6b4a8c"}
-    inside = torch.arange(1024, dtype=torch.float64) / 1024 + 1 + 2**-11  # of a binade; no number of a format
-    for name, color in colors.items():
-        f = FORMATS[name]
-        octaves = [e for e in range(low, high) if 2.0 ** (e + 1) <= 2 * f.largest]
-        worst = [(round_to(inside * 2.0**e, f, saturate=True) / (inside * 2.0**e) - 1).abs().max() for e in octaves]
-        errors.stairs(
-            [100 * w.item() for w in worst], [*octaves, octaves[-1] + 1], baseline=None, color=color, label=name
-        )
+    fractions = 1 + torch.arange(4096, dtype=torch.float64) / 4096  # with all that is half-way between two numbers
+    for name, color in LINES.items():
+        f, worst = FORMATS[name], []
+        octaves = range(low, min(high, math.floor(math.log2(f.largest)) + 1))
+        for e in octaves:
+            x = fractions * 2.0**e
+            worst.append(100 * (round_to(x, f) / x - 1)[x <= f.largest].abs().max().item())
+        errors.stairs(worst, range(low, octaves.stop + 1), baseline=None, color=color, label=name)
     errors.set_yscale("log")
-    errors.set_xlim(low, high)
-    errors.set_xticks(range(low, high + 1, 10), [f"$2^{{{e}}}$" for e in range(low, high + 1, 10)])
-    errors.set_xlabel("absolute value")
-    errors.set_ylabel("largest error, %")
-    errors.legend(loc="lower left", frameon=False, ncol=len(colors))
+    errors.set_ylim(0.01, 200)
+    errors.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+    errors.set_ylabel("rounding error, up to %")
+    errors.legend(loc="lower left", frameon=False, ncol=len(LINES))
+    label_powers(errors, low, high)
     write(figure, picture)
 
 
