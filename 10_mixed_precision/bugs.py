@@ -4,6 +4,10 @@ from mutation import Bug
 
 BF16 = "10_mixed_precision/bf16.py"
 FP16 = "10_mixed_precision/fp16_loss_scaling.py"
+TENSORWISE = "10_mixed_precision/fp8_tensorwise.py"
+DELAYED = "10_mixed_precision/fp8_delayed_scaling.py"
+BLOCKWISE = "10_mixed_precision/fp8_blockwise.py"
+FP8_STOCHASTIC = "10_mixed_precision/fp8_stochastic_rounding.py"
 
 BUGS = [
     Bug(
@@ -152,5 +156,181 @@ BUGS = [
         "scaling.good == cfg.growth_interval",
         "scaling.good >= 1",
         seen="growth",
+    ),
+    Bug("the product lacks the scale of one operand", TENSORWISE, "(a_scale * b_scale)", "a_scale", seen="products"),
+    Bug(
+        "gradients are e4m3, which ends before they do",
+        TENSORWISE,
+        "GRADIENT = torch.float8_e5m2",
+        "GRADIENT = E4M3",
+        seen="products",
+    ),
+    Bug(
+        "amax is of half of the tensor: the other half saturates",
+        TENSORWISE,
+        "return x.abs().amax(1).amax()",
+        "return x[: (len(x) + 1) // 2].abs().amax(1).amax()",
+        seen="products",
+    ),
+    Bug(
+        "amax is of the largest element, not of the largest magnitude",
+        TENSORWISE,
+        "x.abs().amax(1)",
+        "x.amax(1)",
+        seen="products",
+    ),
+    Bug(
+        "scales take the format to 512: what is near amax saturates",
+        TENSORWISE,
+        "(1 / torch.finfo(dtype).max)",
+        "(1 / 512)",
+        seen="products",
+    ),
+    Bug(
+        "the gradient of the weight has the weight's scale in place of the input's",
+        TENSORWISE,
+        "x_t, x_t_scale), None",
+        "x_t, w_t_scale), None",
+        seen="products",
+    ),
+    Bug(
+        "the gradient of the input is of weights that were quantized for nobody: its scale is twice too large",
+        TENSORWISE,
+        "dx = multiply(dy8, dy_scale, w_t, w_t_scale)",
+        "dx = multiply(dy8, dy_scale, w_t, 2 * w_t_scale)",
+        seen="products",
+    ),
+    Bug("a tensor of zeros has a scale of zero, and becomes NaN", TENSORWISE, ".clamp(min=LEAST)", "", seen="diverged"),
+    Bug(
+        "inf is made finite before anybody has seen it",
+        TENSORWISE,
+        "scale = amax.float()",
+        "scale = amax.nan_to_num().float()",
+        seen="diverged",
+    ),
+    Bug(
+        "weights in fp8 stay those of the first step",
+        TENSORWISE,
+        "    quantize_weights(model)\n    optimizer.zero_grad()",
+        "    optimizer.zero_grad()",
+        seen="newest weights",
+    ),
+    Bug(
+        "weights are quantized before the step, not after it",
+        TENSORWISE,
+        "    with torch.no_grad():\n        optimizer.step(norm)\n    quantize_weights(model)\n",
+        "    quantize_weights(model)\n    with torch.no_grad():\n        optimizer.step(norm)\n",
+        seen="newest weights",
+    ),
+    Bug(
+        "the head is in fp8, too",
+        TENSORWISE,
+        "self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)",
+        "self.lm_head = Linear(cfg.dim, cfg.vocab)",
+        seen="linears in fp8",
+    ),
+    Bug(
+        "one projection of each block is not in fp8",
+        TENSORWISE,
+        "self.o_proj = Linear(cfg.heads * self.k, cfg.dim)",
+        "self.o_proj = nn.Linear(cfg.heads * self.k, cfg.dim, bias=False)",
+        seen="linears in fp8",
+    ),
+    Bug(
+        "the kernel leaves out the last column",
+        TENSORWISE,
+        "(column < k)[None, :]",
+        "(column < k - 1)[None, :]",
+        seen="cast kernel",
+    ),
+    Bug(
+        "the kernel multiplies by the scale",
+        TENSORWISE,
+        "x * tl.div_rn(1.0, tl.load(scale_ptr))",
+        "x * tl.load(scale_ptr)",
+        seen="cast kernel",
+    ),
+    Bug("the scale follows the last step alone", DELAYED, "past.amax()", "past[0]", seen="history"),
+    Bug(
+        "the history forgets nothing",
+        DELAYED,
+        "past.copy_(torch.cat([amax.view(1), past[:-1]]))",
+        "past.copy_(torch.maximum(past, amax))",
+        seen="history",
+    ),
+    Bug("amax is not set back after a step", DELAYED, "                amax.zero_()\n", "", seen="history"),
+    Bug(
+        "a validation enters the history",
+        DELAYED,
+        "self.amax if torch.is_grad_enabled() else map(torch.zeros_like, self.amax)",
+        "self.amax",
+        seen="history",
+    ),
+    Bug(
+        "NaN and inf enter the history",
+        DELAYED,
+        "torch.where(wide.isfinite(), wide.abs(), 0).amax()",
+        "wide.abs().amax()",
+        seen="micro-batches' history",
+    ),
+    Bug(
+        "a micro-batch's amax replaces that of the ones before",
+        DELAYED,
+        "torch.maximum(amax, torch.where(wide.isfinite(), wide.abs(), 0).amax())",
+        "torch.where(wide.isfinite(), wide.abs(), 0).amax()",
+        seen="micro-batches' history",
+    ),
+    Bug(
+        "inf saturates like any large number, and nobody sees it",
+        DELAYED,
+        "(wide * (1 / scale)).clamp(-limit, limit) + (wide - wide)",
+        "(wide * (1 / scale)).clamp(-limit, limit)",
+        seen="micro-batches' history",
+    ),
+    Bug(
+        "the kernel's amax is of the largest element, not of the largest magnitude",
+        DELAYED,
+        "tl.where(x - x == 0, tl.abs(x), 0)",
+        "tl.where(x - x == 0, x, 0)",
+        seen="cast kernel",
+    ),
+    Bug(
+        "scales are those of other blocks",
+        BLOCKWISE,
+        "scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]",
+        "scale.repeat(1, BLOCK)[:, : x.shape[1]]",
+        seen="products",
+    ),
+    Bug(
+        "gradients are e5m2, whose resolution nobody needs to give up here",
+        BLOCKWISE,
+        "GRADIENT = E4M3",
+        "GRADIENT = torch.float8_e5m2",
+        seen="products",
+    ),
+    Bug(
+        "the transposed tensor is quantized from what was quantized before",
+        BLOCKWISE,
+        "quantize_reference(z, height, dtype) for z in (x, x.T))",
+        "quantize_reference(z, height, dtype) for z in (x, x.to(dtype).to(x.dtype).T))",
+        seen="products",
+    ),
+    Bug("a group of zeros has a scale of zero, and becomes NaN", BLOCKWISE, ".clamp(min=LEAST)", "", seen="diverged"),
+    Bug(
+        "weights in fp8 stay those of the first step",
+        BLOCKWISE,
+        "    quantize_weights(model)\n    optimizer.zero_grad()",
+        "    optimizer.zero_grad()",
+        seen="newest weights",
+    ),
+    Bug(
+        "weights in fp8 stay those of the first step",
+        FP8_STOCHASTIC,
+        "    quantize_weights(model)\n    optimizer.zero_grad()",
+        "    optimizer.zero_grad()",
+        seen="newest weights",
+    ),
+    Bug(
+        "the product lacks the scale of one operand", FP8_STOCHASTIC, "(a_scale * b_scale)", "b_scale", seen="products"
     ),
 ]

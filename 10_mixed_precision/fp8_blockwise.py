@@ -219,7 +219,9 @@ def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool 
 
     fast has no meaning here: there is no product of more than 128 of k without fp32.
     """
-    if a.is_cuda:
+    if a.is_cuda:  # which wants a stride of 1 along an axis of size 1
+        ones = [[step if size > 1 else 1 for size, step in zip(z.shape, z.stride())] for z in (a_scale, b_scale)]
+        a_scale, b_scale = (z.as_strided(z.shape, steps) for z, steps in zip((a_scale, b_scale), ones))
         return torch._scaled_mm(a, b.T, a_scale, b_scale.T, out_dtype=torch.bfloat16)
     return (dequantize(a, a_scale) @ dequantize(b, b_scale).T).bfloat16()
 
@@ -674,7 +676,8 @@ def check(cfg: Config, world: int) -> None:
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     sizes = dict(dim=cfg.dim, ffn=cfg.ffn, kv_heads=kv, seq=cfg.batch // cfg.microbatches * cfg.seq)
-    odd = next((name for name, size in sizes.items() if cfg.dtype == "bfloat16" and size % BLOCK), "")
+    fp8 = cfg.device == "cuda" and cfg.dtype == "bfloat16"  # a CPU multiplies any sizes
+    odd = next((name for name, size in sizes.items() if fp8 and size % BLOCK), "")
     problems = [
         (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),

@@ -502,7 +502,8 @@ def quantize_weights(model: Model) -> None:
     linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16]
     if linears:
         for linear, amax in zip(linears, torch._foreach_norm([m.weight for m in linears], math.inf)):
-            linear.quantized = quantize(linear.weight, amax, E4M3)
+            w, scale, w_t, _ = quantize(linear.weight, amax, E4M3)
+            linear.quantized = w, scale, w_t, scale.clone()  # the compiler wants different tensors as arguments
 
 
 def train_step(cfg: Config, model: Model, optimizer: AdamW, inputs: Tensor, targets: Tensor):
@@ -596,7 +597,8 @@ def check(cfg: Config, world: int) -> None:
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     sizes = dict(dim=cfg.dim, ffn=cfg.ffn, kv_heads=kv, seq=cfg.batch // cfg.microbatches * cfg.seq)
-    odd = next((name for name, size in sizes.items() if cfg.dtype == "bfloat16" and size % 16), "")
+    fp8 = cfg.device == "cuda" and cfg.dtype == "bfloat16"  # a CPU multiplies any sizes
+    odd = next((name for name, size in sizes.items() if fp8 and size % 16), "")
     problems = [
         (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),

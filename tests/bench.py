@@ -69,6 +69,7 @@ LLAMAS = {  # one GPU, with matmuls large enough that the CPU is ahead of the GP
     "smollm_1_7b": "--preset smollm_1_7b --seq 4096 --batch 4 --dtype bfloat16 --steps 20",
     "llama3_1b": "--preset llama3_1b --seq 8192 --batch 4 --dtype bfloat16 --steps 15",
 }
+MIXED = f"{LLAMAS['smollm_1_7b']} --compile --microbatches 1"
 SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
     "single": (
         1,
@@ -314,14 +315,24 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
     },
     "mixed_smollm": (
         1,
-        2,
+        8,
         [
             ("01_single_gpu/train.py", f"{LLAMAS['smollm_1_7b']} --compile"),
-            ("10_mixed_precision/bf16.py", f"{LLAMAS['smollm_1_7b']} --compile --microbatches 1"),
-            (
-                "10_mixed_precision/fp16_loss_scaling.py",
-                f"{LLAMAS['smollm_1_7b'].replace('bfloat16', 'float16')} --compile --microbatches 1",
-            ),
+            ("10_mixed_precision/bf16.py", MIXED),
+            ("10_mixed_precision/fp16_loss_scaling.py", MIXED.replace("bfloat16", "float16")),
+            ("10_mixed_precision/fp8_tensorwise.py", MIXED),
+            ("10_mixed_precision/fp8_delayed_scaling.py", MIXED),
+            ("10_mixed_precision/fp8_blockwise.py", MIXED),
+            ("10_mixed_precision/stochastic_rounding.py", MIXED),
+            ("10_mixed_precision/fp8_stochastic_rounding.py", MIXED),
+        ],
+    ),
+    "mixed_llama3_8b": (
+        1,
+        2,
+        [
+            ("10_mixed_precision/stochastic_rounding.py", f"{LARGE} --batch 1 --microbatches 1"),
+            ("10_mixed_precision/fp8_stochastic_rounding.py", f"{LARGE} --batch 1 --microbatches 1"),
         ],
     ),
     "four": (

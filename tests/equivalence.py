@@ -50,6 +50,10 @@ LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
     "09_kernels/train.py",  # those of its blocks
     *("10_mixed_precision/bf16.py", "10_mixed_precision/fp16_loss_scaling.py"),
 ]
+SHORTER = [  # recipes that round more than that in bfloat16, and whose own tests say how much
+    f"10_mixed_precision/{name}.py"
+    for name in "fp8_tensorwise fp8_delayed_scaling fp8_blockwise stochastic_rounding fp8_stochastic_rounding".split()
+]
 CONTEXT_TWIN = "05_context_ring/torch_context_parallel.py"  # on GPUs, its library has no attention in float32
 RESULTS = ROOT / "tests" / "results" / "equivalence.json"
 
@@ -269,6 +273,8 @@ CASES = [
     ("10_mixed_precision/bf16.py", 1, "--compile"),
     ("10_mixed_precision/fp16_loss_scaling.py", 1, "--microbatches 1"),
     ("10_mixed_precision/fp16_loss_scaling.py", 1, "--microbatches 3"),
+    *((recipe, 1, f"--microbatches {n}") for recipe in SHORTER for n in (1, 3)),
+    ("10_mixed_precision/stochastic_rounding.py", 1, "--compile"),
 ]
 
 
@@ -329,6 +335,7 @@ HARDEST = {  # of its cases the one that proves a recipe, when there is time for
     KERNELS: (1, ""),
     "10_mixed_precision/bf16.py": (1, "--microbatches 3"),
     "10_mixed_precision/fp16_loss_scaling.py": (1, "--microbatches 3"),
+    **dict.fromkeys(SHORTER, (1, "--microbatches 3")),
 }
 
 

@@ -92,7 +92,13 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "09_kernels/fp8_matmul.py": "8 bits per element, and scales for a tensor, a row or a block",
     "09_kernels/train.py": "the root, with the kernels of a Llama pasted in",
     "10_mixed_precision/bf16.py": "bf16 weights that are written once per step, from fp32 masters",
+    "10_mixed_precision/formats.py": "numbers of 4 to 32 bits: range, resolution, and what they do to real gradients",
     "10_mixed_precision/fp16_loss_scaling.py": "the same in fp16, whose small gradients need a scale",
+    "10_mixed_precision/fp8_tensorwise.py": "matmuls in 8 bits, with the scale of the tensor at hand",
+    "10_mixed_precision/fp8_delayed_scaling.py": "scales from earlier steps: a tensor is read once",
+    "10_mixed_precision/fp8_blockwise.py": "a scale per 128 elements, or 128 x 128: DeepSeek-V3's",
+    "10_mixed_precision/stochastic_rounding.py": "bf16 weights and moments without masters: 8 bytes per parameter",
+    "10_mixed_precision/fp8_stochastic_rounding.py": "both: an 8B model on one GPU, in fp8",
 }
 FOLDERS = {  # and what each teaches
     "01_single_gpu": "the program that all others change, its memory and its time",
@@ -135,6 +141,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "kernels_smollm": ("09_kernels", "SmolLM-1.7B, four sequences of 4,096 tokens, against the root, compiled."),
     "kernels_llama3_1b": ("09_kernels", "Llama-3.2-1B, four sequences of 8,192 tokens: the vocabulary is larger."),
     "mixed_smollm": ("10_mixed_precision", "SmolLM-1.7B, four sequences of 4,096 tokens, compiled."),
+    "mixed_llama3_8b": ("10_mixed_precision", "Llama-3.1-8B, one sequence of 8,192 tokens, on one GPU, compiled."),
     "collectives": (None, ""),  # has a table of its own
 }
 BASELINES = {  # where no library trains the same: what speed is over

@@ -30,6 +30,7 @@ MATMUL_TESTS, FP8_TESTS = "09_kernels/test_matmul.py", "09_kernels/test_fp8_matm
 FLASH_TESTS = "09_kernels/test_flash_attention.py"
 ON_GPUS = {"09_kernels/flash_attention_gluon.py"}  # has no interpreter: its check runs on GPUs alone
 BF16_TESTS, FP16_TESTS = "10_mixed_precision/test_bf16.py", "10_mixed_precision/test_fp16.py"
+MIXED_TESTS = "10_mixed_precision/test_fp8.py"
 EXPERT_TESTS, OVERLAP_TESTS = "07_expert/test_expert.py", "07_expert/test_overlap.py"
 pytestmark = pytest.mark.thorough
 
@@ -146,6 +147,31 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
     "growth": (lambda bug, file: load(FP16_TESTS).test_scale_grows(file), "scales"),
     "rounded masters": (lambda bug, file: load(BF16_TESTS).test_weights_are_rounded_masters(file), "not its rounded"),
     "norm in fp32": (lambda bug, file: load(BF16_TESTS).test_norm_is_added_up_in_fp32(file), "norm"),
+    "products": (
+        lambda bug, file: load(MIXED_TESTS).test_products_are_those_of_quantized_operands(bug.recipe, file),
+        "is off by",
+    ),
+    "diverged": (
+        lambda bug, file: load(MIXED_TESTS).test_zeros_and_what_has_diverged(bug.recipe, file),
+        "is not seen|make inf or NaN",
+    ),
+    "newest weights": (
+        lambda bug, file: load(MIXED_TESTS).test_forward_has_the_newest_weights(bug.recipe, file),
+        "weights in fp8 are",
+    ),
+    "linears in fp8": (
+        lambda bug, file: load(MIXED_TESTS).test_all_linears_of_the_blocks_and_nothing_else(bug.recipe, file),
+        "isinstance|7 \\* cfg.layers",
+    ),
+    "history": (lambda bug, file: load(MIXED_TESTS).test_scales_follow_the_history(file), "scales for amax"),
+    "micro-batches' history": (
+        lambda bug, file: load(MIXED_TESTS).test_micro_batches_share_a_history(file),
+        "makes amax|replaces it|becomes|in two micro-batches",
+    ),
+    "cast kernel": (
+        lambda bug, file: load(MIXED_TESTS).test_kernel_in_the_interpreter(bug.recipe, file),
+        "differs|amax",
+    ),
     "masters": (lambda bug, file: load(STEP_TESTS).test_masters(file), "AssertionError"),
     "start of training": (
         lambda bug, file: load(STEP_TESTS).test_training_starts_from_what_is_not_rounded(file),

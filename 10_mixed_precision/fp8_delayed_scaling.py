@@ -1,0 +1,672 @@
+"""fp8 with scales from earlier steps: a tensor is read once, because nobody has to wait for its largest magnitude.
+
+The scale of a tensor follows from its amax, so it must be read to the end before its first element can be cast. But
+amax changes slowly. Here the scale is that of the last --history steps' largest, and the kernel that casts also finds
+the amax of this step, for the steps to come. What is larger than anything in the history saturates. Micro-batches of a
+step share its scale. The first step has no history, and takes amax of each tensor itself. Weights are quantized once
+per step, with their own amax.
+inf and NaN become NaN, which is seen in the loss, and do not enter the history, where they would stay for --history
+steps.
+
+Parent:   10_mixed_precision/fp8_tensorwise.py
+Lesson:   cast_kernel, cast, shapes_of_cast, quantize, Multiply, Linear, build_model, quantize_weights,
+          shift_histories, train_step
+Plumbing: Config
+Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
+          quantize_weights, shift_histories (train_step calls both)
+Run:      python 10_mixed_precision/fp8_delayed_scaling.py --dtype bfloat16
+Source:   Micikevicius et al. 2022, arXiv:2209.05433; Transformer Engine's DelayedScaling
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+import zlib
+from dataclasses import asdict, dataclass, fields
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+import triton
+import triton.language as tl
+
+# ------------------------------------------------------------------------------------------------------------ config
+E4M3 = torch.float8_e4m3fn
+GRADIENT = torch.float8_e5m2  # of gradients: they need range more than resolution
+LEAST = 2.0**-100  # amax counts as at least that: zeros stay zeros
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+# Shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two tie their embedding and head; here all are untied.
+PRESETS = {
+    "tiny": dict(warmup=10),  # otherwise the defaults below: for laptops
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
+    seq: int = 128
+    batch: int = 16  # sequences per step, over all ranks
+    microbatches: int = 2  # parts of the batch that go through the model one after another
+    steps: int = 40
+    warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16: and fp8 in the linears of the blocks
+    history: int = 16  # steps whose largest magnitude sets the scale of the next one
+    compile: bool = False
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+@triton.jit
+def cast_kernel(x_ptr, scale_ptr, amax_ptr, y_ptr, t_ptr, m, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write a tile of x [m, k] / scale in fp8, and the same transposed; raise amax to the tile's.
+
+    The conversion saturates. x - x is 0, and NaN where x is inf or NaN, which so become NaN, and do not raise amax.
+    Bits of floats that are not negative are in the order of the floats, and the largest does not depend on an order.
+    """
+    tile, across = tl.program_id(0), tl.cdiv(k, COLUMNS)
+    row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # 64 bits: x may have more than 2^31 elements
+    column = (tile % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < m)[:, None] & (column < k)[None, :]
+    x = tl.load(x_ptr + row[:, None] * k + column[None, :], inside, 0).to(tl.float32)
+    largest = tl.max(tl.max(tl.where(x - x == 0, tl.abs(x), 0), 1), 0)
+    tl.atomic_max(amax_ptr, largest.to(tl.int32, bitcast=True), sem="relaxed")
+    y = (x * tl.div_rn(1.0, tl.load(scale_ptr)) + (x - x)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[:, None] * k + column[None, :], y, inside)
+    tl.store(t_ptr + column[:, None] * m + row[None, :], tl.trans(y), tl.trans(inside))
+
+
+@torch.library.custom_op("fp8_delayed_scaling::cast", mutates_args=("amax",))
+def cast(x: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [m, k], scale [] -> x / scale in fp8 [m, k], and transposed [k, m]; raises amax [] to that of the finite x
+
+    One pass, of 2 bytes in and 2 out, and nothing before it.
+    """
+    (m, k), x = x.shape, x.contiguous()
+    if not x.is_cuda:
+        limit, wide = torch.finfo(dtype).max, x.float()
+        amax.copy_(torch.maximum(amax, torch.where(wide.isfinite(), wide.abs(), 0).amax()))
+        y = ((wide * (1 / scale)).clamp(-limit, limit) + (wide - wide)).to(dtype)
+        return y, y.T.clone(memory_format=torch.contiguous_format)
+    y, t = (torch.empty(shape, dtype=dtype, device=x.device) for shape in ((m, k), (k, m)))
+    grid = (triton.cdiv(m, 64) * triton.cdiv(k, 128),)
+    cast_kernel[grid](x, scale, amax.view(torch.int32), y, t, m, k, ROWS=64, COLUMNS=128, num_warps=4)
+    return y, t
+
+
+@cast.register_fake
+def shapes_of_cast(x: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return tuple(x.new_empty(shape, dtype=dtype) for shape in (x.shape, x.shape[::-1]))
+
+
+def quantize(x: Tensor, amax: Tensor, past: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [m, k] -> x8 [m, k], its scale [], x8 transposed [k, m], the same scale; x ~ x8 · scale
+
+    past [n]: amax of earlier steps, which sets the scale; None: that of x does. amax [] is raised to that of x.
+    """
+    largest = amax_of(x) if past is None else past.amax()
+    scale = largest.float().clamp(min=LEAST) * (1 / torch.finfo(dtype).max)
+    y, t = cast(x, scale, amax, dtype)
+    return y, scale, t, scale
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """Return the largest magnitude of x [m, k]. By rows first: compiled, it is found while the rows are computed."""
+    return x.abs().amax(1).amax()
+
+
+def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool = False) -> Tensor:
+    """a [m, k], b [n, k] in fp8 -> (a · a_scale) (b · b_scale)ᵀ [m, n] in bf16
+
+    fast: tensor cores add up all of k themselves, in some 14 bits; else partial sums are moved to fp32 on their way.
+    """
+    if a.is_cuda:
+        return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return (a.float() @ b.float().T * (a_scale * b_scale)).bfloat16()
+
+
+class Multiply(torch.autograd.Function):
+    """x [t, d], weight [f, d] and what quantize makes of the weight -> x weightᵀ [t, f]; all products in fp8
+
+    The amax of x and of dy, in this step [] and in earlier ones [n] (None in the first step): what quantize takes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, x_amax: Tensor, x_past: Tensor | None, dy_amax: Tensor, dy_past: Tensor | None,
+        w: Tensor, w_scale: Tensor, w_t: Tensor, w_t_scale: Tensor,
+    ) -> Tensor:  # fmt: skip
+        x8, x_scale, x_t, x_t_scale = quantize(x, x_amax, x_past, E4M3)
+        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale, dy_amax, dy_past)
+        return multiply(x8, x_scale, w, w_scale, fast=True)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_t, x_t_scale, w_t, w_t_scale, dy_amax, dy_past = ctx.saved_tensors
+        dy8, dy_scale, dy_t, dy_t_scale = quantize(dy, dy_amax, dy_past, GRADIENT)
+        dx = multiply(dy8, dy_scale, w_t, w_t_scale)
+        return dx, multiply(dy_t, dy_t_scale, x_t, x_t_scale), *[None] * 8  # dw [f, d] = dyᵀ x
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class Linear(nn.Module):
+    """A linear layer whose weight [f, d] is in fp8, too, if it is in bf16: quantize_weights has written it."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.quantized: tuple[Tensor, ...] = ()  # by quantize; no buffers, whose dtype Model.to would change
+        self.amax: tuple[Tensor, ...] = ()  # of x and of dy in this step, each []
+        self.past: tuple[Tensor | None, ...] = (None, None)  # in earlier ones, each [n]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d] -> [..., f]"""
+        if self.weight.dtype != torch.bfloat16:
+            return nn.functional.linear(x, self.weight)
+        x_amax, dy_amax = self.amax if torch.is_grad_enabled() else map(torch.zeros_like, self.amax)  # only of training
+        amaxes = x_amax, self.past[0], dy_amax, self.past[1]
+        rows = Multiply.apply(x.reshape(-1, x.shape[-1]), self.weight, *amaxes, *self.quantized)
+        return rows.view(*x.shape[:-1], -1)
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.k = cfg.dim // cfg.heads
+        self.q_proj = Linear(cfg.dim, cfg.heads * self.k)
+        self.k_proj = Linear(cfg.dim, cfg.kv_heads * self.k)
+        self.v_proj = Linear(cfg.dim, cfg.kv_heads * self.k)
+        self.o_proj = Linear(cfg.heads * self.k, cfg.dim)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.gate_proj = Linear(cfg.dim, cfg.ffn)
+        self.up_proj = Linear(cfg.dim, cfg.ffn)
+        self.down_proj = Linear(cfg.ffn, cfg.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Loss(nn.Module):
+    """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))  # for sums of exponentials
+        return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+class Model(nn.Module):
+    """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.cfg = cfg
+        self.masters: dict[str, Tensor] = {}  # what AdamW updates: in fp32, or the parameter if that has 32 bits
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.model.norm = RMSNorm(cfg)
+        self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.loss = Loss()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> logits [b, s, v]"""
+        rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
+        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        for block in self.model.layers:
+            x = block(x, rope)
+        return self.lm_head(self.model.norm(x))
+
+
+def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Read one tensor from the files of --init. Published models that tie their head store it as the embedding."""
+    tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []
+    for stored in [name, *tied]:
+        for path in glob(cfg.init):
+            with safe_open(path, "pt") as file:
+                if stored in file.keys():
+                    tensor = file.get_tensor(stored)
+                    if tensor.shape == shape:
+                        return tensor
+                    raise SystemExit(f"--init {cfg.init}: {stored} has shape {list(tensor.shape)}, not {list(shape)}")
+    raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name)."""
+    if cfg.init:
+        return read_tensor(cfg, name, shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def build_model(cfg: Config) -> Model:
+    """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice.
+
+    Weights have the dtype of the matmuls. Masters start from what they were before they were rounded.
+    """
+    with torch.device("meta"):
+        model = Model(cfg)
+    model.to(getattr(torch, cfg.dtype)).to_empty(device=cfg.device)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            full, wide = full_tensor(cfg, name, p.shape), torch.promote_types(p.dtype, torch.float32)
+            p.copy_(full)
+            model.masters[name] = p if p.dtype == wide else full.to(p.device, wide)
+    quantize_weights(model)
+    for linear in model.modules():
+        if isinstance(linear, Linear):
+            linear.amax = tuple(torch.zeros((), dtype=torch.float32, device=cfg.device) for _ in range(2))
+    if cfg.compile:
+        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
+            part.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids of all documents end to end, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    """
+    path = Path(cfg.data)
+    if path.suffix == ".bin" and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+    else:
+        files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        lengths = np.array([len(document) for document in documents])
+        starts = lengths.cumsum() - lengths
+    if len(ids) <= cfg.seq:
+        raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    return ids, starts
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+@dataclass
+class Slot:
+    """A parameter; its master, which is the parameter itself if that has 32 bits or more; AdamW's moments of it."""
+
+    parameter: Tensor
+    master: Tensor
+    mean: Tensor
+    square: Tensor
+
+
+def update(
+    weight: Tensor | None, master: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbers: Tensor
+) -> None:
+    """Run AdamW for one master [n], then round it into its weight. Compiled, it is one pass over memory.
+
+    numbers [5]: what clips the gradient, learning rate, root of the correction of `square`, weight decay, eps
+    """
+    factor, rate, correction, decay, eps = numbers
+    gradient = gradient.to(master.dtype) * factor
+    mean.lerp_(gradient, 0.1)  # betas 0.9, 0.95
+    square.lerp_(gradient.square(), 0.05)
+    master.mul_(decay).sub_(rate * mean / (square.sqrt() / correction + eps))
+    if weight is not None:
+        weight.copy_(master)
+
+
+class AdamW:
+    """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU."""
+
+    def __init__(self, cfg: Config, groups: list[dict]):
+        self.clip, self.eps = cfg.clip, cfg.eps
+        self.param_groups = [dict(group, lr=cfg.lr) for group in groups]
+        self.slots = [slot for group in groups for slot in group["slots"]]
+        self.steps = torch.zeros((), dtype=torch.float64, device=cfg.device)
+        self.update = torch.compile(update, dynamic=True) if cfg.compile else update  # one compilation for all sizes
+
+    def gradients(self) -> list[Tensor]:
+        """Those of one micro-batch, or the sums of several, in the order of the slots; None where there is none."""
+        return [s.master.grad if s.parameter.grad is None else s.parameter.grad for s in self.slots]
+
+    def step(self, norm: Tensor) -> None:
+        """Clip to a norm of --clip, given the norm [] of all gradients; update masters and weights."""
+        self.steps += 1
+        factor = (self.clip / (norm + 1e-6)).clamp(max=1)
+        correction = (1 - 0.95**self.steps).sqrt()
+        gradients = iter(self.gradients())
+        for group in self.param_groups:
+            rate, decay = group["lr"] / (1 - 0.9**self.steps), 1 - group["lr"] * group["weight_decay"]
+            constants = (torch.full_like(rate, x) for x in (decay, self.eps))
+            numbers = torch.stack([factor, rate, correction, *constants])
+            for slot, gradient in zip(group["slots"], gradients):
+                if gradient is not None:
+                    weight = None if slot.parameter is slot.master else slot.parameter.view(-1)
+                    kept = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
+                    self.update(weight, *kept, gradient.flatten(), numbers)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for slot in self.slots:
+            slot.parameter.grad = slot.master.grad = None
+
+
+def make_optimizer(cfg: Config, model: Model) -> AdamW:
+    """Return AdamW of the masters, with weight decay on matrices only."""
+    slots = []
+    for name, p in model.named_parameters():
+        master = model.masters[name]
+        slots.append(Slot(p, master, torch.zeros_like(master), torch.zeros_like(master)))
+    matrices = [slot for slot in slots if slot.master.ndim > 1]
+    vectors = [slot for slot in slots if slot.master.ndim == 1]
+    return AdamW(cfg, [dict(slots=matrices, weight_decay=cfg.weight_decay), dict(slots=vectors, weight_decay=0.0)])
+
+
+def set_learning_rate(cfg: Config, optimizer: AdamW, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    return model.loss(model(inputs), targets)
+
+
+def accumulate_gradients(model: Model) -> None:
+    """Move the gradients of a micro-batch to the masters, in fp32: in bf16 the later ones would be rounded away."""
+    for name, p in model.named_parameters():
+        master = model.masters[name]
+        if master is not p and p.grad is not None:
+            if master.grad is None:
+                master.grad = p.grad.to(master.dtype)
+            else:
+                master.grad.add_(p.grad)
+            p.grad = None
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch
+
+    Its gradient is in the .grad of the weights; after several micro-batches, in that of the masters.
+    """
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
+    total = 0
+    for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/microbatches s
+        loss = forward(cfg, model, x, y) / tokens
+        loss.backward()
+        if cfg.microbatches > 1:
+            accumulate_gradients(model)
+        total += loss.detach()
+    return total
+
+
+def gradient_norm(optimizer: AdamW) -> Tensor:
+    """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
+    gradients = [x for x in optimizer.gradients() if x is not None]
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).norm()
+
+
+@torch.no_grad()
+def quantize_weights(model: Model) -> None:
+    """Write the weights of the linears in fp8, as they are and transposed: for all micro-batches of the next step."""
+    linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16]
+    if linears:
+        for linear, amax in zip(linears, torch._foreach_norm([m.weight for m in linears], math.inf)):
+            scale = amax.float().clamp(min=LEAST) * (1 / torch.finfo(E4M3).max)
+            w, w_t = cast(linear.weight, scale, torch.zeros_like(scale), E4M3)
+            linear.quantized = w, scale, w_t, scale.clone()  # the compiler wants different tensors as arguments
+
+
+def shift_histories(cfg: Config, model: Model) -> None:
+    """Move amax of this step into the history, and begin the next step's at 0. The first one is all there is so far."""
+    for linear in model.modules():
+        if isinstance(linear, Linear) and linear.weight.dtype == torch.bfloat16:
+            if linear.past[0] is None:
+                linear.past = tuple(torch.zeros(cfg.history, device=amax.device) for amax in linear.amax)
+            for amax, past in zip(linear.amax, linear.past):
+                past.copy_(torch.cat([amax.view(1), past[:-1]]))
+                amax.zero_()
+
+
+def train_step(cfg: Config, model: Model, optimizer: AdamW, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = gradient_norm(optimizer)
+    with torch.no_grad():
+        optimizer.step(norm)
+    quantize_weights(model)
+    shift_histories(cfg, model)
+    optimizer.zero_grad()
+    return loss, norm
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    save_file({name: master.detach() for name, master in model.masters.items()}, cfg.save, metadata)
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, train it, log every step, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        if step + 1 < cfg.steps:
+            batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+    )
+    for field in fields(Config):
+        flag, text = f"--{field.name}", f"default: {field.default}"
+        if field.type is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            choices = get_args(field.type) or None
+            parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+    given = vars(parser.parse_args())
+    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    preset = PRESETS[given.get("preset", "tiny")]
+    return Config(**{**defaults, **preset, **given})
+
+
+def check(cfg: Config, world: int) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    for flag, value in asdict(cfg).items():
+        may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
+        least = 0 if may_be_zero else 1
+        if isinstance(value, int | float) and not value >= least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    sizes = dict(dim=cfg.dim, ffn=cfg.ffn, kv_heads=kv, seq=cfg.batch // cfg.microbatches * cfg.seq)
+    fp8 = cfg.device == "cuda" and cfg.dtype == "bfloat16"  # a CPU multiplies any sizes
+    odd = next((name for name, size in sizes.items() if fp8 and size % 16), "")
+    problems = [
+        (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
+        (odd, f"--{odd} {odd and getattr(cfg, odd)}: fp8 matmuls take multiples of 16, not {sizes.get(odd)}"),
+        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
+        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
+        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
+        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
+    for file in glob(cfg.init):
+        try:
+            names = safe_open(file, "pt").keys()
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
+        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
+            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+
+
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 1)))
+    data = load_data(cfg)
+    train(cfg, data)
+
+
+if __name__ == "__main__":
+    main()
