@@ -9,11 +9,11 @@ more range. amax of a group is known as soon as its tile is there, so quantizati
 Parent:   10_mixed_precision/fp8_tensorwise.py, 09_kernels/fp8_matmul.py
 Lesson:   GRADIENT, quantize_reference, quantize_tiles, shapes_of_tiles, quantize, quantize_squares, dequantize,
           multiply, Multiply, quantize_weights
-Plumbing: Config, check
+Plumbing: check
 Copy:     E4M3, GRADIENT, BLOCK, LEAST, magnitude, scale_of, to_fp8, read_tile, write_tile, blocks_kernel,
           quantize_reference, quantize_tiles, shapes_of_tiles, quantize, quantize_squares, dequantize, multiply,
           Multiply, Linear, quantize_weights (train_step calls it)
-Run:      python 10_mixed_precision/fp8_blockwise.py --dtype bfloat16
+Run:      python 10_mixed_precision/fp8_blockwise.py --dtype bfloat16 --kv_heads 8
 Source:   DeepSeek-AI 2024, arXiv:2412.19437, section 3.3
 """
 
@@ -63,7 +63,7 @@ class Config:
     layers: int = 8
     dim: int = 128
     heads: int = 8
-    kv_heads: int = 8
+    kv_heads: int = 4
     ffn: int = 384
     vocab: int = 256
     theta: float = 5e5  # base of the RoPE wavelengths

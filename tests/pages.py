@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from launch import load
 from test_lineage import FAMILY, ROOT, TRAINING, difference, lines_of_code, parents
 
 RESULTS = ROOT / "tests" / "results"
@@ -91,8 +92,8 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "09_kernels/flash_attention_gluon.py": "warps with different jobs; gradients added in a fixed order",
     "09_kernels/fp8_matmul.py": "8 bits per element, and scales for a tensor, a row or a block",
     "09_kernels/train.py": "the root, with the kernels of a Llama pasted in",
-    "10_mixed_precision/bf16.py": "bf16 weights that are written once per step, from fp32 masters",
     "10_mixed_precision/formats.py": "numbers of 4 to 32 bits: range, resolution, and what they do to real gradients",
+    "10_mixed_precision/bf16.py": "bf16 weights that are written once per step, from fp32 masters",
     "10_mixed_precision/fp16_loss_scaling.py": "the same in fp16, whose small gradients need a scale",
     "10_mixed_precision/fp8_tensorwise.py": "matmuls in 8 bits, with the scale of the tensor at hand",
     "10_mixed_precision/fp8_delayed_scaling.py": "scales from earlier steps: a tensor is read once",
@@ -156,6 +157,7 @@ SHOWN = 12  # so many bugs are in sight, the others below a line to be opened
 UNKNOWN = "Not measured yet."
 OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
 WRITTEN_HERE = "ours", "Triton", "Gluon"  # contenders of a kernel file that are the file's own
+ROUNDED = "gradients of weights", "gradients of matmul outputs", "updates"  # tables of formats.py
 SHARES = ("forward_ms", "share_forward"), ("both_ms", "share")  # a time, and the ideal time over it
 LONG = "coalescing", "tiling", "coarsening"  # kernels that are compared with each other: a row for each
 MORE = {  # what else a row of a kernel may hold: the column, and how it is written
@@ -728,6 +730,35 @@ def memory_of_blocks() -> str:
     return table(["tp", "tensor parallel, MiB", "with sequence parallelism, MiB"], rows)
 
 
+@functools.cache
+def formats() -> str:
+    """The table of formats, as formats.py computes it."""
+    head, *rows = load("10_mixed_precision/formats.py").table_of_formats()
+    return table(head, rows)
+
+
+def rounded(name: str) -> str:
+    """What rounding does to gradients or updates of a small root, as tests/precision.py has stored it."""
+    stored = results("precision.json")
+    if not stored:
+        return UNKNOWN
+    head, *rows = stored["formats"][name]
+    return table(head, rows)
+
+
+def precision(folder: str) -> str:
+    """How far the gradient of each recipe is from float64's."""
+    stored = results("precision.json")
+    if not stored:
+        return UNKNOWN
+    rows = [[f"`{r['label']}`", f"{r['dB']:.1f}", f"{r['error']:.4f}", f"`{r['worst']}`"] for r in stored["precision"]]
+    rows[0][0] = f"the root, {stored['precision'][0]['label']}"
+    text = table(["gradient in", "signal to noise, dB", "worst tensor's error", "which"], rows, labels=1)
+    return (
+        f"torch {stored['torch']}, {stored['date']}, `{stored['command']}`, a model of `{stored['flags']}`:\n\n{text}"
+    )
+
+
 def first(text: str) -> str:
     """What the first command of README.md prints: its first and its last lines."""
     words = re.search(r"torchrun (.+)", text)[1].split()
@@ -765,6 +796,11 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
             if path not in TRAINING
         }
         | {"steps": kernel_steps},
+        "10_mixed_precision": {
+            "table of formats": formats,
+            **{name: functools.partial(rounded, name) for name in ROUNDED},
+            "precision": functools.partial(precision, folder),
+        },
     }
     return here | extra.get(folder, {})
 
