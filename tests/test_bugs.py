@@ -31,6 +31,7 @@ FLASH_TESTS = "09_kernels/test_flash_attention.py"
 ON_GPUS = {"09_kernels/flash_attention_gluon.py"}  # has no interpreter: its check runs on GPUs alone
 BF16_TESTS, FP16_TESTS = "10_mixed_precision/test_bf16.py", "10_mixed_precision/test_fp16.py"
 MIXED_TESTS = "10_mixed_precision/test_fp8.py"
+STOCHASTIC_TESTS = "10_mixed_precision/test_stochastic_rounding.py"
 EXPERT_TESTS, OVERLAP_TESTS = "07_expert/test_expert.py", "07_expert/test_overlap.py"
 pytestmark = pytest.mark.thorough
 
@@ -172,6 +173,38 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
         lambda bug, file: load(MIXED_TESTS).test_kernel_in_the_interpreter(bug.recipe, file),
         "differs|amax",
     ),
+    "small updates": (lambda bug, file: load(STOCHASTIC_TESTS).test_small_updates_arrive(file), "of the step arrives"),
+    "fair rounding": (lambda bug, file: load(STOCHASTIC_TESTS).test_a_rounding_is_fair(file), "standard errors"),
+    "every chance": (lambda bug, file: load(STOCHASTIC_TESTS).test_every_chance_counts(file), "round up, not"),
+    "numbers of bf16": (
+        lambda bug, file: load(STOCHASTIC_TESTS).test_what_bf16_holds_stays(file),
+        "have become|a NaN is lost",
+    ),
+    "fair training": (
+        lambda bug, file: load(STOCHASTIC_TESTS).test_training_rounds_fairly("", file),
+        "the mean error is|are correlated|are no neighbours",
+    ),
+    "moments of fp32": (
+        lambda bug, file: load(STOCHASTIC_TESTS).test_moments_follow_those_of_fp32(file),
+        "standard deviations after six steps",
+    ),
+    "keys": (lambda bug, file: load(STOCHASTIC_TESTS).test_no_two_tensors_share_a_key(file), "different ones"),
+    "repeated rounding": (
+        lambda bug, file: load(STOCHASTIC_TESTS).test_runs_repeat_and_seeds_differ(file),
+        "does not repeat|with another seed",
+    ),
+    "slices": (lambda bug, file: load(STOCHASTIC_TESTS).test_layouts_round_alike(file), "than in the whole"),
+    "uniform bits": (lambda bug, file: load(STOCHASTIC_TESTS).test_bits_are_uniform(file), "frequencies are off"),
+    "independent bits": (lambda bug, file: load(STOCHASTIC_TESTS).test_bits_are_independent(file), "two bits agree"),
+    "close keys": (
+        lambda bug, file: load(STOCHASTIC_TESTS).test_close_keys_share_no_bits(file),
+        "those of another key",
+    ),
+    "sums of micro-batches": (
+        lambda bug, file: load(STOCHASTIC_TESTS).test_sums_of_micro_batches_are_fp32(file),
+        "the sum is off by",
+    ),
+    "six bytes": (lambda bug, file: load(STOCHASTIC_TESTS).test_bytes_between_steps(file), "bytes per parameter"),
     "masters": (lambda bug, file: load(STEP_TESTS).test_masters(file), "AssertionError"),
     "start of training": (
         lambda bug, file: load(STEP_TESTS).test_training_starts_from_what_is_not_rounded(file),
