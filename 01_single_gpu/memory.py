@@ -1,9 +1,10 @@
 """Predict the memory of a training run, term by term, and check it against the measured peak.
 
 The peak is the maximum over the moments of a step, because gradients grow while activations shrink; `moments` lists
-them, for the recipes here: a Llama with SwiGLU, grouped-query and fused attention under autocast. With fewer tokens per
-micro-batch than --dim it is about 1 % too low: small operators are left out. The playbook's formulas, for a GPT with
-GELU and bf16 weights, are separate: functions whose names start with book_, and --playbook.
+them, for the recipes here: a Llama with SwiGLU, grouped-query and fused attention, under autocast or with the weights
+of 10_mixed_precision. With fewer tokens per micro-batch than --dim it is about 1 % too low: small operators are left
+out. The playbook's formulas, for a GPT with GELU and bf16 weights, are separate: functions whose names start with
+book_, and --playbook.
 A pipeline's rank holds what its order of operations leaves there: `walk` takes the order from the recipe's schedule.
 --measure trains with a recipe and compares; the recipe and its number of processes decide what is predicted.
 
@@ -38,6 +39,7 @@ PRESETS = {  # the root's
     "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
 }
 SCHEDULES = "1f1b", "afab", "split_backward", "zero_bubble", "interleaved", "zbv", "dualpipe"  # files of 06_pipeline
+FP8 = "tensorwise", "delayed_scaling", "blockwise"  # files of 10_mixed_precision, after fp8_
 RECIPES = {  # what --measure can predict, and in what a recipe's memory differs from the root's
     "01_single_gpu": {
         "train": {},
@@ -60,6 +62,12 @@ RECIPES = {  # what --measure can predict, and in what a recipe's memory differs
         "ulysses": dict(ulysses=0),
     },
     "06_pipeline": {"naive": {}, **{name: dict(schedule=name) for name in SCHEDULES}},
+    "10_mixed_precision": {
+        **{name: dict(precision="masters") for name in ("bf16", "fp16_loss_scaling")},
+        **{f"fp8_{name}": dict(precision="masters", fp8=name) for name in FP8},
+        "stochastic_rounding": dict(precision="stochastic"),
+        "fp8_stochastic_rounding": dict(precision="stochastic", fp8="tensorwise"),
+    },
 }
 # what the number of processes is
 PROCESSES = {
@@ -95,7 +103,9 @@ class Config:
     vocab: int = 256
     seq: int = 128
     batch: int = 16  # sequences per step, of all ranks and micro-batches together
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over float32 weights
+    dtype: Literal["float32", "float16", "bfloat16", "float64"] = "float32"  # of the matmuls
+    precision: Literal["autocast", "masters", "stochastic"] = "autocast"  # has fp32 weights, the others 16-bit ones
+    fp8: Literal[("none", *FP8)] = "none"  # of linears, with bfloat16
     compile: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     microbatches: int = 1
@@ -118,7 +128,7 @@ class Config:
 
 def item(cfg: Config) -> int:
     """Bytes of an activation."""
-    return {"bfloat16": 2, "float32": 4, "float64": 8}[cfg.dtype]
+    return {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[cfg.dtype]
 
 
 def wide(cfg: Config) -> int:
@@ -127,13 +137,18 @@ def wide(cfg: Config) -> int:
 
 
 def weight_item(cfg: Config) -> int:
-    """Bytes of a weight that the model multiplies with, and of its gradient; with ZeRO in the dtype of the matmuls."""
-    return item(cfg) if cfg.zero else wide(cfg)
+    """Bytes of a weight that the model has, and of its gradient; without autocast in the dtype of the matmuls."""
+    return item(cfg) if cfg.zero or cfg.precision != "autocast" else wide(cfg)
 
 
 def copy_item(cfg: Config) -> int:
     """Bytes of the copy of a weight that autocast makes for a matmul; split backward has one copy for all of a step."""
     return item(cfg) if item(cfg) < weight_item(cfg) and not split_backward(cfg) else 0
+
+
+def in_fp8(cfg: Config) -> bool:
+    """Whether the linears of the blocks multiply in fp8; recipes of fp8 do with bfloat16 alone."""
+    return cfg.fp8 != "none" and cfg.dtype == "bfloat16"
 
 
 def tokens(cfg: Config) -> int:
@@ -218,6 +233,21 @@ def attended(cfg: Config) -> int:
     return ((3 if ranks > 1 else 2) * cfg.dim + 2 * kv) * item(cfg) + cfg.heads * wide(cfg)
 
 
+def matmul_inputs(cfg: Config) -> tuple[int, int]:
+    """Bytes per token that matmuls alone keep of their inputs: in the residual stream, and in what tp cuts.
+
+    Those are two normalised inputs and SwiGLU's product. In fp8 each linear keeps its input transposed, 1 byte per
+    element: o_proj, too, beside the one that attention keeps. Compiled, q, k and v share one, and gate and up another.
+    Uncompiled each has its own, and with delayed scaling always, since each has a history of its own, and so a scale.
+    Blockwise scaling keeps a scale of 4 bytes for 128 elements.
+    """
+    if not in_fp8(cfg):
+        return 2 * cfg.dim * item(cfg), cfg.ffn * item(cfg)
+    normalised = 2 if cfg.compile and cfg.fp8 != "delayed_scaling" else 5
+    scales = 4 / 128 * (cfg.fp8 == "blockwise")
+    return int((normalised + 1) * cfg.dim * (1 + scales)), int(cfg.ffn * (1 + scales))
+
+
 def saved(cfg: Config, recompute: str) -> int:
     """Bytes of activations that one block keeps from forward to backward.
 
@@ -230,14 +260,15 @@ def saved(cfg: Config, recompute: str) -> int:
     it. With sequence parallelism the normalised input, cut along the sequence, is gathered again in backward.
     """
     d, f, e, w, attention = cfg.dim, cfg.ffn, item(cfg), wide(cfg), attended(cfg)
+    stream, split = matmul_inputs(cfg)
     if recompute == "full":
         return per_token(cfg, d * e, 0)  # x
     if recompute == "selective":
-        stream = (2 if cfg.compile else 3) * d * e  # x, the outputs of o_proj and down_proj
-        return per_token(cfg, stream, attention + 2 * f * e)
+        outputs = (2 if cfg.compile else 3) * d * e  # x, the outputs of o_proj and down_proj
+        return per_token(cfg, outputs, attention + 2 * f * e)
     if cfg.compile:
-        return per_token(cfg, 4 * d * e + 2 * w, attention + 3 * f * e)  # x, two normalised, o_proj's output
-    return per_token(cfg, d * (4 * w + 2 * e) + 2 * w, attention + 4 * f * e)
+        return per_token(cfg, 2 * d * e + 2 * w + stream, attention + 2 * f * e + split)  # x, o_proj's output
+    return per_token(cfg, 4 * d * w + 2 * w + stream, attention + 3 * f * e + split)
 
 
 def widest(cfg: Config) -> int:
@@ -248,15 +279,16 @@ def widest(cfg: Config) -> int:
     the product is free by then, and one of them takes the memory of up. With it, the same kernel also writes the
     product, 6·f in all. Uncompiled, the gradients of silu and up are made while the product is free.
     """
-    d, kv, f, e = cfg.dim, kv_width(cfg), cfg.ffn, item(cfg)
+    d, kv, f, e, (_, product) = cfg.dim, kv_width(cfg), cfg.ffn, item(cfg), matmul_inputs(cfg)
     if not cfg.compile:
         again = d * e if cfg.recompute != "none" and e < wide(cfg) else 0  # x beside its copy in float32
         again += d * e if cfg.recompute == "selective" else 0  # down_proj's output, which nobody asks for
-        return saved(cfg, "none") + per_token(cfg, d * e + again, 2 * f * e)
+        return saved(cfg, "none") + per_token(cfg, d * e + again, 3 * f * e - product)
     if cfg.recompute == "full":
         attention = (3 * d + 2 * kv) * e + cfg.heads * wide(cfg)  # o in two layouts: attention's and the matmul's
         return per_token(cfg, 5 * d * e + 2 * wide(cfg), attention + 6 * f * e)
-    return saved(cfg, cfg.recompute) + per_token(cfg, d * e, (1 if cfg.recompute == "none" else 4) * f * e)
+    more = 2 * f * e - product if cfg.recompute == "none" else 4 * f * e
+    return saved(cfg, cfg.recompute) + per_token(cfg, d * e, more)
 
 
 def widest_weights(cfg: Config, accumulating: bool) -> int:
@@ -303,11 +335,15 @@ def resident(cfg: Config) -> dict[str, int]:
     """Bytes that are there all the time. The root: 4N of float32 weights and 8N of AdamW's moments.
 
     ZeRO, which has no autocast: weights in the dtype of the matmuls, with stage 3 only those gathered just then, and
-    shards in float32 of the weights and of the moments, 12N/(dp·cp).
+    shards in float32 of the weights and of the moments, 12N/(dp·cp). With masters the same, on one GPU: 2N and 12N.
+    With stochastic rounding moments have the dtype of the weights: 2N and 4N. In fp8 the matrices of the blocks have
+    two copies besides, of 1 byte per element: as they are, and transposed.
     """
     n, full = sum(parameters(cfg).values()), weight_item(cfg) * sum(parameters(cfg).values())
     if not cfg.zero:
-        return {"weights": full, "optimizer": 2 * full}
+        optimizer = 3 * wide(cfg) * n if has_masters(cfg) else 2 * full
+        copies = 2 * sum(layers_here(cfg)) * matrices(cfg) * in_fp8(cfg)
+        return {"weights": full, "optimizer": optimizer, "weight copies": copies}
     shard = wide(cfg) * n // replicas(cfg)
     return {"weights": full if cfg.zero < 3 else 0, "optimizer": 3 * shard}
 
@@ -326,6 +362,16 @@ def gradients(cfg: Config, done: int, *leaving: int) -> int:
     if not cfg.zero:
         return weight_item(cfg) * done
     return weight_item(cfg) * sum(leaving) + wide(cfg) * done // (1 if keeps_sums(cfg) else replicas(cfg))
+
+
+def has_masters(cfg: Config) -> bool:
+    """Whether AdamW updates fp32 masters; weights of 32 bits are their own."""
+    return cfg.precision == "masters" and item(cfg) < wide(cfg)
+
+
+def sums_apart(cfg: Config) -> bool:
+    """Whether each of several micro-batches makes gradients anew, and moves them to fp32 sums."""
+    return cfg.precision == "stochastic" or has_masters(cfg)
 
 
 def keeps_sums(cfg: Config) -> bool:
@@ -474,7 +520,8 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
     Beside an operation's own, a rank holds what its other micro-batches keep, the gradients of its weights, and of
     messages its outputs until their gradients are there, and gradients of its inputs that are being sent, see walk.
     If backward is split, it has one copy of its matrices until its operations have ended, and W adds to gradients
-    without temporaries. Last come norm, clipping and AdamW, which work in place: all gradients, no activations.
+    without temporaries. Last come norm, clipping and AdamW, which work in place: all gradients, no activations. Left
+    out is what 10_mixed_precision takes for one matrix then: uncompiled, AdamW in fp32; in fp8, the new beside the old.
     """
     here, chunks, message = stages_here(cfg), chunk_parameters(cfg), per_token(cfg, item(cfg) * cfg.dim, 0)
     angles = wide(cfg) * 2 * cfg.seq // cfg.cp * (cfg.dim // cfg.heads)  # cosine and sine, of each forward its own
@@ -490,18 +537,20 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
     for op, chunk, flying, waiting, begun, sent in walk(cfg):
         embedded = [there or left > 0 for there, left in zip(begun, waiting)]  # its gradient is computed by B
         done = [sum(n.values()) * b + n["embedding"] * (e - b) for n, b, e in zip(chunks, begun, embedded)]
-        rest = {"gradients": gradients(cfg, sum(done)), "weight copies": copy}
+        sums = wide(cfg) * sum(done) if sums_apart(cfg) else gradients(cfg, sum(done))
+        rest = {"gradients": sums, "weight copies": copy}
         rest["activations"] = message * (sent + sum(n * count for n, count in zip(flying, passing)))
         rest["activations"] += sum(n * size for n, size in zip(waiting, due))
         rest["temporary"] = angles * max(0, sum(flying) - 1)
         others = [n - (op == "B" and c == chunk) for c, n in enumerate(flying)]
         own = forward_moments(cfg, chunk) if op == "F" else {"weight gradients": {}}
-        own = backward_moments(cfg, chunk, embedded[chunk]) if op == "B" else own
+        own = backward_moments(cfg, chunk, embedded[chunk] and not sums_apart(cfg)) if op == "B" else own
         for name, kinds in own.items():
             parts = [(1, always), (1, rest), (1, kinds), *zip(others, kept)]
             total = {kind: sum(n * part.get(kind, 0) for n, part in parts) for kind in KINDS}
             found[name] = max(total, found.get(name, total), key=lambda kinds: sum(kinds.values()))
-    last = {"gradients": wide(cfg) * every // replicas(cfg) if cfg.zero else gradients(cfg, every)}
+    summed = cfg.zero or sums_apart(cfg) and cfg.microbatches > 1
+    last = {"gradients": wide(cfg) * every // replicas(cfg) if summed else gradients(cfg, every)}
     return found | {"optimizer": {kind: always.get(kind, 0) + last.get(kind, 0) for kind in KINDS}}
 
 
@@ -627,8 +676,9 @@ def config_of(recipe: str, cfg: object, rank: int, world: int) -> Config:
 def held_by(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes in the storages of the weights, and of the optimizer's state and the shards it steps, if separate."""
     weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-    tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-    tensors += [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [*getattr(optimizer, "state", {}).values(), *(vars(slot) for slot in getattr(optimizer, "slots", []))]
+    tensors = [t for state in kept for t in state.values() if torch.is_tensor(t)]
+    tensors += [p for group in optimizer.param_groups for p in group.get("params", [])]
     states = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return {
         "weights": sum(weights.values()),
@@ -741,6 +791,7 @@ def check(cfg: Config) -> None:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     parts, cut = cfg.dp * cfg.microbatches, math.gcd(cfg.kv_heads, cfg.ffn, cfg.vocab)
     seq, swap = cfg.seq // cfg.cp, cfg.ulysses or cfg.cp
+    several = cfg.zero or split_backward(cfg) or max(cfg.dp, cfg.tp, cfg.cp, cfg.pp) > 1
     m, times = cfg.microbatches, {"interleaved": "--chunks times ", "zbv": "twice "}.get(cfg.schedule, "")
     problems = [
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
@@ -760,6 +811,14 @@ def check(cfg: Config) -> None:
         (cfg.schedule == "dualpipe" and cfg.pp % 2, f"--pp {cfg.pp}: must be even with --schedule dualpipe"),
         (cfg.schedule == "interleaved" and m % cfg.pp, f"--microbatches {m}: must be a multiple of --pp {cfg.pp}"),
         (cfg.zero and cfg.pp > 1, f"--zero {cfg.zero}: is predicted without --pp only"),
+        (
+            (cfg.fp8 != "none" or cfg.dtype == "float16") and cfg.precision == "autocast",
+            f"--precision autocast: must be masters or stochastic with --fp8 {cfg.fp8} and --dtype {cfg.dtype}",
+        ),
+        (
+            cfg.precision != "autocast" and (several or cfg.recompute != "none"),
+            f"--precision {cfg.precision}: is predicted on one GPU and without --recompute only",
+        ),
         (
             split_backward(cfg) and (cfg.zero or cfg.gather_kv or cfg.recompute != "none"),
             f"--schedule {cfg.schedule}: is predicted without --zero, --gather_kv and --recompute only",

@@ -144,23 +144,24 @@ def test_parameters_of_a_rank(schedule, layers, ranks, chunks):
         assert sum(ours.values()) == sum(p.numel() for p in model.parameters())
 
 
-def kept_by_block(recipe, dtype, compiled):
-    """Bytes that autograd keeps of one block's forward, its parameters and the RoPE table apart."""
-    module = load(f"01_single_gpu/{recipe}.py")
+def kept_by_block(file, dtype, compiled):
+    """Bytes that autograd keeps of one block's forward, its parameters, those in fp8, and the RoPE table apart."""
+    module = load(file)
     cfg = module.Config(**SHAPE, device="cpu", dtype=dtype)
     torch.set_default_dtype(torch.float64 if dtype == "float64" else torch.float32)
-    block, rope = module.Block(cfg), module.rope_table(cfg, torch.arange(cfg.seq))
+    block, rope = module.build_model(cfg).model.layers[0], module.rope_table(cfg, torch.arange(cfg.seq))
     x = torch.randn(cfg.batch, cfg.seq, cfg.dim).to(getattr(torch, dtype)).requires_grad_()
     if compiled:
         block.compile(backend="aot_eager_decomp_partition")  # the partitioner of the compiler, without its kernels
-    apart, sizes = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *rope)}, {}
+    fp8 = [t for layer in block.modules() for t in getattr(layer, "quantized", ())]
+    apart, sizes = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *fp8, *rope)}, {}
 
     def pack(t):
         if t.dtype != torch.uint8:  # the state of the CPU's random numbers, which checkpointing under compilation keeps
             sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    low = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
+    low = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16" and file.startswith("01"))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), low:
         block(x, rope)
     return sum(size for address, size in sizes.items() if address not in apart)
@@ -183,8 +184,20 @@ def test_kept_by_a_block(recompute, dtype, compiled):
     """To the byte: activations, and the copies of weights that autocast makes."""
     cfg = MEMORY.Config(**SHAPE, dtype=dtype, compile=compiled, recompute=recompute)
     copies = MEMORY.copy_item(cfg) * MEMORY.matrices(cfg) if recompute == "none" else 0
-    found = isolated(lambda: kept_by_block(RECIPES[recompute], dtype, compiled))
+    found = isolated(lambda: kept_by_block(f"01_single_gpu/{RECIPES[recompute]}.py", dtype, compiled))
     assert found == MEMORY.saved(cfg, recompute) + copies
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", MEMORY.RECIPES["10_mixed_precision"])
+def test_kept_by_a_block_in_low_precision(name, compiled):
+    """To the byte, but for scales of whole tensors and of squares: what fp8 keeps in place of bf16, and how often."""
+    file = f"10_mixed_precision/{name}.py"
+    found = isolated(lambda: kept_by_block(file, "bfloat16", compiled))
+    run = load(file).Config(**SHAPE, dtype="bfloat16", compile=compiled, microbatches=1)
+    cfg = MEMORY.config_of(file, run, 0, 1)
+    assert 0 <= found - MEMORY.saved(cfg, "none") <= 256
 
 
 def kept_by_split_backward(dtype, compiled):
@@ -244,6 +257,12 @@ def allocated(file, shape, flags):
     data, model = module.load_data(cfg), module.build_model(cfg)
     if hasattr(module, "local_attention"):
         module.local_attention, module.local_attention_backward = like_cudnn, like_cudnn_backward
+    if hasattr(module, "quantize_weights"):
+        module.multiply = like_cublas
+        if hasattr(module, "cast"):
+            module.cast = module.shapes_of_cast  # which returns tensors of the sizes that the kernel fills
+        else:
+            module.quantize_tiles = module.shapes_of_tiles
     optimizer = module.make_optimizer(cfg, model)
     module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, 0))  # makes the optimizer's state
     batch = module.make_batch(cfg, data, 1)
@@ -285,7 +304,8 @@ def test_peak_on_the_cpu(recompute, dtype, vocab):
 def activations(cfg):
     """The predicted peak of what the CPU's allocator counts in a step."""
     _, kinds = MEMORY.peak(cfg)
-    return sum(kinds.values()) - kinds["weights"] - kinds["optimizer"] - MEMORY.WORKSPACE
+    held = MEMORY.resident(cfg)
+    return sum(kinds.values()) - sum(held.values()) - MEMORY.WORKSPACE
 
 
 def like_cudnn(q, k, v, causal):
@@ -295,6 +315,32 @@ def like_cudnn(q, k, v, causal):
 
 def like_cudnn_backward(gradient, q, o, lse, k, v, causal):
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def like_cublas(a, a_scale, b, b_scale, fast=False):
+    """A product of fp8 of the size and dtype that cuBLAS returns, without operands in float32."""
+    return torch.zeros(len(a), len(b), dtype=torch.bfloat16)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    "name, dtype, vocab",
+    [
+        *((name, "bfloat16", 128) for name in MEMORY.RECIPES["10_mixed_precision"]),
+        ("fp8_tensorwise", "bfloat16", 1024),
+        ("fp16_loss_scaling", "float16", 1024),
+        *((name, "float32", vocab) for name in ("bf16", "stochastic_rounding") for vocab in (128, 1024)),
+    ],
+)
+def test_peak_in_low_precision(name, dtype, vocab, microbatches):
+    """As above: 16-bit weights and gradients, masters, fp32 sums, operands in fp8."""
+    file = f"10_mixed_precision/{name}.py"
+    shape = {**SHAPE, "dim": 128, "kv_heads": 4, "vocab": vocab, "seq": 128, "dtype": dtype}
+    shape |= {"batch": 4 * microbatches, "microbatches": microbatches}
+    found = isolated(lambda: allocated(file, shape, {}))
+    cfg = MEMORY.config_of(file, load(file).Config(**shape), 0, 1)
+    assert abs(activations(cfg) - found) <= 16 * MEMORY.tokens(cfg)
 
 
 def allocated_on_rank(file, rank, ranks, shape):
@@ -421,6 +467,22 @@ def test_zero():
     assert MEMORY.moments(longer) == MEMORY.moments(full)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", MEMORY.RECIPES["10_mixed_precision"])
+def test_bytes_per_parameter(name, microbatches):
+    """What the headers of 10_mixed_precision say: 16, 8 without masters, and 2 more in fp8 for matrices of the blocks.
+
+    Several micro-batches: fp32 sums of 4 beside gradients of 2, which are gone when the optimizer steps.
+    """
+    cfg = replace(SMOLLM, batch=4 * microbatches, microbatches=microbatches)
+    cfg = replace(cfg, **MEMORY.RECIPES["10_mixed_precision"][name])
+    n, matrices = sum(MEMORY.parameters(cfg).values()), cfg.layers * MEMORY.matrices(cfg)
+    held = (6 if "stochastic" in name else 14) * n + 2 * matrices * ("fp8" in name)
+    for moment, gradients in ("optimizer", 2 * microbatches), ("embedding", 2 + 4 * (microbatches - 1)):
+        kinds = MEMORY.moments(cfg)[moment]
+        assert sum(kinds.values()) - kinds["temporary"] == held + gradients * n
+
+
 def counted(operations):
     """The most micro-batches and chunks between F and B, and between B and W, itself included, of a rank's list."""
     flying, waiting, most = set(), set(), [0, 0]
@@ -508,6 +570,10 @@ def test_1f1b_takes_no_more_memory_for_more_micro_batches(stage):
         ("--cp 16 --ulysses 0", "--ulysses 16: must divide --heads 8 / --tp 1"),
         ("--cp 4 --ulysses 4 --tp 4", "--ulysses 4: must divide --heads 8 / --tp 4"),
         ("--cp 3 --seq 9 --ulysses 0 --heads 6 --kv_heads 2 --dim 96", "--ulysses 3: must divide --kv_heads 2 /"),
+        ("--precision masters --dp 2", "--precision masters: is predicted on one GPU and without --recompute only"),
+        ("--precision stochastic --recompute full", "--precision stochastic: is predicted on one GPU and without"),
+        ("--fp8 blockwise", "--precision autocast: must be masters or stochastic with --fp8 blockwise"),
+        ("--dtype float16", "--precision autocast: must be masters or stochastic with --fp8 none and --dtype float16"),
         ("--measure 01_single_gpu/train.py", "--measure 01_single_gpu/train.py: needs a GPU"),
         ("--measure 02_data_parallel/torch_ddp.py", "--measure 02_data_parallel/torch_ddp.py: must be one of 01_"),
         ("--draw x.svg no.json", "--draw no.json: no such file"),
@@ -544,6 +610,16 @@ def test_measure():
     assert cfg == MEMORY.Config(layers=2, batch=4, microbatches=2) and peak == 2 * 2**30 and resets == 1
     n = sum(MEMORY.parameters(cfg).values())
     assert held == {"weights": 4 * n, "optimizer": 8 * n + 4 * (2 * 9 + 3)}
+
+
+@pytest.mark.parametrize("name, item, optimizer", [("bf16", 2, 12), ("stochastic_rounding", 2, 4)])
+def test_measure_low_precision(name, item, optimizer):
+    """Masters and moments are what the optimizer of 10_mixed_precision holds."""
+    flags = "--device cpu --layers 2 --batch 4 --microbatches 1 --dtype bfloat16"
+    (cfg, _, held), _ = isolated(lambda: measured_run(f"10_mixed_precision/{name}.py", flags))
+    n = sum(MEMORY.parameters(cfg).values())
+    assert held == {"weights": item * n, "optimizer": optimizer * n}
+    assert {kind: MEMORY.resident(cfg)[kind] for kind in held} == held
 
 
 def test_report_and_picture(tmp_path, monkeypatch, capsys):

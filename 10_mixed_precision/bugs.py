@@ -40,7 +40,7 @@ BUGS = [
         seen="bfloat16",
     ),
     Bug(
-        "gradients stay beside those of the masters, and are added again with the next micro-batch's",
+        "gradients stay where they are, so that bf16 sums are taken in place of those of the masters",
         BF16,
         "            p.grad = None\n",
         "",

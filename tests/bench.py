@@ -399,7 +399,7 @@ def torchrun(gpus: int, *words: str) -> list[str]:
 
 def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
     """One run in processes of its own; the numbers of its last line, and its last loss. Of several, the slowest."""
-    single = file.startswith(("01_", "09_", "tests/"))
+    single = file.startswith(("01_", "09_", "10_", "tests/"))
     commands = [[file, *flags.split()]] * gpus if single else [torchrun(gpus, file, *flags.split())]
     runs = []
     for printed in outputs(*commands):

@@ -32,7 +32,7 @@ COLLECTIVES = re.compile(
 )
 LIMITS = {  # lines of code; 450 for a recipe that is not named
     "01_single_gpu/train.py": 290,
-    "01_single_gpu/memory.py": 530,
+    "01_single_gpu/memory.py": 560,
     "03_zero/zero3_copy_engines.py": 480,  # these stack several techniques
     "04_tensor_sequence/async_tensor_parallel.py": 520,
     "05_context_ring/usp.py": 480,
