@@ -335,15 +335,16 @@ def resident(cfg: Config) -> dict[str, int]:
     """Bytes that are there all the time. The root: 4N of float32 weights and 8N of AdamW's moments.
 
     ZeRO, which has no autocast: weights in the dtype of the matmuls, with stage 3 only those gathered just then, and
-    shards in float32 of the weights and of the moments, 12N/(dp·cp). With masters the same, on one GPU: 2N and 12N.
-    With stochastic rounding moments have the dtype of the weights: 2N and 4N. In fp8 the matrices of the blocks have
-    two copies besides, of 1 byte per element: as they are, and transposed.
+    shards in float32 of the weights and of the moments, 12N/(dp·cp). With masters the same, on one GPU: 2N and 12N, or
+    4N and 8N of what is its own master. With stochastic rounding moments have the dtype of the weights: 2N and 4N. In
+    fp8 the matrices of the blocks have two copies besides, of 1 byte per element: as they are, and transposed.
     """
     n, full = sum(parameters(cfg).values()), weight_item(cfg) * sum(parameters(cfg).values())
     if not cfg.zero:
-        optimizer = 3 * wide(cfg) * n if has_masters(cfg) else 2 * full
+        more = wider(cfg, parameters(cfg))
+        optimizer = 3 * wide(cfg) * n - 2 * more if has_masters(cfg) else 2 * full
         copies = 2 * sum(layers_here(cfg)) * matrices(cfg) * in_fp8(cfg)
-        return {"weights": full, "optimizer": optimizer, "weight copies": copies}
+        return {"weights": full + more, "optimizer": optimizer, "weight copies": copies}
     shard = wide(cfg) * n // replicas(cfg)
     return {"weights": full if cfg.zero < 3 else 0, "optimizer": 3 * shard}
 
@@ -367,6 +368,15 @@ def gradients(cfg: Config, done: int, *leaving: int) -> int:
 def has_masters(cfg: Config) -> bool:
     """Whether AdamW updates fp32 masters; weights of 32 bits are their own."""
     return cfg.precision == "masters" and item(cfg) < wide(cfg)
+
+
+def wider(cfg: Config, parts: dict[str, int]) -> int:
+    """Bytes that embedding and norms, and their gradients, take beyond those of matrices: beside masters they are fp32.
+
+    No matmul reads them, so each is its own master. parts: elements, of which blocks and head have matrices
+    """
+    others = sum(parts.values()) - sum(layers_here(cfg)) * matrices(cfg) - parts["head"]
+    return (wide(cfg) - weight_item(cfg)) * others * has_masters(cfg)
 
 
 def sums_apart(cfg: Config) -> bool:
@@ -486,7 +496,10 @@ def backward_moments(cfg: Config, chunk: int, accumulating: bool) -> dict[str, d
     instead of gradients, and so SwiGLU's product is not free at its derivative; the gradient of the embedding is added
     to that of earlier micro-batches out of place.
     """
-    n, layers, block, d = chunk_parameters(cfg)[chunk], layers_here(cfg)[chunk], matrices(cfg) + 2 * cfg.dim, cfg.dim
+    n, layers, d = chunk_parameters(cfg)[chunk], layers_here(cfg)[chunk], cfg.dim
+    if has_masters(cfg) and cfg.microbatches > 1:  # gradients of norms have their masters' dtype: they are sums at once
+        n |= {"blocks": layers * matrices(cfg), "norm": 0}
+    block = n["blocks"] // layers
     top, every, kept = n["norm"] + n["head"], sum(n.values()), saved(cfg, cfg.recompute)
     adding, table = accumulating and not cfg.zero, gradients(cfg, n["embedding"])
     temporary = max(widest(cfg) + widest_weights(cfg, adding), gathering(cfg, adding)) - kept
@@ -499,7 +512,8 @@ def backward_moments(cfg: Config, chunk: int, accumulating: bool) -> dict[str, d
     done = {"last norm": n["head"], "last block": top, "first block": first, "embedding": every}
     below = gradients(cfg, first, *([block, block if layers > 2 else top][: layers - 1]))
     here["first block"] = {"weights": gathered(cfg, block), "gradients": below, "temporary": temporary}
-    rows, last = per_token(cfg, weight_item(cfg) * d, 0), gradients(cfg, every, block, n["embedding"])
+    rows = per_token(cfg, (wide(cfg) if has_masters(cfg) else weight_item(cfg)) * d, 0)
+    last = gradients(cfg, every, block, n["embedding"]) + wider(cfg, n)
     sums = (table + max(rows, table) if split_backward(cfg) else table + rows) if adding else rows
     here["embedding"] = {"weights": gathered(cfg, block), "gradients": last, "temporary": sums * (table > 0)}
     for name, kinds in here.items():
@@ -550,8 +564,8 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
             total = {kind: sum(n * part.get(kind, 0) for n, part in parts) for kind in KINDS}
             found[name] = max(total, found.get(name, total), key=lambda kinds: sum(kinds.values()))
     summed = cfg.zero or sums_apart(cfg) and cfg.microbatches > 1
-    last = {"gradients": wide(cfg) * every // replicas(cfg) if summed else gradients(cfg, every)}
-    return found | {"optimizer": {kind: always.get(kind, 0) + last.get(kind, 0) for kind in KINDS}}
+    last = wide(cfg) * every // replicas(cfg) if summed else gradients(cfg, every) + wider(cfg, parameters(cfg))
+    return found | {"optimizer": {kind: always.get(kind, 0) + last * (kind == "gradients") for kind in KINDS}}
 
 
 def peak(cfg: Config) -> tuple[str, dict[str, int]]:

@@ -1,10 +1,11 @@
 """bf16 written out: matmuls read bf16 weights, AdamW updates fp32 masters, micro-batches add up gradients in fp32.
 
 Autocast keeps fp32 weights, and casts them in the forward pass of every micro-batch, and their gradients after it. Here
-the model has bf16 weights, which are written once per step, from fp32 masters. AdamW updates the masters: most updates
-are less than half of the distance between two bf16 numbers, and would be lost in these. Gradients leave backward in
-bf16, and those of several micro-batches are added up in fp32, for the same reason. With --compile, AdamW goes through
-memory once: it reads a gradient as backward has left it, clips it, and writes the rounded weight.
+the matrices that matmuls read are bf16, and are written once per step, from fp32 masters; embedding and norms, which no
+matmul reads, stay fp32. AdamW updates the masters: most updates are less than half of the distance between two bf16
+numbers, and would be lost in these. Gradients of matrices leave backward in bf16, and those of several micro-batches
+are added up in fp32, for the same reason. So all gradients are those of autocast, to the bit. With --compile, AdamW
+goes through memory once: it reads a gradient as backward has left it, clips it, and writes the rounded weight.
 Bytes per parameter: 2 weight + 4 master + 2 gradient + 8 AdamW moments = 16, and 4 more with several micro-batches.
 
 Parent:   01_single_gpu/train.py, 01_single_gpu/gradient_accumulation.py
@@ -23,6 +24,7 @@ import math
 import os
 import time
 import zlib
+from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from glob import glob
 from pathlib import Path
@@ -216,14 +218,19 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def build_model(cfg: Config) -> Model:
     """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice.
 
-    Weights have the dtype of the matmuls. Masters start from what they were before they were rounded.
+    Matrices have the dtype of the matmuls. Their masters start from what they were before they were rounded.
     """
     with torch.device("meta"):
         model = Model(cfg)
-    model.to(getattr(torch, cfg.dtype)).to_empty(device=cfg.device)
+    low, wide = getattr(torch, cfg.dtype), torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
+    model.to(low)
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, RMSNorm)):  # no matmul reads them: autocast, too, leaves them in fp32
+            module.to(wide)
+    model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            full, wide = full_tensor(cfg, name, p.shape), torch.promote_types(p.dtype, torch.float32)
+            full = full_tensor(cfg, name, p.shape)
             p.copy_(full)
             model.masters[name] = p if p.dtype == wide else full.to(p.device, wide)
     if cfg.compile:
@@ -390,9 +397,14 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def gradient_norm(optimizer: AdamW) -> Tensor:
     """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
-    gradients = [x for x in optimizer.gradients() if x is not None]
-    wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).norm()
+    by_dtype = defaultdict(list)  # one kernel reads many tensors, but of one dtype
+    for x in optimizer.gradients():
+        if x is not None:
+            by_dtype[x.dtype].append(x)
+    norms = []
+    for dtype, same in by_dtype.items():
+        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, torch.float32))
+    return torch.stack(norms).norm()
 
 
 def train_step(cfg: Config, model: Model, optimizer: AdamW, inputs: Tensor, targets: Tensor):

@@ -26,6 +26,20 @@ BUGS = [
         seen="rounded masters",
     ),
     Bug(
+        "the embedding is rounded, too, and a CPU adds up its gradient in bf16",
+        BF16,
+        "isinstance(module, (nn.Embedding, RMSNorm))",
+        "isinstance(module, RMSNorm)",
+        seen="autocast's gradient",
+    ),
+    Bug(
+        "weights of norms are rounded, too",
+        BF16,
+        "isinstance(module, (nn.Embedding, RMSNorm))",
+        "isinstance(module, nn.Embedding)",
+        seen="autocast's gradient",
+    ),
+    Bug(
         "gradients of micro-batches are added up in bf16",
         BF16,
         "master.grad.add_(p.grad)",
@@ -56,14 +70,14 @@ BUGS = [
     Bug(
         "the norm is of the last gradient alone",
         BF16,
-        "gradients, 2, dtype=wide)",
-        "gradients[-1:], 2, dtype=wide)",
+        "norms += torch._foreach_norm(same,",
+        "norms = torch._foreach_norm(same[-1:],",
     ),
     Bug(
         "the norm is added up in bf16",
         BF16,
-        "gradients, 2, dtype=wide)).norm()",
-        "gradients, 2)).norm().float()",
+        "same, 2, dtype=torch.promote_types(dtype, torch.float32))",
+        "same, 2)",
         seen="norm in fp32",
     ),
     Bug(

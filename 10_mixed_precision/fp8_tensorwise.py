@@ -25,6 +25,7 @@ import math
 import os
 import time
 import zlib
+from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from glob import glob
 from pathlib import Path
@@ -316,14 +317,19 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def build_model(cfg: Config) -> Model:
     """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice.
 
-    Weights have the dtype of the matmuls. Masters start from what they were before they were rounded.
+    Matrices have the dtype of the matmuls. Their masters start from what they were before they were rounded.
     """
     with torch.device("meta"):
         model = Model(cfg)
-    model.to(getattr(torch, cfg.dtype)).to_empty(device=cfg.device)
+    low, wide = getattr(torch, cfg.dtype), torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
+    model.to(low)
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, RMSNorm)):  # no matmul reads them: autocast, too, leaves them in fp32
+            module.to(wide)
+    model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            full, wide = full_tensor(cfg, name, p.shape), torch.promote_types(p.dtype, torch.float32)
+            full = full_tensor(cfg, name, p.shape)
             p.copy_(full)
             model.masters[name] = p if p.dtype == wide else full.to(p.device, wide)
     quantize_weights(model)
@@ -491,9 +497,14 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def gradient_norm(optimizer: AdamW) -> Tensor:
     """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
-    gradients = [x for x in optimizer.gradients() if x is not None]
-    wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).norm()
+    by_dtype = defaultdict(list)  # one kernel reads many tensors, but of one dtype
+    for x in optimizer.gradients():
+        if x is not None:
+            by_dtype[x.dtype].append(x)
+    norms = []
+    for dtype, same in by_dtype.items():
+        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, torch.float32))
+    return torch.stack(norms).norm()
 
 
 @torch.no_grad()

@@ -48,7 +48,6 @@ LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
     for name in "zero1_overlap zero2 zero3 zero3_copy_engines hsdp offload torch_fsdp accelerate_fsdp".split()
 ] + [
     "09_kernels/train.py",  # those of its blocks
-    *("10_mixed_precision/bf16.py", "10_mixed_precision/fp16_loss_scaling.py"),
 ]
 SHORTER = [  # recipes that round more than that in bfloat16, and whose own tests say how much
     f"10_mixed_precision/{name}.py"

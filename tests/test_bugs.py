@@ -147,6 +147,10 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
     "overflow": (lambda bug, file: load(FP16_TESTS).test_overflow_skips_the_step(file), "in a skipped step|scale|zero"),
     "growth": (lambda bug, file: load(FP16_TESTS).test_scale_grows(file), "scales"),
     "rounded masters": (lambda bug, file: load(BF16_TESTS).test_weights_are_rounded_masters(file), "not its rounded"),
+    "autocast's gradient": (
+        lambda bug, file: load(BF16_TESTS).test_gradient_is_that_of_autocast(1, file),
+        "differ from autocast's",
+    ),
     "norm in fp32": (lambda bug, file: load(BF16_TESTS).test_norm_is_added_up_in_fp32(file), "norm"),
     "products": (
         lambda bug, file: load(MIXED_TESTS).test_products_are_those_of_quantized_operands(bug.recipe, file),

@@ -32,7 +32,7 @@ COLLECTIVES = re.compile(
 )
 LIMITS = {  # lines of code; 450 for a recipe that is not named
     "01_single_gpu/train.py": 290,
-    "01_single_gpu/memory.py": 560,
+    "01_single_gpu/memory.py": 570,
     "03_zero/zero3_copy_engines.py": 480,  # these stack several techniques
     "04_tensor_sequence/async_tensor_parallel.py": 520,
     "05_context_ring/usp.py": 480,
@@ -44,8 +44,8 @@ LIMITS = {  # lines of code; 450 for a recipe that is not named
     **{f"07_expert/{name}.py": 540 for name in ("expert_parallel", "auxiliary_loss", "bias_balancing", "capacity")},
     **{f"07_expert/{name}.py": 580 for name in ("overlap", "symmetric_memory")},
     "08_4d/train.py": 900,
-    "10_mixed_precision/fp8_blockwise.py": 490,
-    "10_mixed_precision/fp8_delayed_scaling.py": 460,
+    "10_mixed_precision/fp8_blockwise.py": 500,
+    "10_mixed_precision/fp8_delayed_scaling.py": 470,
     "10_mixed_precision/fp8_stochastic_rounding.py": 480,
     "09_kernels/train.py": 850,  # the root, and the kernels of five files
     "09_kernels/flash_attention.py": 800,  # three rungs, each with a backward
