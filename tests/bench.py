@@ -69,6 +69,7 @@ LLAMAS = {  # one GPU, with matmuls large enough that the CPU is ahead of the GP
     "smollm_1_7b": "--preset smollm_1_7b --seq 4096 --batch 4 --dtype bfloat16 --steps 20",
     "llama3_1b": "--preset llama3_1b --seq 8192 --batch 4 --dtype bfloat16 --steps 15",
 }
+WHOLE = f"{LARGE.replace('--steps 8', '--steps 200')} --warmup 20 --batch 1 --microbatches 1"  # 8B on one GPU
 MIXED = f"{LLAMAS['smollm_1_7b']} --compile --microbatches 1"
 SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
     "single": (
@@ -331,8 +332,8 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
         1,
         2,
         [
-            ("10_mixed_precision/stochastic_rounding.py", f"{LARGE} --batch 1 --microbatches 1"),
-            ("10_mixed_precision/fp8_stochastic_rounding.py", f"{LARGE} --batch 1 --microbatches 1"),
+            ("10_mixed_precision/stochastic_rounding.py", WHOLE),
+            ("10_mixed_precision/fp8_stochastic_rounding.py", WHOLE),
         ],
     ),
     "four": (
@@ -398,7 +399,10 @@ def torchrun(gpus: int, *words: str) -> list[str]:
 
 
 def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
-    """One run in processes of its own; the numbers of its last line, and its last loss. Of several, the slowest."""
+    """One run in processes of its own; the numbers of its last line, and its last loss. Of several, the slowest.
+
+    Of a long run some 50 losses more, for a curve.
+    """
     single = file.startswith(("01_", "09_", "10_", "tests/"))
     commands = [[file, *flags.split()]] * gpus if single else [torchrun(gpus, file, *flags.split())]
     runs = []
@@ -406,7 +410,9 @@ def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
         lines = printed.splitlines()
         found = {key: re.search(pattern, lines[-1]) for key, pattern in NUMBER.items()}
         numbers = {key: float(match[1].replace(",", "")) if match else None for key, match in found.items()}
-        runs.append(numbers | {"loss": float(re.search(r"loss ([\d.]+)", lines[-2])[1])})
+        losses = [float(loss) for loss in re.findall(r"^ *step \d+  loss (\S+)", printed, re.M)]
+        curve = {"losses": losses[:: len(losses) // 50]} if len(losses) >= 100 else {}
+        runs.append(numbers | {"loss": losses[-1]} | curve)
     return min(runs, key=lambda numbers: numbers["tokens"]) | (
         {"each": [r["tokens"] for r in runs]} if len(runs) > 1 else {}
     )
