@@ -7,13 +7,13 @@ is quantized on its own. A square is the same both ways. All of it is e4m3: with
 more range. amax of a group is known as soon as its tile is there, so quantization is one pass, and not two.
 
 Parent:   10_mixed_precision/fp8_tensorwise.py, 09_kernels/fp8_matmul.py
-Lesson:   GRADIENT, quantize_reference, quantize_tiles, shapes_of_tiles, quantize, quantize_squares, dequantize,
-          multiply, Multiply, quantize_weights
+Lesson:   GRADIENT, quantize_reference, quantize_tiles, shapes_of_tiles, quantize, dequantize, multiply,
+          Multiply, quantize_weights
 Plumbing: check
 Copy:     E4M3, GRADIENT, BLOCK, LEAST, magnitude, scale_of, to_fp8, read_tile, write_tile, blocks_kernel,
-          quantize_reference, quantize_tiles, shapes_of_tiles, quantize, quantize_squares, dequantize, multiply,
-          Multiply, Linear, quantize_weights (train_step calls it)
-Run:      python 10_mixed_precision/fp8_blockwise.py --dtype bfloat16 --kv_heads 8
+          quantize_reference, quantize_tiles, shapes_of_tiles, quantize, dequantize, multiply, Multiply,
+          Linear, quantize_weights (train_step calls it)
+Run:      python 10_mixed_precision/fp8_blockwise.py --dtype bfloat16 --dim 512 --kv_heads 8 --ffn 512 --layers 2 --batch 8
 Source:   DeepSeek-AI 2024, arXiv:2412.19437, section 3.3
 """
 
@@ -199,16 +199,6 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Ten
     return y, scale.T, t, t_scale.T
 
 
-def quantize_squares(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """w [f, d] -> w8 [f, d], scales [f/128, d/128]; the same transposed
-
-    cuBLAS reads rows of scales that begin at multiples of four, so that is how far apart they are.
-    """
-    y, scale, t, t_scale = quantize_tiles(w, dtype, BLOCK)
-    padded = (nn.functional.pad(z, (0, -z.shape[1] % 4))[:, : z.shape[1]] for z in (scale, t_scale))
-    return y, next(padded), t, next(padded)
-
-
 def dequantize(x: Tensor, scale: Tensor) -> Tensor:
     """x [m, k] in fp8, scale [m, k/128] or [m/128, k/128] -> x · scale in fp32"""
     scale = scale if len(scale) == len(x) else scale.repeat_interleave(BLOCK, 0)[: len(x)]
@@ -220,9 +210,7 @@ def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool 
 
     fast has no meaning here: there is no product of more than 128 of k without fp32.
     """
-    if a.is_cuda:  # which wants a stride of 1 along an axis of size 1
-        ones = [[step if size > 1 else 1 for size, step in zip(z.shape, z.stride())] for z in (a_scale, b_scale)]
-        a_scale, b_scale = (z.as_strided(z.shape, steps) for z, steps in zip((a_scale, b_scale), ones))
+    if a.is_cuda:
         return torch._scaled_mm(a, b.T, a_scale, b_scale.T, out_dtype=torch.bfloat16)
     return (dequantize(a, a_scale) @ dequantize(b, b_scale).T).bfloat16()
 
@@ -593,7 +581,7 @@ def quantize_weights(model: Model) -> None:
     """Write the weights of the linears in fp8, as they are and transposed: for all micro-batches of the next step."""
     for module in model.modules():
         if isinstance(module, Linear) and module.weight.dtype == torch.bfloat16:
-            module.quantized = quantize_squares(module.weight, E4M3)
+            module.quantized = quantize_tiles(module.weight, E4M3, BLOCK)  # in squares
 
 
 def train_step(cfg: Config, model: Model, optimizer: AdamW, inputs: Tensor, targets: Tensor):
@@ -688,13 +676,14 @@ def check(cfg: Config, world: int) -> None:
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     sizes = dict(dim=cfg.dim, ffn=cfg.ffn, kv_heads=kv, seq=cfg.batch // cfg.microbatches * cfg.seq)
     fp8 = cfg.device == "cuda" and cfg.dtype == "bfloat16"  # a CPU multiplies any sizes
-    odd = next((name for name, size in sizes.items() if fp8 and size % BLOCK), "")
+    # cuBLAS reads scales four at a time
+    odd = next((name for name, size in sizes.items() if fp8 and size % (4 * BLOCK)), "")
     problems = [
         (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
-        (odd, f"--{odd} {odd and getattr(cfg, odd)}: blocks need multiples of {BLOCK}, not {sizes.get(odd)}"),
+        (odd, f"--{odd} {odd and getattr(cfg, odd)}: blocks need multiples of {4 * BLOCK}, not {sizes.get(odd)}"),
         (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
         (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
         (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),

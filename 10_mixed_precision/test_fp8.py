@@ -318,8 +318,8 @@ def test_compiled_projections_share_what_they_read(recipe):
     [
         (TENSORWISE, dict(dim=136), "--dim 136: fp8 matmuls take multiples of 16, not 136"),
         (TENSORWISE, dict(seq=5, batch=2), "--seq 5: fp8 matmuls take multiples of 16, not 10"),
-        (BLOCKWISE, dict(ffn=192), "--ffn 192: blocks need multiples of 128, not 192"),
-        (BLOCKWISE, dict(kv_heads=1), "--kv_heads 1: blocks need multiples of 128, not 32"),
+        (BLOCKWISE, dict(dim=512, ffn=192), "--ffn 192: blocks need multiples of 512, not 192"),
+        (BLOCKWISE, dict(dim=512, ffn=512, kv_heads=1), "--kv_heads 1: blocks need multiples of 512, not 128"),
     ],
 )
 def test_sizes_that_no_kernel_takes(recipe, flags, problem):
