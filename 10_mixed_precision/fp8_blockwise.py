@@ -13,7 +13,7 @@ Plumbing: check
 Copy:     E4M3, GRADIENT, BLOCK, LEAST, magnitude, scale_of, to_fp8, read_tile, write_tile, blocks_kernel,
           quantize_reference, quantize_tiles, shapes_of_tiles, quantize, dequantize, multiply, Multiply,
           Linear, quantize_weights (train_step calls it)
-Run:      python 10_mixed_precision/fp8_blockwise.py --dtype bfloat16 --dim 512 --kv_heads 8 --ffn 512 --layers 2 --batch 8
+Run:      python 10_mixed_precision/fp8_blockwise.py --dtype bfloat16 --dim 512 --kv_heads 8 --ffn 512 --layers 1
 Source:   DeepSeek-AI 2024, arXiv:2412.19437, section 3.3
 """
 
