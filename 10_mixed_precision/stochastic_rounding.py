@@ -20,7 +20,6 @@ import math
 import os
 import time
 import zlib
-from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from glob import glob
 from pathlib import Path
@@ -297,7 +296,7 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def update(weight: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbers: Tensor, keys: Tensor) -> None:
-    """Run AdamW for one parameter [n] in fp32, then round what is kept. Compiled, it is one pass over memory.
+    """Run AdamW for one parameter [n, w] in fp32, then round what is kept. Compiled, it is one pass over memory.
 
     numbers [5]: what clips the gradient, learning rate, root of the correction of `square`, weight decay, eps
     keys [2], int32: what rounding depends on
@@ -312,7 +311,7 @@ def update(weight: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbe
     new_weight = new_weight * decay - rate * new_mean / (new_square.sqrt() / correction + eps)
     new = new_weight, new_mean, new_square
     if weight.dtype == torch.bfloat16:
-        index = torch.arange(len(weight), dtype=torch.int32, device=weight.device)
+        index = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).view_as(weight)
         first, second = (random_bits(index, key) for key in keys)
         bits = first & 0xFFFF, first >> 16 & 0xFFFF, second & 0xFFFF
         new = [round_stochastically(x, chance) for x, chance in zip(new, bits)]
@@ -330,7 +329,7 @@ class AdamW:
         self.steps = torch.zeros((), dtype=torch.float64, device=cfg.device)
         keys = [[zlib.crc32(f"{cfg.seed} {slot.name} {i}".encode()) for i in range(2)] for slot in self.slots]
         self.keys = torch.tensor(keys, device=cfg.device).to(torch.int32)  # no two tensors are rounded alike
-        self.update = torch.compile(update, dynamic=True) if cfg.compile else update  # one compilation for all sizes
+        self.update = torch.compile(update) if cfg.compile else update
 
     def gradients(self) -> list[Tensor]:
         """Those of one micro-batch, or the sums of several, in the order of the slots; None where there is none."""
@@ -348,8 +347,9 @@ class AdamW:
             numbers = torch.stack([factor, rate, correction, *constants])
             for slot, gradient, key in zip(group["slots"], gradients, keys):
                 if gradient is not None:
-                    kept = (x.view(-1) for x in (slot.parameter, slot.mean, slot.square))
-                    self.update(*kept, gradient.flatten(), numbers, key)
+                    width = math.gcd(gradient.numel(), 1024)  # of rows: the compiler wants to know it, for wide loads
+                    kept = (x.view(-1, width) for x in (slot.parameter, slot.mean, slot.square))
+                    self.update(*kept, gradient.reshape(-1, width), numbers, key)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -410,14 +410,9 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def gradient_norm(optimizer: AdamW) -> Tensor:
     """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
-    by_dtype = defaultdict(list)  # one kernel reads many tensors, but of one dtype
-    for x in optimizer.gradients():
-        if x is not None:
-            by_dtype[x.dtype].append(x)
-    norms = []
-    for dtype, same in by_dtype.items():
-        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, torch.float32))
-    return torch.stack(norms).norm()
+    gradients = [x for x in optimizer.gradients() if x is not None]
+    wide = [torch.promote_types(x.dtype, torch.float32) for x in gradients]
+    return torch.stack([torch.linalg.vector_norm(x, dtype=dtype) for x, dtype in zip(gradients, wide)]).norm()
 
 
 def train_step(cfg: Config, model: Model, optimizer: AdamW, inputs: Tensor, targets: Tensor):
