@@ -70,14 +70,14 @@ BUGS = [
     Bug(
         "the norm is of the last gradient alone",
         BF16,
-        "[x for x in optimizer.gradients() if x is not None]",
-        "[x for x in optimizer.gradients() if x is not None][-1:]",
+        "norms += torch._foreach_norm(same,",
+        "norms = torch._foreach_norm(same[-1:],",
     ),
     Bug(
         "the norm is added up in bf16",
         BF16,
-        "vector_norm(x, dtype=dtype)",
-        "vector_norm(x)",
+        "same, 2, dtype=torch.promote_types(dtype, torch.float32))",
+        "same, 2)",
         seen="norm in fp32",
     ),
     Bug(

@@ -24,6 +24,7 @@ import math
 import os
 import time
 import zlib
+from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from glob import glob
 from pathlib import Path
@@ -520,9 +521,14 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def gradient_norm(optimizer: AdamW) -> Tensor:
     """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
-    gradients = [x for x in optimizer.gradients() if x is not None]
-    wide = [torch.promote_types(x.dtype, torch.float32) for x in gradients]
-    return torch.stack([torch.linalg.vector_norm(x, dtype=dtype) for x, dtype in zip(gradients, wide)]).norm()
+    by_dtype = defaultdict(list)  # one kernel reads many tensors, but of one dtype
+    for x in optimizer.gradients():
+        if x is not None:
+            by_dtype[x.dtype].append(x)
+    norms = []
+    for dtype, same in by_dtype.items():
+        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, torch.float32))
+    return torch.stack(norms).norm()
 
 
 @torch.no_grad()
