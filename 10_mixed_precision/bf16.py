@@ -4,8 +4,8 @@ Autocast keeps fp32 weights, and casts them in the forward pass of every micro-b
 the matrices that matmuls read are bf16, and are written once per step, from fp32 masters; embedding and norms, which no
 matmul reads, stay fp32. AdamW updates the masters: most updates are less than half of the distance between two bf16
 numbers, and would be lost in these. Gradients of matrices leave backward in bf16, and those of several micro-batches
-are added up in fp32, for the same reason. So all gradients are those of autocast, to the bit. With --compile, AdamW
-goes through memory once: it reads a gradient as backward has left it, clips it, and writes the rounded weight.
+are added up in fp32, for the same reason. So gradients are those of autocast, on a CPU to the bit. With --compile,
+AdamW goes through memory once: it reads a gradient as backward has left it, clips it, and writes the rounded weight.
 Bytes per parameter: 2 weight + 4 master + 2 gradient + 8 AdamW moments = 16, and 4 more with several micro-batches.
 
 Parent:   01_single_gpu/train.py, 01_single_gpu/gradient_accumulation.py

@@ -401,7 +401,7 @@ def torchrun(gpus: int, *words: str) -> list[str]:
 def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
     """One run in processes of its own; the numbers of its last line, and its last loss. Of several, the slowest.
 
-    Of a long run some 50 losses more, for a curve.
+    Of a long run all losses, for a curve.
     """
     single = file.startswith(("01_", "09_", "10_", "tests/"))
     commands = [[file, *flags.split()]] * gpus if single else [torchrun(gpus, file, *flags.split())]
@@ -411,8 +411,7 @@ def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
         found = {key: re.search(pattern, lines[-1]) for key, pattern in NUMBER.items()}
         numbers = {key: float(match[1].replace(",", "")) if match else None for key, match in found.items()}
         losses = [float(loss) for loss in re.findall(r"^ *step \d+  loss (\S+)", printed, re.M)]
-        curve = {"losses": losses[:: len(losses) // 50]} if len(losses) >= 100 else {}
-        runs.append(numbers | {"loss": losses[-1]} | curve)
+        runs.append(numbers | {"loss": losses[-1]} | ({"losses": losses} if len(losses) >= 100 else {}))
     return min(runs, key=lambda numbers: numbers["tokens"]) | (
         {"each": [r["tokens"] for r in runs]} if len(runs) > 1 else {}
     )

@@ -82,7 +82,7 @@ def main() -> None:
     args = parser.parse_args()
     gpu = isolated(lambda: torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     stored = {"date": datetime.date.today().isoformat(), "gpu": gpu, "torch": torch.__version__, "runs": []}
-    stored |= {"command": "python tests/curves.py", "flags": args.flags, "each": EACH}
+    stored |= {"command": " ".join(["python tests/curves.py", *sys.argv[1:]]), "flags": args.flags, "each": EACH}
     with ThreadPoolExecutor(args.at_once) as jobs:
         futures = [jobs.submit(measured, *run, f"{args.flags} --steps {args.steps}") for run in RUNS]
         for _ in as_completed(futures):

@@ -759,6 +759,33 @@ def precision(folder: str) -> str:
     )
 
 
+def curves() -> str:
+    """The loss at the end of a long training in every format, and in naive forms."""
+    stored = results("curves.json")
+    if not stored:
+        return UNKNOWN
+    rows = [
+        [run["label"], f"`{Path(run['recipe']).name}`" + ", one line changed" * run["naive"], f"{run['last']:.3f}"]
+        for run in sorted(stored["runs"], key=lambda run: run["last"])
+    ]
+    note = f"{stored['gpu']}, torch {stored['torch']}, {stored['date']}, `{stored['command']}`, `{stored['flags']}`"
+    return f"{note}\n\n{table(['format', 'file', 'loss of the last 100 steps'], rows)}"
+
+
+def falling() -> str:
+    """The loss of Llama-3.1-8B on one GPU, at some of its steps."""
+    suite = (results("speed.json") or {}).get("mixed_llama3_8b")
+    if not suite:
+        return UNKNOWN
+    steps, rows = [1, 10, 25, 50, 75, 100, 125, 150, 175, 200], []
+    for row in suite["rows"]:
+        losses = row["rounds"][0]["losses"]
+        name = Path(row["file"]).name
+        cells = [f"{losses[step - 1]:.2f}" if step <= len(losses) else "" for step in steps]
+        rows.append([f"[`{name}`](#{anchor(name)})", *cells, str(len(losses))])
+    return table(["loss at step", *map(str, steps), "steps"], rows)
+
+
 def first(text: str) -> str:
     """What the first command of README.md prints: its first and its last lines."""
     words = re.search(r"torchrun (.+)", text)[1].split()
@@ -800,6 +827,8 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
             "table of formats": formats,
             **{name: functools.partial(rounded, name) for name in ROUNDED},
             "precision": functools.partial(precision, folder),
+            "curves": curves,
+            "8B": falling,
         },
     }
     return here | extra.get(folder, {})

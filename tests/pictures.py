@@ -1020,6 +1020,79 @@ def draw_step(stored: dict[str, Any] | None = None) -> str:
     return canvas.svg(y + 18)
 
 
+# ------------------------------------------------------------------------------------------------------------- curves
+CURVES = ROOT / "tests" / "results" / "curves.json"
+LINES = {  # what tests/curves.py calls a run: the role of its line
+    "fp32": "muted",
+    "bf16, autocast": "folder01",
+    "bf16": "folder05",
+    "fp16": "folder02",
+    "fp8, tensorwise": "folder03",
+    "fp8, delayed": "folder07",
+    "fp8, blockwise": "folder09",
+    "stochastic rounding": "folder04",
+    "fp8, stochastic rounding": "folder08",
+}
+NAIVE = "folder06"  # the role of all others
+MEAN = 10  # stored means in a mean of the lower picture
+UPPER, LOWER = (0.5, 4.5), (-0.05, 0.08)  # what the pictures reach from and to
+Points = list[tuple[float, float]]
+
+
+def means(losses: list[float]) -> list[float]:
+    """The mean of each MEAN stored losses that follow each other."""
+    return [sum(losses[i : i + MEAN]) / MEAN for i in range(len(losses) - MEAN + 1)]
+
+
+def draw_panel(
+    canvas: Canvas, box: Box, steps: int, heights: tuple[float, float], runs: dict[str, Points], ends: dict[str, str]
+) -> None:
+    """Draw runs of (step, value), from where the value is within the box, and write what is said of some at the end."""
+    least, most = heights
+    tops = {}
+    for label, points in runs.items():
+        inside = [(step, value) for step, value in points if least <= value <= most]
+        line = [
+            (box.x + box.w * step / steps, box.y + box.h * (most - value) / (most - least)) for step, value in inside
+        ]
+        canvas.line(*line, role=LINES.get(label, NAIVE))
+        tops[label] = line[-1][1]
+    said = sorted((label for label in runs if label in ends), key=tops.get)
+    for label, y in zip(said, apart([tops[label] for label in said], 15, box.y + box.h)):
+        canvas.text(box.x + box.w + 10, y + 4, (ends[label], LINES.get(label, NAIVE)), size=11)
+
+
+def draw_curves() -> str:
+    """Loss over the steps in all formats; below it the differences from fp32 of those that follow it."""
+    stored, left, right, width = json.loads(CURVES.read_text()), 52, 218, 640
+    runs, each = {run["label"]: run["losses"] for run in stored["runs"]}, stored["each"]
+    steps, exact = each * max(map(len, runs.values())), means(runs["fp32"])
+    far = {label for label, losses in runs.items() if abs(means(losses)[-1] - exact[-1]) > 0.1}
+    canvas = Canvas("Loss of a small Llama in all formats, and how far each is from fp32", width)
+    canvas.text(14, 26, (f"Loss over {steps:,} steps, from one start, on the same batches", "ink"), size=15)
+    canvas.text(14, 46, (f"{len(runs) - len(far)} of these lines lie upon each other. Naive forms are red.", "muted"))
+    upper, lower = Box(left, 64, width - left - right, 170), Box(left, 304, width - left - right, 200)
+    for box, ticks, (least, most) in (upper, (1, 2, 3, 4), UPPER), (lower, (-0.03, 0, 0.03, 0.06), LOWER):
+        for tick in ticks:
+            y = box.y + box.h * (most - tick) / (most - least)
+            canvas.line((box.x, y), (box.x + box.w, y))
+            canvas.text(box.x - 6, y + 4, (f"{tick:+}" if box is lower and tick else f"{tick}", "muted"), anchor="end")
+        for step in range(0, steps + 1, steps // 4):
+            x = box.x + box.w * step / steps
+            canvas.text(x, box.y + box.h + 16, (f"{step:,}", "muted"), size=11, anchor="middle")
+    points = {label: [(each * (i + 1), loss) for i, loss in enumerate(losses)] for label, losses in runs.items()}
+    ends = {run["label"]: f"{run['label']} {run['last']:.2f}" for run in stored["runs"]}
+    draw_panel(canvas, upper, steps, UPPER, points, {label: ends[label] for label in {"fp32"} | far})
+    canvas.text(14, lower.y - 18, (f"The difference from fp32, as means over {MEAN * each} steps", "ink"), size=13)
+    for label in points.keys() - far - {"fp32"}:
+        differences = [mine - theirs for mine, theirs in zip(means(runs[label]), exact)]
+        points[label] = [(each * (i + MEAN), difference) for i, difference in enumerate(differences)]
+        ends[label] = f"{label} {differences[-1]:+.3f}"
+    near = {label: points[label] for label in runs if label not in far | {"fp32"}}
+    draw_panel(canvas, lower, steps, LOWER, near, ends)
+    return canvas.svg(lower.y + lower.h + 30)
+
+
 # --------------------------------------------------------------------------------------------------------------- main
 PICTURES = {
     "tests/family.svg": draw_family,
@@ -1033,6 +1106,7 @@ PICTURES = {
     "09_kernels/tiles.svg": draw_tiles,
     "09_kernels/roofline.svg": draw_roofline,
     "09_kernels/step.svg": draw_step,
+    "10_mixed_precision/curves.svg": draw_curves,
 }
 
 

@@ -422,6 +422,35 @@ def test_balance_is_to_scale():
     assert not bands and max(auxiliary, bias) - 1 < 0.6 * (without - 1), loads
 
 
+# ------------------------------------------------------------------------------------------------------------- curves
+def test_curves_are_to_scale():
+    """Read back: losses of every run, then differences from fp32 of all but fp32 and those that are far off.
+
+    Forms that are wrong are far off, or the furthest above fp32; all that this repository has holds.
+    """
+    stored = json.loads(pictures.CURVES.read_text())
+    lines = [
+        re.findall(r"([\d.]+) ([\d.]+)", d)
+        for path in elements("10_mixed_precision/curves.svg", "path")
+        if (d := path.get("d")).count("L") > 5
+    ]
+    texts = ["".join(text.itertext()) for text in elements("10_mixed_precision/curves.svg", "text")]
+    for run, line in zip(stored["runs"], lines):
+        heights = [234 - 170 * (loss - 0.5) / 4 for loss in run["losses"] if loss <= 4.5]
+        assert [float(y) for _, y in line] == pytest.approx(heights, abs=0.01) and len(line) >= 99
+        assert float(line[-1][0]) == pytest.approx(640 - 218, abs=0.01)
+    final = {run["label"]: sum(run["losses"][-10:]) / 10 for run in stored["runs"]}
+    far = {label for label, loss in final.items() if loss > final["fp32"] + 0.1}
+    near = [label for label in final if label not in far | {"fp32"}]
+    for label, line in zip(near, lines[len(final) :], strict=True):
+        difference = final[label] - final["fp32"]
+        assert float(line[-1][1]) == pytest.approx(504 - 200 * (difference + 0.05) / 0.13, abs=0.01)
+        assert f"{label} {difference:+.3f}" in texts
+    naive = {run["label"] for run in stored["runs"] if run["naive"]}
+    assert far < naive and max(near, key=final.get) in naive and len(naive) == 3
+    assert naive == {run["label"] for run in stored["runs"]} - set(pictures.LINES)
+
+
 # ------------------------------------------------------------------------------------------------------------ kernels
 def test_addresses_are_those_of_the_kernels():
     """Run, in the interpreter or on the GPU, each kernel touches what is drawn in its programs' colors, and no more.
