@@ -1,12 +1,13 @@
 """bf16 written out: matmuls read bf16 weights, AdamW updates fp32 masters, micro-batches add up gradients in fp32.
 
-Autocast keeps fp32 weights, and casts them in the forward pass of every micro-batch, and their gradients after it. Here
-the matrices that matmuls read are bf16, and are written once per step, from fp32 masters; embedding and norms, which no
-matmul reads, stay fp32. AdamW updates the masters: most updates are less than half of the distance between two bf16
-numbers, and would be lost in these. Gradients of matrices leave backward in bf16, and those of several micro-batches
-are added up in fp32, for the same reason. So gradients are those of autocast, on a CPU to the bit. With --compile,
-AdamW goes through memory once: it reads a gradient as backward has left it, clips it, and writes the rounded weight.
-Bytes per parameter: 2 weight + 4 master + 2 gradient + 8 AdamW moments = 16, and 4 more with several micro-batches.
+Autocast keeps fp32 weights. It casts them in the forward pass of every micro-batch, and casts their gradients back.
+Here the weights of matmuls are bf16, and are written once per step, from fp32 master weights. Embedding and norms stay
+fp32, as under autocast. AdamW updates the masters: as the learning rate falls, more and more updates are less than half
+of the distance to the next bf16 number, and would be lost. Gradients of several micro-batches are added up in fp32, for
+the same reason. On a CPU, gradients equal autocast's to the bit. With --compile, AdamW goes through memory once: it
+reads a gradient as backward has left it, clips it, and writes the rounded weight.
+Bytes per parameter of a matmul: 2 weight + 4 master + 2 gradient + 8 AdamW moments = 16, and 4 more with several
+micro-batches. Of embedding and norms: 4 weight + 4 gradient + 8 moments = 16.
 
 Parent:   01_single_gpu/train.py, 01_single_gpu/gradient_accumulation.py
 Lesson:   Loss.forward, Model.__init__, build_model, Slot, update, AdamW, make_optimizer, forward,
@@ -218,7 +219,8 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def build_model(cfg: Config) -> Model:
     """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice.
 
-    Matrices have the dtype of the matmuls. Their masters start from what they were before they were rounded.
+    Weights of matmuls have the dtype of the matmuls; their masters start from the numbers before they were rounded.
+    Embedding and norms are their own masters.
     """
     with torch.device("meta"):
         model = Model(cfg)
@@ -367,7 +369,10 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def accumulate_gradients(model: Model) -> None:
-    """Move the gradients of a micro-batch to the masters, in fp32: in bf16 the later ones would be rounded away."""
+    """Add the gradients of a micro-batch to those of the masters, in fp32: in bf16 later ones would be rounded away.
+
+    Those of embedding and norms are fp32, and have been added up by backward.
+    """
     for name, p in model.named_parameters():
         master = model.masters[name]
         if master is not p and p.grad is not None:

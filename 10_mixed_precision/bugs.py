@@ -174,7 +174,7 @@ BUGS = [
     ),
     Bug("the product lacks the scale of one operand", TENSORWISE, "(a_scale * b_scale)", "a_scale", seen="products"),
     Bug(
-        "gradients are e4m3, which ends before they do",
+        "gradients are e4m3, which has less range",
         TENSORWISE,
         "GRADIENT = torch.float8_e5m2",
         "GRADIENT = E4M3",
@@ -400,6 +400,13 @@ BUGS = [
         "x = index * -1640531535 ^ key",
         "x = torch.zeros_like(index) ^ key",
         seen="fair training",
+    ),
+    Bug(
+        "all rows of a tensor are rounded with the same bits",
+        STOCHASTIC,
+        "torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).view_as(weight)",
+        "torch.arange(weight.shape[1], dtype=torch.int32, device=weight.device).expand_as(weight)",
+        seen="bits of an update",
     ),
     Bug(
         "each step rounds with the same bits",

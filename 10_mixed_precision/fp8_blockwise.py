@@ -386,7 +386,8 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def build_model(cfg: Config) -> Model:
     """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice.
 
-    Matrices have the dtype of the matmuls. Their masters start from what they were before they were rounded.
+    Weights of matmuls have the dtype of the matmuls; their masters start from the numbers before they were rounded.
+    Embedding and norms are their own masters.
     """
     with torch.device("meta"):
         model = Model(cfg)
@@ -536,7 +537,10 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def accumulate_gradients(model: Model) -> None:
-    """Move the gradients of a micro-batch to the masters, in fp32: in bf16 the later ones would be rounded away."""
+    """Add the gradients of a micro-batch to those of the masters, in fp32: in bf16 later ones would be rounded away.
+
+    Those of embedding and norms are fp32, and have been added up by backward.
+    """
     for name, p in model.named_parameters():
         master = model.masters[name]
         if master is not p and p.grad is not None:
@@ -676,7 +680,7 @@ def check(cfg: Config, world: int) -> None:
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     sizes = dict(dim=cfg.dim, ffn=cfg.ffn, kv_heads=kv, seq=cfg.batch // cfg.microbatches * cfg.seq)
     fp8 = cfg.device == "cuda" and cfg.dtype == "bfloat16"  # a CPU multiplies any sizes
-    # cuBLAS reads scales four at a time
+    # torch wants scales of squares in rows of a multiple of four; one rule for all sizes
     odd = next((name for name, size in sizes.items() if fp8 and size % (4 * BLOCK)), "")
     problems = [
         (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),

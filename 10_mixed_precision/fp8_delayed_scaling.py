@@ -338,7 +338,8 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def build_model(cfg: Config) -> Model:
     """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice.
 
-    Matrices have the dtype of the matmuls. Their masters start from what they were before they were rounded.
+    Weights of matmuls have the dtype of the matmuls; their masters start from the numbers before they were rounded.
+    Embedding and norms are their own masters.
     """
     with torch.device("meta"):
         model = Model(cfg)
@@ -491,7 +492,10 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def accumulate_gradients(model: Model) -> None:
-    """Move the gradients of a micro-batch to the masters, in fp32: in bf16 the later ones would be rounded away."""
+    """Add the gradients of a micro-batch to those of the masters, in fp32: in bf16 later ones would be rounded away.
+
+    Those of embedding and norms are fp32, and have been added up by backward.
+    """
     for name, p in model.named_parameters():
         master = model.masters[name]
         if master is not p and p.grad is not None:

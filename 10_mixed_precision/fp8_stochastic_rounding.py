@@ -2,7 +2,8 @@
 
 Nothing is new here: the linears of fp8_tensorwise.py, and the optimizer of stochastic_rounding.py. They meet in
 train_step, where weights that have been rounded stochastically to bf16 are rounded to nearest to fp8.
-Bytes per parameter: 2 weight + 2 in fp8, as it is and transposed + 2 gradient + 4 AdamW moments = 10.
+Bytes per parameter of a linear of the blocks: 2 weight + 2 in fp8, as it is and transposed + 2 gradient + 4 AdamW
+moments = 10; of all others 8. Several micro-batches need 4 more.
 
 Parent:   10_mixed_precision/stochastic_rounding.py, 10_mixed_precision/fp8_tensorwise.py
 Lesson:   build_model

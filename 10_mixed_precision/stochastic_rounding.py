@@ -1,9 +1,9 @@
 """bf16 weights and moments without masters: rounded up or down by chance, so that small updates arrive on average.
 
-Rounded to nearest, a weight never moves by less than half of the distance to its neighbour. Rounded stochastically, it
-moves by the whole distance, but rarely: up with a probability of how far it is on its way there. So its expectation is
-what fp32 would have, and no master has to remember it. The same holds for the moments. Chance is a hash of seed, step,
-the tensor's name and the element's index in the full tensor: every run and every layout rounds alike.
+Rounded to nearest, an update of less than half the distance to the next bf16 number is lost. Rounded stochastically,
+the weight moves by the whole distance, with a probability of update / distance. So its expectation is that of fp32,
+without a master. The same holds for the moments, and for embedding and norms, which are bf16 here. Chance is a hash of
+seed, step, the tensor's name and the element's index in the full tensor: every run and every layout rounds alike.
 Bytes per parameter: 2 weight + 2 gradient + 4 AdamW moments = 8, and 4 more with several micro-batches.
 
 Parent:   10_mixed_precision/bf16.py, 01_single_gpu/train.py

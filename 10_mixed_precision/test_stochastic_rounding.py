@@ -207,17 +207,39 @@ def test_layouts_round_alike(file=None):
     isolated(compute)
 
 
+@pytest.mark.parametrize("width", [1024, 7])
+def test_an_update_rounds_each_element_by_its_index(width, file=None):
+    """In rows of any width: weight and moments are what bits of the flat index make of them, for each its own bits."""
+
+    def compute():
+        module, generator = load(file or SR), torch.Generator().manual_seed(0)
+        weight, mean, gradient = (torch.randn(3, width, generator=generator).bfloat16() for _ in range(3))
+        square = mean.square()
+        decay, pair = 1 - 2.0**-12, torch.tensor([123456789, -987654321], dtype=torch.int32)
+        wide, g = weight.float(), gradient.float()
+        exact = wide * decay, mean.float().lerp(g, 0.1), square.float().lerp(g.square(), 0.05)
+        numbers = torch.tensor([1, 0, 1, decay, 1], dtype=torch.float64)  # no clip, a learning rate of 0
+        module.update(weight, mean, square, gradient, numbers, pair)
+        first, second = (module.random_bits(torch.arange(3 * width, dtype=torch.int32), key) for key in pair)
+        bits = first & 0xFFFF, first >> 16 & 0xFFFF, second & 0xFFFF
+        for kind, found, x, chance in zip(KEPT, (weight, mean, square), exact, bits):
+            wanted = module.round_stochastically(x.flatten(), chance).view_as(found)
+            assert torch.equal(found, wanted), f"the {kind} is not rounded by the bits of its index"
+
+    isolated(compute)
+
+
 @pytest.mark.thorough
 def test_compiled_is_the_same_to_the_bit():
-    """random_bits and round_stochastically, compiled, as AdamW compiles them: with sizes that may change."""
+    """random_bits and round_stochastically, compiled, as AdamW compiles them: in rows whose number may change."""
 
     def compute():
         module, x = load(SR), some_values(1000)
-        both = torch.compile(lambda x, index, key: round_all(module, x, index, key), dynamic=True)
-        for part in slice(None), slice(1000, 1999):
-            index = torch.arange(len(x), dtype=torch.int32)[part]
+        both = torch.compile(lambda x, index, key: round_all(module, x, index, key))
+        for part in slice(None), slice(1000, 2000), slice(500, 1996):
+            rows, index = x[part].view(-1, 4), torch.arange(2000, dtype=torch.int32)[part].view(-1, 4)
             for key in keys(None, 3):
-                found, wanted = both(x[part], index, key), round_all(module, x[part], index, key)
+                found, wanted = both(rows, index, key), round_all(module, rows, index, key)
                 assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(found, wanted))
 
     isolated(compute)

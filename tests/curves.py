@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -85,10 +85,9 @@ def main() -> None:
     stored |= {"command": " ".join(["python tests/curves.py", *sys.argv[1:]]), "flags": args.flags, "each": EACH}
     with ThreadPoolExecutor(args.at_once) as jobs:
         futures = [jobs.submit(measured, *run, f"{args.flags} --steps {args.steps}") for run in RUNS]
-        for _ in as_completed(futures):
-            stored["runs"] = [future.result() for future in futures if future.done()]
-            if gpu != "cpu":
-                RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+    stored["runs"] = [future.result() for future in futures]
+    if gpu != "cpu":
+        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -760,30 +760,27 @@ def precision(folder: str) -> str:
 
 
 def curves() -> str:
-    """The loss at the end of a long training in every format, and in naive forms."""
-    stored = results("curves.json")
+    """The loss at the end of a long training in every format, and in naive forms; the best comes first."""
+    stored, rows = results("curves.json"), []
     if not stored:
         return UNKNOWN
-    rows = [
-        [run["label"], f"`{Path(run['recipe']).name}`" + ", one line changed" * run["naive"], f"{run['last']:.3f}"]
-        for run in sorted(stored["runs"], key=lambda run: run["last"])
-    ]
+    most = max(run["steps"] for run in stored["runs"])
+    for run in sorted(stored["runs"], key=lambda run: (run["steps"] < most, run["last"] or 0)):
+        last = f"{run['last']:.3f}" if run["steps"] == most else f"NaN after {run['steps']} steps"
+        rows.append([run["label"], f"`{Path(run['recipe']).name}`" + ", one line changed" * run["naive"], last])
     note = f"{stored['gpu']}, torch {stored['torch']}, {stored['date']}, `{stored['command']}`, `{stored['flags']}`"
     return f"{note}\n\n{table(['format', 'file', 'loss of the last 100 steps'], rows)}"
 
 
 def falling() -> str:
-    """The loss of Llama-3.1-8B on one GPU, at some of its steps."""
-    suite = (results("speed.json") or {}).get("mixed_llama3_8b")
-    if not suite:
-        return UNKNOWN
-    steps, rows = [1, 10, 25, 50, 75, 100, 125, 150, 175, 200], []
-    for row in suite["rows"]:
-        losses = row["rounds"][0]["losses"]
-        name = Path(row["file"]).name
-        cells = [f"{losses[step - 1]:.2f}" if step <= len(losses) else "" for step in steps]
-        rows.append([f"[`{name}`](#{anchor(name)})", *cells, str(len(losses))])
-    return table(["loss at step", *map(str, steps), "steps"], rows)
+    """The loss of Llama-3.1-8B on one GPU: means of the ten steps up to some."""
+    rows = []
+    for row in (results("speed.json") or {}).get("mixed_llama3_8b", {"rows": []})["rows"]:
+        losses, name = row["rounds"][0].get("losses", []), Path(row["file"]).name
+        means = [f"{statistics.mean(losses[i - 10 : i]):.2f}" if i <= len(losses) else "" for i in range(20, 201, 20)]
+        rows.append([f"[`{name}`](#{anchor(name)})", *means, str(len(losses))])
+    head = ["mean loss of ten steps, up to step", *map(str, range(20, 201, 20)), "steps"]
+    return table(head, rows) if rows else UNKNOWN
 
 
 def first(text: str) -> str:

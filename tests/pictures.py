@@ -1051,23 +1051,25 @@ def draw_panel(
     least, most = heights
     tops = {}
     for label, points in runs.items():
-        inside = [(step, value) for step, value in points if least <= value <= most]
-        line = [
-            (box.x + box.w * step / steps, box.y + box.h * (most - value) / (most - least)) for step, value in inside
-        ]
-        canvas.line(*line, role=LINES.get(label, NAIVE))
-        tops[label] = line[-1][1]
-    said = sorted((label for label in runs if label in ends), key=tops.get)
+        line = []
+        for step, value in [*points, (steps, math.inf)]:  # at last outside, where each line ends
+            if least <= value <= most:
+                line.append((box.x + box.w * step / steps, box.y + box.h * (most - value) / (most - least)))
+            elif line:
+                canvas.line(*line, role=LINES.get(label, NAIVE))
+                tops[label], line = line[-1][1], []
+    said = sorted((label for label in tops if label in ends), key=tops.get)
     for label, y in zip(said, apart([tops[label] for label in said], 15, box.y + box.h)):
         canvas.text(box.x + box.w + 10, y + 4, (ends[label], LINES.get(label, NAIVE)), size=11)
 
 
-def draw_curves() -> str:
+def draw_curves(stored: dict[str, Any] | None = None) -> str:
     """Loss over the steps in all formats; below it the differences from fp32 of those that follow it."""
-    stored, left, right, width = json.loads(CURVES.read_text()), 52, 218, 640
+    stored, left, right, width = stored or json.loads(CURVES.read_text()), 52, 218, 640
     runs, each = {run["label"]: run["losses"] for run in stored["runs"]}, stored["each"]
     steps, exact = each * max(map(len, runs.values())), means(runs["fp32"])
-    far = {label for label, losses in runs.items() if abs(means(losses)[-1] - exact[-1]) > 0.1}
+    whole = {label for label, losses in runs.items() if len(losses) == len(runs["fp32"])}  # others became NaN
+    far = {label for label in runs if label not in whole or abs(means(runs[label])[-1] - exact[-1]) > 0.1}
     canvas = Canvas("Loss of a small Llama in all formats, and how far each is from fp32", width)
     canvas.text(14, 26, (f"Loss over {steps:,} steps, from one start, on the same batches", "ink"), size=15)
     canvas.text(14, 46, (f"{len(runs) - len(far)} of these lines lie upon each other. Naive forms are red.", "muted"))
@@ -1081,7 +1083,8 @@ def draw_curves() -> str:
             x = box.x + box.w * step / steps
             canvas.text(x, box.y + box.h + 16, (f"{step:,}", "muted"), size=11, anchor="middle")
     points = {label: [(each * (i + 1), loss) for i, loss in enumerate(losses)] for label, losses in runs.items()}
-    ends = {run["label"]: f"{run['label']} {run['last']:.2f}" for run in stored["runs"]}
+    ends = {run["label"]: f"{run['label']} {run['last']:.2f}" for run in stored["runs"] if run["label"] in whole}
+    ends |= {run["label"]: f"{run['label']}, then NaN" for run in stored["runs"] if run["label"] not in whole}
     draw_panel(canvas, upper, steps, UPPER, points, {label: ends[label] for label in {"fp32"} | far})
     canvas.text(14, lower.y - 18, (f"The difference from fp32, as means over {MEAN * each} steps", "ink"), size=13)
     for label in points.keys() - far - {"fp32"}:

@@ -18,25 +18,23 @@ from torch import Tensor
 RESULTS = ROOT / "tests/results/precision.json"
 FLAGS = "--device cpu --layers 4 --dim 256 --heads 4 --kv_heads 4 --ffn 512 --seq 128 --batch 4 --lr 0"
 FOLDER = "10_mixed_precision"
-RUNS = [  # label, recipe, flags
-    ("autocast", "01_single_gpu/train.py", "--dtype bfloat16"),
-    *(
-        (f"{name}.py", f"{FOLDER}/{name}.py", f"--microbatches 1 --dtype {dtype}")
-        for name, dtype in (
-            ("bf16", "bfloat16"),
-            ("fp16_loss_scaling", "float16"),
-            ("fp8_tensorwise", "bfloat16"),
-            ("fp8_delayed_scaling", "bfloat16"),
-            ("fp8_blockwise", "bfloat16"),
-        )
-    ),
+FP8 = [f"fp8_{name}.py" for name in ("tensorwise", "delayed_scaling", "blockwise")]
+RUNS = [  # label, recipe, dtype, format of fp8 gradients if not the recipe's own
+    ("autocast", "01_single_gpu/train.py", "bfloat16", None),
+    ("bf16.py", f"{FOLDER}/bf16.py", "bfloat16", None),
+    ("fp16_loss_scaling.py", f"{FOLDER}/fp16_loss_scaling.py", "float16", None),
+    *((name, f"{FOLDER}/{name}", "bfloat16", None) for name in FP8),
+    (f"{FP8[0]}, gradients in e4m3", f"{FOLDER}/{FP8[0]}", "bfloat16", torch.float8_e4m3fn),
+    (f"{FP8[2]}, gradients in e5m2", f"{FOLDER}/{FP8[2]}", "bfloat16", torch.float8_e5m2),
 ]
 
 
-def gradient(file: str, flags: str) -> dict[str, Tensor]:
+def gradient(file: str, dtype: str, of_gradients: torch.dtype | None = None) -> dict[str, Tensor]:
     """Name -> gradient in float64 of the second step's batch."""
     module = load(file)
-    sys.argv = ["recipe", *f"{FLAGS} {flags}".split()]
+    if of_gradients:
+        module.GRADIENT = of_gradients
+    sys.argv = ["recipe", *f"{FLAGS} --dtype {dtype}".split(), *(["--microbatches", "1"] if FOLDER in file else [])]
     cfg = module.parse_config()
     if cfg.dtype == "float64":
         torch.set_default_dtype(torch.float64)
@@ -50,10 +48,10 @@ def gradient(file: str, flags: str) -> dict[str, Tensor]:
 
 def precision() -> list[dict]:
     """A row per recipe: signal-to-noise ratio of the whole gradient in dB, and the worst tensor with its error."""
-    exact = isolated(lambda: gradient("01_single_gpu/train.py", "--dtype float64"))
+    exact = isolated(lambda: gradient("01_single_gpu/train.py", "float64"))
     rows = []
-    for label, file, flags in RUNS:
-        ours = isolated(lambda file=file, flags=flags: gradient(file, flags))
+    for label, *run in RUNS:
+        ours = isolated(lambda run=run: gradient(*run))
         noise = {name: (ours[name] - g).norm().item() for name, g in exact.items()}
         errors = {name: noise[name] / g.norm().item() for name, g in exact.items()}
         worst = max(errors, key=errors.get)

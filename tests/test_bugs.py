@@ -192,6 +192,10 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
         lambda bug, file: load(STOCHASTIC_TESTS).test_moments_follow_those_of_fp32(file),
         "standard deviations after six steps",
     ),
+    "bits of an update": (
+        lambda bug, file: load(STOCHASTIC_TESTS).test_an_update_rounds_each_element_by_its_index(1024, file),
+        "not rounded by",
+    ),
     "keys": (lambda bug, file: load(STOCHASTIC_TESTS).test_no_two_tensors_share_a_key(file), "different ones"),
     "repeated rounding": (
         lambda bug, file: load(STOCHASTIC_TESTS).test_runs_repeat_and_seeds_differ(file),
