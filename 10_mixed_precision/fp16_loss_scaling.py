@@ -229,7 +229,8 @@ def build_model(cfg: Config) -> Model:
     """
     with torch.device("meta"):
         model = Model(cfg)
-    low, wide = getattr(torch, cfg.dtype), torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
+    low = getattr(torch, cfg.dtype)
+    wide = torch.promote_types(low, torch.float32)
     model.to(low)
     for module in model.modules():
         if isinstance(module, (nn.Embedding, RMSNorm)):  # no matmul reads them: autocast, too, leaves them in fp32

@@ -445,7 +445,7 @@ class AdamW:
             numbers = torch.stack([factor, rate, correction, *constants])
             for slot, gradient, key in zip(group["slots"], gradients, keys):
                 if gradient is not None:
-                    width = math.gcd(gradient.numel(), 1024)  # of rows: the compiler wants to know it, for wide loads
+                    width = math.gcd(gradient.numel(), 1024)  # of rows: static, so that compiled loads have 16 bytes
                     kept = (x.view(-1, width) for x in (slot.parameter, slot.mean, slot.square))
                     self.update(*kept, gradient.reshape(-1, width), numbers, key)
 
