@@ -11,8 +11,9 @@ weights, moments and gradients; with several micro-batches 4Ψ/(tp·pp) of gradi
 
 Parent:   03_zero/zero1_overlap.py, 04_tensor_sequence/sequence_parallel.py, 05_context_ring/zigzag.py,
           06_pipeline/1f1b.py
-Lesson:   Config, group_ranks, make_groups, Attention, Block.__init__, Model, local_tensor, build_model, run_schedule,
-          forward_backward, pieces, copies, sum_replicas, clip_gradients
+Lesson:   Config, group_ranks, make_groups, ColumnParallel, column_parallel, row_parallel, Attention, MLP.forward,
+          Block.__init__, Model, local_tensor, build_model, run_schedule, pieces, copies, sum_replicas,
+          forward_backward, clip_gradients
 Plumbing: unshard, save, show, check, main
 Copy:     group_ranks, make_groups, local_tensor, pieces, copies, sum_replicas, clip_gradients (and from each
           parent what its own Copy line says; build_model and forward_backward show how they meet)
@@ -110,6 +111,7 @@ def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
         "dp": rearrange(mesh, "pp dp cp tp -> (pp cp tp) dp"),
         "pp": rearrange(mesh, "pp dp cp tp -> (dp cp tp) pp"),
         "dp_cp": rearrange(mesh, "pp dp cp tp -> (pp tp) (dp cp)"),
+        "world": rearrange(mesh, "pp dp cp tp -> 1 (pp dp cp tp)"),
         "replicas": rearrange(mesh, "pp dp cp (kv r) -> (pp dp cp kv) r", r=max(1, cfg.tp // cfg.kv_heads)),
     }
     return {axis: ranks.tolist() for axis, ranks in rows.items()}
@@ -242,26 +244,32 @@ def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, 
 
 
 class ColumnParallel(torch.autograd.Function):
-    """Tokens of all ranks times weights split by their outputs: x [n/tp, d], weight [f/tp, d] -> [n, f/tp]."""
+    """Tokens of all ranks times weights split by their outputs: x [n/tp, d], weights [f/tp, d] -> each [n, f/tp].
+
+    Weights are bf16 and read where they are: one that is cast or concatenated would be kept by every micro-batch.
+    """
 
     @staticmethod
     @torch.compiler.disable  # a compiler would wait for communication where it begins
-    def forward(ctx, x: Tensor, weight: Tensor, tp: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(x, weight)  # this rank's tokens alone
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)  # this rank's tokens alone
         ctx.tp = tp
         rows, gathered = gather_tokens(x, tp)
         gathered.wait()  # everyone waits
-        return rows @ weight.T
+        return tuple(rows @ weight.T for weight in weights)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        rows, gathered = gather_tokens(x, ctx.tp)  # overlaps with the next matmul
-        x, scattered = reduce_scatter_tokens(gradient @ weight, ctx.tp)  # overlaps with the one after it
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows, gathered = gather_tokens(x, ctx.tp)  # overlaps with the next matmuls
+        partial_sum = gradients[0] @ weights[0]
+        for gradient, weight in zip(gradients[1:], weights[1:]):
+            partial_sum.addmm_(gradient, weight)
+        x, scattered = reduce_scatter_tokens(partial_sum, ctx.tp)  # overlaps with those after it
         gathered.wait()
-        gradient = gradient.T @ rows
+        gradients = [gradient.T @ rows for gradient in gradients]
         scattered.wait()
-        return x, gradient, None
+        return x, None, *gradients
 
 
 class RowParallel(torch.autograd.Function):
@@ -282,6 +290,18 @@ class RowParallel(torch.autograd.Function):
         rows, gathered = gather_tokens(gradient, ctx.tp)
         gathered.wait()  # everyone waits
         return rows @ weight, rows.T @ x, None
+
+
+def column_parallel(x: Tensor, tp: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+    """x [n/tp, d], weights [f/tp, d] -> each [n, f/tp]. On one rank plain matmuls, which a compiler sees."""
+    if tp.size() > 1:
+        return ColumnParallel.apply(x, tp, *weights)
+    return tuple(nn.functional.linear(x, weight) for weight in weights)
+
+
+def row_parallel(x: Tensor, tp: dist.ProcessGroup, weight: Tensor) -> Tensor:
+    """x [n, f/tp], weight [d, f/tp] -> [n/tp, d]"""
+    return RowParallel.apply(x, weight, tp) if tp.size() > 1 else nn.functional.linear(x, weight)
 
 
 class Scatter(torch.autograd.Function):
@@ -579,18 +599,16 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.k, cfg.dim, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        weights = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
-        x = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), self.tp)  # (b s) (q k v)/tp, gathered once
-        q, k, v = x.split([len(weight) for weight in weights], dim=-1)
+        q, k, v = column_parallel(x, self.tp, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
         q = rotate(rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)  # b h/tp s/cp k
         k = rotate(rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)
-        v = rearrange(v, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k).contiguous()  # a view would keep x
+        v = rearrange(v, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)
         if self.cp.size() > 1:
             o = attention(q, k, v, self.cp)
         else:
             o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         o = rearrange(o, "b h s k -> (b s) (h k)")
-        return RowParallel.apply(o, self.o_proj.weight.to(x.dtype), self.tp)  # (b s)/tp d
+        return row_parallel(o, self.tp, self.o_proj.weight)  # (b s)/tp d
 
 
 class MLP(nn.Module):
@@ -605,11 +623,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(ffn, cfg.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = [self.gate_proj.weight, self.up_proj.weight]
-        gate, up = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), self.tp).chunk(2, dim=-1)  # (b s) f/tp
-        return RowParallel.apply(
-            nn.functional.silu(gate) * up, self.down_proj.weight.to(x.dtype), self.tp
-        )  # (b s)/tp d
+        gate, up = column_parallel(x, self.tp, self.gate_proj.weight, self.up_proj.weight)  # (b s) f/tp
+        return row_parallel(nn.functional.silu(gate) * up, self.tp, self.down_proj.weight)  # (b s)/tp d
 
 
 class Block(nn.Module):
@@ -624,6 +639,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
+        torch._dynamo.graph_break()  # the MLP's gradients are ready while attention is still in backward
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -691,6 +707,7 @@ class Model(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.dp, self.cp, self.tp, self.pp = (groups[axis] for axis in ("dp", "cp", "tp", "pp"))
+        self.world = groups["world"]  # the ranks that train this model
         self.dp_cp = groups["dp_cp"]  # the ranks that train the same weights, on different tokens
         self.replicas = groups["replicas"]  # the ranks of tp that hold the same key heads
         self.links = connect(self.pp, groups["pp_back"], cfg.device)  # communicators by operation
@@ -724,7 +741,7 @@ class Model(nn.Module):
         if self.stage < self.stages - 1:
             return x
         before_forward(self, len(self.units) - 1, x)
-        logits = ColumnParallel.apply(self.model.norm(x), self.lm_head.weight.to(x.dtype), self.tp)
+        (logits,) = column_parallel(self.model.norm(x), self.tp, self.lm_head.weight)
         return rearrange(logits, "(b s) v -> b s v", s=len(rope[0]))
 
 
@@ -1007,7 +1024,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     for gradient, ranks in copies(cfg, model):
         held_by.setdefault(ranks, []).append(gradient)
     norm = torch.stack([nn.utils.get_total_norm(parts) ** 2 / ranks for ranks, parts in held_by.items()]).sum()
-    dist.all_reduce(norm)  # one element, over all ranks; everyone waits
+    dist.all_reduce(norm, group=model.world)  # one element; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
@@ -1105,6 +1122,13 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- main
+def show(cfg: Config) -> None:
+    """Print which ranks form the groups of each axis."""
+    print(f"{cfg.dp * cfg.cp * cfg.tp * cfg.pp} ranks, order {cfg.order}, fastest first")
+    for axis, groups in group_ranks(cfg).items():
+        print(f"{axis:>8}  {'  '.join(','.join(map(str, ranks)) for ranks in groups)}")
+
+
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
     parser = argparse.ArgumentParser(
@@ -1124,13 +1148,6 @@ def parse_config() -> Config:
     defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
     preset = PRESETS[given.get("preset", "tiny")]
     return Config(**{**defaults, **preset, **given})
-
-
-def show(cfg: Config) -> None:
-    """Print which ranks form the groups of each axis."""
-    print(f"{cfg.dp * cfg.cp * cfg.tp * cfg.pp} ranks, order {cfg.order}, fastest first")
-    for axis, groups in group_ranks(cfg).items():
-        print(f"{axis:>8}  {'  '.join(','.join(map(str, ranks)) for ranks in groups)}")
 
 
 def check(cfg: Config, world: int) -> None:
