@@ -19,7 +19,9 @@ with bfloat16 weights, which rounds all of that too, whatever instructions a CPU
 
 import argparse
 import copy
+import itertools
 import json
+import math
 import multiprocessing
 import zlib
 from collections.abc import Callable
@@ -47,6 +49,7 @@ LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
     f"03_zero/{name}.py"
     for name in "zero1_overlap zero2 zero3 zero3_copy_engines hsdp offload torch_fsdp accelerate_fsdp".split()
 ] + [
+    "08_4d/train.py",
     "09_kernels/train.py",  # those of its blocks
 ]
 SHORTER = [  # recipes that round more than that in bfloat16, and whose own tests say how much
@@ -56,6 +59,14 @@ SHORTER = [  # recipes that round more than that in bfloat16, and whose own test
 CONTEXT_TWIN = "05_context_ring/torch_context_parallel.py"  # on GPUs, its library has no attention in float32
 RESULTS = ROOT / "tests" / "results" / "equivalence.json"
 
+
+def mesh(dp: int, cp: int, tp: int, pp: int) -> str:
+    """Flags of 08_4d for a layout: more micro-batches than stages, a vocabulary that tp does not divide."""
+    sizes = f"--dp {dp} --cp {cp} --tp {tp} --pp {pp} --microbatches {min(16 // dp, 2 * pp)}"
+    return f"{sizes} --heads 8 --vocab 259 --seq 32 --batch 16" + (" --layers 9" if pp == 8 else "")
+
+
+EIGHT = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(sizes) == 8]  # the 20 ways
 # Recipe, number of ranks, flags of its own; more layers where 8 stages need them.
 CASES = [
     ("01_single_gpu/train.py", 1, "--compile"),
@@ -265,6 +276,10 @@ CASES = [
     ("07_expert/symmetric_memory.py", 3, "--experts 9 --top_k 4"),
     ("07_expert/symmetric_memory.py", 4, "--edp 2"),
     ("07_expert/symmetric_memory.py", 8, "--batch 16 --top_k 1 --slots 8"),
+    *(("08_4d/train.py", 8, mesh(*sizes)) for sizes in EIGHT),
+    ("08_4d/train.py", 16, mesh(2, 2, 2, 2)),
+    ("08_4d/train.py", 12, f"{mesh(3, 2, 2, 1)} --batch 12 --microbatches 4"),  # units of which 6 shards need padding
+    *(("08_4d/train.py", 2, mesh(*sizes)) for sizes in ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2))),
     ("09_kernels/train.py", 1, ""),
     ("09_kernels/train.py", 1, "--kv_heads 6 --vocab 259"),
     ("10_mixed_precision/bf16.py", 1, "--microbatches 1"),
@@ -331,6 +346,7 @@ HARDEST = {  # of its cases the one that proves a recipe, when there is time for
     "07_expert/capacity.py": (4, "--edp 2 --top_k 4 --capacity 2"),
     "07_expert/overlap.py": (4, "--edp 2"),
     "07_expert/symmetric_memory.py": (4, "--edp 2"),
+    "08_4d/train.py": (8, mesh(2, 1, 2, 2)),
     KERNELS: (1, ""),
     "10_mixed_precision/bf16.py": (1, "--microbatches 3"),
     "10_mixed_precision/fp16_loss_scaling.py": (1, "--microbatches 3"),
