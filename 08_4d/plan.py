@@ -1,0 +1,655 @@
+"""Find the best layout: predict memory and step time of 08_4d/train.py for every way to cut a model over the GPUs.
+
+The playbook's three steps: which layouts fit in memory, which of them reach the global batch, which is the fastest.
+Memory is that of the fullest stage at its fullest moment. Time is simulated: every stage runs its 1F1B operations, each
+as long as its matmuls, attention and elementwise kernels take at measured rates, plus what communication adds to them:
+S bytes on n ranks take latency + S·(n-1)/n / bandwidth, and what overlaps with compute still costs half of that.
+
+Parent:   none; split_layers, schedule and flops_per_token are those of 08_4d/train.py to the letter
+Run:      python 08_4d/plan.py --preset llama3_8b --gpus 64 --batch 512 --seq 8192
+          python 08_4d/plan.py --preset llama3_8b --gpus 64 --batch 512 --seq 8192 --draw 08_4d/plan.svg
+          python 08_4d/plan.py --playbook
+          python 08_4d/plan.py --scale --draw 08_4d/scale.svg
+Source:   Ultra-Scale Playbook, "Finding the best training configuration"; Llama 3, arXiv:2407.21783, table 4
+"""
+
+import argparse
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Literal, get_args
+
+import matplotlib
+from matplotlib import pyplot
+
+# ------------------------------------------------------------------------------------------------------------ config
+GIB = 2**30
+PRESETS = {  # of train.py, and the two larger models of Llama 3.1
+    "tiny": dict(),
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
+    "llama3_70b": dict(layers=80, dim=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256),
+    "llama3_405b": dict(layers=126, dim=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256),
+}
+PEAK = 989.5e12  # bf16 FLOPs per second of H100 and H200, as train.py counts MFU
+# GiB that tensors may take: what nvidia-smi shows, less about 2 for CUDA and NCCL, and 4 % for fragments.
+USABLE = {"H100": 74, "H200": 132}
+# Bytes per second: AdamW moves 3.4e12 on an H200 (kernel_steps.json); an H100 as many fewer as its specification has.
+MEMORY_RATE = {"H100": 2.4e12, "H200": 3.4e12}
+# FLOPs per second of matmuls within a step, at the power limit: 740e12 with dim 2048 (kernel_steps.json), less with
+# 4096: what one GPU needs for llama3_8b (suite mixed_llama3_8b) leaves 690e12.
+MATMULS = 720e12
+# FLOPs per second of causal attention, forward and backward, by head size, for long sequences; s tokens reach s/(s+400)
+# of it. A backward has 2.5 times the FLOPs. 64: kernel_steps.json. 128: 6 % below what context_attention has alone.
+ATTENTION = {64: (440e12, 390e12), 128: (590e12, 510e12)}
+# Bytes per second and seconds per collective on NVLink: all-reduce of 1 KiB to 256 MiB, suite collectives.
+NVLINK = 349e9
+NVLINK_LATENCY = 20e-6
+NVLINK_MESSAGE = 135e9  # bytes per second of one send and receive of 16 MiB, the ring of the same suite
+NETWORK = 40e9  # bytes per second and GPU between nodes: 400 Gb/s InfiniBand, of which NCCL reaches about 80 %
+# The share of its time that a collective costs beside a matmul, which lends it SMs: suites zero and zero_8b.
+CONTENTION = 0.5
+# Everyone waits for tensor parallelism's collectives, which begin when the last rank does: 45 of 134 MB on 2 ranks take
+# 15.0 ms in a step (tensor_few_layers, profile), and 9.5 ms by the rates above.
+WAITING = 1.6
+HOST = 6e-3  # seconds per step in which a GPU idles, and clips, logs: profiles of suites data_parallel, zero_stages
+# The playbook's models (8.5): no grouped queries; the two small ones tie their embedding and head, which is left out.
+BOOK = {
+    "1.34B": dict(layers=16, dim=2048, heads=32, kv_heads=32, ffn=8192),
+    "3.57B": dict(layers=28, dim=3072, heads=32, kv_heads=32, ffn=8192),
+    "8.86B": dict(layers=32, dim=4096, heads=32, kv_heads=32, ffn=14336),
+    "80B": dict(layers=80, dim=8192, heads=64, kv_heads=64, ffn=28672),
+}
+# Its best configurations (8.4): nodes, model, GB, dp, tp, pp, micro-batches, sequences in one, ZeRO, tokens/s/GPU.
+CELLS = """
+ 1 1.34B 41.76   4  1  2  16 4 1 38895 |  1 3.57B 56.87   4  1  2  32 2 1 16426 |  1 8.86B 63.07   2  1  4 128 1 1  7503
+ 2 1.34B 19.45   8  1  2  32 1 1 36497 |  2 3.57B 54.31   8  1  2  16 2 1 15402 |  2 8.86B 58.34   4  4  1  16 4 1  7290
+ 4 1.34B 16.39  16  1  2  16 1 1 33677 |  4 3.57B 53.33  16  1  2   8 2 1 14210 |  4 8.86B 61.10  16  1  2  16 1 1  7186
+ 8 1.34B 16.27  32  1  2   8 1 1 28494 |  8 3.57B 36.73  32  1  2   8 1 1 12501 |  8 8.86B 59.09  32  1  2   8 1 1  6555
+16 1.34B 38.84  64  2  1   1 4 0 30186 | 16 3.57B 66.20  32  4  1   1 8 0 13337 | 16 8.86B 66.88  16  8  1   2 8 0  6028
+32 1.34B 19.57  64  4  1   1 4 0 23775 | 32 3.57B 38.98  64  4  1   1 4 0 10323 | 32 8.86B 63.39  32  8  1   1 8 0  5428
+64 1.34B  8.40 128  2  2   1 2 1  4603 | 64 3.57B 16.42 128  4  1   1 2 1  4045 | 64 8.86B 57.76 128  4  1   1 2 0  3101
+ 4   80B 65.97   1  8  4 256 1 0   285 |  8   80B 63.07   1  4 16 256 1 0   665 | 16   80B 61.18   1  4 32 256 1 0   662
+32   80B 64.21   4  4 16  64 1 1   594 | 64   80B 53.46  32 16  1   4 2 1   343"""
+# Llama 3 405B, table 4: dp, cp, tp, pp, sequences per dp rank, tokens of one, MFU in %.
+LLAMA = [(64, 1, 8, 16, 32, 8192, 43), (128, 1, 8, 16, 16, 8192, 41), (8, 16, 8, 16, 16, 131072, 38)]
+AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
+TP_COLORS = "#1f3b5c", "#2c7fb8", "#41b6a6", "#8cbf4a", "#e3a72f", "#d64541"
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "plan", "axes.spines.top": False, "axes.spines.right": False}
+SCALE = 8, 64, 512, 2048, 8192, 16384  # GPUs of --scale
+COLORS = dict(compute="#5b8db8", tp="#f2b661", cp="#d9c2e9", dp="#a9d6a0", optimizer="#c8c8c8", bubble="#e58f65")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    seq: int = 128
+    batch: int = 16  # sequences per step, over all ranks
+    gpus: int = 8
+    gpus_per_node: int = 8
+    gpu: Literal[tuple(USABLE)] = "H100"
+    memory: float = 0  # GiB per GPU that tensors may take; 0: what this GPU has
+    dp: int = 0  # ranks that share the batch; 0 here and below: whatever is best
+    cp: int = 0  # ranks that share every sequence
+    tp: int = 0  # ranks that share every block
+    pp: int = 0  # stages of the pipeline
+    microbatches: int = 0  # parts of a rank's batch that go through the pipeline one after another
+    top: int = 12  # rows of the table
+    draw: str = ""  # draw the result into this .svg file
+    playbook: bool = False  # compare with the playbook's best configurations instead
+    scale: bool = False  # the best layouts of three models on 8 to 16,384 H100s instead
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What differs between programs that train: train.py has the defaults."""
+
+    speed: float = 1  # of compute
+    hop: float = 15e-6  # seconds that a step of a ring between nodes takes
+    zero: bool = True  # AdamW's state is sharded over dp·cp
+    accumulates: bool = False  # gradients add up in fp32, with one micro-batch, too
+    sent: int = 2  # bytes of a gradient on the wire
+    all_to_all: bool = True  # reduces gradients so; otherwise by rings, and without ZeRO these gather sums, too
+    cast: int = 0  # bytes per weight and micro-batch of a copy in bf16, and of its gradient in fp32
+    chunks: int = 1  # stages per rank: the interleaved schedule idles 1/chunks as long
+    async_tp: bool = False  # all of tp's collectives overlap with matmuls, as in async_tensor_parallel.py
+    eager: bool = False  # not compiled: norms and SwiGLU keep more for backward, the loss has fp32 logits
+
+
+# The recipes of one technique without ZeRO: fp32 weights, whose bf16 copies and fp32 gradients are made anew each time.
+FP32_WEIGHTS = Trainer(zero=False, sent=4, all_to_all=False, cast=8)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step by what they are spent on, averaged over stages; their sum is the step."""
+
+    compute: float
+    tp: float
+    cp: float
+    dp: float
+    optimizer: float
+    bubble: float  # idle, because of the pipeline's ends, uneven stages and messages
+
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(asdict(self).values())
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Of a rank: n tokens of a micro-batch. d, f, v: --dim, --ffn, --vocab.
+
+
+def tokens(cfg: Config) -> int:
+    """Tokens of a micro-batch that a rank of cp has; tp ranks have the same ones."""
+    return cfg.batch // (cfg.dp * cfg.microbatches) * cfg.seq // cfg.cp
+
+
+def kv_width(cfg: Config) -> int:
+    """Width of a rank's keys; with more tp ranks than key heads each rank has one head."""
+    return cfg.dim // cfg.heads * max(1, cfg.kv_heads // cfg.tp)
+
+
+def matrices(cfg: Config) -> int:
+    """Elements of a block's matrices on a rank."""
+    return (2 * cfg.dim * cfg.dim + 3 * cfg.dim * cfg.ffn) // cfg.tp + 2 * cfg.dim * kv_width(cfg)
+
+
+def split_layers(cfg: Config, stages: int) -> list[range]:
+    """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
+    head = 6 * cfg.dim * cfg.vocab
+    block = (flops_per_token(cfg) - head) / cfg.layers
+    counts, load = [1] * stages, [block] * stages
+    load[0] += cfg.dim  # embedding: backward adds a row per token
+    load[-1] += head
+    for _ in range(cfg.layers - stages):
+        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages hold fewer activations in flight
+        counts[lightest] += 1
+        load[lightest] += block
+    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+
+
+def stages(cfg: Config) -> list[list[int]]:
+    """Elements of the units of every stage on a rank, as ZeRO gathers them: embedding, blocks, norm and head."""
+    table, block, last = -(-cfg.vocab // cfg.tp) * cfg.dim, matrices(cfg) + 2 * cfg.dim, cfg.pp - 1
+    return [
+        [table] * (stage == 0) + [block] * len(layers) + [table + cfg.dim] * (stage == last)
+        for stage, layers in enumerate(split_layers(cfg, cfg.pp))
+    ]
+
+
+def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
+    """Bytes of a stage's rank at its fullest moment, as torch counts them; 01_single_gpu/memory.py says more of each.
+
+    Always: 2N of bf16 weights, 12N/(dp·cp) of fp32 masters and moments. Each micro-batch in flight keeps of a block x,
+    two normalised inputs, o_proj's output, q, k, v, o, gate, up and their product, each 1/tp. With several
+    micro-batches 4N of fp32 sums. Beside these come at the loss the logits and their gradient, in a block's backward
+    the gradients of gate, up and down_proj and of units that ZeRO is reducing, and at the optimizer the shard's.
+    """
+    d, f, table = cfg.dim, cfg.ffn, -(-cfg.vocab // cfg.tp) * cfg.dim
+    first, last, shards = stage == 0, stage == cfg.pp - 1, cfg.dp * cfg.cp if by.zero else 1
+    n, N, block, layers = tokens(cfg) // cfg.tp, sum(units), matrices(cfg) + 2 * d, len(units) - first - last
+    kept = n * (12 * d + 8 + 4 * kv_width(cfg) * cfg.tp + 4 * cfg.heads + 6 * f + by.eager * (12 * d + 2 * f))
+    rope, message = 8 * cfg.seq // cfg.cp * (d // cfg.heads), 0 if last else 2 * n * d
+    sums = 4 * N if cfg.microbatches > 1 or by.accumulates else 0
+    always = 2 * N + 12 * N // shards + 16 * tokens(cfg) + rope + 2**26  # ids and targets, cuBLAS's workspace
+    # other micro-batches in flight: at the first backward, which makes the sums, and at the second, which has them all
+    m, rest = cfg.microbatches, layers * kept + message + rope
+    first_flying, flying = (max(0, min(cfg.pp - stage, some) - 1) * rest for some in (m, m - 1))
+    logits, norm = (4 if by.eager else 2) * n * cfg.vocab * last, n * (10 * d + 4) * last
+    wide = message + n * (2 * d + 2 * f) + 2 * d * f // cfg.tp  # of one block in backward
+    done = 0 if sums else 4 * N // shards
+    two = 0 if sums else 4 * block if layers > 1 else 2 * block + 2 * table * last  # units that ZeRO is reducing
+    moments = {
+        "loss": sums + flying + layers * kept + norm + 2 * logits,
+        "head": sums + flying + layers * kept + norm + logits + (2 * n * d + 2 * table) * last,
+        "last block, first backward": first_flying + layers * kept + wide + 4 * table * last,
+        "last block": (sums + flying + layers * kept + wide) * (sums > 0),
+        "first block": done + sums + first_flying + kept + max(wide + two, (4 if sums else 6) * block),
+        "embedding": done + sums + first_flying + 4 * table * first + (0 if sums else 2 * block),
+        "optimizer": 4 * N // shards,
+    }
+    return always + max(moments.values())
+
+
+def most_memory(cfg: Config, by: Trainer) -> float:
+    """GiB of the fullest stage: the first two have most micro-batches in flight, the last one has the head."""
+    units = stages(cfg)
+    return max(memory(cfg, by, stage, units[stage]) for stage in {0, min(1, cfg.pp - 1), cfg.pp - 1}) / GIB
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def schedule(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
+    """Return what a stage does, in order: (F forward or B backward, micro-batch)."""
+    forwards = [("F", i) for i in range(microbatches)]
+    backwards = [("B", i) for i in range(microbatches)]
+    ahead = min(stages - 1 - stage, microbatches)  # forwards to run before the first gradient can arrive
+    pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
+    return forwards[:ahead] + pairs + backwards[microbatches - ahead :]
+
+
+def ring(cfg: Config, by: Trainer, size: float, ranks: int, stride: int, all_to_all: bool = False) -> float:
+    """Seconds in which `ranks` ranks, `stride` apart, all-gather or reduce-scatter size bytes, or send so many to all.
+
+    A ring between nodes has the network cards of all its ranks on a node, and its ranks - 1 steps each wait for the
+    slowest link; an all-to-all sends all that is for other nodes through a rank's own card.
+    """
+    inside = min(ranks, max(1, cfg.gpus_per_node // stride))  # ranks on a node
+    if inside == ranks:
+        return (ranks > 1) * (NVLINK_LATENCY + size * (ranks - 1) / ranks / NVLINK)
+    if all_to_all:
+        return by.hop + size * (ranks - inside) / ranks / NETWORK
+    return by.hop * (ranks - 1) + size * (ranks - 1) / ranks / min(NVLINK, inside * NETWORK)
+
+
+def message(cfg: Config, by: Trainer, size: float, ranks: int, stride: int) -> float:
+    """Seconds until a neighbour in a group of ranks, `stride` apart, has size bytes; the slowest pair counts."""
+    near = ranks * stride <= cfg.gpus_per_node
+    return NVLINK_LATENCY + size / NVLINK_MESSAGE if near else by.hop + size / NETWORK
+
+
+def beside(compute: float, communication: float) -> float:
+    """Seconds that communication adds to the compute that it overlaps with."""
+    return max(CONTENTION * min(compute, communication), communication - compute)
+
+
+def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
+    """Seconds of a block's forward and backward of a micro-batch: compute, and what communication adds to it.
+
+    tp: forward waits for two all-gathers and two reduce-scatters; backward for two gathers, while four more collectives
+    overlap with matmuls. cp: keys and values pass by in a ring beside attention, in backward their fp32 gradients, too.
+    """
+    n, d, f, kv = tokens(cfg), cfg.dim, cfg.ffn, kv_width(cfg)
+    linear, chunk = 2 * n * matrices(cfg) / MATMULS, cfg.seq if cfg.cp == 1 else cfg.seq // (2 * cfg.cp)
+    flops = 2 * n * cfg.seq * d / cfg.tp * (1 + 400 / chunk)
+    attention = [flops * times / rate for times, rate in zip((1, 2.5), ATTENTION[128 if d // cfg.heads > 64 else 64])]
+    elementwise = 2 * n * (36 * d + 8 * f) / cfg.tp / MEMORY_RATE[cfg.gpu]
+    copies = 4 * matrices(cfg) * (cfg.tp > 1) / MEMORY_RATE[cfg.gpu]  # of weights, put together for one matmul
+    forward = (linear + attention[0] + elementwise / 3 + copies) / by.speed
+    backward = (2 * linear + attention[1] + elementwise * 2 / 3) / by.speed
+    once = WAITING * ring(cfg, by, 2 * n * d, cfg.tp, 1)
+    hops = [message(cfg, by, 2 * n * kv * size, cfg.cp, cfg.tp) * (cfg.cp > 1) for size in (2, 6)]
+    passing = [(cfg.cp - 1) * beside(a / cfg.cp, hop) for a, hop in zip(attention, hops)]
+    tensor = 4 * once, 2 * once + beside(2 * linear, 4 * once)
+    if by.async_tp:
+        tensor = beside(linear, 4 * once), beside(2 * linear, 6 * once)
+    return dict(compute=(forward, backward), tp=tensor, cp=tuple(passing))
+
+
+def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[str, list[float]]:
+    """Seconds of forward and backward of a micro-batch on a stage, by what they are spent on.
+
+    Backward moves the gradients of a unit into one tensor, and adds them to fp32 sums.
+    """
+    n, d, first, last = tokens(cfg), cfg.dim, stage == 0, stage == cfg.pp - 1
+    layers, rate = len(units) - first - last, MEMORY_RATE[cfg.gpu]
+    times = {kind: [layers * x for x in both] for kind, both in block_times(cfg, by).items()}
+    once, head = WAITING * ring(cfg, by, 2 * n * d, cfg.tp, 1), 2 * n * d * cfg.vocab / cfg.tp / MATMULS
+    logits = 2 * n * cfg.vocab / cfg.tp / rate  # one pass over them
+    moved = sum(units) * ((14 if cfg.microbatches > 1 or by.accumulates else 4) + by.cast) / rate
+    times["compute"][0] += last * (head + logits) / by.speed
+    times["compute"][1] += (last * (2 * head + 2 * logits) + moved) / by.speed
+    times["tp"][0] += (first + last) * once
+    times["tp"][1] += first * once + last * beside(2 * head, 2 * once)
+    return times
+
+
+def simulate(seconds: list[tuple[float, ...]], transfer: float, microbatches: int) -> tuple[float, list[float]]:
+    """Run every stage's schedule, each operation as soon as its input is there; return the end, and what ZeRO added.
+
+    seconds: by stage, of forward, backward, the all-gather of its weights, beside the first forward, and the reduction
+    of its gradients, beside the last backward. transfer: of a message between stages.
+    """
+    forward, backward, gather, reduce = zip(*seconds)
+    stages, left = len(seconds), [deque(schedule(i, len(seconds), microbatches)) for i in range(len(seconds))]
+    ends, free, added, awake = {}, [0.0] * stages, [0.0] * stages, deque(range(stages))
+    while awake:
+        stage = awake.popleft()
+        while left[stage]:
+            op, i = left[stage][0]
+            source = stage - 1 if op == "F" else stage + 1
+            if 0 <= source < stages and (op, i, source) not in ends:
+                break  # the stage that has it wakes this one
+            start = max(free[stage], ends.get((op, i, source), -transfer) + transfer)
+            time = forward[stage] if op == "F" else backward[stage]
+            more = beside(time, max(0, gather[stage] - start)) if (op, i) == ("F", 0) else 0
+            more += beside(time, reduce[stage]) if (op, i) == ("B", microbatches - 1) else 0
+            ends[op, i, stage] = free[stage] = start + time + more
+            added[stage] += more
+            left[stage].popleft()
+            target = stage + 1 if op == "F" else stage - 1
+            if 0 <= target < stages:
+                awake.append(target)
+    return max(free), added
+
+
+def step_time(cfg: Config, by: Trainer) -> Step:
+    """Predict a step. Beyond four micro-batches per stage, each takes as long as those simulated last."""
+    m, shards, parts, seconds = cfg.microbatches, cfg.dp * cfg.cp, stages(cfg), []
+    times = [stage_times(cfg, by, stage, units) for stage, units in enumerate(parts)]
+    for kinds, units in zip(times, parts):
+        gather = by.zero * sum(ring(cfg, by, 2 * unit, shards, cfg.tp) for unit in units)
+        reduce = sum(ring(cfg, by, by.sent * unit, shards, cfg.tp, by.all_to_all) for unit in units)
+        both = [sum(pair[i] for pair in kinds.values()) for i in (0, 1)]
+        seconds.append((*both, gather, reduce * (1 if by.zero else 2)))
+    transfer = message(cfg, by, 2 * tokens(cfg) // cfg.tp * cfg.dim, cfg.pp, cfg.dp * cfg.cp * cfg.tp)
+    most, fewer = min(m, 4 * cfg.pp), 3 * cfg.pp
+    end, added = simulate(seconds, transfer, most)
+    if m > most:
+        end += (m - most) * (end - simulate(seconds, transfer, fewer)[0]) / (most - fewer)
+    optimizer = [(46 / shards if by.zero else 40) * sum(units) / MEMORY_RATE[cfg.gpu] for units in parts]
+    mean = {kind: m * sum(sum(kinds[kind]) for kinds in times) / cfg.pp for kind in times[0]}
+    bubble = (end - sum(mean.values()) - sum(added) / cfg.pp) / by.chunks
+    return Step(**mean, dp=sum(added) / cfg.pp, optimizer=max(optimizer) + HOST, bubble=max(0, bubble))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with what is predicted of it."""
+
+    cfg: Config
+    memory: float  # GiB of the fullest stage
+    step: Step
+    tokens: float  # per second and GPU
+    mfu: float
+
+
+def predict(cfg: Config, by: Trainer) -> Plan:
+    """Predict a layout's memory, step and speed."""
+    step = step_time(cfg, by)
+    each = cfg.batch * cfg.seq / step.total() / (cfg.dp * cfg.cp * cfg.tp * cfg.pp)
+    return Plan(cfg, most_memory(cfg, by), step, each, each * flops_per_token(cfg) / PEAK)
+
+
+def divisors(n: int) -> list[int]:
+    """Divisors of n, rising."""
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def cuts(cfg: Config) -> list[Config]:
+    """All ways to cut the model over the GPUs that train.py accepts, each with one sequence per micro-batch."""
+    found = []
+    for tp, cp, pp in itertools.product(divisors(cfg.gpus), repeat=3):
+        dp, left = divmod(cfg.gpus, tp * cp * pp)
+        uneven = cfg.heads % tp or (cfg.kv_heads % tp and tp % cfg.kv_heads) or cfg.ffn % tp or cfg.seq // cp % tp
+        uneven = uneven or (cp > 1 and cfg.seq % (2 * cp)) or pp > cfg.layers or left
+        given = all(want in (0, size) for want, size in ((cfg.dp, dp), (cfg.cp, cp), (cfg.tp, tp), (cfg.pp, pp)))
+        if not uneven and given:
+            m = max(1, cfg.batch // dp)
+            found.append(replace(cfg, dp=dp, cp=cp, tp=tp, pp=pp, microbatches=m, batch=m * dp))
+    return found
+
+
+def least(cfg: Config, by: Trainer) -> float:
+    """Seconds that a step takes at least: all micro-batches of the first or the last stage."""
+    units = stages(cfg)
+    ends = [stage_times(cfg, by, stage, units[stage]) for stage in {0, cfg.pp - 1}]
+    return cfg.microbatches * max(sum(sum(both) for both in times.values()) for times in ends)
+
+
+def plans(cfg: Config, by: Trainer, best_only: bool = False) -> tuple[list[Plan], str]:
+    """Take the playbook's three steps: what fits, what makes the batch, what is fastest. Return the fastest first.
+
+    best_only: leave out what cannot be faster than one that is found already.
+    """
+    limit, best, every, rows = cfg.memory or USABLE[cfg.gpu], float("inf"), cuts(cfg), []
+    fit = [one for one in every if most_memory(one, by) <= limit]
+    reach = [replace(one, batch=cfg.batch) for one in fit if cfg.batch % one.dp == 0]
+    wanted = [m for m in divisors(cfg.batch) if cfg.microbatches in (0, m)]
+    found = [replace(one, microbatches=m) for one in reach for m in wanted if cfg.batch // one.dp % m == 0]
+    found = [one for one in found if tokens(one) % one.tp == 0 and most_memory(one, by) <= limit]
+    for floor, _, one in sorted((best_only and least(one, by), i, one) for i, one in enumerate(found)):
+        if not best_only or floor < best:
+            rows.append(predict(one, by))
+            best = min(best, rows[-1].step.total())
+    steps = f"{len(every)} layouts. 1: {len(fit)} fit in {limit:g} GiB with one sequence per micro-batch. 2: "
+    steps += f"{len(reach)} make the batch, with {len(found)} choices of micro-batches that fit. 3: the fastest:"
+    return sorted(rows, key=lambda row: row.step.total()), steps
+
+
+def nanotron(zero: int) -> Trainer:
+    """The playbook's program: not compiled, fp32 gradients, async tensor parallelism, no all-to-all.
+
+    speed is calibrated on one cell, 8.86B on one node. hop: its all-gathers of 256 MB (5.1) take 1.0 ms on 8 ranks and
+    23 ms on 512, 43 us more for each.
+    """
+    return Trainer(0.787, 43e-6, bool(zero), accumulates=True, sent=4, all_to_all=False, async_tp=True, eager=True)
+
+
+def cells() -> list[tuple[Plan, int, Plan, int, str, float, float]]:
+    """The playbook's 26 cells: our plan and ZeRO, its layout as we predict it and its ZeRO, model, GB and tokens/s."""
+    found = []
+    for cell in CELLS.replace("\n", "|").split("|")[1:]:
+        nodes, name, gb, *sizes, zero, measured = cell.split()
+        dp, tp, pp, m, _ = map(int, sizes)
+        cfg = Config(**BOOK[name], vocab=131072, seq=4096, batch=256, gpus=8 * int(nodes), cp=1)
+        book = predict(replace(cfg, dp=dp, tp=tp, pp=pp, microbatches=m), nanotron(int(zero)))
+        best = [(rows[0], zero) for zero in (0, 1) if (rows := plans(cfg, nanotron(zero), best_only=True)[0])]
+        ours = max(best, key=lambda pair: pair[0].tokens)
+        found.append((*ours, book, int(zero), name, float(gb), float(measured)))
+    return found
+
+
+def playbook() -> str:
+    """The playbook's best configurations beside ours: dp tp pp micro-batches ZeRO. Gain: ours over its, predicted."""
+    lines = [f"nodes model {'the book':21}| {'ours':19}| tokens/s/GPU, predicted {'':7}|  GB, predicted | gain"]
+    rows, same, cut, near = cells(), 0, 0, 0
+    for ours, our_zero, book, zero, name, gb, measured in rows:
+        a, b = ((c.dp, c.tp, c.pp, c.microbatches, z) for c, z in ((book.cfg, zero), (ours.cfg, our_zero)))
+        sizes = ["{:>4}{:>3}{:>3}{:>4} Z{}".format(*choice) for choice in (a, b)]
+        line = f"{book.cfg.gpus // 8:>5} {name:>5} {sizes[0]} | {sizes[1]} |{measured:>12,.0f}{book.tokens:>11,.0f}"
+        line += f"{book.tokens / measured - 1:>+8.0%} |{gb:>5.1f}{book.memory * GIB / 1e9:>10.1f} |"
+        lines.append(f"{line}{ours.tokens / book.tokens - 1:>+5.0%}")
+        same, cut, near = same + (a == b), cut + (a[:3] == b[:3]), near + (ours.tokens < 1.05 * book.tokens)
+    errors = sorted(abs(row[2].tokens / row[6] - 1) for row in rows)
+    half, most = errors[len(rows) // 2], errors[int(0.9 * len(rows))]
+    lines += [
+        f"Of {len(rows)} choices {same} are the same, {cut} have the same dp, tp and pp; {near} of the book's are"
+    ]
+    lines += ["within 5 % of ours as we predict both. It does not publish what it measured for ours; its own are"]
+    lines += [f"predicted within {half:.0%} of what it measured in half of the cells, and within {most:.0%} in 90 %."]
+    return "\n".join(lines)
+
+
+def llama() -> list[tuple[Plan, int]]:
+    """Llama 3's own layouts as we predict them, and the published MFU in %.
+
+    Assumed: 1 sequence per micro-batch, 8 chunks per rank of the interleaved schedule, fp32 gradients by rings.
+    """
+    found, by = [], Trainer(all_to_all=False, sent=4, chunks=8)
+    for dp, cp, tp, pp, m, seq, mfu in LLAMA:
+        sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, microbatches=m, gpus=dp * cp * tp * pp, batch=dp * m, seq=seq)
+        found.append((predict(Config(**PRESETS["llama3_405b"], preset="llama3_405b", **sizes), by), mfu))
+    return found
+
+
+def scale() -> tuple[str, list[Plan]]:
+    """The best layouts from 8 to 16,384 GPUs, and Llama 3's own ones: text, and our plans.
+
+    Tokens of a batch: 4 Mi up to 1,024 GPUs, the lower end of what the playbook names; then 4,096 per GPU, up to 16 Mi.
+    """
+    ours, lines = [], []
+    for preset, gpus in itertools.product(("llama3_8b", "llama3_70b", "llama3_405b"), SCALE):
+        batch = min(2**24, max(2**22, 4096 * gpus)) // 8192
+        rows, _ = plans(Config(**PRESETS[preset], preset=preset, gpus=gpus, batch=batch, seq=8192), Trainer(), True)
+        ours += rows[:1]
+        lines += [f"{preset} on {gpus} GPUs: no layout fits"] * (not rows)
+    lines = [table(ours, True), *lines, "Llama 3 405B as published, with its interleaved schedule:"]
+    lines.append(table([plan for plan, _ in llama()], True))
+    lines += [f"{plan.cfg.gpus:,} GPUs: predicted {plan.mfu:.1%}, published {mfu} %" for plan, mfu in llama()]
+    return "\n".join(lines), ours
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def shape(cfg: Config) -> str:
+    """The layout in words."""
+    sizes = " ".join(f"{axis} {getattr(cfg, axis)}" for axis in AXES if getattr(cfg, axis) > 1)
+    return f"{sizes or 'one GPU'}, {cfg.microbatches} micro-batch{'es' * (cfg.microbatches > 1)}"
+
+
+def table(rows: list[Plan], several: bool = False) -> str:
+    """One line per layout, and per run if there are several."""
+    head = "   dp   cp   tp   pp micro-batches |   GiB | ms: step" + "".join(f"{f.name:>10}" for f in fields(Step))
+    lines = [f"{'model         GPUs  batch |' * several}{head} | tokens/s/GPU    MFU"]
+    for row in rows:
+        c, parts = row.cfg, "".join(f"{seconds * 1e3:>10,.0f}" for seconds in asdict(row.step).values())
+        line = f"{c.preset:11}{c.gpus:>7,}{c.batch:>7,} |" * several
+        line += f"{c.dp:>5}{c.cp:>5}{c.tp:>5}{c.pp:>5}{c.microbatches:>14} |{row.memory:>6.1f} |"
+        lines.append(f"{line}{row.step.total() * 1e3:>9,.0f}{parts} |{row.tokens:>13,.0f}{row.mfu:>7.1%}")
+    return "\n".join(lines)
+
+
+def reason(rows: list[Plan]) -> str:
+    """What bounds the fastest layout, and what the fastest of another cut loses to it, from the numbers."""
+    best, names = rows[0], {axis: f"{word} parallelism's communication" for axis, word in AXES.items()}
+    names |= dict(bubble="the pipeline's bubble", compute="less efficient compute", optimizer="the optimizer")
+    parts, total = asdict(best.step), best.step.total()
+    loss = max(parts, key=lambda kind: (kind != "compute") * parts[kind])
+    text = f"Best: {shape(best.cfg)}. It computes for {parts['compute'] / total:.0%} of the step, and loses most, "
+    text += f"{parts[loss] / total:.1%}, to {names[loss]}."
+    for row in rows:
+        if any(getattr(row.cfg, axis) != getattr(best.cfg, axis) for axis in AXES):
+            more = {kind: 1e3 * (seconds - parts[kind]) for kind, seconds in asdict(row.step).items()}
+            worse, better = max(more, key=more.get), min(more, key=more.get)
+            text += f" Next: {shape(row.cfg)}, {row.step.total() / total - 1:.1%} slower: loses {more[worse]:,.0f}"
+            gain = f", and {-more[better]:,.0f} less to {names[better]}" * (more[better] < -0.5)
+            return f"{text} ms more to {names[worse]}{gain}."
+    return text
+
+
+def command(cfg: Config) -> str:
+    """The line that trains with this layout."""
+    nodes, each = max(1, cfg.gpus // cfg.gpus_per_node), min(cfg.gpus, cfg.gpus_per_node)
+    several = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500 " if nodes > 1 else ""
+    given = {f.name: getattr(cfg, f.name) for f in fields(Config)[1:7]}  # the model's sizes
+    known = {**asdict(Config()), **PRESETS[cfg.preset]}
+    large = cfg.preset in ("llama3_70b", "llama3_405b")  # train.py has no preset for them
+    model = "--rope_factor 8" if large else f"--preset {cfg.preset}"
+    model += "".join(f" --{name} {size}" for name, size in given.items() if large or size != known[name])
+    layout = " ".join(f"--{name} {getattr(cfg, name)}" for name in (*AXES, "microbatches", "batch", "seq"))
+    return f"torchrun {several}--nproc_per_node {each} 08_4d/train.py {model} {layout} --dtype bfloat16 --compile"
+
+
+def draw_plans(rows: list[Plan], left: pyplot.Axes, right: pyplot.Axes) -> None:
+    """Left: every layout that fits, memory against speed, by tp. Right: where the time of the best cuts goes."""
+    for tp, color in zip(sorted({row.cfg.tp for row in rows}), TP_COLORS):
+        places = [(row.memory, row.tokens) for row in rows if row.cfg.tp == tp]
+        left.scatter(*zip(*places), 14, color, label=f"tp {tp}")
+    left.scatter(rows[0].memory, rows[0].tokens, 110, "none", edgecolors="black")
+    left.set(xlabel="GiB of the fullest stage", ylabel="tokens/s/GPU, predicted", ylim=(0, 1.2 * rows[0].tokens))
+    left.legend(frameon=False, loc="upper left", ncol=2, columnspacing=0.8)
+    title = "{preset}, {gpus} {gpu}s, {batch} x {seq} tokens: all ways that fit, best circled"
+    left.set_title(title.format(**asdict(rows[0].cfg)), loc="left", fontsize=9)
+    best = {}
+    for row in rows:
+        best.setdefault(tuple(getattr(row.cfg, axis) for axis in AXES), row)
+    shown = list(best.values())[:12]
+    for place, row in enumerate(shown):
+        start = 0
+        for kind, seconds in asdict(row.step).items():
+            right.barh(place, seconds, left=start, height=0.7, color=COLORS[kind], label=None if place else kind)
+            start += seconds
+    right.set_yticks(range(len(shown)), [shape(row.cfg) for row in shown], fontsize=8)
+    right.invert_yaxis()
+    right.set_xlabel("seconds of a step, with the best number of micro-batches")
+    right.legend(frameon=False, ncol=6, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8, columnspacing=0.8)
+
+
+def draw_scale(ours: list[Plan], axes: pyplot.Axes) -> None:
+    """MFU of the best layout by GPUs and model, with its tp, cp and pp, and Llama 3's published values."""
+    places = {"llama3_8b": ("#5b8db8", -14, -13), "llama3_70b": ("#5fa457", 0, -14), "llama3_405b": ("#d08a2a", 20, 5)}
+    for preset, (color, *offset) in places.items():
+        rows = [plan for plan in ours if plan.cfg.preset == preset]
+        axes.plot([row.cfg.gpus for row in rows], [100 * row.mfu for row in rows], "o-", color=color, label=preset)
+        place = dict(xytext=offset, textcoords="offset points", ha="center", fontsize=7.5, color=color)
+        for row in rows:
+            axes.annotate(f"{row.cfg.tp}·{row.cfg.cp}·{row.cfg.pp}", (row.cfg.gpus, 100 * row.mfu), **place)
+    gpus, published, predicted = zip(*((plan.cfg.gpus, mfu, 100 * plan.mfu) for plan, mfu in llama()))
+    axes.scatter(gpus, published, 50, "black", marker="x", label="Llama 3 405B, published; the lowest: 131,072 tokens")
+    axes.scatter(gpus, predicted, 60, "none", edgecolors="black", marker="s", label="the same layouts, predicted")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(SCALE, [f"{n:,}" for n in SCALE])
+    axes.set(xlabel="H100s; beside a point tp·cp·pp of the best layout", ylabel="MFU, %", ylim=0)
+    axes.set_title("Predicted MFU of train.py's best layout, 1F1B, sequences of 8,192 tokens", loc="left", fontsize=9)
+    axes.legend(frameon=False, loc="lower left")
+
+
+def draw(rows: list[Plan], file: str, how: Callable[..., None], panels: int) -> None:
+    """Write a picture: text as text, and the same bytes each time."""
+    matplotlib.rcParams.update(STYLE | {"font.size": 9})
+    figure, axes = pyplot.subplots(1, panels, figsize=(11, 4.8), squeeze=False, layout="tight")
+    how(rows, *axes[0])
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = argparse.ArgumentParser(description=__doc__, argument_default=argparse.SUPPRESS)
+    parser.formatter_class, parser.usage = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
+    for f in fields(Config):
+        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
+        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
+    given = vars(parser.parse_args())
+    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+
+
+def check(cfg: Config) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    for flag, value in asdict(cfg).items():
+        least = 0 if flag in ("memory", "microbatches", *AXES) else 1
+        if type(value) in (int, float) and not value >= least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    gpus, each, sizes = cfg.gpus, cfg.gpus_per_node, [(axis, getattr(cfg, axis)) for axis in AXES]
+    problems = [
+        *((size and gpus % size, f"--{axis} {size}: must divide --gpus {gpus}") for axis, size in sizes),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (gpus > each and gpus % each, f"--gpus {gpus}: must be a multiple of --gpus_per_node {each}"),
+        (cfg.draw and not cfg.draw.endswith(".svg"), f"--draw {cfg.draw}: must end in .svg"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
+
+
+def main() -> None:
+    cfg = parse_config()
+    check(cfg)
+    if cfg.playbook:
+        return print(playbook())
+    if cfg.scale:
+        text, rows = scale()
+        print(text)
+        return draw(rows, cfg.draw, draw_scale, 1) if cfg.draw else None
+    rows, steps = plans(cfg, Trainer())
+    print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}s, {cfg.batch} sequences of {cfg.seq} tokens: {steps}")
+    if not rows:
+        raise SystemExit(f"--gpus {cfg.gpus}: no layout fits and makes --batch {cfg.batch}, more of them may")
+    print(table(rows[: cfg.top]), reason(rows), command(rows[0].cfg), sep="\n")
+    if cfg.draw:
+        draw(rows, cfg.draw, draw_plans, 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""What plan.py predicts, against what was measured, published, and what memory.py and the simulated schedules say."""
+
+import json
+import re
+import statistics
+import sys
+
+import pytest
+import schedules
+from launch import ROOT, load
+from test_lineage import definitions
+
+PLAN = load("08_4d/plan.py")
+MEMORY = load("01_single_gpu/memory.py")
+STORED = json.loads((ROOT / "tests" / "results" / "speed.json").read_text())
+TRAIN = PLAN.Trainer()
+# Recipes of one technique: the axis that their processes are, and what they do that train.py does not.
+RECIPES = {
+    "01_single_gpu/train.py": ("dp", PLAN.FP32_WEIGHTS),
+    "03_zero/zero1_overlap.py": ("dp", TRAIN),
+    "04_tensor_sequence/sequence_parallel.py": ("tp", PLAN.FP32_WEIGHTS),
+    "05_context_ring/zigzag.py": ("cp", PLAN.FP32_WEIGHTS),
+    "06_pipeline/1f1b.py": ("pp", PLAN.FP32_WEIGHTS),
+}
+
+
+def config(flags, gpu, **layout):
+    """The run that a recipe's flags describe."""
+    given = dict(re.findall(r"--(\w+) (\w+)", flags))
+    names = ("layers", "vocab", "seq", "batch", "microbatches", "dp", "cp", "tp", "pp")
+    sizes = {name: int(given[name]) for name in names if name in given}
+    base = dict(dp=1, cp=1, tp=1, pp=1, microbatches=1, gpu="H200" if "H200" in gpu else "H100")
+    cfg = PLAN.Config(**{**PLAN.PRESETS[given["preset"]], "preset": given["preset"], **base, **sizes, **layout})
+    return PLAN.replace(cfg, gpus=cfg.dp * cfg.cp * cfg.tp * cfg.pp)
+
+
+def first_rank(cfg, by=TRAIN):
+    """GiB of rank 0, whose memory the recipes print."""
+    return PLAN.memory(cfg, by, 0, PLAN.stages(cfg)[0]) / 2**30
+
+
+def measured(row):
+    """Median tokens/s/GPU of a row's rounds, half their spread in proportion, and GiB."""
+    speeds = [turn["tokens"] for turn in row["rounds"]]
+    middle = statistics.median(speeds)
+    return middle, (max(speeds) - min(speeds)) / 2 / middle, max(turn["memory"] or 0 for turn in row["rounds"])
+
+
+def one_technique():
+    """Stored rows of recipes of one technique: suite, file, its run as ours, what of it differs, and what was measured.
+
+    One GPU runs a recipe of 01 in every suite.
+    """
+    for suite, content in STORED.items():
+        for row in content.get("rows", []):
+            if row.get("file") in RECIPES and "rounds" in row:
+                axis, by = RECIPES[row["file"]]
+                gpus = 1 if row["file"].startswith("01") else int(content["gpu"].split()[0])
+                yield suite, row["file"], config(row["flags"], content["gpu"], **{axis: gpus}), by, measured(row)
+
+
+def test_speed_of_one_technique():
+    """Within 5 % of every stored row; layouts of one model and length that differ by more than 5 % in their order.
+
+    5 % is the error that plan.py claims. Two H200s differ by 1 to 2 %, and the same row in two suites by 3 %. All
+    recipes on one GPU are one layout, and plan.py knows nothing of what makes one of them 5 % slower than another.
+    """
+    rows = [(*row, PLAN.predict(row[2], row[3]).tokens) for row in one_technique()]
+    for suite, file, cfg, _, (tokens, *_), predicted in rows:
+        error = predicted / tokens - 1
+        print(f"{suite:18} {file:42} {PLAN.shape(cfg):28} {tokens:9,.0f} {predicted:9,.0f} {error:+.1%}")
+        assert abs(error) < 0.05, (suite, file, tokens, predicted)
+    assert {file for _, file, *_ in rows} == set(RECIPES) and len(rows) > 20
+    shapes = [(c.preset, c.layers, c.vocab, c.seq) for _, _, c, *_ in rows]
+    layouts = [(c.batch, c.dp, c.cp, c.tp, c.pp, c.microbatches) for _, _, c, *_ in rows]
+    pairs = 0
+    for i, a in enumerate(rows):
+        for j, b in enumerate(rows):
+            if shapes[i] == shapes[j] and layouts[i] != layouts[j] and a[4][0] > 1.05 * b[4][0]:
+                assert a[5] > b[5], (a, b)
+                pairs += 1
+    assert pairs > 10
+
+
+def test_memory_of_one_technique():
+    """Within 5 % of the measured peak; zigzag.py, which has no ZeRO, holds more than train.py with the same ranks.
+
+    So does what holds fp32 weights on several stages, whose copies in bf16 count, and AdamW's end of a small batch.
+    """
+    for suite, file, cfg, _, (*_, peak) in one_technique():
+        if not peak or "zigzag" in file or cfg.pp > 1 or suite == "strong_scaling":
+            continue
+        assert abs(first_rank(cfg) / peak - 1) < 0.05, (suite, file, peak, first_rank(cfg))
+
+
+def test_memory_is_what_memory_py_says():
+    """Alone and together: within 2 %, and up to two units more, a reduction's copies that memory.py leaves out."""
+    sizes = [(1, 1, 1, 1), (8, 1, 1, 1), (1, 2, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (2, 2, 2, 2), (1, 1, 4, 2)]
+    for preset, seq in (("smollm_1_7b", 2048), ("llama3_8b", 8192), ("llama3_1b", 4096)):
+        for (dp, cp, tp, pp), m in ((size, m) for size in sizes for m in (1, 2, 8)):
+            same = dict(PLAN.PRESETS[preset], seq=seq, batch=dp * m, microbatches=m, dp=dp, cp=cp, tp=tp, pp=pp)
+            cfg = PLAN.Config(**same)
+            for stage in {0, pp - 1}:
+                own = dict(dtype="bfloat16", compile=True, zero=1, sequence_parallel=True, stage=stage)
+                theirs = sum(MEMORY.peak(MEMORY.Config(**same, **own))[1].values())
+                units = PLAN.stages(cfg)[stage]
+                ours = PLAN.memory(cfg, TRAIN, stage, units)
+                assert 0.98 * theirs <= ours <= 1.02 * theirs + 4 * max(units), (preset, dp, cp, tp, pp, m, stage)
+
+
+def test_layouts_of_train_py():
+    """All stored suites of train.py: memory within 5 %, and layouts in order if half their spread, or 2 %, tells them.
+
+    With none stored, the rows of one technique above are all there is.
+    """
+    suites = {}
+    for suite, content in STORED.items():
+        for row in content.get("rows", []):
+            if row.get("file") == "08_4d/train.py" and "rounds" in row:
+                cfg = config(row["flags"], content["gpu"])
+                suites.setdefault(suite, []).append((cfg, *measured(row), PLAN.predict(cfg, TRAIN).tokens))
+    for suite, rows in suites.items():
+        for cfg, tokens, _, peak, predicted in rows:
+            error = f"{predicted / tokens - 1:+.1%}, memory {first_rank(cfg) / peak - 1:+.1%}"
+            print(f"{suite:18} {PLAN.shape(cfg):40} {tokens:9,.0f} {predicted:9,.0f} {error}")
+        for cfg, tokens, spread, peak, predicted in rows:
+            assert abs(first_rank(cfg) / peak - 1) < 0.05, (suite, PLAN.shape(cfg), peak, first_rank(cfg))
+            for other, less, spread_of_other, _, slower in rows:
+                if tokens > less * (1 + max(0.02, spread, spread_of_other)):
+                    assert predicted > slower, (suite, PLAN.shape(cfg), PLAN.shape(other), tokens, less)
+
+
+def test_simulated_as_the_schedules_are():
+    """The same end as tests/schedules.py, with stages of their own times; and a long pipeline repeats what it does."""
+    recipe = load("06_pipeline/1f1b.py")
+    for p, m in ((1, 3), (2, 5), (4, 2), (4, 9), (8, 16)):
+        stages = [(1 + 0.1 * stage, 2 + 0.3 * (stage == p - 1), 0, 0) for stage in range(p)]
+        slots = schedules.simulate(
+            schedules.pipeline(recipe, p, m),
+            lambda op, stage, s=stages: s[stage]["FB".index(op)] if op in "FB" else 0,
+            0.2,
+        )
+        end, added = PLAN.simulate(stages, 0.2, m)
+        assert end == pytest.approx(schedules.makespan(slots)) and added == [0] * p
+        ends = [PLAN.simulate(stages, 0.2, k * p)[0] for k in (3, 4, 9)]
+        assert ends[2] == pytest.approx(ends[1] + 5 * (ends[1] - ends[0]))
+
+
+def test_what_zero_adds():
+    """Hidden communication costs half of itself, beside the first forward and the last backward; the rest shows."""
+    assert PLAN.simulate([(10, 20, 4, 8)], 0, 3) == (96, [6])
+    assert PLAN.simulate([(10, 20, 14, 50)], 0, 1) == (65, [35])  # 5 and 30
+    assert PLAN.simulate([(10, 20, 0, 0), (10, 20, 8, 0)], 0, 1)[1] == [0, 0]  # gathered while the stage waits
+
+
+def test_communication():
+    """Inside a node by NVLink; between nodes by the cards of a node's ranks, all-to-all by a rank's own."""
+    cfg, gib = PLAN.Config(gpus_per_node=8), 2**30
+    assert PLAN.ring(cfg, TRAIN, gib, 1, 1) == 0
+    assert PLAN.ring(cfg, TRAIN, gib, 8, 1) == pytest.approx(20e-6 + gib * 7 / 8 / 349e9)
+    assert PLAN.ring(cfg, TRAIN, gib, 16, 4) == pytest.approx(15 * 15e-6 + gib * 15 / 16 / 80e9)
+    assert PLAN.ring(cfg, TRAIN, gib, 16, 1, True) == pytest.approx(15e-6 + gib / 2 / 40e9)
+    assert PLAN.ring(cfg, TRAIN, gib, 4, 8) > PLAN.ring(cfg, TRAIN, gib, 4, 2)
+
+
+def test_finds_the_best(monkeypatch, capsys):
+    """The table is sorted, all rows fit, and the printed line is one that train.py accepts, with as many processes."""
+    flags = "--preset llama3_8b --gpus 16 --batch 64 --seq 8192 --top 500"
+    monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
+    PLAN.main()
+    head, _, *lines, why, command = capsys.readouterr().out.splitlines()
+    rows = [line.replace("|", " ").replace(",", "").split() for line in lines]
+    assert f"{len(rows)} choices" in head and why.startswith("Best: ")
+    speeds = [int(row[-2]) for row in rows]
+    assert speeds == sorted(speeds, reverse=True) and all(float(row[5]) <= 74 for row in rows)
+    for dp, cp, tp, pp, m in (map(int, row[:5]) for row in rows):
+        assert dp * cp * tp * pp == 16 and 64 % (dp * m) == 0
+    launcher, own = command.split(" 08_4d/train.py ")
+    assert launcher.startswith("torchrun --nnodes 2 ") and launcher.endswith("--nproc_per_node 8")
+    train = load("08_4d/train.py")
+    monkeypatch.setattr(sys, "argv", ["train.py", *own.split(), "--device", "cpu"])
+    cfg = train.parse_config()
+    train.check(cfg, 16)
+    assert [cfg.dp, cfg.cp, cfg.tp, cfg.pp, cfg.microbatches] == [int(size) for size in rows[0][:5]]
+    for row in PLAN.plans(PLAN.Config(gpus=8, batch=8), TRAIN)[0]:  # every layout, not the best alone
+        monkeypatch.setattr(sys, "argv", ["train.py", *PLAN.command(row.cfg).split("train.py ")[1].split()])
+        train.check(PLAN.replace(train.parse_config(), device="cpu"), 8)
+
+
+def test_best_only_finds_the_same():
+    """Leaving out what cannot be faster changes nothing."""
+    for preset, gpus in (("llama3_8b", 32), ("llama3_70b", 64)):
+        cfg = PLAN.Config(**PLAN.PRESETS[preset], gpus=gpus, batch=64, seq=8192)
+        assert PLAN.plans(cfg, TRAIN)[0][0] == PLAN.plans(cfg, TRAIN, best_only=True)[0][0]
+
+
+def test_taken_from_train_py():
+    """What plan.py shares with train.py is the same to the letter, or it would predict another program."""
+    ours, theirs = (definitions((ROOT / "08_4d" / f"{name}.py").read_text()) for name in ("plan", "train"))
+    assert all(ours[name] == theirs[name] for name in ("split_layers", "schedule", "flops_per_token"))
+    models = load("08_4d/train.py").PRESETS
+    for name, sizes in models.items():
+        assert PLAN.PRESETS[name] == {key: size for key, size in sizes.items() if key in PLAN.PRESETS["llama3_8b"]}
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ("--tp 3", "--tp 3: must divide --gpus 8"),
+        ("--gpus 12", "--gpus 12: must be a multiple of --gpus_per_node 8"),
+        ("--batch 0", "--batch 0: must be at least 1"),
+        ("--draw plan.png", "--draw plan.png: must end in .svg"),
+        ("--heads 7", "--heads 7: --dim 128 must be an even multiple of it"),
+        ("--preset llama3_405b --batch 8", "--gpus 8: no layout fits and makes --batch 8, more of them may"),
+    ],
+)
+def test_bad_input(monkeypatch, flags, problem):
+    monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
+    with pytest.raises(SystemExit) as stop:
+        PLAN.main()
+    assert stop.value.code == problem
+
+
+def test_playbook():
+    """Of the book's own choices half are predicted within 10 %, speed and memory; the calibrated cell within 1 %."""
+    rows = PLAN.cells()
+    errors = sorted(abs(book.tokens / tokens - 1) for _, _, book, _, _, _, tokens in rows)
+    memory = sorted(abs(book.memory * PLAN.GIB / 1e9 / gb - 1) for _, _, book, _, _, gb, _ in rows)
+    assert len(rows) == 26 and errors[13] < 0.1 and memory[13] < 0.1
+    (cell,) = [row for row in rows if row[4] == "8.86B" and row[2].cfg.gpus == 8]
+    assert abs(cell[2].tokens / cell[6] - 1) < 0.01
+    assert all(ours.tokens >= book.tokens or book.memory > 74 for ours, _, book, *_ in rows)
+
+
+def test_llama_3():
+    """Its published MFU, to which nothing is fitted, within 6 %; three layouts in their order."""
+    found = [(plan.mfu * 100, mfu) for plan, mfu in PLAN.llama()]
+    assert all(abs(predicted / mfu - 1) < 0.06 for predicted, mfu in found)
+    assert found == sorted(found, reverse=True)
+
+
+def test_pictures(tmp_path):
+    """The same bytes each time, with text as text."""
+    rows = PLAN.plans(PLAN.Config(**PLAN.PRESETS["llama3_8b"], preset="llama3_8b", gpus=8, batch=8, seq=8192), TRAIN)[0]
+    for how, panels in ((PLAN.draw_plans, 2), (PLAN.draw_scale, 1)):
+        for name in ("a", "b"):
+            PLAN.draw(rows[:20], str(tmp_path / f"{name}.svg"), how, panels)
+        assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+        assert "<text" in (tmp_path / "a.svg").read_text()
