@@ -1204,11 +1204,14 @@ def run_schedule(
     return total
 
 
-def pieces(unit: Unit, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield each parameter of a unit, and its elements in flat, which begins as unit.shard does: those of this rank."""
-    start = -unit.dp.rank() * len(unit.shard)
+def pieces(unit: Unit, flat: Tensor) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
+    """Yield each parameter of a unit, the index of its first element on this rank, and its elements in flat.
+
+    flat begins as unit.shard does, at element rank·n/dp of the unit: weights, gradients or moments.
+    """
+    start = -unit.dp.rank() * len(unit.shard)  # where a parameter starts in the shard
     for p, size in zip(unit.parameters, unit.sizes):
-        yield p, flat[max(0, start) : max(0, start + size)]
+        yield p, max(0, -start), flat[max(0, start) : max(0, start + size)]
         start += size
 
 
@@ -1220,7 +1223,7 @@ def copies(cfg: Config, model: nn.Module) -> Iterator[tuple[Tensor, int]]:
     names, tp = {p: name for name, p in model.named_parameters()}, model.tp.size()
     for unit in model.units:
         yield unit.vectors.grad, tp
-        for p, gradient in pieces(unit, unit.matrices.grad):
+        for p, _, gradient in pieces(unit, unit.matrices.grad):
             yield gradient, tp // placement(names[p], tp, cfg.kv_heads)[1]
 
 

@@ -32,6 +32,7 @@ SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 
 SMALLEST = {recipe: (world, flags) for recipe, world, flags in reversed(CASES) if "--compile" not in flags}
 # recipe: (ranks, flags), for what does not depend on the size
 SMALLEST[ROOT_RECIPE] = SMALLEST[equivalence.MOE] = 1, ""
+SMALLEST |= {recipe: (4, "--dp 1 --cp 1 --tp 2 --pp 2") for recipe in SMALLEST if recipe[:2] == "08"}
 DILOCO = "02_data_parallel/diloco.py"
 # DTensor's caches hold the group until the end of the process
 KEEP_THE_GROUP = {
@@ -129,7 +130,7 @@ LARGE_ERROR = 4  # times the root's own error in float32: sums of as many roundi
 
 def parts_of(recipe: str, world: int, flags: str) -> int | None:
     """Into how many parts the batch is cut, each with a gradient of its own; None where the model is cut otherwise."""
-    if recipe.startswith(("04", "05", "07", "09")) or recipe == DILOCO:
+    if recipe.startswith(("04", "05", "07", "08", "09")) or recipe == DILOCO:
         return None
     default = {f.name: f.default for f in dataclasses.fields(load(recipe).Config)}.get("microbatches", 1)
     given = re.search(r"--microbatches (\d+)", flags)
@@ -425,6 +426,10 @@ def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
         if recipe != equivalence.MOE:
             cases += [(8, f"--experts 8 --batch 8 {micro}"), (3, f"--experts 9 --batch 3 {micro}")]
             cases += [(8, "--experts 2 --edp 4")]
+    if recipe[:2] == "08":
+        cases += [(8, "--dp 1 --cp 1 --tp 8 --pp 1"), (8, "--dp 1 --cp 1 --tp 1 --pp 8 --microbatches 1")]
+        cases += [(8, "--dp 8 --cp 1 --tp 1 --pp 1 --batch 8 --microbatches 1"), (1, "--dp 1 --cp 1 --tp 1 --pp 1")]
+        cases += [(8, "--dp 1 --cp 8 --tp 1 --pp 1 --seq 16"), (3, "--dp 1 --cp 1 --tp 1 --pp 3"), (8, "")]
     if recipe[:2] == "06":
         cases += (
             [(8, "--layers 16"), (2, "--layers 4")] if recipe in TWO_CHUNKS else [(8, "--layers 8"), (2, "--layers 2")]
@@ -470,6 +475,7 @@ def check_second_node(recipe: str, file: str | None = None) -> None:
             os.environ["LOCAL_WORLD_SIZE"] = "4"  # it refuses two nodes
             torch.cuda.device_count = lambda: 4
         sys.argv = [recipe, "--device", "cuda", "--dtype", "bfloat16"]
+        sys.argv += SMALLEST[recipe][1].split() if recipe[:2] == "08" else []  # a layout of four ranks
         with contextlib.suppress(KeyboardInterrupt):
             module.main()
         return seen

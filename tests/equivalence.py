@@ -50,6 +50,7 @@ LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
     for name in "zero1_overlap zero2 zero3 zero3_copy_engines hsdp offload torch_fsdp accelerate_fsdp".split()
 ] + [
     "08_4d/train.py",
+    "08_4d/checkpoint.py",
     "09_kernels/train.py",  # those of its blocks
 ]
 SHORTER = [  # recipes that round more than that in bfloat16, and whose own tests say how much
@@ -280,6 +281,7 @@ CASES = [
     ("08_4d/train.py", 16, mesh(2, 2, 2, 2)),
     ("08_4d/train.py", 12, f"{mesh(3, 2, 2, 1)} --batch 12 --microbatches 4"),  # units of which 6 shards need padding
     *(("08_4d/train.py", 2, mesh(*sizes)) for sizes in ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2))),
+    ("08_4d/checkpoint.py", 4, mesh(2, 1, 2, 1)),
     ("09_kernels/train.py", 1, ""),
     ("09_kernels/train.py", 1, "--kv_heads 6 --vocab 259"),
     ("10_mixed_precision/bf16.py", 1, "--microbatches 1"),
@@ -347,6 +349,7 @@ HARDEST = {  # of its cases the one that proves a recipe, when there is time for
     "07_expert/overlap.py": (4, "--edp 2"),
     "07_expert/symmetric_memory.py": (4, "--edp 2"),
     "08_4d/train.py": (8, mesh(2, 1, 2, 2)),
+    "08_4d/checkpoint.py": (4, mesh(2, 1, 2, 1)),
     KERNELS: (1, ""),
     "10_mixed_precision/bf16.py": (1, "--microbatches 3"),
     "10_mixed_precision/fp16_loss_scaling.py": (1, "--microbatches 3"),

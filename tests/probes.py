@@ -288,11 +288,12 @@ def kept_outside_autograd(module: ModuleType) -> Report:
         *_, model, _, inputs, targets = args
         chunk = [0] if hasattr(model, "before") else []  # where a rank has several stages, the first of them
         later = model.before[0] is not None if chunk else getattr(model, "stage", 0)
-        x = torch.zeros(*inputs.shape, cfg.dim, requires_grad=True) if later else inputs
-        x, targets = held(module, cfg, model, x, targets)
-        eighth = len(x) // 8
+        x, targets = held(module, cfg, model, inputs, targets)
+        if later:  # on a mesh, a rank of tp has its rows of the tokens
+            shape = (x.numel() // model.tp.size(), cfg.dim) if on_mesh(model) else (*x.shape, cfg.dim)
+            x = torch.zeros(shape, requires_grad=True)
         for _ in range(3):  # what is made once, or a table that Python doubles, is in one of the three
-            some = left_by(cfg, model, x[:eighth], targets[:eighth], *chunk)
+            some = left_by(cfg, model, x[: len(x) // 8], targets[: len(targets) // 8], *chunk)
             kept.append(left_by(cfg, model, x, targets, *chunk) - some)
         return result
 
@@ -322,8 +323,15 @@ def steps_of_batches(module: ModuleType) -> Report:
     return lambda: steps
 
 
+def on_mesh(model) -> bool:
+    """Whether a model is split in all ways at once, as those of 08_4d."""
+    return hasattr(model, "dp_cp")
+
+
 def held(module: ModuleType, cfg, model, *batch: torch.Tensor) -> list[torch.Tensor]:
-    """What forward takes of tensors [b, s]: with context parallelism, this rank's tokens."""
+    """What forward takes of tensors [b, s]: with context parallelism, this rank's tokens; of a mesh, its sequences."""
+    if on_mesh(model):
+        batch = [x.chunk(model.dp.size())[model.dp.rank()] for x in batch]
     if hasattr(module, "attention"):
         return [x[:, module.shard(cfg, model.cp)] for x in batch]
     return list(batch)
@@ -344,10 +352,10 @@ def validation_loss(module: ModuleType, cfg, model, inputs: torch.Tensor, target
             module.dist.all_reduce(loss)
             return loss.item()
         if hasattr(module, "run_schedule"):
-            micro = inputs.chunk(2), targets.chunk(2)
+            micro = [x.chunk(2) for x in held(module, cfg, model, inputs, targets)]
             loss = module.run_schedule(cfg, model, forwards(module, cfg, model, len(micro[0])), *micro, tokens)
             module.dist.all_reduce(loss)
-            return loss.item()
+            return loss.item() / (model.tp.size() if on_mesh(model) else 1)  # ranks of tp have the same
         if hasattr(module, "receive"):  # a pipeline of one micro-batch
             arrived = module.receive(model, "F", (*inputs.shape, cfg.dim), getattr(torch, cfg.dtype), inputs.device)
             loss = module.forward(cfg, model, inputs if arrived is None else arrived, targets)

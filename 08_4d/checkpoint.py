@@ -1,0 +1,1387 @@
+"""Checkpoints of a 4D training: sharded, written beside it, resumed in any layout on any number of ranks.
+
+Every --every steps each rank copies its share of weights and moments to the CPU, and a thread writes it while training
+goes on, by torch.distributed.checkpoint: a safetensors file per rank, in which each tensor is a rectangle of a full
+one, known by name and offset. A rank that resumes reads what overlaps with its own shards, whoever wrote it. Files go
+into a folder step-N.writing, renamed to step-N when all ranks have written: what a kill interrupts does not count. The
+batch follows from the step, so a run that is started again, by hand or by torchrun --max_restarts, goes on from the
+newest checkpoint with the batch that would have been next. Per checkpoint 12Ψ bytes: fp32 weights and two moments.
+Nothing is unpickled: of torch's default format, --checkpoint would be trusted to run code on every rank (.metadata).
+
+Parent:   08_4d/train.py
+Lesson:   Config, SaveSlices, LoadSlices, place, snapshot, whole, write_files, write, resume, train
+Plumbing: check
+Copy:     SaveSlices, LoadSlices, place, snapshot, whole, write_files, write, resume (train shows their calls)
+Run:      torchrun --nproc_per_node 8 --max_restarts 3 08_4d/checkpoint.py --checkpoint checkpoints --every 5
+Source:   torch.distributed.checkpoint, in PyTorch; Wan et al. 2024, ByteCheckpoint, arXiv:2407.20143
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+from einops import einsum, rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"  # tensors with a row per vocabulary id
+# The axis of a weight [out, in] along which a layer is split: 0 is column-parallel, 1 is row-parallel.
+SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1, embed_tokens=0, lm_head=0)
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+# Shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two tie their embedding and head; here all are untied.
+PRESETS = {
+    "tiny": dict(warmup=10),  # otherwise the defaults below: for laptops
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
+    seq: int = 128
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other in every layer
+    warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over bf16 weights, fp32 masters
+    compile: bool = False
+    microbatches: int = 4  # parts of a rank's batch that go through the pipeline one after another
+    dp: int = 1  # ranks that share the batch
+    cp: int = 2  # ranks that share every sequence
+    tp: int = 2  # ranks that share every block
+    pp: int = 2  # ranks that share the layers, as stages of a pipeline
+    order: Literal["tp cp dp pp", "tp cp pp dp"] = "tp cp dp pp"  # of ranks on the mesh, fastest first; Llama 3: second
+    checkpoint: str = ""  # write to this folder, which all ranks see; if there are checkpoints, go on from the newest
+    every: int = 5  # steps from one checkpoint to the next
+    keep: int = 2  # the newest so many checkpoints stay
+    show: bool = False  # print which ranks form a group and leave, without torchrun
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
+    """Return the ranks of all groups by axis: ranks of a group differ in their place on this axis alone.
+
+    ZeRO's axis is dp and cp together, in this order. Replicas are neighbours on tp that hold the same key heads.
+    """
+    sizes = dict(pp=cfg.pp, dp=cfg.dp, cp=cfg.cp, tp=cfg.tp)
+    slowest_first = " ".join(reversed(cfg.order.split()))
+    mesh = rearrange(torch.arange(math.prod(sizes.values())), f"({slowest_first}) -> pp dp cp tp", **sizes)
+    rows = {
+        "tp": rearrange(mesh, "pp dp cp tp -> (pp dp cp) tp"),
+        "cp": rearrange(mesh, "pp dp cp tp -> (pp dp tp) cp"),
+        "dp": rearrange(mesh, "pp dp cp tp -> (pp cp tp) dp"),
+        "pp": rearrange(mesh, "pp dp cp tp -> (dp cp tp) pp"),
+        "dp_cp": rearrange(mesh, "pp dp cp tp -> (pp tp) (dp cp)"),
+        "world": rearrange(mesh, "pp dp cp tp -> 1 (pp dp cp tp)"),
+        "replicas": rearrange(mesh, "pp dp cp (kv r) -> (pp dp cp kv) r", r=max(1, cfg.tp // cfg.kv_heads)),
+    }
+    return {axis: ranks.tolist() for axis, ranks in rows.items()}
+
+
+def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group of each axis. All ranks make all groups, in the same order."""
+    ranks = group_ranks(cfg)
+    ranks["pp_back"] = ranks["pp"]  # a second communicator, for gradients: see connect
+    return {axis: dist.new_subgroups_by_enumeration(groups)[0] for axis, groups in ranks.items()}
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that are gathered and reduced together: n elements, zeros at the end so that dp divides n."""
+
+    dp: dist.ProcessGroup  # the ranks that share the unit; each owns, and updates, n/dp elements
+    parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
+    sizes: list[int]  # elements of the parameters, and of the padding after them
+    full: Tensor  # [n] the weights, in the dtype of the matmuls
+    shard: Tensor  # [n/dp] this rank's fp32 master weights
+    matrices: nn.Parameter  # matrix elements of the shard (decayed)
+    vectors: nn.Parameter  # vector elements of the shard (not decayed)
+    gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    sums: Tensor | None = None  # [n] fp32: gradients of this rank's earlier micro-batches
+
+
+def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
+    """Start the all-gather of `full` unless it is up to date; wait on `unit.gathering` before reading it."""
+    if unit.gathering is None:
+        if stream:
+            stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
+        with torch.cuda.stream(stream):
+            mine = unit.full.chunk(unit.dp.size())[unit.dp.rank()].copy_(unit.shard)  # rounded
+            # (dp-1)/dp of the bytes of `full` out and in per rank; the unit's forward waits. A method of the group: the
+            # function around it, dist.all_gather_into_tensor, has another name in torch 2.13
+            unit.gathering = unit.dp._allgather_base(unit.full, mine)
+
+
+def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
+    """Start to sum the gradients flat [n] over the ranks; each rank gets the sums of its shard.
+
+    Keep flat until the returned work is done. Gradients are sent in the dtype in which backward computed them and added
+    in fp32: a bf16 reduce-scatter would round after every addition, an fp32 one would send twice the bytes. This pays
+    inside one host. With N ranks on hosts of G GPUs it sends G·(N-G)/N·Ψ bf16 elements out of every host, G/4 to G/2
+    times the bytes of an fp32 ring: across hosts use hsdp.py.
+    """
+    gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
+    unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
+    if stream:
+        stream.wait_stream(torch.cuda.current_stream())  # flat is complete
+    with torch.cuda.stream(stream):
+        parts = rearrange(torch.empty_like(flat), "(dp n) -> dp n", dp=unit.dp.size())
+        # (dp-1)/dp of its bytes out and in per rank; the sum waits, on GPUs backward goes on
+        sending = dist.all_to_all_single(parts, flat, group=unit.dp, async_op=True)
+        sending.wait()
+        torch.sum(parts, 0, dtype=gradient.dtype, out=gradient)
+    return sending
+
+
+def take_gradients(unit: Unit) -> Tensor:
+    """Move the gradients of a unit into one tensor [n]: those of the parameters are freed."""
+    flat = torch.empty_like(unit.full)
+    *parts, padding = flat.split(unit.sizes)
+    for p, part in zip(unit.parameters, parts):
+        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank did not use it
+        p.grad = None
+    padding.zero_()
+    return flat
+
+
+def reduce(model: nn.Module, i: int) -> None:
+    """Take the gradients of unit i, which backward has finished; with the last micro-batch, start to reduce them."""
+    if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
+        model.sending[0][0].wait()  # on GPUs the stream waits, not this process
+        model.sending.pop(0)
+    unit = model.units[i]
+    flat = take_gradients(unit)
+    if not model.requires_gradient_sync:
+        unit.sums = flat.to(unit.shard.dtype) if unit.sums is None else unit.sums.add_(flat)
+        return
+    if unit.sums is not None:
+        flat.copy_(unit.sums.add_(flat))  # rounded once
+        unit.sums = None
+    model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
+    if i == 0:  # backward ends here
+        if model.stream:
+            torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
+        model.sending.clear()
+
+
+def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
+    """Wait for the weights of unit i, which will read x. Backward has finished the unit when x has its gradient."""
+    for unit in model.units[i:]:
+        gather(unit, model.gathers)  # those that are out of date, in the order of forward
+    model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
+    if x.requires_grad:  # not under torch.no_grad(), and not the ids
+        x.register_hook(lambda gradient: reduce(model, i))
+
+
+class Leave(torch.autograd.Function):
+    """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
+
+    Add the bias of a row-parallel layer after Leave: before it, the bias would count tp times.
+    """
+
+    @staticmethod
+    @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def gather_tokens(x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; wait on the work before reading them."""
+    rows = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
+    # a method of the group: the function around it, dist.all_gather_into_tensor, has another name in torch 2.13
+    return rows, tp._allgather_base(rows, x.contiguous())  # (tp-1)/tp of the bytes of rows in and out
+
+
+def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to sum the ranks' [n, d]; each rank gets the sums of its own tokens, [n/tp, d]. Wait before reading."""
+    x = rows.new_empty(rows.shape[0] // tp.size(), *rows.shape[1:])
+    return x, tp._reduce_scatter_base(x, rows.contiguous())  # (tp-1)/tp of the bytes of rows out and in
+
+
+class ColumnParallel(torch.autograd.Function):
+    """Tokens of all ranks times weights split by their outputs: x [n/tp, d], weights [f/tp, d] -> each [n, f/tp].
+
+    Weights are bf16 and read where they are: one that is cast or concatenated would be kept by every micro-batch.
+    """
+
+    @staticmethod
+    @torch.compiler.disable  # a compiler would wait for communication where it begins
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)  # this rank's tokens alone
+        ctx.tp = tp
+        rows, gathered = gather_tokens(x, tp)
+        gathered.wait()  # everyone waits
+        return tuple(rows @ weight.T for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows, gathered = gather_tokens(x, ctx.tp)  # overlaps with the next matmuls
+        partial_sum = gradients[0] @ weights[0]
+        for gradient, weight in zip(gradients[1:], weights[1:]):
+            partial_sum.addmm_(gradient, weight)
+        x, scattered = reduce_scatter_tokens(partial_sum, ctx.tp)  # overlaps with those after it
+        gathered.wait()
+        gradients = [gradient.T @ rows for gradient in gradients]
+        scattered.wait()
+        return x, None, *gradients
+
+
+class RowParallel(torch.autograd.Function):
+    """Columns of the tokens times weights split by their inputs: x [n, f/tp], weight [d, f/tp] -> [n/tp, d]."""
+
+    @staticmethod
+    @torch.compiler.disable
+    def forward(ctx, x: Tensor, weight: Tensor, tp: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tp = tp
+        x, scattered = reduce_scatter_tokens(x @ weight.T, tp)
+        scattered.wait()  # everyone waits
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        rows, gathered = gather_tokens(gradient, ctx.tp)
+        gathered.wait()  # everyone waits
+        return rows @ weight, rows.T @ x, None
+
+
+def column_parallel(x: Tensor, tp: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+    """x [n/tp, d], weights [f/tp, d] -> each [n, f/tp]. On one rank plain matmuls, which a compiler sees."""
+    if tp.size() > 1:
+        return ColumnParallel.apply(x, tp, *weights)
+    return tuple(nn.functional.linear(x, weight) for weight in weights)
+
+
+def row_parallel(x: Tensor, tp: dist.ProcessGroup, weight: Tensor) -> Tensor:
+    """x [n, f/tp], weight [d, f/tp] -> [n/tp, d]"""
+    return RowParallel.apply(x, weight, tp) if tp.size() > 1 else nn.functional.linear(x, weight)
+
+
+class Scatter(torch.autograd.Function):
+    """The sum of the ranks' tokens, of which each rank gets its own: [n, d] -> [n/tp, d]."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, tp: dist.ProcessGroup) -> Tensor:
+        ctx.tp = tp
+        x, scattered = reduce_scatter_tokens(rows, tp)
+        scattered.wait()  # everyone waits
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        rows, gathered = gather_tokens(gradient, ctx.tp)
+        gathered.wait()  # everyone waits
+        return rows, None
+
+
+# Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
+
+
+def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
+    """Return the positions [s/cp] that this rank holds of every sequence, in the order in which it holds them.
+
+    Inputs, targets (next tokens, found before the cut) and rotary angles are all cut by these.
+    """
+    parts = torch.arange(cfg.seq, device=cfg.device).chunk(2 * cp.size())
+    return torch.cat([parts[cp.rank()], parts[-1 - cp.rank()]])
+
+
+def pass_on(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to send x to the next rank and to receive the previous rank's, into a new tensor.
+
+    Wait on the work before reading what has arrived, and before writing x.
+    """
+    arriving, rank, ranks = torch.empty_like(x), cp.rank(), range(cp.size())
+    to_next = [len(x) * (r == (rank + 1) % len(ranks)) for r in ranks]
+    from_previous = [len(x) * (r == (rank - 1) % len(ranks)) for r in ranks]
+    # all of x out and in per rank, as one all-to-all in which each rank has a message for its neighbour alone: separate
+    # sends and receives would wait for each other on two ranks. Nobody waits, attention goes on
+    passing = dist.all_to_all_single(arriving, x, from_previous, to_next, group=cp, async_op=True)
+    return arriving, passing
+
+
+def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
+    """Of s queries of a rank and s keys of their owner, return which attend to which, and whether causally, or None."""
+    if owner == rank:
+        return slice(0, s), slice(0, s), True
+    if owner < rank:  # its first part comes before both of the queries', its second after both
+        return slice(0, s), slice(0, s // 2), False
+    return slice(s // 2, s), slice(0, s), False  # both of its parts lie between the queries' two
+
+
+def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q = rearrange(q, "b (g n) s k -> b g n s k", g=k.shape[1])
+    scores = einsum(q.to(wide), k.to(wide), "b g n s k, b g t k -> b g n s t") * q.shape[-1] ** -0.5
+    return scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1).bool(), -torch.inf) if causal else scores
+
+
+def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attend from q [b, h, s, k] to k, v [b, g, t, k]: output [b, h, s, k], log-sum-exp of the scores [b, h, s, 1].
+
+    On GPUs in bf16 by cuDNN, the fastest that returns the log-sum-exp; it rounds the output to bf16. Elsewhere by plain
+    matmuls in fp32 or above, with all scores in memory.
+    """
+    if q.is_cuda and q.dtype == torch.bfloat16:
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
+    scores = masked_scores(q, k, causal)
+    lse = scores.logsumexp(-1, keepdim=True)
+    o = einsum((scores - lse).exp(), v.to(scores.dtype), "b g n s t, b g t k -> b g n s k")
+    return rearrange(o, "b g n s k -> b (g n) s k"), rearrange(lse, "b g n s 1 -> b (g n) s 1")
+
+
+def local_attention_backward(
+    gradient: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what these keys add to the gradients of q, and the gradients of k and v that these queries cause.
+
+    With output, its gradient and log-sum-exp of attention to *all* keys: exp(score - lse) is then the probability of a
+    key among all of them, and gradients of parts are plain sums.
+    """
+    if q.is_cuda and q.dtype == torch.bfloat16:
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, of which there is none
+        sizes = q.shape[2], k.shape[2]
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            gradient, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
+        )
+    scores = masked_scores(q, k, causal)
+    wide = scores.dtype
+    q, o, gradient, lse = (rearrange(x, "b (g n) s k -> b g n s k", g=k.shape[1]) for x in (q, o, gradient, lse))
+    q, k, v, o, gradient = (x.to(wide) for x in (q, k, v, o, gradient))
+    p = (scores - lse).exp()  # b g n s t
+    dv = einsum(p, gradient, "b g n s t, b g n s k -> b g t k")
+    dp = einsum(gradient, v, "b g n s k, b g t k -> b g n s t")
+    ds = p * (dp - (gradient * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    dq = einsum(ds, k, "b g n s t, b g t k -> b g n s k")
+    dk = einsum(ds, q, "b g n s t, b g n s k -> b g t k")
+    return rearrange(dq, "b g n s k -> b (g n) s k"), dk, dv
+
+
+def pack(k: Tensor, v: Tensor) -> Tensor:
+    """k, v [b, g, s, k] -> [2, b, s, g, k], a token's elements side by side, as the projections make them"""
+    return torch.stack([rearrange(x, "b g s k -> b s g k") for x in (k, v)])
+
+
+def unpack(kv: Tensor) -> Tensor:
+    """What pack has made -> [2, b, g, s, k], a view: k and v"""
+    return rearrange(kv, "n b s g k -> n b g s k")
+
+
+@torch.compile(dynamic=False)  # where --compile is given: one pass over memory
+def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Merge attention to several sets of keys: of each the queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
+
+    The first has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their sums of
+    exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
+    """
+    (_, o, lse), *others = parts
+    o, lse = o.to(lse.dtype), lse.clone()
+    for queries, o_part, lse_part in others:
+        weight = torch.sigmoid(lse_part - lse[:, :, queries])
+        o[:, :, queries] = o[:, :, queries].lerp(o_part.to(o.dtype), weight)  # o + weight·(o_part - o)
+        lse[:, :, queries] = torch.logaddexp(lse[:, :, queries], lse_part)
+    return o.to(dtype), lse
+
+
+@torch.compile(dynamic=False)
+def sum_parts(parts: list[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
+    """Add up gradients of queries in fp32 or above, of each the queries that it has; the first [b, h, s, k] has all."""
+    (_, x), *others = parts
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    for queries, part in others:
+        x[:, :, queries] += part
+    return x.to(dtype)
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal attention of this rank's queries to the keys of all ranks, which pass by; see attention."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, cp: dist.ProcessGroup) -> Tensor:
+        kv, parts, everything = pack(k, v), [], slice(0, q.shape[2])  # kv 2 b s g k
+        for step in range(cp.size()):
+            if step < cp.size() - 1:
+                arriving, passing = pass_on(kv, cp)  # overlaps with attention
+            if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
+                queries, keys, causal = found
+                parts.append((queries, *local_attention(q[:, :, queries], *unpack(kv[:, :, keys]), causal)))
+            if len(parts) > 4:  # one pass over memory for several: fewer would cost more time, more would cost memory
+                parts = [(everything, *merge(parts, parts[0][2].dtype))]
+            if step < cp.size() - 1:
+                passing.wait()
+                kv = arriving
+        o, lse = merge(parts, q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)  # this rank's tokens alone
+        ctx.cp = cp
+        return o
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        (q, k, v, o, lse), cp = ctx.saved_tensors, ctx.cp
+        kv, parts, everything, travelling, returning = pack(k, v), [], slice(0, q.shape[2]), None, None
+        for step in range(cp.size()):
+            if step < cp.size() - 1:
+                arriving, passing = pass_on(kv, cp)  # overlaps with attention
+            if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
+                queries, keys, causal = found
+                rows = [x[:, :, queries] for x in (gradient, q, o, lse)]
+                dq, dk, dv = local_attention_backward(*rows, *unpack(kv[:, :, keys]), causal)
+                parts.append((queries, dq))
+            if len(parts) > 4:
+                parts = [(everything, sum_parts(parts, lse.dtype))]
+            if step == 0:
+                own = pack(dk, dv)  # stays here, and waits for what others add
+            else:
+                if step > 1:
+                    returning.wait()  # gradients of these keys, from all ranks that have seen them
+                travelling = own.new_zeros(own.shape, dtype=lse.dtype) if step == 1 else travelling
+                if found:
+                    travelling[:, :, keys] += pack(dk, dv)
+                travelling, returning = pass_on(travelling, cp)  # overlaps with the next attention
+            if step < cp.size() - 1:
+                passing.wait()
+                kv = arriving
+        if cp.size() > 1:
+            returning.wait()  # its own, after the last hop
+            own = travelling + own
+        return sum_parts(parts, q.dtype), *unpack(own.to(k.dtype)), None
+
+
+@torch.compiler.disable  # a compiler would wait for communication where it begins
+def attention(q: Tensor, k: Tensor, v: Tensor, cp: dist.ProcessGroup) -> Tensor:
+    """Exact causal attention over whole sequences, of which each rank has the tokens that shard gives it.
+
+    q [b, h, s/cp, k] and k, v [b, g, s/cp, k] -> o like q.
+    """
+    with torch.autocast(q.device.type, enabled=False):  # plain matmuls stay in fp32
+        return RingAttention.apply(q, k, v, cp)
+
+
+def connect(forward: dist.ProcessGroup, backward: dist.ProcessGroup, device: str) -> dict[str, dist.ProcessGroup]:
+    """Return a communicator per direction: "F" carries activations to the next stage, "B" gradients to the one before.
+
+    forward, backward: two groups of the same ranks. On GPUs the transfers of one communicator run one at a time, in the
+    order in which they were started. If both directions shared one, two neighbours that each had started a send first
+    would wait for each other forever.
+    """
+    links, hello = {"F": forward, "B": backward}, torch.zeros(1, device=device)
+    for stage in range(forward.size() - 1):
+        for op, source, target in (("F", stage, stage + 1), ("B", stage + 1, stage)):
+            # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
+            if forward.rank() == source:
+                dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
+            if forward.rank() == target:
+                dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
+    return links
+
+
+def receive(
+    model: nn.Module, op: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Receive what an operation takes from a neighbour: activations for a forward (F), gradients for a backward (B).
+
+    Call it when the operation is next: a receive that waits takes SMs from a GPU.
+    None on the first stage, whose forward starts from ids, and on the last, whose backward starts from the loss.
+    """
+    source = model.stage - 1 if op == "F" else model.stage + 1
+    if not 0 <= source < model.stages:
+        return None
+    buffer = torch.empty(shape, dtype=dtype, device=device)
+    dist.recv(buffer, group=model.links[op], group_src=source)  # the bytes of shape in; the operation waits for them
+    return buffer
+
+
+def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
+    """Start to send what an operation has computed to the neighbour that takes it; None if there is no such stage."""
+    target = model.stage + 1 if op == "F" else model.stage - 1
+    if not 0 <= target < model.stages:
+        return None
+    return dist.isend(tensor, group=model.links[op], group_dst=target)  # its bytes out; nothing waits for them
+
+
+def finish(work: dist.Work | None) -> None:
+    """Wait until a message has left; on GPUs the stream waits, not this process."""
+    if work:
+        work.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config, cp: dist.ProcessGroup, tp: dist.ProcessGroup):
+        super().__init__()
+        self.cp, self.tp = cp, tp
+        self.k = cfg.dim // cfg.heads
+        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
+        self.q_proj = nn.Linear(cfg.dim, heads * self.k, bias=False)
+        self.k_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
+        self.v_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
+        self.o_proj = nn.Linear(heads * self.k, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q, k, v = column_parallel(x, self.tp, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        q = rotate(rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)  # b h/tp s/cp k
+        k = rotate(rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)
+        v = rearrange(v, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)
+        if self.cp.size() > 1:
+            o = attention(q, k, v, self.cp)
+        else:
+            o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        o = rearrange(o, "b h s k -> (b s) (h k)")
+        return row_parallel(o, self.tp, self.o_proj.weight)  # (b s)/tp d
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.tp = tp
+        ffn = cfg.ffn // tp.size()  # of this rank
+        self.gate_proj = nn.Linear(cfg.dim, ffn, bias=False)
+        self.up_proj = nn.Linear(cfg.dim, ffn, bias=False)
+        self.down_proj = nn.Linear(ffn, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = column_parallel(x, self.tp, self.gate_proj.weight, self.up_proj.weight)  # (b s) f/tp
+        return row_parallel(nn.functional.silu(gate) * up, self.tp, self.down_proj.weight)  # (b s)/tp d
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config, cp: dist.ProcessGroup, tp: dist.ProcessGroup):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg, cp, tp)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg, tp)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        torch._dynamo.graph_break()  # the MLP's gradients are ready while attention is still in backward
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Embedding(nn.Module):
+    """The vocabulary rows of this rank, [v/tp, d], and zeros for the ids of the others."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.tp = tp
+        self.weight = nn.Parameter(torch.empty(-(-cfg.vocab // tp.size()), cfg.dim))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        row = ids - self.tp.rank() * len(self.weight)
+        here = (row >= 0) & (row < len(self.weight))
+        return nn.functional.embedding(row.where(here, 0), self.weight).masked_fill(~here[..., None], 0)  # b s d
+
+
+class Loss(nn.Module):
+    """Cross-entropy of logits [b, s, v/tp], summed over the valid targets [b, s].
+
+    Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
+    of them has z_y. The gradient needs no communication: like activations, both sums pass through Leave.
+    """
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.tp = tp
+        self.vocab = cfg.vocab
+
+    def wide(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Logits in fp32; those of the padding are -inf."""
+        return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(ids >= self.vocab, -torch.inf)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        rows, targets = rearrange(logits, "b s v -> (b s) v"), targets.flatten().int()  # 64 bits are slower on a GPU
+        ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
+        top = self.wide(rows.detach(), ids).amax(1)
+        torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token; everyone waits
+        rows = self.wide(rows, ids)
+        exponentials = (rows - top[:, None]).exp().sum(1)
+        wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
+        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token likewise
+        return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
+
+
+def split_layers(cfg: Config, stages: int) -> list[range]:
+    """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
+    head = 6 * cfg.dim * cfg.vocab
+    block = (flops_per_token(cfg) - head) / cfg.layers
+    counts, load = [1] * stages, [block] * stages
+    load[0] += cfg.dim  # embedding: backward adds a row per token
+    load[-1] += head
+    for _ in range(cfg.layers - stages):
+        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages hold fewer activations in flight
+        counts[lightest] += 1
+        load[lightest] += block
+    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+
+
+class Model(nn.Module):
+    """One stage of Llama 3, and of its matrices 1/tp; the first stage has the embedding, the last one the head."""
+
+    def __init__(self, cfg: Config, groups: dict[str, dist.ProcessGroup]):
+        super().__init__()
+        self.cfg = cfg
+        self.dp, self.cp, self.tp, self.pp = (groups[axis] for axis in ("dp", "cp", "tp", "pp"))
+        self.world = groups["world"]  # the ranks that train this model
+        self.dp_cp = groups["dp_cp"]  # the ranks that train the same weights, on different tokens
+        self.replicas = groups["replicas"]  # the ranks of tp that hold the same key heads
+        self.links = connect(self.pp, groups["pp_back"], cfg.device)  # communicators by operation
+        self.stage, self.stages = self.pp.rank(), self.pp.size()  # stage i is rank i of the group
+        self.units: list[Unit] = []  # of this stage; filled by build_model, in the order of forward
+        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
+        self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
+        self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
+        self.requires_gradient_sync = True  # whether backward reduces: with the last micro-batch
+        self.model = nn.Module()
+        if self.stage == 0:
+            self.model.embed_tokens = Embedding(cfg, self.tp)
+        layers = split_layers(cfg, self.stages)[self.stage]
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg, self.cp, self.tp) for i in layers})
+        if self.stage == self.stages - 1:
+            self.model.norm = RMSNorm(cfg)
+            self.lm_head = nn.Linear(cfg.dim, -(-cfg.vocab // self.tp.size()), bias=False)
+        self.loss = Loss(cfg, self.tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """ids [b, s/cp], on later stages activations [(b s/cp)/tp, d] -> these, on the last logits [b, s/cp, v/tp]"""
+        rope = rope_table(self.cfg, shard(self.cfg, self.cp))
+        x = x.view_as(x)  # a leaf's hook may run before the gradients of weights are there; that of a view runs after
+        if self.stage == 0:
+            before_forward(self, 0, x)
+            x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+            x = Scatter.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
+        for i, block in enumerate(self.model.layers.children(), int(self.stage == 0)):
+            before_forward(self, i, x)
+            x = block(x, rope)
+        if self.stage < self.stages - 1:
+            return x
+        before_forward(self, len(self.units) - 1, x)
+        (logits,) = column_parallel(self.model.norm(x), self.tp, self.lm_head.weight)
+        return rearrange(logits, "(b s) v -> b s v", s=len(rope[0]))
+
+
+def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Read one tensor from the files of --init. Published models that tie their head store it as the embedding."""
+    tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []
+    for stored in [name, *tied]:
+        for path in glob(cfg.init):
+            with safe_open(path, "pt") as file:
+                if stored in file.keys():
+                    tensor = file.get_tensor(stored)
+                    if tensor.shape == shape:
+                        return tensor
+                    raise SystemExit(f"--init {cfg.init}: {stored} has shape {list(tensor.shape)}, not {list(shape)}")
+    raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name)."""
+    if cfg.init:
+        return read_tensor(cfg, name, shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
+    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
+
+    SPLIT names the split layers; all others are replicated. This model has no biases; if yours has, split those of
+    column-parallel layers and replicate those of row-parallel ones. Split q, k and v of a fused qkv weight separately.
+    """
+    path, _, kind = name.rpartition(".")
+    layer = path.rpartition(".")[2]
+    if layer not in SPLIT or (SPLIT[layer] == 1 and kind == "bias"):
+        return 0, 1
+    return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+
+
+def local_tensor(cfg: Config, tp: dist.ProcessGroup, name: str, shape: torch.Size) -> Tensor:
+    """Return this rank's part, of the given shape, of a full tensor of the initial weights."""
+    axis, parts = placement(name, tp.size(), cfg.kv_heads)
+    whole = [n * parts if i == axis else n for i, n in enumerate(shape)]
+    rows = cfg.vocab if name in VOCABULARY else whole[0]
+    full = full_tensor(cfg, name, torch.Size([rows, *whole[1:]]))
+    if rows < whole[0]:
+        full = nn.functional.pad(full, (0, 0, 0, whole[0] - rows))
+    return full.chunk(parts, axis)[tp.rank() * parts // tp.size()]
+
+
+@torch.no_grad()
+def make_unit(
+    model: nn.Module,
+    names: tuple[str, ...],
+    initial: Callable[[str, torch.Size], Tensor],
+    dp: dist.ProcessGroup,
+    device: str,
+    dtype: torch.dtype,
+) -> Unit:
+    """Build a unit from the parameters whose names start with `names`. initial(name, shape) returns a full tensor."""
+    named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    if not named:
+        raise ValueError(f"no parameter has a name that starts with one of {names}")
+    if not all(p.requires_grad for _, p in named):
+        raise ValueError(f"a frozen parameter in {names}: every element of a unit is trained")
+    named.sort(key=lambda item: -item[1].ndim)  # matrices first
+    sizes = [p.numel() for _, p in named]
+    each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
+    sizes.append(dp.size() * each - sum(sizes))  # the padding
+    full = torch.zeros(dp.size() * each, dtype=dtype, device=device)
+    shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    start = -dp.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    for (name, p), weight in zip(named, full.split(sizes)):
+        own = shard[max(0, start) : max(0, start + p.numel())]
+        own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
+        # .data: autograd must not notice that gather overwrites the weights
+        torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
+        start += p.numel()
+    end = sum(p.numel() for _, p in named if p.ndim > 1) - dp.rank() * each  # of the matrices, in the shard
+    matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
+    return Unit(dp, [p for _, p in named], sizes, full, shard, matrices, vectors)
+
+
+def build_model(cfg: Config) -> Model:
+    """Build this rank's part of the model unit by unit, filled tensor by tensor: no rank ever has all weights."""
+    torch.compiler.set_stance("default" if cfg.compile else "force_eager")  # for @torch.compile
+    groups = make_groups(cfg)
+    with torch.device("meta"):
+        model = Model(cfg, groups)
+    units = [(f"model.layers.{i}.",) for i in model.model.layers]
+    units = [("model.embed_tokens.",)] * (model.stage == 0) + units
+    units += [("model.norm.", "lm_head.")] * (model.stage == model.stages - 1)
+    initial, dtype = partial(local_tensor, cfg, model.tp), getattr(torch, cfg.dtype)
+    for names in units:
+        model.units.append(make_unit(model, names, initial, model.dp_cp, cfg.device, dtype))
+    if model.stage == 0:
+        owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
+        model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(owner, 0))  # the last one
+    if cfg.compile:
+        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
+            part.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids of all documents end to end, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    """
+    path = Path(cfg.data)
+    if path.suffix == ".bin" and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+    else:
+        files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        lengths = np.array([len(document) for document in documents])
+        starts = lengths.cumsum() - lengths
+    if len(ids) <= cfg.seq:
+        raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    return ids, starts
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW for this rank's shards, with weight decay on matrices only."""
+    matrices = [unit.matrices for unit in model.units]
+    vectors = [unit.vectors for unit in model.units]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def schedule(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
+    """Return what a stage does, in order: (F forward or B backward, micro-batch)."""
+    forwards = [("F", i) for i in range(microbatches)]
+    backwards = [("B", i) for i in range(microbatches)]
+    ahead = min(stages - 1 - stage, microbatches)  # forwards to run before the first gradient can arrive
+    pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
+    return forwards[:ahead] + pairs + backwards[microbatches - ahead :]
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs of Model.forward, targets [b, s] -> activations [b, s, d], on the last stage the sum of the losses"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        output = model(inputs)
+        return model.loss(output, targets) if model.stage == model.stages - 1 else output
+
+
+def run_schedule(
+    cfg: Config,
+    model: nn.Module,
+    operations: list[tuple[str, int]],
+    inputs: tuple[Tensor, ...],
+    targets: tuple[Tensor, ...],
+    tokens: Tensor,
+) -> Tensor:
+    """Run a stage's operations on micro-batches [b/m, s]; return its part of the loss: 0 except on the last stage.
+
+    forward(cfg, model, x, targets) returns activations [(b/m s)/tp, d] in cfg.dtype, on the last stage the summed loss.
+    Any list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
+    the same order: messages carry no tag. A list of forwards alone, under torch.no_grad(), evaluates.
+    """
+    alive, sending, dtype = {}, [], getattr(torch, cfg.dtype)
+    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    for step, (op, i) in enumerate(operations, 1):
+        shape = inputs[i].numel() // model.tp.size(), cfg.dim  # (b/m s)/tp d
+        arrived = receive(model, op, shape, dtype, inputs[i].device)
+        if op == "F":
+            x = inputs[i] if arrived is None else arrived.requires_grad_()
+            output = forward(cfg, model, x, targets[i])
+            if model.stage == model.stages - 1:
+                output = output / tokens
+                total += output.detach()
+            work = send(model, op, output.detach())
+            if output.requires_grad:
+                alive[i] = x, output, work
+            else:  # under torch.no_grad()
+                sending.append((work, output))
+        else:
+            x, output, work = alive.pop(i)
+            finish(work)  # the output has arrived, since its gradient has come back
+            model.requires_gradient_sync = step == len(operations)  # with the last backward, ZeRO reduces
+            output.backward(arrived)
+            sending.append((send(model, op, x.grad), x.grad))
+        if len(sending) > 2:
+            finish(sending.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in sending] + [work for _, _, work in alive.values()]:
+        finish(work)
+    return total
+
+
+def pieces(unit: Unit, flat: Tensor) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
+    """Yield each parameter of a unit, the index of its first element on this rank, and its elements in flat.
+
+    flat begins as unit.shard does, at element rank·n/dp of the unit: weights, gradients or moments.
+    """
+    start = -unit.dp.rank() * len(unit.shard)  # where a parameter starts in the shard
+    for p, size in zip(unit.parameters, unit.sizes):
+        yield p, max(0, -start), flat[max(0, start) : max(0, start + size)]
+        start += size
+
+
+def copies(cfg: Config, model: nn.Module) -> Iterator[tuple[Tensor, int]]:
+    """Yield the gradients in this rank's shards, in pieces, each with the number of ranks of tp that hold its elements.
+
+    That is tp for norms, tp / kv_heads for key and value heads if it is above 1, else 1.
+    """
+    names, tp = {p: name for name, p in model.named_parameters()}, model.tp.size()
+    for unit in model.units:
+        yield unit.vectors.grad, tp
+        for p, _, gradient in pieces(unit, unit.matrices.grad):
+            yield gradient, tp // placement(names[p], tp, cfg.kv_heads)[1]
+
+
+def sum_replicas(cfg: Config, model: nn.Module) -> None:
+    """Sum the gradients of what several ranks of tp hold: each has computed them from its own part of the tokens.
+
+    Ranks of tp cut their units alike, so that after ZeRO's reduction their shards hold the same elements. Only these
+    are sent.
+    """
+    by_size = {group.size(): group for group in (model.replicas, model.tp)}  # one, where all of tp hold the same heads
+    for ranks, group in by_size.items():
+        if gradients := [part for part, held_by in copies(cfg, model) if held_by == ranks > 1 and len(part)]:
+            # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+            # 2 (n-1)/n of their bytes out and in per rank, with n ranks in the group, which wait
+            group.allreduce_coalesced(gradients).wait()
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in the units"""
+    tokens = (targets != IGNORE).sum()
+    # ranks of tp share a batch; ranks of pp, too, but only the first reads the inputs and only the last the targets
+    rank, held = model.dp.rank(), shard(cfg, model.cp)
+    inputs, targets = (x.chunk(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
+    for unit in model.units:
+        gather(unit, model.gathers)  # later stages do it while they wait for activations
+    operations = schedule(model.stage, model.stages, cfg.microbatches)
+    inputs, targets = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)  # b/dp/m s/cp
+    total = run_schedule(cfg, model, operations, inputs, targets, tokens)
+    sum_replicas(cfg, model)
+    for group in (model.dp_cp, model.pp):  # on tp, all have the same loss
+        dist.all_reduce(total, group=group)  # one element, for the log; everyone waits
+    return total
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping.
+
+    One formula for every layout: squares divided by the number of ranks that hold the same elements, summed over all
+    ranks. Of dp and cp no two hold the same, after ZeRO.
+    """
+    held_by = {}  # number of ranks -> gradients that so many ranks hold
+    for gradient, ranks in copies(cfg, model):
+        held_by.setdefault(ranks, []).append(gradient)
+    norm = torch.stack([nn.utils.get_total_norm(parts) ** 2 / ranks for ranks, parts in held_by.items()]).sum()
+    dist.all_reduce(norm, group=model.world)  # one element; everyone waits
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
+    nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
+    return norm
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    for unit in model.units:
+        unit.gathering = None  # the shards have changed: the next forward gathers them
+    return loss, norm
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
+    """Return the full weights of this stage on the CPU of its first rank, {} on others; all its ranks take part."""
+    names, weights, tp = {p: name for name, p in model.named_parameters()}, {}, model.tp
+    for unit in model.units:
+        full = unit.shard.new_empty(len(unit.full))
+        # (n-1)/n of the bytes of a unit out and in per rank, n = dp·cp; everyone waits
+        unit.dp._allgather_base(full, unit.shard).wait()
+        for p, weight in zip(unit.parameters, full.split(unit.sizes)):
+            if unit.dp.rank() == 0:
+                axis, parts = placement(names[p], tp.size(), cfg.kv_heads)
+                shards = [weight.new_empty(p.shape) for _ in range(tp.size())] if tp.rank() == 0 else None
+                # a part out of each rank, all into one; everyone waits
+                dist.gather(weight.view(p.shape), shards, group=tp, group_dst=0)
+                if tp.rank() == 0:
+                    whole = torch.cat(shards[:: tp.size() // parts], axis)
+                    weights[names[p]] = (whole[: cfg.vocab] if names[p] in VOCABULARY else whole).cpu()  # unpadded
+    return weights
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    mine, weights = unshard(cfg, model), {}
+    shapes = [None] * model.stages
+    # names and shapes; everyone waits
+    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
+    for stage, owned in enumerate(shapes):
+        for name, shape in owned.items():
+            tensor = mine[name].to(cfg.device) if name in mine else torch.empty(shape, device=cfg.device)
+            dist.broadcast(tensor, group=model.pp, group_src=stage)  # one weight after another; everyone waits
+            if dist.get_rank() == 0:
+                weights[name] = tensor.cpu()
+    if dist.get_rank() == 0:
+        save_file(weights, cfg.save, metadata)
+
+
+class SaveSlices(dcp.DefaultSavePlanner):
+    """Say of each tensor of a state which rectangle of a full tensor it is: places[name]."""
+
+    def __init__(self, places: dict[str, TensorWriteData]):
+        super().__init__(flatten_state_dict=False)
+        self.places = places
+
+    def create_local_plan(self) -> SavePlan:
+        shards = ((MetadataIndex(name, place.chunk.offsets), place) for name, place in self.places.items())
+        self.plan = SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=place) for index, place in shards])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn]
+
+
+class LoadSlices(dcp.DefaultLoadPlanner):
+    """Read into each tensor of a state the rectangle places[name] of a full one, from all stored ones it overlaps."""
+
+    def __init__(self, places: dict[str, TensorWriteData]):
+        super().__init__(flatten_state_dict=False)
+        self.places = places
+
+    def create_local_plan(self) -> LoadPlan:
+        stored, items = self.metadata.state_dict_metadata, []
+        for name, place in self.places.items():
+            items += create_read_items_for_chunk_list(name, stored[name], [place.chunk])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn]
+
+
+def place(cfg: Config, tp: dist.ProcessGroup, name: str, p: Tensor, rows: range) -> TensorWriteData:
+    """Return which rectangle of the full tensor some rows of this rank's parameter p are, without the padding."""
+    axis, parts = placement(name, tp.size(), cfg.kv_heads)
+    start = [0] * p.ndim
+    start[axis] = tp.rank() * parts // tp.size() * p.shape[axis]
+    full = [n * parts if i == axis else n for i, n in enumerate(p.shape)]
+    full[0] = cfg.vocab if name in VOCABULARY else full[0]
+    first, last = (min(start[0] + row, full[0]) for row in (rows.start, rows.stop))
+    chunk = ChunkStorageMetadata(torch.Size([first, *start[1:]]), torch.Size([last - first, *p.shape[1:]]))
+    dtype = torch.promote_types(p.dtype, torch.float32)
+    return TensorWriteData(chunk, TensorProperties(dtype), torch.Size(full))
+
+
+def snapshot(
+    cfg: Config, model: Model, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, TensorWriteData]]:
+    """Copy this rank's share of weights and moments to the CPU: by name, tensors and the rectangles that they are.
+
+    A unit is put together on its dp·cp ranks, which share out its parameters: of each one rank keeps all that its rank
+    of tp has. A file could not hold several rectangles of one tensor, into which a piece of a shard would fall.
+    """
+    names, state, places, tp = {p: name for name, p in model.named_parameters()}, {}, {}, model.tp
+    for i, unit in enumerate(model.units):
+        moments = [optimizer.state[p] for p in (unit.matrices, unit.vectors)]
+        shards = {key: torch.cat([of[key] for of in moments]) for key in ("exp_avg", "exp_avg_sq")}
+        for kind, shard in {"weight": unit.shard, **shards}.items():
+            full = shard.new_empty(len(unit.full))
+            # (n-1)/n of the bytes of a unit in fp32 out and in per rank, n = dp·cp; everyone waits
+            unit.dp._allgather_base(full, shard).wait()
+            for j, (p, flat) in enumerate(zip(unit.parameters, full.split(unit.sizes))):
+                copies = tp.size() // placement(names[p], tp.size(), cfg.kv_heads)[1]
+                if unit.dp.rank() == (i + j) % unit.dp.size() and tp.rank() % copies == 0:
+                    name = f"{kind} {names[p]}"
+                    places[name] = place(cfg, tp, names[p], p, range(len(p)))
+                    state[name] = flat.view(p.shape)[: places[name].chunk.sizes[0]].to("cpu", copy=True)
+    return {name: state[name] for name in state if state[name].numel()}, {n: p for n, p in places.items() if n in state}
+
+
+def whole(cfg: Config) -> list[Path]:
+    """Return the folders of all whole checkpoints, the newest last."""
+    folders = [folder for folder in Path(cfg.checkpoint).glob("step-*") if cfg.checkpoint and not folder.suffix]
+    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
+
+
+def write_files(
+    cfg: Config,
+    folder: Path,
+    state: dict[str, Tensor],
+    places: dict[str, TensorWriteData],
+    writers: dist.ProcessGroup,
+) -> None:
+    """Write a snapshot; when all ranks have, give the checkpoint its name and remove the oldest."""
+    unfinished = folder.with_suffix(".writing")
+    storage = dcp.HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
+    dcp.save(state, storage_writer=storage, planner=SaveSlices(places), process_group=writers)  # waits for all ranks
+    if writers.rank() == 0:
+        unfinished.rename(folder)  # at once: a reader finds all of it or nothing
+        for old in whole(cfg)[: -cfg.keep]:
+            shutil.rmtree(old.rename(old.with_suffix(".removing")))  # half of it is not taken for a checkpoint
+
+
+def write(
+    cfg: Config,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    history: list[tuple[float, float, float]],
+    writers: dist.ProcessGroup,
+    thread: Executor,
+) -> Future:
+    """Start to write a checkpoint; training may go on. Wait for the result before the next one, and at the end.
+
+    torch's async_save would copy the state once more before its thread starts.
+    """
+    folder = Path(cfg.checkpoint, f"step-{len(history)}")
+    state, places = snapshot(cfg, model, optimizer)
+    if writers.rank() == 0:
+        folder.with_suffix(".writing").mkdir(parents=True)
+        training = {"step": len(history), "config": asdict(cfg), "history": history}
+        (folder.with_suffix(".writing") / "training.json").write_text(json.dumps(training))
+    dist.barrier(writers)  # the folder is there
+    return thread.submit(write_files, cfg, folder, state, places, writers)
+
+
+def resume(
+    cfg: Config, model: Model, optimizer: torch.optim.Optimizer, writers: dist.ProcessGroup
+) -> list[tuple[float, float, float]]:
+    """Read the newest whole checkpoint, if there is one, into weights and moments; return the history of its steps."""
+    if cfg.checkpoint and writers.rank() == 0:
+        for folder in [*Path(cfg.checkpoint).glob("step-*.writing"), *Path(cfg.checkpoint).glob("step-*.removing")]:
+            shutil.rmtree(folder)  # what a kill has interrupted
+    dist.barrier(writers)  # nobody writes before it is gone
+    if not (found := whole(cfg)):
+        return []
+    history = json.loads((found[-1] / "training.json").read_text())["history"]
+    names, state, places, parts = {p: name for name, p in model.named_parameters()}, {}, {}, []
+    for unit in model.units:
+        moments = {kind: torch.zeros_like(unit.shard) for kind in ("exp_avg", "exp_avg_sq")}
+        for kind, shard in {"weight": unit.shard, **moments}.items():
+            for p, first, part in pieces(unit, shard):
+                width = p[0].numel()
+                rows = range(first // width, -(-(first + len(part)) // width))  # whole rows around the piece
+                where, name = place(cfg, model.tp, names[p], p, rows), f"{kind} {names[p]}"
+                if len(part) and where.chunk.sizes[0]:  # not in the padding
+                    places[name], state[name] = where, torch.empty(where.chunk.sizes, dtype=where.properties.dtype)
+                    parts.append((part, state[name].flatten()[first - rows.start * width :][: len(part)]))
+        for key, shard in moments.items():
+            optimizer.state[unit.matrices][key], optimizer.state[unit.vectors][key] = shard.split(
+                [len(unit.matrices), len(unit.vectors)]
+            )
+        for p in (unit.matrices, unit.vectors):
+            optimizer.state[p]["step"] = torch.tensor(float(len(history)), dtype=torch.float32, device=cfg.device)
+    reader = dcp.HuggingFaceStorageReader(str(found[-1]))
+    dcp.load(state, storage_reader=reader, planner=LoadSlices(places), process_group=writers)
+    for part, read in parts:
+        part[: len(read)].copy_(read)
+    return history
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, resume, train it, log every step, write checkpoints, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    writers, thread = dist.new_group(backend="gloo"), ThreadPoolExecutor(1)  # all ranks' threads talk to each other
+    history, writing = resume(cfg, model, optimizer, writers), None
+    batch = make_batch(cfg, data, len(history))
+    for step in range(len(history), cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        if step + 1 < cfg.steps:
+            batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+        if cfg.checkpoint and (step + 1) % cfg.every == 0:
+            if writing:
+                writing.result()  # the one before; raises what went wrong
+            writing = write(cfg, model, optimizer, history, writers, thread)
+    if writing:
+        writing.result()
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def show(cfg: Config) -> None:
+    """Print which ranks form the groups of each axis."""
+    print(f"{cfg.dp * cfg.cp * cfg.tp * cfg.pp} ranks, order {cfg.order}, fastest first")
+    for axis, groups in group_ranks(cfg).items():
+        print(f"{axis:>8}  {'  '.join(','.join(map(str, ranks)) for ranks in groups)}")
+
+
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+    )
+    for field in fields(Config):
+        flag, text = f"--{field.name}", f"default: {field.default}"
+        if field.type is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            choices = get_args(field.type) or None
+            parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+    given = vars(parser.parse_args())
+    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    preset = PRESETS[given.get("preset", "tiny")]
+    return Config(**{**defaults, **preset, **given})
+
+
+def check(cfg: Config, world: int) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    for flag, value in asdict(cfg).items():
+        may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile", "show")
+        least = 0 if may_be_zero else 1
+        if isinstance(value, int | float) and not value >= least:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+    mesh, each = cfg.dp * cfg.cp * cfg.tp * cfg.pp, cfg.batch // cfg.dp
+    tokens = each // cfg.microbatches * cfg.seq // cfg.cp
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    layout = f"--dp {cfg.dp} --cp {cfg.cp} --tp {cfg.tp} --pp {cfg.pp}"
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node {mesh} {os.path.relpath(__file__)} {layout}"),
+        (mesh != world, f"{layout}: {mesh} ranks, must be the number of processes, {world}"),
+        (cfg.batch % cfg.dp, f"--batch {cfg.batch}: must be divisible by --dp {cfg.dp}"),
+        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a dp rank"),
+        (Path(cfg.checkpoint).is_file(), f"--checkpoint {cfg.checkpoint}: is a file, must be a folder"),
+        (cfg.cp > 1 and cfg.seq % (2 * cfg.cp), f"--seq {cfg.seq}: must be divisible by {2 * cfg.cp}, twice --cp"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.heads % cfg.tp, f"--heads {cfg.heads}: must be divisible by --tp {cfg.tp}"),
+        (
+            cfg.kv_heads % cfg.tp and cfg.tp % cfg.kv_heads,
+            f"--kv_heads {cfg.kv_heads}: must divide, or be divisible by, --tp {cfg.tp}",
+        ),
+        (cfg.ffn % cfg.tp, f"--ffn {cfg.ffn}: must be divisible by --tp {cfg.tp}"),
+        (tokens % cfg.tp, f"--tp {cfg.tp}: must divide the {tokens} tokens that a rank has of a micro-batch"),
+        (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
+        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
+        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
+        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
+        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
+        (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
+    for folder in whole(cfg)[-1:]:
+        stored = json.loads((folder / "training.json").read_text())["config"]
+        for flag in ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "dtype"):
+            if getattr(cfg, flag) != stored[flag]:
+                raise SystemExit(
+                    f"--{flag} {getattr(cfg, flag)}: must be {stored[flag]}, as in the checkpoint {folder}"
+                )
+    for file in glob(cfg.init):
+        try:
+            names = safe_open(file, "pt").keys()
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
+        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
+            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+
+
+def main() -> None:
+    cfg = parse_config()
+    if cfg.show:
+        show(cfg)
+        return
+    check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
+    data = load_data(cfg)
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    train(cfg, data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
