@@ -1,0 +1,241 @@
+"""Checkpoints: equal to the bit in every layout, whole or not there, whoever is killed and whenever."""
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import compare
+import pytest
+import torch
+from launch import RankFailed, launch, once, run_folder
+from safetensors import safe_open
+
+CHECKPOINT = "08_4d/checkpoint.py"
+TRAIN = "08_4d/train.py"
+# uneven layers, key heads that ranks of tp share, a vocabulary that tp does not divide, units with padding
+SIZES = (
+    "--device cpu --dtype float64 --layers 3 --dim 32 --heads 8 --kv_heads 2 --ffn 48 --vocab 259 --seq 16 --batch 12"
+)
+FLAGS = f"{SIZES} --microbatches 2 --warmup 1 --lr 1e-2 --clip 0.5 --every 1"
+SAVED = 4, "--dp 1 --cp 1 --tp 4 --pp 1"  # two ranks of tp hold the same key heads
+OTHERS = [
+    (6, "--dp 3 --cp 1 --tp 1 --pp 2"),
+    (4, "--dp 1 --cp 2 --tp 2 --pp 1"),
+    (1, "--dp 1 --cp 1 --tp 1 --pp 1"),
+    (3, "--dp 1 --cp 1 --tp 1 --pp 3"),
+]
+
+
+def content(folder: Path | str) -> dict[str, torch.Tensor]:
+    """All full tensors of a checkpoint, put together from the rectangles of its files, which cover each once."""
+    parts = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():
+                parts.setdefault(name, []).append((offsets[name]["saved_offsets"], file.get_tensor(name)))
+    whole = {}
+    for name, rectangles in parts.items():
+        shape = [max(start[i] + part.shape[i] for start, part in rectangles) for i in range(rectangles[0][1].ndim)]
+        whole[name], times = torch.zeros(shape, dtype=rectangles[0][1].dtype), torch.zeros(shape)
+        for start, part in rectangles:
+            here = tuple(slice(first, first + n) for first, n in zip(start, part.shape))
+            whole[name][here] = part
+            times[here] += 1
+        assert (times == 1).all(), f"{name} is not written once"
+    return whole
+
+
+def same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], what: str) -> None:
+    """Assert that tensors have the same names and bits."""
+    assert ours.keys() == theirs.keys(), f"{what}: names differ"
+    for name, tensor in theirs.items():
+        assert tensor.shape == ours[name].shape and tensor.numpy().tobytes() == ours[name].numpy().tobytes(), (
+            f"{what}: {name} differs"
+        )
+
+
+@once
+def uninterrupted(world: int, layout: str, steps: int) -> tuple[str, dict[str, torch.Tensor], list[list[float]]]:
+    """A run without an interruption: the folder of its checkpoints, its weights and [loss, norm] per step."""
+    folder = tempfile.mkdtemp(dir=run_folder())
+    run = launch(CHECKPOINT, world, f"{FLAGS} {layout} --steps {steps} --checkpoint {folder} --keep {steps}")
+    return folder, run.weights, [step[:2] for step in run.history]
+
+
+def written_at_once(folder: str):
+    """A probe: what resume has read is written again, before any step, to another folder."""
+
+    def probe(module):
+        resume = module.resume
+
+        def read_and_write(cfg, model, optimizer, writers):
+            history = resume(cfg, model, optimizer, writers)
+            elsewhere = dataclasses.replace(cfg, checkpoint=folder)
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                module.write(elsewhere, model, optimizer, history, writers, thread).result()
+            return history
+
+        module.resume = read_and_write
+        return lambda: None
+
+    return probe
+
+
+def check_resumed(world: int, layout: str, recipe: str = CHECKPOINT) -> None:
+    """Resume in another layout: weights and moments equal to the bit, the next losses as of a run that went on."""
+    folder, _, history = uninterrupted(*SAVED, 4)
+    with tempfile.TemporaryDirectory() as ours:
+        shutil.copytree(Path(folder, "step-2"), Path(ours, "step-2"))
+        flags = f"{FLAGS} {layout} --steps 4 --checkpoint {ours} --keep 9"
+        run = launch(recipe, world, flags, probe=written_at_once(f"{ours}/again"))
+        same_bits(content(f"{ours}/again/step-2"), content(f"{folder}/step-2"), layout)
+        errors = compare.relative_errors(content(f"{ours}/step-4"), content(f"{folder}/step-4"))
+        errors |= compare.history_errors(run.history, history)
+        compare.assert_close(errors, 1e-10, f"two more steps in {layout}")
+
+
+@pytest.mark.parametrize("world, layout", OTHERS[:2])
+def test_resumes_in_any_layout(world, layout):
+    check_resumed(world, layout)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world, layout", OTHERS[2:])
+def test_resumes_in_more_layouts(world, layout):
+    check_resumed(world, layout)
+
+
+def test_a_checkpoint_holds_the_training():
+    """Weights, both moments and the history; the weights are those of train.py, which knows nothing of checkpoints."""
+    folder, weights, history = uninterrupted(*SAVED, 4)
+    stored = content(f"{folder}/step-4")
+    same_bits({name: stored[f"weight {name}"] for name in weights}, weights, "--save")
+    assert {name.split(" ")[0] for name in stored} == {"weight", "exp_avg", "exp_avg_sq"} and len(stored) == 3 * len(
+        weights
+    )
+    kept = json.loads(Path(folder, "step-4", "training.json").read_text())
+    assert kept["step"] == 4 and [step[:2] for step in kept["history"]] == history
+    plain = launch(TRAIN, SAVED[0], f"{FLAGS.replace('--every 1', '')} {SAVED[1]} --steps 4")
+    same_bits(plain.weights, weights, "train.py")
+
+
+def test_full_weights_out_of_a_checkpoint():
+    """A run that has no step left writes Hugging Face's weights, in one process, of what four have trained."""
+    folder, weights, _ = uninterrupted(*SAVED, 4)
+    same_bits(
+        launch(CHECKPOINT, OTHERS[2][0], f"{FLAGS} {OTHERS[2][1]} --steps 4 --checkpoint {folder}").weights, weights, ""
+    )
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    launch(CHECKPOINT, 1, f"{FLAGS} {OTHERS[2][1]} --steps 5 --checkpoint {tmp_path} --keep 2", save=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
+
+
+def test_what_is_half_written_does_not_count(tmp_path):
+    """Leftovers of a kill are removed, and the run goes on from the newest whole checkpoint before them."""
+    folder, weights, _ = uninterrupted(*SAVED, 4)
+    shutil.copytree(Path(folder, "step-1"), tmp_path / "step-1")
+    shutil.copytree(Path(folder, "step-4"), tmp_path / "step-2.writing")
+    shutil.copytree(Path(folder, "step-4"), tmp_path / "step-0.removing")
+    run = launch(CHECKPOINT, SAVED[0], f"{FLAGS} {SAVED[1]} --steps 4 --checkpoint {tmp_path} --keep 9")
+    same_bits(run.weights, weights, "resumed from step 1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{i}" for i in (1, 2, 3, 4)]
+
+
+def test_what_went_wrong_is_said(tmp_path):
+    """A checkpoint that cannot be written ends the run with the reason, and does not count."""
+
+    def full_disk(module):
+        original = module.dcp.HuggingFaceStorageWriter.write_data
+
+        def write_data(self, plan, planner):
+            if module.dist.get_rank() == 1:
+                raise OSError("no space left on device")
+            return original(self, plan, planner)
+
+        module.dcp.HuggingFaceStorageWriter.write_data = write_data
+        return lambda: None
+
+    flags = f"{FLAGS} --dp 2 --cp 1 --tp 1 --pp 1 --steps 3 --checkpoint {tmp_path}"
+    with pytest.raises(RankFailed, match="no space left on device"):
+        launch(CHECKPOINT, 2, flags, probe=full_disk, save=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1.writing"]
+
+
+def test_nothing_is_unpickled(tmp_path):
+    """A checkpoint is read without a pickle: torch.load and pickle's loads of files are refused here."""
+    folder, *_ = uninterrupted(*SAVED, 4)
+
+    def without_pickle(module):
+        def refuse(*_, **__):
+            raise AssertionError("something is unpickled")
+
+        torch.load = pickle.load = pickle.Unpickler.load = refuse if False else torch.load
+        torch.load = pickle.load = refuse
+        return lambda: None
+
+    shutil.copytree(Path(folder, "step-4"), tmp_path / "step-4")
+    launch(CHECKPOINT, 1, f"{FLAGS} {OTHERS[2][1]} --steps 4 --checkpoint {tmp_path}", probe=without_pickle)
+    assert all(path.suffix in (".safetensors", ".json") for path in (tmp_path / "step-4").iterdir())
+
+
+@pytest.mark.parametrize("flag, stored", [("--layers 4", "3"), ("--dtype float32", "float64"), ("--vocab 300", "259")])
+def test_another_model_is_refused(flag, stored):
+    folder, *_ = uninterrupted(*SAVED, 4)
+    with pytest.raises(
+        RankFailed, match=rf"^rank \d ended with exit code 1:\n{flag}: must be {stored}, as in the checkpoint"
+    ):
+        launch(CHECKPOINT, 1, f"{FLAGS} {OTHERS[2][1]} {flag} --checkpoint {folder}", timeout=30)
+
+
+def killed(victim: int, after: float, saving: bool):
+    """A probe: SIGKILL of one rank, some seconds after its start, or that long after a checkpoint is half written."""
+
+    def probe(module):
+        folder = Path(module.parse_config().checkpoint)
+
+        def wait_and_kill() -> None:
+            while saving and not list(folder.glob("*.writing/*.safetensors")):
+                time.sleep(0.0005)
+            time.sleep(after)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if int(os.environ["RANK"]) == victim:
+            threading.Thread(target=wait_and_kill, daemon=True).start()
+        return lambda: None
+
+    return probe
+
+
+@pytest.mark.thorough
+def test_any_rank_may_be_killed_at_any_time():
+    """At 20 random moments, half of them while a checkpoint is being written: the end is the same to the bit."""
+    world, layout = 4, "--dp 1 --cp 2 --tp 1 --pp 2"
+    folder, weights, history = uninterrupted(world, layout, 5)
+    moments, kills, unfinished = random.Random(0), 0, 0
+    for moment in range(20):
+        with tempfile.TemporaryDirectory() as ours:
+            flags, saving = f"{FLAGS} {layout} --steps 5 --checkpoint {ours} --keep 9", moment % 2 == 1
+            after = moments.uniform(0, 0.004) if saving else moments.uniform(0.3, 2)
+            try:
+                run = launch(CHECKPOINT, world, flags, probe=killed(moments.randrange(world), after, saving))
+            except RankFailed:
+                kills += 1
+                unfinished += bool(list(Path(ours).glob("*.writing")))
+                run = launch(CHECKPOINT, world, flags)  # what torchrun --max_restarts does
+            what = f"moment {moment}, {after:.3f} s"
+            assert [step[:2] for step in run.history] == history, f"{what}: another history"
+            same_bits(run.weights, weights, what)
+            same_bits(content(f"{ours}/step-5"), content(f"{folder}/step-5"), what)
+    assert kills >= 15 and unfinished >= 5, f"{kills} kills, {unfinished} during a checkpoint"

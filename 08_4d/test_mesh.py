@@ -1,0 +1,117 @@
+"""The mesh: who is in a group with whom, training equal to the root's in every layout, bytes that each axis sends."""
+
+import contextlib
+import io
+import itertools
+import math
+import sys
+from unittest.mock import patch
+
+import equivalence
+import pytest
+from launch import launch, load
+from streams import streams
+
+TRAIN = "08_4d/train.py"
+SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --vocab 259 --seq 16 --batch 8 --steps 1"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe, world, flags", [case for case in equivalence.CASES if case[0][:2] == "08"])
+def test_equals_root(recipe, world, flags):
+    equivalence.check_quickly(recipe, world, flags)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("when", ["late", "at once"])
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 1), (2, 1, 1, 2), (2, 1, 2, 1)])
+def test_whenever_streams_get_to_it(sizes, when):
+    """Weights are gathered, gradients reduced and keys passed on as early as they may be, or as late."""
+    equivalence.check(TRAIN, 4, equivalence.mesh(*sizes), probe=streams(when))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [(1, 1, 2, 2), (1, 2, 1, 2)])
+def test_compiled(sizes):
+    """The first half of the compiler: on later stages the first block's input is a leaf, whose gradient comes early."""
+    equivalence.check_quickly(TRAIN, 4, f"{equivalence.mesh(*sizes)} --compile")
+
+
+def shown(flags: str) -> dict[str, list[list[int]]]:
+    """What --show prints, in one process that torchrun has not started: the ranks of every group, by axis."""
+    module, out = load(TRAIN), io.StringIO()
+    with patch.object(sys, "argv", ["train.py", "--show", *flags.split()]), contextlib.redirect_stdout(out):
+        module.main()
+    lines = [line.split() for line in out.getvalue().splitlines()[1:]]
+    return {axis: [[int(rank) for rank in group.split(",")] for group in groups] for axis, *groups in lines}
+
+
+def test_the_figure_of_llama_3():
+    """Figure 5 of arXiv:2407.21783: 16 GPUs, two on each axis, in the order tp, cp, pp, dp."""
+    groups = shown("--dp 2")
+    assert groups["dp"][0] == [0, 4] and groups["pp"][0] == [0, 8]  # by default, pp is the slowest
+    with patch.object(sys, "argv", ["train.py", "--dp", "2", "--order", "tp cp pp dp"]):
+        module = load(TRAIN)
+        ranks = module.group_ranks(module.parse_config())
+    assert ranks["tp"] == [[2 * i, 2 * i + 1] for i in (0, 1, 4, 5, 2, 3, 6, 7)]
+    for axis, stride in dict(tp=1, cp=2, pp=4, dp=8).items():
+        assert sorted(ranks[axis]) == [[r, r + stride] for r in range(16) if not r & stride], axis
+    assert sorted(map(sorted, ranks["dp_cp"])) == [[r, r + 2, r + 8, r + 10] for r in (0, 1, 4, 5)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (3, 1, 2, 4), (1, 5, 4, 1), (4, 2, 1, 3)])
+def test_groups(sizes):
+    """Each axis divides all ranks into groups whose members differ in their place on it alone, in its order."""
+    dp, cp, tp, pp = sizes
+    groups = shown(f"--dp {dp} --cp {cp} --tp {tp} --pp {pp} --kv_heads 2")
+    place = {
+        t + tp * (c + cp * (d + dp * p)): dict(dp=d, cp=c, tp=t, pp=p)
+        for d, c, t, p in itertools.product(range(dp), range(cp), range(tp), range(pp))
+    }
+    assert sorted(place) == list(range(math.prod(sizes)))
+    axes = {axis: (axis,) for axis in ("dp", "cp", "tp", "pp")} | {"dp_cp": ("dp", "cp"), "world": tuple(place[0])}
+    for axis, own in axes.items():
+        assert sorted(itertools.chain(*groups[axis])) == sorted(place), f"{axis} does not hold every rank once"
+        for group in groups[axis]:
+            others = {tuple(n for a, n in place[rank].items() if a not in own) for rank in group}
+            assert len(others) == 1, f"{axis}: {group} differ elsewhere"
+            if axis != "world":
+                order = [tuple(place[rank][a] for a in own) for rank in group]
+                assert order == sorted(order), f"{axis}: {group} is not in the order of the axis"
+    heads = [[place[rank]["tp"] * min(tp, 2) // tp for rank in group] for group in groups["replicas"]]
+    assert all(len(set(of)) == 1 and len(of) == max(1, tp // 2) for of in heads), "replicas hold other key heads"
+
+
+def share(module):
+    """A probe: elements of this rank's weights and of its shards of them, and of what it sends to the next stage."""
+    models, sent, build_model, send = [], [], module.build_model, module.send
+
+    def build(cfg):
+        models.append(build_model(cfg))
+        return models[0]
+
+    def watched(model, op, tensor):
+        work = send(model, op, tensor)
+        if op == "F" and work:
+            sent.append(tensor.numel())
+        return work
+
+    module.build_model, module.send = build, watched
+    return lambda: [sum(len(getattr(unit, of)) for unit in models[0].units) for of in ("full", "shard")] + [sum(sent)]
+
+
+def test_a_rank_has_its_share():
+    """Of a model with as much in one stage as in the other: weights 1/(tp pp), shards 1/(dp cp) of these, messages."""
+    sizes = SMALL.replace("--vocab 259", "--vocab 256")
+    run = launch(TRAIN, 16, f"{sizes} --dp 2 --cp 2 --tp 2 --pp 2 --microbatches 4", probe=share)
+    weights = {name: w.numel() for name, w in run.weights.items()}
+    whole = {stage: 0 for stage in range(2)}
+    for name, n in weights.items():
+        layer = int(name.split(".")[2]) if ".layers." in name else 3 * ("embed" not in name)
+        whole[layer // 2] += n if "norm" in name else n / 2  # norms are whole on all ranks of tp
+    for rank, (full, shard, sent) in enumerate(run.probes):
+        stage = rank // 8
+        units = 3  # in each stage
+        assert 0 <= full - whole[stage] < 4 * units, "weights are not 1/tp of those of a stage, but for padding"
+        assert shard == full / 4, "shards are not 1/(dp cp) of the weights"
+        assert sent == (8 * 16 * 32 / 8 if stage == 0 else 0), "messages are not 1/(dp cp tp) of the activations"
