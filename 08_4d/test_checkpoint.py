@@ -181,7 +181,6 @@ def test_nothing_is_unpickled(tmp_path):
         def refuse(*_, **__):
             raise AssertionError("something is unpickled")
 
-        torch.load = pickle.load = pickle.Unpickler.load = refuse if False else torch.load
         torch.load = pickle.load = refuse
         return lambda: None
 

@@ -69,6 +69,13 @@ LLAMAS = {  # one GPU, with matmuls large enough that the CPU is ahead of the GP
     "smollm_1_7b": "--preset smollm_1_7b --seq 4096 --batch 4 --dtype bfloat16 --steps 20",
     "llama3_1b": "--preset llama3_1b --seq 8192 --batch 4 --dtype bfloat16 --steps 15",
 }
+# every way to split two GPUs: the same batch, a sequence's tokens per GPU and micro-batch
+SPLITS = {"dp": 4, "cp": 4, "tp": 4, "pp": 8}  # axis of two ranks: micro-batches of 8 sequences
+LAYOUTS = {
+    axis: " ".join(f"--{other} {2 if other == axis else 1}" for other in SPLITS) + f" --microbatches {micro}"
+    for axis, micro in SPLITS.items()
+}
+EIGHT_B = f"{LARGE.replace('--steps 8', '--steps 6')} --batch 8"
 WHOLE = f"{LARGE.replace('--steps 8', '--steps 200')} --warmup 20 --batch 1 --microbatches 1"  # 8B on one GPU
 MIXED = f"{LLAMAS['smollm_1_7b']} --compile --microbatches 1"
 SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
@@ -336,6 +343,30 @@ SUITES = {  # name: (GPUs, how many lines from the first on do the same work and
             ("10_mixed_precision/fp8_stochastic_rounding.py", WHOLE),
         ],
     ),
+    "layouts_8b": (
+        2,
+        5,
+        [
+            ("03_zero/zero1_overlap.py", f"{EIGHT_B} --microbatches 4"),
+            *(("08_4d/train.py", f"{EIGHT_B} {layout}") for layout in LAYOUTS.values()),
+        ],
+    ),
+    "layouts_8b_few_layers": (  # a step of which a profile tells what is exposed
+        2,
+        4,
+        [("08_4d/train.py", f"{EIGHT_B.replace('--steps 6', '--steps 8')} --layers 8 {x}") for x in LAYOUTS.values()],
+    ),
+    "layouts_smollm": (
+        2,
+        4,
+        [
+            (
+                "08_4d/train.py",
+                f"{STAGED.split(' --batch')[0]} --batch 8 --dtype bfloat16 --compile --steps 10 {layout}",
+            )
+            for layout in LAYOUTS.values()
+        ],
+    ),
     "four": (
         4,
         1,
@@ -362,6 +393,7 @@ PROFILED = {
         f"04_tensor_sequence/{name}.py" for name in ("torch_dtensor", "sequence_parallel", "async_tensor_parallel")
     ],
 }
+PROFILED["layouts_8b_few_layers"] = ["08_4d/train.py"]
 PROFILED["expert"] = [file for file, _ in SUITES["expert"][2]]
 KINDS = "matmuls", "attention", "elementwise", "optimizer"
 DOES = [  # what a GPU kernel does, by parts of its name; the first that fits counts, and all others are elementwise
@@ -960,10 +992,10 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
         row["block_ms"] = blocks(row["file"], row["flags"], gpus)
         print(f"blocks   {row['file']:45} {row['block_ms']}", flush=True)
         yield result
-    for file in PROFILED.get(suite, []):
-        row = next(row for row in rows if row["file"] == file)
-        timelines = TIMELINES / suite if suite in ("zero_stages", "expert") else TIMELINES
-        row["profile"] = profiled(row["file"], re.sub(r"--steps \d+", "", row["flags"]), gpus, timelines)
+    for row in [row for row in rows if row["file"] in PROFILED.get(suite, [])]:
+        file, timelines = row["file"], TIMELINES / suite if suite in ("zero_stages", "expert") else TIMELINES
+        timelines = Path(tempfile.gettempdir()) if suite.startswith("layouts") else timelines  # these draw nothing
+        row["profile"] = profiled(file, re.sub(r"--steps \d+", "", row["flags"]), gpus, timelines)
         for rank, ms in enumerate(row["profile"]):
             print(f"profile  {file:35} rank {rank}", *(f"{key} {value:.1f}" for key, value in ms.items()), flush=True)
         yield result
