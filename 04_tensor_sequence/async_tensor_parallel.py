@@ -263,6 +263,7 @@ class Scatter(torch.autograd.Function):
     """The sum of the ranks' tokens, of which each rank gets its own: [n, d] -> [n/tp, d]."""
 
     @staticmethod
+    @torch.compiler.disable
     def forward(ctx, rows: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.tp = tp
         x, scattered = reduce_scatter_tokens(rows, tp)

@@ -10,7 +10,7 @@ and gradients, whatever ep is. For t tokens of an ep rank, 4(ep-1)/ep·t·top_k�
 
 Parent:   08_4d/train.py, 07_expert/expert_parallel.py
 Lesson:   Config, SPLIT, group_ranks, Gather, Experts.__init__, MLP, Block.__init__, Model, local_parameter, build_model
-Plumbing: Scatter, count_rows, train_step, unshard, save, check
+Plumbing: count_rows, train_step, unshard, save, check
 Copy:     group_ranks, Gather, MLP, local_parameter, build_model, unshard (beside what the parents' Copy lines say)
 Run:      torchrun --nproc_per_node 8 08_4d/moe.py --dp 1 --cp 2 --tp 2 --pp 2 --ep 2
 Source:   Liu et al. 2025, MoE parallel folding, arXiv:2504.14960; Lepikhin et al. 2020, GShard, arXiv:2006.16668
