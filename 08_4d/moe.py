@@ -98,7 +98,7 @@ class Config:
     tp: int = 2  # ranks that share every block
     pp: int = 2  # ranks that share the layers, as stages of a pipeline
     ep: int = 2  # of the dp·cp ranks with other tokens, those that share out the experts; the others hold copies
-    order: Literal["tp cp dp pp", "tp cp pp dp"] = "tp cp dp pp"  # of ranks on the mesh, fastest first; Llama 3: second
+    order: Literal["tp-cp-dp-pp", "tp-cp-pp-dp"] = "tp-cp-dp-pp"  # of ranks on the mesh, fastest first; Llama 3: second
     show: bool = False  # print which ranks form a group and leave, without torchrun
 
 
@@ -110,7 +110,7 @@ def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
     Experts cut ZeRO's axis: ep neighbours share them out, edp ranks hold the same. pp_ep share out the whole model.
     """
     sizes = dict(pp=cfg.pp, dp=cfg.dp, cp=cfg.cp, tp=cfg.tp)
-    slowest_first = " ".join(reversed(cfg.order.split()))
+    slowest_first = " ".join(reversed(cfg.order.split("-")))
     mesh = rearrange(torch.arange(math.prod(sizes.values())), f"({slowest_first}) -> pp dp cp tp", **sizes)
     rows = {
         "tp": rearrange(mesh, "pp dp cp tp -> (pp dp cp) tp"),
@@ -1264,13 +1264,13 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     One formula for every layout: squares divided by the number of ranks that hold the same elements, summed over all
     ranks. Of dp and cp no two hold the same, after ZeRO.
     """
+    shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     held_by = {}  # number of ranks -> gradients that so many ranks hold
     for gradient, ranks in copies(cfg, model):
         held_by.setdefault(ranks, []).append(gradient)
     norm = torch.stack([nn.utils.get_total_norm(parts) ** 2 / ranks for ranks, parts in held_by.items()]).sum()
     dist.all_reduce(norm, group=model.world)  # one element; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
-    shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -1390,7 +1390,6 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
 # -------------------------------------------------------------------------------------------------------------- main
 def show(cfg: Config) -> None:
     """Print which ranks form the groups of each axis."""
-    print(f"{cfg.dp * cfg.cp * cfg.tp * cfg.pp} ranks, order {cfg.order}, fastest first")
     for axis, groups in group_ranks(cfg).items():
         print(f"{axis:>8}  {'  '.join(','.join(map(str, ranks)) for ranks in groups)}")
 
@@ -1477,8 +1476,7 @@ def check(cfg: Config, world: int) -> None:
 def main() -> None:
     cfg = parse_config()
     if cfg.show:
-        show(cfg)
-        return
+        return show(cfg)
     check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
     data = load_data(cfg)
     if cfg.device == "cuda":

@@ -115,6 +115,18 @@ def test_resumes_in_more_layouts(world, layout):
     check_resumed(world, layout)
 
 
+def test_masters_are_kept_in_full():
+    """In bfloat16 the fp32 master weights are written, and a resumed run is the same to the bit."""
+    world, layout = SAVED[0], f"{SAVED[1]} --dtype bfloat16"
+    folder, weights, history = uninterrupted(world, layout, 4)
+    with tempfile.TemporaryDirectory() as ours:
+        shutil.copytree(Path(folder, "step-2"), Path(ours, "step-2"))
+        run = launch(CHECKPOINT, world, f"{FLAGS} {layout} --steps 4 --checkpoint {ours}")
+        same_bits(run.weights, weights, "resumed in bfloat16")
+        assert [step[:2] for step in run.history] == history
+        assert {tensor.dtype for tensor in content(f"{ours}/step-4").values()} == {torch.float32}
+
+
 def test_a_checkpoint_holds_the_training():
     """Weights, both moments and the history; the weights are those of train.py, which knows nothing of checkpoints."""
     folder, weights, history = uninterrupted(*SAVED, 4)
@@ -138,8 +150,9 @@ def test_full_weights_out_of_a_checkpoint():
 
 
 def test_only_the_newest_are_kept(tmp_path):
-    launch(CHECKPOINT, 1, f"{FLAGS} {OTHERS[2][1]} --steps 5 --checkpoint {tmp_path} --keep 2", save=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
+    """By number: step-9 is older than step-10."""
+    launch(CHECKPOINT, 1, f"{FLAGS} {OTHERS[2][1]} --steps 11 --checkpoint {tmp_path} --keep 2", save=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-11"]
 
 
 def test_what_is_half_written_does_not_count(tmp_path):

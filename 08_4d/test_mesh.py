@@ -42,7 +42,7 @@ def shown(flags: str) -> dict[str, list[list[int]]]:
     module, out = load(TRAIN), io.StringIO()
     with patch.object(sys, "argv", ["train.py", "--show", *flags.split()]), contextlib.redirect_stdout(out):
         module.main()
-    lines = [line.split() for line in out.getvalue().splitlines()[1:]]
+    lines = [line.split() for line in out.getvalue().splitlines()]
     return {axis: [[int(rank) for rank in group.split(",")] for group in groups] for axis, *groups in lines}
 
 
@@ -50,9 +50,7 @@ def test_the_figure_of_llama_3():
     """Figure 5 of arXiv:2407.21783: 16 GPUs, two on each axis, in the order tp, cp, pp, dp."""
     groups = shown("--dp 2")
     assert groups["dp"][0] == [0, 4] and groups["pp"][0] == [0, 8]  # by default, pp is the slowest
-    with patch.object(sys, "argv", ["train.py", "--dp", "2", "--order", "tp cp pp dp"]):
-        module = load(TRAIN)
-        ranks = module.group_ranks(module.parse_config())
+    ranks = shown("--dp 2 --order tp-cp-pp-dp")
     assert ranks["tp"] == [[2 * i, 2 * i + 1] for i in (0, 1, 4, 5, 2, 3, 6, 7)]
     for axis, stride in dict(tp=1, cp=2, pp=4, dp=8).items():
         assert sorted(ranks[axis]) == [[r, r + stride] for r in range(16) if not r & stride], axis
@@ -115,3 +113,11 @@ def test_a_rank_has_its_share():
         assert 0 <= full - whole[stage] < 4 * units, "weights are not 1/tp of those of a stage, but for padding"
         assert shard == full / 4, "shards are not 1/(dp cp) of the weights"
         assert sent == (8 * 16 * 32 / 8 if stage == 0 else 0), "messages are not 1/(dp cp tp) of the activations"
+
+
+def test_busiest_expert(file="08_4d/moe.py"):
+    """The log has the root's load: rows of all ranks are counted once, in the layers of all stages."""
+    flags = f"{SMALL} --steps 2 --dtype float64 --experts 8 --top_k 2 --lr 1e-1 --warmup 0"
+    run = launch(file, 8, f"{flags} --dp 1 --cp 2 --tp 2 --pp 2 --ep 2 --microbatches 2")
+    ours, theirs = ([step[3] for step in of.history] for of in (run, launch("07_expert/moe.py", 1, flags)))
+    assert ours == theirs and len(set(theirs)) == 2, f"the root's load is {theirs}, not {ours}"

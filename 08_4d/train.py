@@ -92,7 +92,7 @@ class Config:
     cp: int = 2  # ranks that share every sequence
     tp: int = 2  # ranks that share every block
     pp: int = 2  # ranks that share the layers, as stages of a pipeline
-    order: Literal["tp cp dp pp", "tp cp pp dp"] = "tp cp dp pp"  # of ranks on the mesh, fastest first; Llama 3: second
+    order: Literal["tp-cp-dp-pp", "tp-cp-pp-dp"] = "tp-cp-dp-pp"  # of ranks on the mesh, fastest first; Llama 3: second
     show: bool = False  # print which ranks form a group and leave, without torchrun
 
 
@@ -103,7 +103,7 @@ def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
     ZeRO's axis is dp and cp together, in this order. Replicas are neighbours on tp that hold the same key heads.
     """
     sizes = dict(pp=cfg.pp, dp=cfg.dp, cp=cfg.cp, tp=cfg.tp)
-    slowest_first = " ".join(reversed(cfg.order.split()))
+    slowest_first = " ".join(reversed(cfg.order.split("-")))
     mesh = rearrange(torch.arange(math.prod(sizes.values())), f"({slowest_first}) -> pp dp cp tp", **sizes)
     rows = {
         "tp": rearrange(mesh, "pp dp cp tp -> (pp dp cp) tp"),
@@ -833,12 +833,11 @@ def build_model(cfg: Config) -> Model:
     groups = make_groups(cfg)
     with torch.device("meta"):
         model = Model(cfg, groups)
-    units = [(f"model.layers.{i}.",) for i in model.model.layers]
-    units = [("model.embed_tokens.",)] * (model.stage == 0) + units
-    units += [("model.norm.", "lm_head.")] * (model.stage == model.stages - 1)
+    blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
     initial, dtype = partial(local_tensor, cfg, model.tp), getattr(torch, cfg.dtype)
-    for names in units:
-        model.units.append(make_unit(model, names, initial, model.dp_cp, cfg.device, dtype))
+    for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
+        if any(name.startswith(names) for name, _ in model.named_parameters()):  # of this stage
+            model.units.append(make_unit(model, names, initial, model.dp_cp, cfg.device, dtype))
     if model.stage == 0:
         owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
         model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(owner, 0))  # the last one
@@ -1024,13 +1023,13 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     One formula for every layout: squares divided by the number of ranks that hold the same elements, summed over all
     ranks. Of dp and cp no two hold the same, after ZeRO.
     """
+    shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     held_by = {}  # number of ranks -> gradients that so many ranks hold
     for gradient, ranks in copies(cfg, model):
         held_by.setdefault(ranks, []).append(gradient)
     norm = torch.stack([nn.utils.get_total_norm(parts) ** 2 / ranks for ranks, parts in held_by.items()]).sum()
     dist.all_reduce(norm, group=model.world)  # one element; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
-    shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -1128,7 +1127,6 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
 # -------------------------------------------------------------------------------------------------------------- main
 def show(cfg: Config) -> None:
     """Print which ranks form the groups of each axis."""
-    print(f"{cfg.dp * cfg.cp * cfg.tp * cfg.pp} ranks, order {cfg.order}, fastest first")
     for axis, groups in group_ranks(cfg).items():
         print(f"{axis:>8}  {'  '.join(','.join(map(str, ranks)) for ranks in groups)}")
 
@@ -1161,7 +1159,7 @@ def check(cfg: Config, world: int) -> None:
         least = 0 if may_be_zero else 1
         if isinstance(value, int | float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
-    mesh, each = cfg.dp * cfg.cp * cfg.tp * cfg.pp, cfg.batch // cfg.dp
+    mesh, each, tp = cfg.dp * cfg.cp * cfg.tp * cfg.pp, cfg.batch // cfg.dp, cfg.tp
     tokens = each // cfg.microbatches * cfg.seq // cfg.cp
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     layout = f"--dp {cfg.dp} --cp {cfg.cp} --tp {cfg.tp} --pp {cfg.pp}"
@@ -1173,13 +1171,10 @@ def check(cfg: Config, world: int) -> None:
         (cfg.cp > 1 and cfg.seq % (2 * cfg.cp), f"--seq {cfg.seq}: must be divisible by {2 * cfg.cp}, twice --cp"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (cfg.heads % cfg.tp, f"--heads {cfg.heads}: must be divisible by --tp {cfg.tp}"),
-        (
-            cfg.kv_heads % cfg.tp and cfg.tp % cfg.kv_heads,
-            f"--kv_heads {cfg.kv_heads}: must divide, or be divisible by, --tp {cfg.tp}",
-        ),
-        (cfg.ffn % cfg.tp, f"--ffn {cfg.ffn}: must be divisible by --tp {cfg.tp}"),
-        (tokens % cfg.tp, f"--tp {cfg.tp}: must divide the {tokens} tokens that a rank has of a micro-batch"),
+        (cfg.heads % tp, f"--heads {cfg.heads}: must be divisible by --tp {tp}"),
+        (cfg.kv_heads % tp and tp % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: must divide, or be divisible by, {tp}"),
+        (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by --tp {tp}"),
+        (tokens % tp, f"--tp {tp}: must divide the {tokens} tokens that a rank has of a micro-batch"),
         (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
         (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
         (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
@@ -1203,8 +1198,7 @@ def check(cfg: Config, world: int) -> None:
 def main() -> None:
     cfg = parse_config()
     if cfg.show:
-        show(cfg)
-        return
+        return show(cfg)
     check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
     data = load_data(cfg)
     if cfg.device == "cuda":

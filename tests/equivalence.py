@@ -51,6 +51,7 @@ LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
 ] + [
     "08_4d/train.py",
     "08_4d/checkpoint.py",
+    "08_4d/moe.py",
     "09_kernels/train.py",  # those of its blocks
 ]
 SHORTER = [  # recipes that round more than that in bfloat16, and whose own tests say how much
@@ -68,6 +69,10 @@ def mesh(dp: int, cp: int, tp: int, pp: int) -> str:
 
 
 EIGHT = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(sizes) == 8]  # the 20 ways
+EXPERTS = [  # dp, cp, tp, pp and ep: of all dp cp ranks, of some of them, of one
+    *((2, 1, 2, 2, 2), (1, 2, 2, 2, 2), (2, 2, 2, 1, 2), (2, 2, 1, 2, 4), (4, 2, 1, 1, 4)),
+    *((8, 1, 1, 1, 8), (1, 8, 1, 1, 2), (4, 1, 1, 2, 2), (1, 2, 4, 1, 2), (1, 1, 4, 2, 1)),
+]
 # Recipe, number of ranks, flags of its own; more layers where 8 stages need them.
 CASES = [
     ("01_single_gpu/train.py", 1, "--compile"),
@@ -278,10 +283,16 @@ CASES = [
     ("07_expert/symmetric_memory.py", 4, "--edp 2"),
     ("07_expert/symmetric_memory.py", 8, "--batch 16 --top_k 1 --slots 8"),
     *(("08_4d/train.py", 8, mesh(*sizes)) for sizes in EIGHT),
+    ("08_4d/train.py", 8, f"{mesh(2, 1, 2, 2)} --order tp-cp-pp-dp"),
     ("08_4d/train.py", 16, mesh(2, 2, 2, 2)),
     ("08_4d/train.py", 12, f"{mesh(3, 2, 2, 1)} --batch 12 --microbatches 4"),  # units of which 6 shards need padding
     *(("08_4d/train.py", 2, mesh(*sizes)) for sizes in ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2))),
     ("08_4d/checkpoint.py", 4, mesh(2, 1, 2, 1)),
+    *(("08_4d/moe.py", 8, f"{mesh(*sizes)} --ep {ep}") for *sizes, ep in EXPERTS),
+    ("08_4d/moe.py", 8, f"{mesh(2, 1, 2, 2)} --ep 2 --top_k 8"),
+    ("08_4d/moe.py", 12, f"{mesh(3, 2, 2, 1)} --batch 12 --microbatches 4 --ep 2"),
+    ("08_4d/moe.py", 16, f"{mesh(2, 2, 2, 2)} --ep 2"),
+    *(("08_4d/moe.py", 2, f"{mesh(*sizes)} --ep {ep}") for *sizes, ep in ((2, 1, 1, 1, 2), (1, 1, 2, 1, 1))),
     ("09_kernels/train.py", 1, ""),
     ("09_kernels/train.py", 1, "--kv_heads 6 --vocab 259"),
     ("10_mixed_precision/bf16.py", 1, "--microbatches 1"),
@@ -350,6 +361,8 @@ HARDEST = {  # of its cases the one that proves a recipe, when there is time for
     "07_expert/symmetric_memory.py": (4, "--edp 2"),
     "08_4d/train.py": (8, mesh(2, 1, 2, 2)),
     "08_4d/checkpoint.py": (4, mesh(2, 1, 2, 1)),
+    # every token goes to all experts: where scores are close, bfloat16 may choose others than the root
+    "08_4d/moe.py": (8, f"{mesh(2, 1, 2, 2)} --ep 2 --top_k 8"),
     KERNELS: (1, ""),
     "10_mixed_precision/bf16.py": (1, "--microbatches 3"),
     "10_mixed_precision/fp16_loss_scaling.py": (1, "--microbatches 3"),

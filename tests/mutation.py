@@ -13,6 +13,7 @@ import importlib.util
 import io
 import json
 import multiprocessing
+import shutil
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from launch import ROOT, RankFailed, Run, isolated, launch, load, once, run_fold
 RESULTS = ROOT / "tests" / "results" / "bugs.json"
 RACES = "waited for", "let go", "does not wait", "changed while"  # what tests/streams.py says of them
 CURVE = "--steps 20 --lr 3e-3 --warmup 5"  # of AdamW, with the default clip: 1
+CHECKPOINT = "08_4d/checkpoint.py"
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,15 @@ def without_bug(recipe: str, world: int, flags: str) -> Run:
     return launch(recipe, world, flags, equivalence.unfused_attention if "--compile" in flags else None)
 
 
+def resumed(file: str, world: int, flags: str, probe=None, timeout: float = 60) -> Run:
+    """A run that ends after 10 of 20 steps, and goes on from the checkpoint that it has written there."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags += f" --checkpoint {folder} --every 10 --keep 9"
+        launch(file, world, flags, probe, timeout)
+        shutil.rmtree(f"{folder}/step-20")
+        return launch(file, world, flags, probe, timeout)
+
+
 def error_of_kernel(file: str) -> float:
     """The largest error, in float32, of the outputs and gradients that a file of kernels checks.
 
@@ -137,8 +148,9 @@ def measured(bug: Bug) -> dict[str, object]:
     """What the bug does: relative error of the worst tensor's gradient, largest relative difference of the loss curve.
 
     Both against the recipe without it. Of DiLoCo, which has no gradient of the whole batch, the gradient is the change
-    of the weights. "end" says what happens instead where nothing can be measured. In float64; what mixed precision does
-    wrong shows in 16 bits alone, and rounding by chance is no error of a gradient, so that this one is of 32 bits.
+    of the weights; of checkpoints, that of a whole run, which is resumed. "end" says what happens instead where nothing
+    can be measured. In float64; what mixed precision does wrong shows in 16 bits alone, and rounding by chance is no
+    error of a gradient, so that this one is of 32 bits.
     """
     if "def train_step" not in (ROOT / bug.recipe).read_text():
         return measured_kernel(bug)
@@ -151,6 +163,9 @@ def measured(bug: Bug) -> dict[str, object]:
     dtype, gradient = (half, equivalence.LOW_GRADIENT) if low else ("float64", equivalence.GRADIENT)
     if bug.recipe == "10_mixed_precision/stochastic_rounding.py":
         gradient += " --dtype float32"
+    run = launch
+    if bug.recipe == CHECKPOINT:
+        gradient, run = CURVE, resumed
     common = f"{equivalence.SHAPE} --device cpu --dtype {dtype} --data {equivalence.documents()} --init {init}"
     theirs = {
         key: without_bug(bug.recipe, bug.world, f"{common} {mode} {flags}")
@@ -159,10 +174,11 @@ def measured(bug: Bug) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         file = mutate(bug, Path(folder))
         try:
-            ours = launch(file, bug.world, f"{common} {gradient} {flags}", probe_of(bug), timeout=60)
+            ours = run(file, bug.world, f"{common} {gradient} {flags}", probe_of(bug), timeout=60)
             errors = compare.relative_errors(ours.weights, theirs["gradient"].weights, compare.read(init)[0])
             entry["gradient"] = compare.worst(errors)[1]
-            ours = launch(file, bug.world, f"{common} {CURVE} {flags}", probe_of(bug), timeout=60)
+            if gradient != CURVE:
+                ours = run(file, bug.world, f"{common} {CURVE} {flags}", probe_of(bug), timeout=60)
             pairs = zip(ours.history, theirs["loss"].history, strict=True)
             entry["loss"] = max(abs(mine[0] / right[0] - 1) for mine, right in pairs)
         except TimeoutError:

@@ -4,8 +4,11 @@ Several were shipped by others. Losses under AdamW show none of those that only 
 equivalence.py compares gradients.
 """
 
+import os
 import re
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import contract
 import equivalence
@@ -32,6 +35,7 @@ ON_GPUS = {"09_kernels/flash_attention_gluon.py"}  # has no interpreter: its che
 BF16_TESTS, FP16_TESTS = "10_mixed_precision/test_bf16.py", "10_mixed_precision/test_fp16.py"
 MIXED_TESTS = "10_mixed_precision/test_fp8.py"
 STOCHASTIC_TESTS = "10_mixed_precision/test_stochastic_rounding.py"
+CHECKPOINT_TESTS = "08_4d/test_checkpoint.py"
 EXPERT_TESTS, OVERLAP_TESTS = "07_expert/test_expert.py", "07_expert/test_overlap.py"
 pytestmark = pytest.mark.thorough
 
@@ -52,6 +56,21 @@ def in_flight(bug: Bug, file: str) -> None:
     """Two gradients, and the one that is being sent, are in memory at a time."""
     flags = f"{contract.SMALL} --microbatches 8 --steps 1"
     assert launch(file, 4, flags, probe=probes.gradients_in_flight).probes == [0, 3, 3, 3], "gradients are held"
+
+
+def checkpoints(test: str) -> Callable[[Bug, str], None]:
+    """A test of checkpoints that writes into a folder, of the recipe with the bug."""
+
+    def check(bug: Bug, file: str) -> None:
+        module = load(CHECKPOINT_TESTS)
+        module.CHECKPOINT = file
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                getattr(module, test)(Path(folder))
+            except AssertionError:
+                raise AssertionError(f"there are {sorted(os.listdir(folder))}") from None
+
+    return check
 
 
 SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what it must say
@@ -222,6 +241,13 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
         lambda bug, file: load(STEP_TESTS).test_dtypes_side_by_side(file),
         "the norm is another|differs from torch's",
     ),
+    "resumed": (
+        lambda bug, file: load(CHECKPOINT_TESTS).check_resumed(bug.world, bug.flags, file),
+        "is off by|differ",
+    ),
+    "load on a mesh": (lambda bug, file: load("08_4d/test_mesh.py").test_busiest_expert(file), "the root's load is"),
+    "half written": (checkpoints("test_what_went_wrong_is_said"), r"there are \['step-1'"),
+    "newest checkpoints": (checkpoints("test_only_the_newest_are_kept"), r"there are \['step-1', 'step-2'\]"),
     "tiles": (lambda bug, file: load(MATMUL_TESTS).test_tiles_are_shared_by_programs(file), "the error is"),
     "copies": (lambda bug, file: load(MATMUL_TESTS).test_operands_are_not_copied(file), "operands were copied"),
     "linear": (lambda bug, file: load(MATMUL_TESTS).test_linear(file), "nobody needs|NoneType"),
