@@ -4,15 +4,17 @@ Every --every steps each rank copies its share of weights and moments to the CPU
 goes on, by torch.distributed.checkpoint: a safetensors file per rank, in which each tensor is a rectangle of a full
 one, known by name and offset. A rank that resumes reads what overlaps with its own shards, whoever wrote it. Files go
 into a folder step-N.writing, renamed to step-N when all ranks have written: what a kill interrupts does not count. The
-batch follows from the step, so a run that is started again, by hand or by torchrun --max_restarts, goes on from the
-newest checkpoint with the batch that would have been next. Per checkpoint 12Ψ bytes: fp32 weights and two moments.
-Nothing is unpickled: of torch's default format, --checkpoint would be trusted to run code on every rank (.metadata).
+batch follows from the step, so a run that is started again, by hand or by torchrun, goes on from the newest checkpoint
+with the batch that would have been next. Per checkpoint 12Ψ bytes: fp32 weights and two moments. Nothing is unpickled;
+torch's default format has a pickle in it (.metadata), which may run any code on every rank that reads it. The variable
+below: else torchrun keeps the addresses of ranks that have died, and new ones look for them (pytorch issue 167288).
 
 Parent:   08_4d/train.py
 Lesson:   Config, SaveSlices, LoadSlices, place, snapshot, whole, write_files, write, resume, train
 Plumbing: check
 Copy:     SaveSlices, LoadSlices, place, snapshot, whole, write_files, write, resume (train shows their calls)
-Run:      torchrun --nproc_per_node 8 --max_restarts 3 08_4d/checkpoint.py --checkpoint checkpoints --every 5
+Run:      torchrun --nproc_per_node 8 08_4d/checkpoint.py --checkpoint checkpoints
+          (and restarts by itself after a kill with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and torchrun's --max_restarts)
 Source:   torch.distributed.checkpoint, in PyTorch; Wan et al. 2024, ByteCheckpoint, arXiv:2407.20143
 """
 

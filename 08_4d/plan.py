@@ -284,7 +284,8 @@ def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
     flops = 2 * n * cfg.seq * d / cfg.tp * (1 + 400 / chunk)
     attention = [flops * times / rate for times, rate in zip((1, 2.5), ATTENTION[128 if d // cfg.heads > 64 else 64])]
     elementwise = 2 * n * (36 * d + 8 * f) / cfg.tp / MEMORY_RATE[cfg.gpu]
-    copies = 4 * matrices(cfg) * (cfg.tp > 1) / MEMORY_RATE[cfg.gpu]  # of weights, put together for one matmul
+    # sequence_parallel.py puts weights together for one matmul; train.py reads them where they are
+    copies = 4 * matrices(cfg) * (cfg.tp > 1 and by.cast > 0) / MEMORY_RATE[cfg.gpu]
     forward = (linear + attention[0] + elementwise / 3 + copies) / by.speed
     backward = (2 * linear + attention[1] + elementwise * 2 / 3) / by.speed
     once = WAITING * ring(cfg, by, 2 * n * d, cfg.tp, 1)

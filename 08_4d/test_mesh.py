@@ -24,10 +24,16 @@ def test_equals_root(recipe, world, flags):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("when", ["late", "at once"])
-@pytest.mark.parametrize("sizes", [(1, 2, 2, 1), (2, 1, 1, 2), (2, 1, 2, 1)])
-def test_whenever_streams_get_to_it(sizes, when):
+@pytest.mark.parametrize(
+    "recipe, flags",
+    [
+        *((TRAIN, equivalence.mesh(*sizes)) for sizes in ((1, 2, 2, 1), (2, 1, 1, 2), (2, 1, 2, 1))),
+        ("08_4d/moe.py", f"{equivalence.mesh(2, 1, 1, 2)} --ep 2"),
+    ],
+)
+def test_whenever_streams_get_to_it(recipe, flags, when):
     """Weights are gathered, gradients reduced and keys passed on as early as they may be, or as late."""
-    equivalence.check(TRAIN, 4, equivalence.mesh(*sizes), probe=streams(when))
+    equivalence.check(recipe, 4, flags, probe=streams(when))
 
 
 @pytest.mark.thorough

@@ -148,10 +148,11 @@ class Canvas:
         """Write a text in the middle of a box."""
         self.text(box.x + box.w / 2, box.y + box.h / 2 + 0.35 * size, (text, role), size=size, anchor="middle")
 
-    def line(self, *points: tuple[float, float], role: str = "rule", arrow: bool = False) -> None:
-        """Draw a line through the points, on request with a head at its end."""
+    def line(self, *points: tuple[float, float], role: str = "rule", arrow: bool = False, width: float = 0) -> None:
+        """Draw a line through the points, on request with a head at its end, or thicker or thinner than others."""
         path = "M" + "L".join(f"{short(x)} {short(y)}" for x, y in points)
-        self.parts.append(f'<path class="{role} line" d="{path}"/>')
+        style = f' style="stroke-width:{width:g}"' if width else ""
+        self.parts.append(f'<path class="{role} line" d="{path}"{style}/>')
         if arrow:
             (x0, y0), (x, y) = points[-2:]
             dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)  # lines are horizontal or vertical
@@ -176,6 +177,11 @@ class Canvas:
     def bars(self, spans: list[tuple[float, float]], y: float, height: float, role: str) -> None:
         """Fill a bar from x to x for each span, all in one path."""
         path = "".join(f"M{short(a)} {short(y)}h{short(b - a, 3)}v{height:g}h{short(a - b, 3)}z" for a, b in spans)
+        self.parts.append(f'<path class="{role}" d="{path}"/>')
+
+    def cells(self, boxes: list[Box], role: str) -> None:
+        """Fill rectangles, all in one path."""
+        path = "".join(f"M{short(x)} {short(y)}h{short(w)}v{short(h)}h{short(-w)}z" for x, y, w, h in boxes)
         self.parts.append(f'<path class="{role}" d="{path}"/>')
 
     def svg(self, height: float) -> str:
@@ -658,6 +664,168 @@ def draw_tokens() -> str:
     return canvas.svg(y + 18)
 
 
+# --------------------------------------------------------------------------------------------------------------- mesh
+MESH, HOST = "08_4d/train.py", 8  # ranks of a host
+MESHES = {"tp-cp-dp-pp": "the default", "tp-cp-pp-dp": "as in Llama 3"}  # in figure 5 of arXiv:2407.21783
+
+
+class Travel(NamedTuple):
+    """What the ranks of a group send each other: how often in forward, what else in backward, and how often."""
+
+    name: str
+    role: str  # the folder in which the repository introduces it
+    width: float  # of its line
+    what: str
+    forward: int
+    per: str
+    back: str
+    backward: int
+
+
+TRAVELS = {
+    "tp": Travel("tp", "folder04", 7, "activations", 4, "block and micro-batch", "also gradients", 6),
+    "cp": Travel("cp", "folder05", 4, "keys and values", 1, "block and micro-batch", "also gradients", 2),
+    "dp_cp": Travel("dp × cp", "folder03", 2.5, "weights", 1, "step", "gradients", 1),
+    "pp": Travel("pp", "folder06", 1.5, "activations", 1, "micro-batch", "gradients", 1),
+}
+
+
+class Share(NamedTuple):
+    """What a rank has: its layers, one part of all parts of each matrix, one of the batch, and its tokens."""
+
+    layers: list[int]
+    matrices: int
+    batch: int
+    tokens: list[int]
+
+
+def mesh(order: str) -> tuple[Any, dict[str, list[list[int]]], list[Share]]:
+    """Two on each axis: the config, the groups by the recipe's `group_ranks`, and what each rank has."""
+    module = load(MESH)
+    cfg = module.Config(dp=2, cp=2, tp=2, pp=2, order=order, device="cpu")
+    groups = module.group_ranks(cfg)
+
+    def place(rank: int, axis: str) -> int:
+        (group,) = [group for group in groups[axis] if rank in group]
+        return group.index(rank)
+
+    layers = [list(stage) for stage in module.split_layers(cfg, cfg.pp)]
+    tokens = [module.shard(cfg, Member(place, cfg.cp)).tolist() for place in range(cfg.cp)]
+    shares = [
+        Share(layers[place(rank, "pp")], place(rank, "tp"), place(rank, "dp"), tokens[place(rank, "cp")])
+        for rank in range(cfg.dp * cfg.cp * cfg.tp * cfg.pp)
+    ]
+    return cfg, groups, shares
+
+
+def draw_share(canvas: Canvas, x: float, y: float, side: float, cfg: Any, share: Share, colors: dict[int, str]) -> None:
+    """Two grids: the model, layers x parts of the matrices, and the tokens, parts of the batch x of the sequences.
+
+    What the rank has is filled, its layers in their colors.
+    """
+    found = {"plain": []}
+    for layer in range(cfg.layers):
+        for part in range(cfg.tp):
+            role = colors[layer] if layer in share.layers and part == share.matrices else "plain"
+            cell = Box(x + 2 * part * side, y + layer * side, 2 * side - 1, side - 1)
+            found.setdefault(role, []).append(cell)
+    parts, height = 2 * cfg.cp, cfg.layers * side / cfg.dp
+    for batch in range(cfg.dp):
+        for part in range(parts):
+            has = batch == share.batch and part * cfg.seq // parts in share.tokens
+            left = x + (2 * cfg.tp + 1.5 + 1.5 * part) * side
+            found.setdefault("rank2" if has else "plain", []).append(
+                Box(left, y + batch * height, 1.5 * side - 1, height - 1)
+            )
+    for role, cells in found.items():
+        canvas.cells(cells, role)
+
+
+def draw_links(canvas: Canvas, cards: list[Box], groups: dict[str, list[list[int]]]) -> None:
+    """The lines of rank 0's groups: neighbours side by side, a bus above for those in its row, below for others."""
+    level = cards[0].y - 18
+    for axis, travel in TRAVELS.items():
+        (group,) = [group for group in groups[axis] if 0 in group]
+        own, style = [cards[rank] for rank in group], dict(role=travel.role, width=travel.width)
+        name = travel.name, travel.role
+        first, last = own[0], max(own, key=lambda card: card.x)
+        if group == [0, 1]:
+            right, middle = first.x + first.w, first.y + first.h / 2
+            canvas.line((right, middle), (last.x, middle), **style)
+            canvas.text((right + last.x) / 2, middle + 17, name, size=11, anchor="middle")
+        elif {card.y for card in own} == {first.y}:
+            inside = 14 if axis == "cp" else 0  # its line lies below those of others, and between theirs
+            ends = [card.x + card.w / 2 + inside * (1 if card is first else -1) for card in own]
+            canvas.line((min(ends), level), (max(ends), level), **style)
+            for x in ends:
+                canvas.line((x, level - travel.width / 2), (x, first.y), **style)
+            over = cards[group[1] - 1 if axis == "cp" else 3]
+            canvas.text(over.x + over.w / 2, level + 14, name, size=11, anchor="middle")
+            level -= 18
+        else:
+            ends = {card.x + card.w / 2 for card in own}
+            bus = (first.y + first.h + max(card.y for card in own)) / 2
+            for card in own:
+                x = card.x + card.w / 2
+                canvas.line((x, card.y + card.h if card.y == first.y else card.y), (x, bus), **style)
+            if len(ends) > 1:
+                canvas.line(*((x + side, bus) for x, side in ((min(ends), -1.25), (max(ends), 1.25))), **style)
+            canvas.text(min(ends) + 8, bus - 5 if len(ends) > 1 else bus + 4, name, size=11)
+
+
+def draw_mesh() -> str:
+    """16 ranks on two hosts in both orders: what each has, the groups of rank 0, and what travels in them how often."""
+    left, width, card_w, card_h, gap, pad, corridor, above = 14, 640, 57, 60, 16, 10, 36, 46
+    host_w, host_h = 4 * card_w + 3 * gap + 2 * pad, above + 2 * card_h + corridor + pad
+    canvas = Canvas("The mesh: what each of 16 ranks has, and with whom it talks", width)
+    canvas.text(left, 26, ("The mesh: what each of 16 ranks has, and with whom it talks", "ink"), size=15)
+    canvas.text(left, 46, (f"{MESH} --dp 2 --cp 2 --tp 2 --pp 2 on two hosts of {HOST} ranks", "muted"))
+    cfg, _, shares = mesh(next(iter(MESHES)))
+    stages = sorted({tuple(share.layers) for share in shares})
+    colors = {layer: f"rank{stage}" for stage, layers in enumerate(stages) for layer in layers}
+    draw_share(canvas, left, 64, 9, cfg, shares[0], colors)
+    notes = {78: "Left: the model. A row is a layer, a column 1/tp of its matrices."}
+    notes |= {95: "Right: the tokens. A row is 1/dp of the batch,", 112: f"a column 1/{2 * cfg.cp} of each sequence."}
+    for y, note in notes.items():
+        canvas.text(124, y, (note, "ink"))
+    entries = [(f"rank{stage}", f"layers of stage {stage}") for stage in range(cfg.pp)]
+    legend(canvas, 124, 133, [*entries, ("rank2", "tokens")])
+    y = 172
+    for order, whose in MESHES.items():
+        cfg, groups, shares = mesh(order)
+        between = [axis for axis in order.split("-") if any(len({r // HOST for r in g}) > 1 for g in groups[axis])]
+        crossing = f"  {whose}: {' and '.join(between)} between hosts"
+        canvas.text(left, y, (f"--order {order}", "ink"), (crossing, "muted"), size=13)
+        y += 24
+        cards = []
+        for host in range(len(shares) // HOST):
+            x = left + host * (width - 2 * left - host_w)
+            canvas.text(x, y, (f"host {host}", "muted"))
+            canvas.box(Box(x, y + 7, host_w, host_h), "plain", radius=8)
+            for rank in range(host * HOST, (host + 1) * HOST):
+                row, column = divmod(rank % HOST, 4)
+                corner = x + pad + column * (card_w + gap), y + 7 + above + row * (card_h + corridor)
+                cards.append(Box(*corner, card_w, card_h))
+                canvas.box(cards[-1], GROUND, radius=5)
+                canvas.text(corner[0] + 6, corner[1] + 15, (str(rank), "ink"))
+                draw_share(canvas, corner[0] + 6, corner[1] + 22, 4, cfg, shares[rank], colors)
+        draw_links(canvas, cards, groups)
+        y += 7 + host_h + 32
+    canvas.text(left, y, ("What the lines carry, which are the groups of rank 0", "ink"), size=13)
+    y += 20
+    times = {1: "once", 2: "twice"}
+    for x, phase in (112, "in forward"), (460, "in backward"):
+        canvas.text(x, y, (phase, "muted"))
+    for travel in TRAVELS.values():
+        y += 20
+        canvas.line((left, y - 4), (left + 28, y - 4), role=travel.role, width=travel.width)
+        canvas.text(left + 38, y, (travel.name, travel.role))
+        often, again = (times.get(n, f"{n} times") for n in (travel.forward, travel.backward))
+        canvas.text(112, y, (f"{travel.what}, {often} per {travel.per}", "ink"))
+        canvas.text(460, y, (f"{travel.back}, {again}", "ink"))
+    return canvas.svg(y + 18)
+
+
 # ------------------------------------------------------------------------------------------------------------ balance
 BALANCE = ROOT / "tests" / "results" / "balance.json"
 BALANCED = {
@@ -1105,6 +1273,7 @@ PICTURES = {
     "05_context_ring/steps.svg": draw_steps,
     "05_context_ring/tokens.svg": draw_tokens,
     "07_expert/balance.svg": draw_balance,
+    "08_4d/mesh.svg": draw_mesh,
     "09_kernels/addresses.svg": draw_addresses,
     "09_kernels/tiles.svg": draw_tiles,
     "09_kernels/roofline.svg": draw_roofline,

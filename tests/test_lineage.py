@@ -154,6 +154,14 @@ def difference(parent: str, child: str) -> tuple[int, int]:
     return int(counts[0]), int(counts[1])
 
 
+def statements(text: str) -> list[str]:
+    """The lines of code of a definition; of a class without its methods, which is no code, the lines but comments."""
+    try:
+        return code(textwrap.dedent(text)).splitlines()
+    except SyntaxError:
+        return [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
+
+
 def shared(path: str) -> float:
     """The share of a recipe's lines of code that stand to the letter in the same definition, or import, of a parent."""
     ours, theirs = FAMILY[path].definitions, [FAMILY[parent] for parent in parents(FAMILY[path])]
@@ -161,8 +169,8 @@ def shared(path: str) -> float:
     imported = {line for parent in theirs for line in code(parent.source).splitlines()}
     lines, same = len(imports), sum(line in imported for line in imports)
     for name, text in ours.items():
-        own = code(textwrap.dedent(text)).splitlines()
-        known = [code(textwrap.dedent(of.definitions[name])).splitlines() for of in theirs if name in of.definitions]
+        own = statements(text)
+        known = [statements(of.definitions[name]) for of in theirs if name in of.definitions]
         lines, same = lines + len(own), same + sum(any(line in of for of in known) for line in own)
     return same / lines
 
