@@ -666,6 +666,7 @@ def draw_tokens() -> str:
 
 # --------------------------------------------------------------------------------------------------------------- mesh
 MESH, HOST = "08_4d/train.py", 8  # ranks of a host
+STAGE, TOKEN = ("forward", "other"), "sum4"  # roles of what a rank has: layers by their stage, and tokens
 MESHES = {"tp-cp-dp-pp": "the default", "tp-cp-pp-dp": "as in Llama 3"}  # in figure 5 of arXiv:2407.21783
 
 
@@ -734,9 +735,8 @@ def draw_share(canvas: Canvas, x: float, y: float, side: float, cfg: Any, share:
         for part in range(parts):
             has = batch == share.batch and part * cfg.seq // parts in share.tokens
             left = x + (2 * cfg.tp + 1.5 + 1.5 * part) * side
-            found.setdefault("rank2" if has else "plain", []).append(
-                Box(left, y + batch * height, 1.5 * side - 1, height - 1)
-            )
+            cell = Box(left, y + batch * height, 1.5 * side - 1, height - 1)
+            found.setdefault(TOKEN if has else "plain", []).append(cell)
     for role, cells in found.items():
         canvas.cells(cells, role)
 
@@ -782,14 +782,14 @@ def draw_mesh() -> str:
     canvas.text(left, 46, (f"{MESH} --dp 2 --cp 2 --tp 2 --pp 2 on two hosts of {HOST} ranks", "muted"))
     cfg, _, shares = mesh(next(iter(MESHES)))
     stages = sorted({tuple(share.layers) for share in shares})
-    colors = {layer: f"rank{stage}" for stage, layers in enumerate(stages) for layer in layers}
+    colors = {layer: role for role, layers in zip(STAGE, stages) for layer in layers}
     draw_share(canvas, left, 64, 9, cfg, shares[0], colors)
     notes = {78: "Left: the model. A row is a layer, a column 1/tp of its matrices."}
     notes |= {95: "Right: the tokens. A row is 1/dp of the batch,", 112: f"a column 1/{2 * cfg.cp} of each sequence."}
     for y, note in notes.items():
         canvas.text(124, y, (note, "ink"))
-    entries = [(f"rank{stage}", f"layers of stage {stage}") for stage in range(cfg.pp)]
-    legend(canvas, 124, 133, [*entries, ("rank2", "tokens")])
+    entries = [(role, f"layers of stage {stage}") for stage, role in enumerate(STAGE)]
+    legend(canvas, 124, 133, [*entries, (TOKEN, "tokens")])
     y = 172
     for order, whose in MESHES.items():
         cfg, groups, shares = mesh(order)
@@ -811,7 +811,7 @@ def draw_mesh() -> str:
                 draw_share(canvas, corner[0] + 6, corner[1] + 22, 4, cfg, shares[rank], colors)
         draw_links(canvas, cards, groups)
         y += 7 + host_h + 32
-    canvas.text(left, y, ("What the lines carry, which are the groups of rank 0", "ink"), size=13)
+    canvas.text(left, y, ("Lines are the groups of rank 0. They carry", "ink"), size=13)
     y += 20
     times = {1: "once", 2: "twice"}
     for x, phase in (112, "in forward"), (460, "in backward"):

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -393,6 +393,138 @@ def test_steps_show_the_scores():
             assert [text for text, a, b in texts if x < a < x + w and y < b < y + 24] == [str(count)] * bool(count)
             assert f"rank {rank}" in [text for text, a, b in texts if a < zero and y < b < y + 24]
     assert units == pytest.approx(units[:1] * 3, abs=0.01) and not cells + frames
+
+
+# --------------------------------------------------------------------------------------------------------------- mesh
+MESH_SVG = "08_4d/mesh.svg"
+MESH_FLAGS = "--device cpu --steps 1 --batch 4 --microbatches 2 --seq 16 --dp 2 --cp 2 --tp 2 --pp 2"
+
+
+def watched_mesh(module):
+    """A probe: what a rank has, its groups, and how often each is used in forward and in backward.
+
+    tp and cp are counted within blocks, per block and micro-batch, dp x cp per unit, pp per micro-batch.
+    """
+    models, reported, used, inside = [], [], Counter(), Counter()  # inside: 1 in forward or backward of blocks
+    dist, axes = module.dist, ("tp", "cp", "dp_cp", "pp")
+    build_model, run_block, run = module.build_model, module.Block.forward, module.main
+    destroy = dist.destroy_process_group
+
+    def build(cfg):
+        models.append(build_model(cfg))
+        return models[0]
+
+    def block(self, x, *args):
+        x.register_hook(lambda gradient: inside.subtract(["backward"]))
+        inside.update(["forward"])
+        out = run_block(self, x, *args)
+        inside.subtract(["forward"])
+        out.register_hook(lambda gradient: inside.update(["backward"]))
+        return out
+
+    def counts(function, axis, way=None):
+        def wrapper(*args, **kwargs):
+            group = args[0] if isinstance(args[0], dist.ProcessGroup) else kwargs["group"]
+            if group is getattr(models[0], axis):
+                used.update((axis, phase) for phase in ([way] if way else +inside))
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    def transfers(function):
+        def wrapper(model, op, *args):
+            work = function(model, op, *args)
+            used["pp", dict(F="forward", B="backward")[op]] += work is not None
+            return work
+
+        return wrapper
+
+    def report():
+        (model,), blocks = models, len(models[0].model.layers)
+        per = dict(tp=2 * blocks, cp=2 * blocks, dp_cp=len(model.units), pp=2)
+        counted = {axis: [used[axis, way] / per[axis] for way in ("forward", "backward")] for axis in axes}
+        layers, tokens = [int(i) for i in model.model.layers], module.shard(model.cfg, model.cp).tolist()
+        members = {axis: dist.get_process_group_ranks(getattr(model, axis)) for axis in axes}
+        return (layers, model.tp.rank(), model.dp.rank(), tokens), members, counted
+
+    def main():
+        run()
+        reported.append(report())
+        destroy()
+
+    module.build_model, module.Block.forward, module.main = build, block, main
+    dist.destroy_process_group = lambda: None  # the report asks the groups
+    group = dist.ProcessGroup
+    group._allgather_base = counts(group._allgather_base, "tp")
+    group._reduce_scatter_base = counts(group._reduce_scatter_base, "tp")
+    group._allgather_base = counts(group._allgather_base, "dp_cp", "forward")
+    dist.all_to_all_single = counts(dist.all_to_all_single, "cp")
+    dist.all_to_all_single = counts(dist.all_to_all_single, "dp_cp", "backward")
+    module.send = transfers(module.send)
+    return lambda: reported[0]
+
+
+@cache
+def meshed(order: str) -> list[tuple[tuple, dict, dict]]:
+    """What watched_mesh reports, per rank."""
+    return launch(pictures.MESH, 16, f"{MESH_FLAGS} --order {order}", probe=watched_mesh, save=False).probes
+
+
+def drawn_meshes() -> list[tuple[list, dict, list[tuple]]]:
+    """Read back, per order: the cards of the ranks, (x, y, w, h); ends of lines by role; cells, (role, x, y)."""
+    rects, texts = placed(MESH_SVG)
+    cards = [rect for color, *rect in rects if color == "ground"]
+    paths = [(path.get("class"), path.get("d")) for path in elements(MESH_SVG, "path")]
+    meshes = []
+    for i in range(2):
+        own = cards[16 * i : 16 * i + 16]
+        for rank, (x, y, w, h) in enumerate(own):
+            assert [text for text, a, b in texts if x < a < x + w and y < b < y + h] == [str(rank)]
+        top, bottom = own[0][1] - 60, own[-1][1] + 60
+        found, ends, cells = re.compile(r"([\d.]+) ([\d.]+)"), defaultdict(list), []
+        for color, d in paths:
+            points = [(float(x), float(y)) for x, y in found.findall(d)]
+            if top < points[0][1] < bottom:
+                if color.endswith(" line"):
+                    ends[color.removesuffix(" line")] += points
+                else:
+                    cells += [(color, x, y) for x, y in points]
+        meshes.append((own, ends, cells))
+    return meshes
+
+
+@pytest.mark.parametrize("order", ["tp-cp-dp-pp", pytest.param("tp-cp-pp-dp", marks=pytest.mark.thorough)])
+def test_mesh_is_drawn_as_it_is(order):
+    """Real ranks have what their cards show, and lines lead from rank 0 to all members of its groups and no others."""
+    cards, ends, cells = drawn_meshes()[list(pictures.MESHES).index(order)]
+    ran = meshed(order)
+    stages = sorted({tuple(layers) for (layers, *_), _, _ in ran})
+    for rank, (x, y, w, h) in enumerate(cards):
+        (layers, matrices, batch, tokens), _, _ = ran[rank]
+        inside = [(role, a - x, b - y) for role, a, b in cells if x <= a < x + w and y <= b < y + h]
+        columns, rows = (sorted({cell[i] for cell in inside}) for i in (1, 2))
+        assert len(inside) == 8 * 2 + 2 * 4 and len(columns) == 2 + 4 and len(rows) == 8
+        filled = {(columns.index(a), rows.index(b)): role for role, a, b in inside if role != "plain"}
+        wanted = {(matrices, layer): pictures.STAGE[stages.index(tuple(layers))] for layer in layers}
+        wanted |= {(2 + token // 4, 4 * batch): pictures.TOKEN for token in tokens}
+        assert filled == wanted, rank
+    for axis, travel in pictures.TRAVELS.items():
+        touched = {
+            rank
+            for rank, (x, y, w, h) in enumerate(cards)
+            if any(x <= a <= x + w and y <= b <= y + h for a, b in ends[travel.role])
+        }
+        assert touched == set(ran[0][1][axis]), axis
+
+
+def test_mesh_carries_what_the_legend_says():
+    """As often as counted in a step: in blocks for tp and cp, of each unit for dp x cp, between stages for pp."""
+    for rank, ((layers, *_), _, counted) in enumerate(meshed(next(iter(pictures.MESHES)))):
+        for axis, travel in pictures.TRAVELS.items():
+            forward, backward = travel.forward, travel.backward
+            if axis == "pp":  # a stage sends one way
+                forward, backward = (forward, 0) if 0 in layers else (0, backward)
+            assert counted[axis] == [forward, backward], (rank, axis)
 
 
 # ------------------------------------------------------------------------------------------------------------ balance
