@@ -1,18 +1,20 @@
-"""Checkpoints of a 4D training: sharded, written beside it, resumed in any layout on any number of ranks.
+"""Checkpoints of a 4D training: sharded, written while it goes on, resumed in any layout on any number of ranks.
 
 Every --every steps each rank copies its share of weights and moments to the CPU, and a thread writes it while training
 goes on, by torch.distributed.checkpoint: a safetensors file per rank, in which each tensor is a rectangle of a full
 one, known by name and offset. A rank that resumes reads what overlaps with its own shards, whoever wrote it. Files go
 into a folder step-N.writing, renamed to step-N when all ranks have written: what a kill interrupts does not count. The
-batch follows from the step, so a run that is started again, by hand or by torchrun, goes on from the newest checkpoint
-with the batch that would have been next. Per checkpoint 12Ψ bytes: fp32 weights and two moments. Nothing is unpickled;
-torch's default format has a pickle in it (.metadata), which may run any code on every rank that reads it. The variable
-below: else torchrun keeps the addresses of ranks that have died, and new ones look for them (pytorch issue 167288).
+batch follows from the step (if --seed, --data, --batch and --seq are as before), so a run that is started again, by
+hand or by torchrun, goes on from the newest checkpoint with the batch that would have been next. Per checkpoint 12Ψ
+bytes: fp32 weights and two moments. Nothing is unpickled; torch's default format has a pickle in it (.metadata), which
+may run any code on every rank that reads it. Restarts by torchrun itself need the variable below: without it, new ranks
+look for the addresses of dead ones (pytorch issue 167288).
 
 Parent:   08_4d/train.py
-Lesson:   Config, SaveSlices, LoadSlices, place, snapshot, whole, write_files, write, resume, train
+Lesson:   Config, SaveSlices, Writer, sync, LoadSlices, place, snapshot, whole, write_files, write, resume, train
 Plumbing: check
-Copy:     SaveSlices, LoadSlices, place, snapshot, whole, write_files, write, resume (train shows their calls)
+Copy:     SaveSlices, Writer, sync, LoadSlices, place, snapshot, whole, write_files, write, resume (train shows
+          their calls)
 Run:      torchrun --nproc_per_node 8 08_4d/checkpoint.py --checkpoint checkpoints
           (and restarts by itself after a kill with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and torchrun's --max_restarts)
 Source:   torch.distributed.checkpoint, in PyTorch; Wan et al. 2024, ByteCheckpoint, arXiv:2407.20143
@@ -97,7 +99,7 @@ class Config:
     pp: int = 2  # ranks that share the layers, as stages of a pipeline
     order: Literal["tp-cp-dp-pp", "tp-cp-pp-dp"] = "tp-cp-dp-pp"  # of ranks on the mesh, fastest first; Llama 3: second
     checkpoint: str = ""  # write to this folder, which all ranks see; if there are checkpoints, go on from the newest
-    every: int = 5  # steps from one checkpoint to the next
+    every: int = 5  # steps from one checkpoint to the next; the last step has one, too
     keep: int = 2  # the newest so many checkpoints stay
     show: bool = False  # print which ranks form a group and leave, without torchrun
 
@@ -1124,6 +1126,28 @@ class SaveSlices(dcp.DefaultSavePlanner):
         return self.state_dict[index.fqn]
 
 
+class Writer(dcp.HuggingFaceStorageWriter):
+    """Write tensors from where they are: the parent copies all of them first, and training waits while it does."""
+
+    def write_data(self, plan: SavePlan, planner: SaveSlices) -> torch.futures.Future:
+        if plan.items:
+            file = f"{self.path}/rank-{plan.storage_data['shard_index']}.safetensors"
+            offsets = {item.index.fqn: {"saved_offsets": item.index.offset} for item in plan.items}
+            tensors = {name: planner.state_dict[name] for name in offsets}
+            save_file(tensors, file, {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)})
+            sync(file)
+        done = torch.futures.Future()
+        done.set_result([])
+        return done
+
+
+def sync(path: Path | str) -> None:
+    """Wait until a file, or the names in a folder, are on disk: a rename may be there before what it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
 class LoadSlices(dcp.DefaultLoadPlanner):
     """Read into each tensor of a state the rectangle places[name] of a full one, from all stored ones it overlaps."""
 
@@ -1134,7 +1158,10 @@ class LoadSlices(dcp.DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         stored, items = self.metadata.state_dict_metadata, []
         for name, place in self.places.items():
-            items += create_read_items_for_chunk_list(name, stored[name], [place.chunk])
+            parts = create_read_items_for_chunk_list(name, stored[name], [place.chunk]) if name in stored else []
+            if sum(math.prod(part.lengths) for part in parts) < math.prod(place.chunk.sizes):
+                raise ValueError(f"the checkpoint lacks a part of {name}: a file is missing")  # else memory as it was
+            items += parts
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -1159,30 +1186,32 @@ def snapshot(
 ) -> tuple[dict[str, Tensor], dict[str, TensorWriteData]]:
     """Copy this rank's share of weights and moments to the CPU: by name, tensors and the rectangles that they are.
 
-    A unit is put together on its dp·cp ranks, which share out its parameters: of each one rank keeps all that its rank
-    of tp has. A file could not hold several rectangles of one tensor, into which a piece of a shard would fall.
+    A unit is put together on its dp·cp ranks; of each tensor each of them keeps as many rows as the others. A file
+    could not hold the several rectangles into which a piece of a shard falls.
     """
     names, state, places, tp = {p: name for name, p in model.named_parameters()}, {}, {}, model.tp
-    for i, unit in enumerate(model.units):
+    for unit in model.units:
         moments = [optimizer.state[p] for p in (unit.matrices, unit.vectors)]
         shards = {key: torch.cat([of[key] for of in moments]) for key in ("exp_avg", "exp_avg_sq")}
         for kind, shard in {"weight": unit.shard, **shards}.items():
             full = shard.new_empty(len(unit.full))
             # (n-1)/n of the bytes of a unit in fp32 out and in per rank, n = dp·cp; everyone waits
             unit.dp._allgather_base(full, shard).wait()
-            for j, (p, flat) in enumerate(zip(unit.parameters, full.split(unit.sizes))):
+            for p, flat in zip(unit.parameters, full.split(unit.sizes)):
                 copies = tp.size() // placement(names[p], tp.size(), cfg.kv_heads)[1]
-                if unit.dp.rank() == (i + j) % unit.dp.size() and tp.rank() % copies == 0:
-                    name = f"{kind} {names[p]}"
-                    places[name] = place(cfg, tp, names[p], p, range(len(p)))
-                    state[name] = flat.view(p.shape)[: places[name].chunk.sizes[0]].to("cpu", copy=True)
+                if tp.rank() % copies == 0:
+                    name, rank, ranks = f"{kind} {names[p]}", unit.dp.rank(), unit.dp.size()
+                    rows = range(len(p) * rank // ranks, len(p) * (rank + 1) // ranks)
+                    places[name] = place(cfg, tp, names[p], p, rows)
+                    state[name] = flat.view(p.shape)[rows.start :][: places[name].chunk.sizes[0]].to("cpu", copy=True)
     return {name: state[name] for name in state if state[name].numel()}, {n: p for n, p in places.items() if n in state}
 
 
 def whole(cfg: Config) -> list[Path]:
     """Return the folders of all whole checkpoints, the newest last."""
-    folders = [folder for folder in Path(cfg.checkpoint).glob("step-*") if cfg.checkpoint and not folder.suffix]
-    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
+    found = Path(cfg.checkpoint).glob("step-*") if cfg.checkpoint else []
+    steps = {int(number): folder for folder in found if (number := folder.name.removeprefix("step-")).isdecimal()}
+    return [steps[step] for step in sorted(steps)]
 
 
 def write_files(
@@ -1194,10 +1223,13 @@ def write_files(
 ) -> None:
     """Write a snapshot; when all ranks have, give the checkpoint its name and remove the oldest."""
     unfinished = folder.with_suffix(".writing")
-    storage = dcp.HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
+    storage = Writer(str(unfinished), save_distributed=True)
     dcp.save(state, storage_writer=storage, planner=SaveSlices(places), process_group=writers)  # waits for all ranks
     if writers.rank() == 0:
+        for path in (unfinished / "training.json", unfinished):
+            sync(path)
         unfinished.rename(folder)  # at once: a reader finds all of it or nothing
+        sync(folder.parent)  # before an older one is removed
         for old in whole(cfg)[: -cfg.keep]:
             shutil.rmtree(old.rename(old.with_suffix(".removing")))  # half of it is not taken for a checkpoint
 
@@ -1229,12 +1261,16 @@ def resume(
 ) -> list[tuple[float, float, float]]:
     """Read the newest whole checkpoint, if there is one, into weights and moments; return the history of its steps."""
     if cfg.checkpoint and writers.rank() == 0:
-        for folder in [*Path(cfg.checkpoint).glob("step-*.writing"), *Path(cfg.checkpoint).glob("step-*.removing")]:
-            shutil.rmtree(folder)  # what a kill has interrupted
-    dist.barrier(writers)  # nobody writes before it is gone
-    if not (found := whole(cfg)):
+        for folder in [*Path(cfg.checkpoint).glob("step-*.removing"), *Path(cfg.checkpoint).glob("step-*.writing")]:
+            # what a kill has interrupted; renamed first, so that a run which still writes there fails
+            shutil.rmtree(folder.rename(folder.with_suffix(".removing")))
+    found = [str(folder) for folder in whole(cfg)[-1:]] or [""]
+    dist.broadcast_object_list(found, group=writers, group_src=0)  # on NFS, nodes may see an old list of folders
+    if not found[0]:
         return []
-    history = json.loads((found[-1] / "training.json").read_text())["history"]
+    if writers.rank() == 0:
+        print(f"resumed from {found[0]}", flush=True)
+    history = json.loads(Path(found[0], "training.json").read_text())["history"]
     names, state, places, parts = {p: name for name, p in model.named_parameters()}, {}, {}, []
     for unit in model.units:
         moments = {kind: torch.zeros_like(unit.shard) for kind in ("exp_avg", "exp_avg_sq")}
@@ -1252,7 +1288,7 @@ def resume(
             )
         for p in (unit.matrices, unit.vectors):
             optimizer.state[p]["step"] = torch.tensor(float(len(history)), dtype=torch.float32, device=cfg.device)
-    reader = dcp.HuggingFaceStorageReader(str(found[-1]))
+    reader = dcp.HuggingFaceStorageReader(found[0])
     dcp.load(state, storage_reader=reader, planner=LoadSlices(places), process_group=writers)
     for part, read in parts:
         part[: len(read)].copy_(read)
@@ -1266,8 +1302,9 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
     optimizer = make_optimizer(cfg, model)
     writers, thread = dist.new_group(backend="gloo"), ThreadPoolExecutor(1)  # all ranks' threads talk to each other
     history, writing = resume(cfg, model, optimizer, writers), None
-    batch = make_batch(cfg, data, len(history))
-    for step in range(len(history), cfg.steps):
+    first = len(history)
+    batch = make_batch(cfg, data, first)
+    for step in range(first, cfg.steps):
         start = time.perf_counter()
         set_learning_rate(cfg, optimizer, step)
         loss, norm = train_step(cfg, model, optimizer, *batch)
@@ -1276,21 +1313,22 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
-        if cfg.checkpoint and (step + 1) % cfg.every == 0:
+        if cfg.checkpoint and ((step + 1) % cfg.every == 0 or step + 1 == cfg.steps):
             if writing:
                 writing.result()  # the one before; raises what went wrong
             writing = write(cfg, model, optimizer, history, writers, thread)
     if writing:
         writing.result()
-    if history:
-        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if ours := history[first:]:  # of this layout
+        log(cfg, "median", *np.median(ours[min(5, len(ours) // 2) :], axis=0))  # without the slow first steps
     if cfg.save:
         save(cfg, model, history)
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def show(cfg: Config) -> None:
-    """Print which ranks form the groups of each axis."""
+    """Print which ranks form the groups of each axis, if the layout is possible."""
+    check(cfg, cfg.dp * cfg.cp * cfg.tp * cfg.pp)
     for axis, groups in group_ranks(cfg).items():
         print(f"{axis:>8}  {'  '.join(','.join(map(str, ranks)) for ranks in groups)}")
 
@@ -1326,18 +1364,24 @@ def check(cfg: Config, world: int) -> None:
     mesh, each, tp = cfg.dp * cfg.cp * cfg.tp * cfg.pp, cfg.batch // cfg.dp, cfg.tp
     tokens = each // cfg.microbatches * cfg.seq // cfg.cp
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    folder = Path(cfg.checkpoint).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())  # which would hold it
     layout = f"--dp {cfg.dp} --cp {cfg.cp} --tp {cfg.tp} --pp {cfg.pp}"
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node {mesh} {os.path.relpath(__file__)} {layout}"),
         (mesh != world, f"{layout}: {mesh} ranks, must be the number of processes, {world}"),
         (cfg.batch % cfg.dp, f"--batch {cfg.batch}: must be divisible by --dp {cfg.dp}"),
         (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a dp rank"),
-        (Path(cfg.checkpoint).is_file(), f"--checkpoint {cfg.checkpoint}: is a file, must be a folder"),
+        (cfg.checkpoint and not existing.is_dir(), f"--checkpoint {cfg.checkpoint}: {existing} is no folder"),
+        (cfg.checkpoint and not os.access(existing, os.W_OK), f"--checkpoint {cfg.checkpoint}: no folder to write to"),
         (cfg.cp > 1 and cfg.seq % (2 * cfg.cp), f"--seq {cfg.seq}: must be divisible by {2 * cfg.cp}, twice --cp"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.heads % tp, f"--heads {cfg.heads}: must be divisible by --tp {tp}"),
-        (cfg.kv_heads % tp and tp % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: must divide, or be divisible by, {tp}"),
+        (
+            cfg.kv_heads % tp and tp % cfg.kv_heads,
+            f"--kv_heads {cfg.kv_heads}: must divide --tp {tp}, or be a multiple",
+        ),
         (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by --tp {tp}"),
         (tokens % tp, f"--tp {tp}: must divide the {tokens} tokens that a rank has of a micro-batch"),
         (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
@@ -1352,8 +1396,11 @@ def check(cfg: Config, world: int) -> None:
         if wrong:
             raise SystemExit(problem)
     for folder in whole(cfg)[-1:]:
-        stored = json.loads((folder / "training.json").read_text())["config"]
-        for flag in ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "dtype"):
+        try:
+            stored = json.loads((folder / "training.json").read_text())["config"]
+        except (OSError, ValueError):
+            raise SystemExit(f"--checkpoint {cfg.checkpoint}: cannot read {folder}/training.json") from None
+        for flag in ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "theta", "rope_factor", "dtype", "seed"):
             if getattr(cfg, flag) != stored[flag]:
                 raise SystemExit(
                     f"--{flag} {getattr(cfg, flag)}: must be {stored[flag]}, as in the checkpoint {folder}"

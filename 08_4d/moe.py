@@ -1389,7 +1389,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- main
 def show(cfg: Config) -> None:
-    """Print which ranks form the groups of each axis."""
+    """Print which ranks form the groups of each axis, if the layout is possible."""
+    check(cfg, cfg.dp * cfg.cp * cfg.tp * cfg.pp)
     for axis, groups in group_ranks(cfg).items():
         print(f"{axis:>8}  {'  '.join(','.join(map(str, ranks)) for ranks in groups)}")
 

@@ -10,7 +10,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import compare
@@ -170,14 +169,14 @@ def test_what_went_wrong_is_said(tmp_path):
     """A checkpoint that cannot be written ends the run with the reason, and does not count."""
 
     def full_disk(module):
-        original = module.dcp.HuggingFaceStorageWriter.write_data
+        original = module.save_file
 
-        def write_data(self, plan, planner):
+        def save_file(*arguments):
             if module.dist.get_rank() == 1:
                 raise OSError("no space left on device")
-            return original(self, plan, planner)
+            original(*arguments)
 
-        module.dcp.HuggingFaceStorageWriter.write_data = write_data
+        module.save_file = save_file
         return lambda: None
 
     flags = f"{FLAGS} --dp 2 --cp 1 --tp 1 --pp 1 --steps 3 --checkpoint {tmp_path}"
@@ -202,7 +201,10 @@ def test_nothing_is_unpickled(tmp_path):
     assert all(path.suffix in (".safetensors", ".json") for path in (tmp_path / "step-4").iterdir())
 
 
-@pytest.mark.parametrize("flag, stored", [("--layers 4", "3"), ("--dtype float32", "float64"), ("--vocab 300", "259")])
+@pytest.mark.parametrize(
+    "flag, stored",
+    [("--layers 4", "3"), ("--dtype float32", "float64"), ("--vocab 300", "259"), ("--theta 100.0", "500000.0")],
+)
 def test_another_model_is_refused(flag, stored):
     folder, *_ = uninterrupted(*SAVED, 4)
     with pytest.raises(
@@ -211,20 +213,67 @@ def test_another_model_is_refused(flag, stored):
         launch(CHECKPOINT, 1, f"{FLAGS} {OTHERS[2][1]} {flag} --checkpoint {folder}", timeout=30)
 
 
-def killed(victim: int, after: float, saving: bool):
-    """A probe: SIGKILL of one rank, some seconds after its start, or that long after a checkpoint is half written."""
+def refused(flags: str) -> str:
+    """What one process says before it ends, in one line."""
+    with pytest.raises(RankFailed) as failure:
+        launch(CHECKPOINT, 1, f"{FLAGS} {OTHERS[2][1]} {flags}", timeout=30)
+    lines = failure.value.output.splitlines()
+    assert len(lines) == 1, failure.value.output
+    return lines[0]
+
+
+def test_what_cannot_be_a_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7-backup").mkdir()  # is none of ours
+    assert "is no folder" in refused(f"--checkpoint {tmp_path}/file")
+    assert "is no folder" in refused(f"--checkpoint {tmp_path}/file/inside")
+    assert "cannot read" in refused(f"--checkpoint {tmp_path}") and "step-7/training.json" in refused(
+        f"--checkpoint {tmp_path}"
+    )
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_a_missing_file_is_noticed(tmp_path, lost):
+    """Of a checkpoint of four ranks of tp, each has parts that no other has."""
+    folder, *_ = uninterrupted(*SAVED, 4)
+    shutil.copytree(Path(folder, "step-4"), tmp_path / "step-4")
+    sorted((tmp_path / "step-4").glob("*.safetensors"))[lost].unlink()
+    with pytest.raises(RankFailed, match="a file is missing|wrong size|Size mismatch"):
+        launch(CHECKPOINT, 1, f"{FLAGS} {OTHERS[2][1]} --steps 5 --checkpoint {tmp_path}", timeout=60)
+
+
+def test_the_last_step_is_kept(tmp_path):
+    launch(CHECKPOINT, 1, f"{FLAGS} {OTHERS[2][1]} --steps 3 --every 2 --checkpoint {tmp_path}", save=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
+
+
+def killed(victim: int, when: str, after: float):
+    """A probe: SIGKILL of one rank, at some time, before it has written its part of a checkpoint, or after it has.
+
+    after: seconds from the start or, while a checkpoint is being written, the number of the checkpoint.
+    """
+
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def probe(module):
-        folder = Path(module.parse_config().checkpoint)
+        save, calls = module.dcp.save, []
 
-        def wait_and_kill() -> None:
-            while saving and not list(folder.glob("*.writing/*.safetensors")):
-                time.sleep(0.0005)
-            time.sleep(after)
-            os.kill(os.getpid(), signal.SIGKILL)
+        def save_and_die(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == after and when == "before":
+                kill()
+            save(*args, **kwargs)
+            if len(calls) == after:
+                kill()  # all have written; rank 0 has not given the checkpoint its name
 
-        if int(os.environ["RANK"]) == victim:
-            threading.Thread(target=wait_and_kill, daemon=True).start()
+        if int(os.environ["RANK"]) == victim and when == "any time":
+            timer = threading.Timer(after, kill)
+            timer.daemon = True
+            timer.start()
+        elif int(os.environ["RANK"]) == victim:
+            module.dcp.save = save_and_die
         return lambda: None
 
     return probe
@@ -235,19 +284,20 @@ def test_any_rank_may_be_killed_at_any_time():
     """At 20 random moments, half of them while a checkpoint is being written: the end is the same to the bit."""
     world, layout = 4, "--dp 1 --cp 2 --tp 1 --pp 2"
     folder, weights, history = uninterrupted(world, layout, 5)
-    moments, kills, unfinished = random.Random(0), 0, 0
+    moments, kills, unfinished = random.Random(0), [], 0
     for moment in range(20):
+        when = ("any time", "before", "any time", "after")[moment % 4]
+        after = moments.uniform(0.1, 2) if when == "any time" else moments.randrange(1, 6)
         with tempfile.TemporaryDirectory() as ours:
-            flags, saving = f"{FLAGS} {layout} --steps 5 --checkpoint {ours} --keep 9", moment % 2 == 1
-            after = moments.uniform(0, 0.004) if saving else moments.uniform(0.3, 2)
+            flags = f"{FLAGS} {layout} --steps 5 --checkpoint {ours} --keep 9"
             try:
-                run = launch(CHECKPOINT, world, flags, probe=killed(moments.randrange(world), after, saving))
+                run = launch(CHECKPOINT, world, flags, probe=killed(moments.randrange(world), when, after))
             except RankFailed:
-                kills += 1
-                unfinished += bool(list(Path(ours).glob("*.writing")))
+                kills.append(when)
+                unfinished += when == "before" and bool(list(Path(ours).glob("*.writing")))
                 run = launch(CHECKPOINT, world, flags)  # what torchrun --max_restarts does
-            what = f"moment {moment}, {after:.3f} s"
+            what = f"moment {moment}, {when} {after}"
             assert [step[:2] for step in run.history] == history, f"{what}: another history"
             same_bits(run.weights, weights, what)
             same_bits(content(f"{ours}/step-5"), content(f"{folder}/step-5"), what)
-    assert kills >= 15 and unfinished >= 5, f"{kills} kills, {unfinished} during a checkpoint"
+    assert kills.count("before") == kills.count("after") == unfinished == 5 and "any time" in kills, kills

@@ -63,11 +63,17 @@ def test_the_figure_of_llama_3():
     assert sorted(map(sorted, ranks["dp_cp"])) == [[r, r + 2, r + 8, r + 10] for r in (0, 1, 4, 5)]
 
 
+@pytest.mark.parametrize("flags", ["--dp 0", "--tp 3", "--cp 3", "--pp -1", "--batch 9 --dp 2"])
+def test_what_cannot_be_is_not_shown(flags):
+    with pytest.raises(SystemExit, match=r"^--\w+ \S+: must be (at least|divisible by)"):
+        shown(flags)
+
+
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (3, 1, 2, 4), (1, 5, 4, 1), (4, 2, 1, 3)])
 def test_groups(sizes):
     """Each axis divides all ranks into groups whose members differ in their place on it alone, in its order."""
     dp, cp, tp, pp = sizes
-    groups = shown(f"--dp {dp} --cp {cp} --tp {tp} --pp {pp} --kv_heads 2")
+    groups = shown(f"--dp {dp} --cp {cp} --tp {tp} --pp {pp} --kv_heads 2 --batch 48 --seq 160")
     place = {
         t + tp * (c + cp * (d + dp * p)): dict(dp=d, cp=c, tp=t, pp=p)
         for d, c, t, p in itertools.product(range(dp), range(cp), range(tp), range(pp))

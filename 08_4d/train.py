@@ -1,13 +1,14 @@
 """4D parallelism: data, context, tensor and pipeline parallelism on one mesh, with ZeRO over data and context.
 
-Rank = tp + TP·(cp + CP·(dp + DP·pp)): ranks that talk in every layer are neighbours. A rank holds 1/pp of the layers
-and 1/tp of each matrix, computes on 1/dp of the batch and 1/cp of each sequence, and updates 1/(dp·cp) of its weights.
+Its place makes a rank's number: tp + TP·(cp + CP·(dp + DP·pp)), sizes in capitals, so that ranks that talk in every
+layer are neighbours. A rank holds 1/pp of the layers and 1/tp of each matrix, computes on 1/dp of the batch and 1/cp of
+each sequence, and updates 1/(dp·cp) of its weights.
 Four rules make one training of it. (1) Ranks of dp and of cp see different tokens: ZeRO sums gradients over both, once.
 (2) Ranks of tp see the same tokens, but each computes the gradients of what they replicate (norms, shared key heads)
 from its own part of them: these are summed over tp, after ZeRO, on the shards. (3) Losses are divided by the valid
 tokens of the whole batch, so that all sums are plain. (4) The norm is the root of all ranks' squares, each divided by
 the number of ranks that hold the same elements. Per rank: 2Ψ/(tp·pp) bytes of bf16 weights, 16Ψ/(tp·pp·dp·cp) of master
-weights, moments and gradients; with several micro-batches 4Ψ/(tp·pp) of gradient sums.
+weights, moments and reduced gradients; with several micro-batches also 4Ψ/(tp·pp) of gradient sums.
 
 Parent:   03_zero/zero1_overlap.py, 04_tensor_sequence/sequence_parallel.py, 05_context_ring/zigzag.py,
           06_pipeline/1f1b.py
@@ -1126,7 +1127,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- main
 def show(cfg: Config) -> None:
-    """Print which ranks form the groups of each axis."""
+    """Print which ranks form the groups of each axis, if the layout is possible."""
+    check(cfg, cfg.dp * cfg.cp * cfg.tp * cfg.pp)
     for axis, groups in group_ranks(cfg).items():
         print(f"{axis:>8}  {'  '.join(','.join(map(str, ranks)) for ranks in groups)}")
 
@@ -1172,7 +1174,10 @@ def check(cfg: Config, world: int) -> None:
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.heads % tp, f"--heads {cfg.heads}: must be divisible by --tp {tp}"),
-        (cfg.kv_heads % tp and tp % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: must divide, or be divisible by, {tp}"),
+        (
+            cfg.kv_heads % tp and tp % cfg.kv_heads,
+            f"--kv_heads {cfg.kv_heads}: must divide --tp {tp}, or be a multiple",
+        ),
         (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by --tp {tp}"),
         (tokens % tp, f"--tp {tp}: must divide the {tokens} tokens that a rank has of a micro-batch"),
         (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
