@@ -258,15 +258,15 @@ BUGS = [
     Bug(
         "the batch of the last step before the checkpoint comes once more",
         CHECKPOINT,
-        "batch = make_batch(cfg, data, len(history))",
-        "batch = make_batch(cfg, data, max(0, len(history) - 1))",
+        "batch = make_batch(cfg, data, first)",
+        "batch = make_batch(cfg, data, max(0, first - 1))",
         flags=ALONE,
         seen="resumed",
     ),
     Bug(
         "the first batch after resuming is the first one of the training",
         CHECKPOINT,
-        "batch = make_batch(cfg, data, len(history))",
+        "batch = make_batch(cfg, data, first)",
         "batch = make_batch(cfg, data, 0)",
         flags=ALONE,
         seen="resumed",
@@ -275,13 +275,12 @@ BUGS = [
         "the learning rate warms up again after resuming",
         CHECKPOINT,
         (
-            "    for step in range(len(history), cfg.steps):\n"
+            "    for step in range(first, cfg.steps):\n"
             "        start = time.perf_counter()\n"
             "        set_learning_rate(cfg, optimizer, step)\n"
         ),
         (
-            "    first = len(history)\n"
-            "    for step in range(len(history), cfg.steps):\n"
+            "    for step in range(first, cfg.steps):\n"
             "        start = time.perf_counter()\n"
             "        set_learning_rate(cfg, optimizer, step - first)\n"
         ),

@@ -243,7 +243,7 @@ SEES: dict[str, tuple[Callable[[Bug, str], None], str]] = {  # check, and what i
     ),
     "resumed": (
         lambda bug, file: load(CHECKPOINT_TESTS).check_resumed(bug.world, bug.flags, file),
-        "is off by|differ",
+        "is off by|differ|lacks a part",
     ),
     "load on a mesh": (lambda bug, file: load("08_4d/test_mesh.py").test_busiest_expert(file), "the root's load is"),
     "half written": (checkpoints("test_what_went_wrong_is_said"), r"there are \['step-1'"),
