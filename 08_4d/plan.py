@@ -453,7 +453,10 @@ def cells() -> list[tuple[Plan, int, Plan, int, str, float, float]]:
 
 def playbook() -> str:
     """The playbook's best configurations beside ours: dp tp pp micro-batches ZeRO. Gain: ours over its, predicted."""
-    lines = [f"nodes model {'the book':21}| {'ours':19}| tokens/s/GPU, predicted {'':7}|  GB, predicted | gain"]
+    head = " dp tp pp   m"
+    lines = [
+        f"nodes model {head + ', book':21}| {head + ', ours':19}| tokens/s/GPU, predicted {'':7}|  GB, predicted | gain"
+    ]
     rows, same, cut, near = cells(), 0, 0, 0
     for ours, our_zero, book, zero, name, gb, measured in rows:
         a, b = ((c.dp, c.tp, c.pp, c.microbatches, z) for c, z in ((book.cfg, zero), (ours.cfg, our_zero)))
@@ -532,8 +535,8 @@ def reason(rows: list[Plan]) -> str:
         if any(getattr(row.cfg, axis) != getattr(best.cfg, axis) for axis in AXES):
             more = {kind: 1e3 * (seconds - parts[kind]) for kind, seconds in asdict(row.step).items()}
             worse, better = max(more, key=more.get), min(more, key=more.get)
-            text += f" Next: {shape(row.cfg)}, {row.step.total() / total - 1:.1%} slower: loses {more[worse]:,.0f}"
-            gain = f", and {-more[better]:,.0f} less to {names[better]}" * (more[better] < -0.5)
+            text += f" Next: {shape(row.cfg)}, {row.step.total() / total - 1:.1%} slower: loses {more[worse]:,.3g}"
+            gain = f", and {-more[better]:,.3g} less to {names[better]}" * (more[better] < -0.5)
             return f"{text} ms more to {names[worse]}{gain}."
     return text
 
@@ -644,9 +647,11 @@ def main() -> None:
         print(text)
         return draw(rows, cfg.draw, draw_scale, 1) if cfg.draw else None
     rows, steps = plans(cfg, Trainer())
-    print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}s, {cfg.batch} sequences of {cfg.seq} tokens: {steps}")
+    print(f"{cfg.preset}, {cfg.gpus} x {cfg.gpu}, {cfg.batch} sequences of {cfg.seq} tokens: {steps}")
     if not rows:
-        raise SystemExit(f"--gpus {cfg.gpus}: no layout fits and makes --batch {cfg.batch}, more of them may")
+        raise SystemExit(
+            f"--gpus {cfg.gpus}: no layout of this model has the sizes asked for, fits and makes the batch"
+        )
     print(table(rows[: cfg.top]), reason(rows), command(rows[0].cfg), sep="\n")
     if cfg.draw:
         draw(rows, cfg.draw, draw_plans, 2)
