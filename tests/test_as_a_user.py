@@ -22,8 +22,9 @@ def command(recipe: str) -> list[str]:
     """The header's command, on at most two ranks."""
     (run,) = FAMILY[recipe].header["Run"][:1]
     words = re.sub(r"(--nproc_per_node|--num_processes) \d+", r"\1 2", run).split()
-    shard = ["--shard", "2"] if recipe.endswith("hsdp.py") else []
-    return [*words[: words.index(recipe) + 1], *SMALL.split(), *shard]
+    own = {"03_zero/hsdp.py": "--shard 2", "08_4d/moe.py": "--dp 2 --cp 1 --tp 1 --pp 1 --ep 2"}.get(recipe, "")
+    own = "--dp 1 --cp 1 --tp 1 --pp 2" if recipe[:2] == "08" and not own else own  # layouts of two ranks
+    return [*words[: words.index(recipe) + 1], *SMALL.split(), *own.split()]
 
 
 def assert_trained(code: int | None, output: str) -> None:
