@@ -154,7 +154,7 @@ def test_two_nodes(tmp_path):
 @pytest.mark.thorough
 def test_killed_rank(tmp_path):
     """torchrun starts again what a kill has ended: to the bit the weights, losses and norms of a run without it."""
-    flags = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --steps 24"
+    flags = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --steps 60"
     flags += " --dp 1 --cp 1 --tp 1 --pp 2"
     files = f"--checkpoint {tmp_path}/checkpoints --every 1 --save {tmp_path}/weights.safetensors"
     words = ["torchrun", "--nproc_per_node", "2", "--max_restarts", "2", RECIPE, *f"{flags} {files}".split()]
@@ -172,7 +172,7 @@ def test_killed_rank(tmp_path):
         os.kill(victim, signal.SIGKILL)
         wait_for(started_again, torchrun, tmp_path)
         output, steps = finish(torchrun, tmp_path)
-    assert steps.count("step 1") == steps.count("median") == 1 and steps[-2:] == ["step 24", "median"], output
+    assert steps.count("step 1") == steps.count("median") == 1 and steps[-2:] == ["step 60", "median"], output
     uninterrupted = launch(RECIPE, 2, flags)
     weights, history = compare.read(f"{tmp_path}/weights.safetensors")
     assert [row[:2] for row in history] == [row[:2] for row in uninterrupted.history]
