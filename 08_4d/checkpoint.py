@@ -254,7 +254,8 @@ def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, 
 class ColumnParallel(torch.autograd.Function):
     """Tokens of all ranks times weights split by their outputs: x [n/tp, d], weights [f/tp, d] -> each [n, f/tp].
 
-    Weights are bf16 and read where they are: one that is cast or concatenated would be kept by every micro-batch.
+    Weights have the dtype of the matmuls and are read where they are: autograd would keep a copy, cast or concatenated,
+    for each micro-batch in flight.
     """
 
     @staticmethod
@@ -1199,12 +1200,13 @@ def snapshot(
             unit.dp._allgather_base(full, shard).wait()
             for p, flat in zip(unit.parameters, full.split(unit.sizes)):
                 copies = tp.size() // placement(names[p], tp.size(), cfg.kv_heads)[1]
-                if tp.rank() % copies == 0:
-                    name, rank, ranks = f"{kind} {names[p]}", unit.dp.rank(), unit.dp.size()
-                    rows = range(len(p) * rank // ranks, len(p) * (rank + 1) // ranks)
-                    places[name] = place(cfg, tp, names[p], p, rows)
-                    state[name] = flat.view(p.shape)[rows.start :][: places[name].chunk.sizes[0]].to("cpu", copy=True)
-    return {name: state[name] for name in state if state[name].numel()}, {n: p for n, p in places.items() if n in state}
+                rank, ranks = unit.dp.rank(), unit.dp.size()
+                rows = range(len(p) * rank // ranks, len(p) * (rank + 1) // ranks)
+                where, name = place(cfg, tp, names[p], p, rows), f"{kind} {names[p]}"
+                if tp.rank() % copies == 0 and where.chunk.sizes[0]:  # written once, and no row of the padding
+                    rows = flat.view(p.shape)[rows.start :][: where.chunk.sizes[0]]
+                    places[name], state[name] = where, rows.to("cpu", copy=True)
+    return state, places
 
 
 def whole(cfg: Config) -> list[Path]:

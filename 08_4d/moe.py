@@ -256,7 +256,8 @@ def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, 
 class ColumnParallel(torch.autograd.Function):
     """Tokens of all ranks times weights split by their outputs: x [n/tp, d], weights [f/tp, d] -> each [n, f/tp].
 
-    Weights are bf16 and read where they are: one that is cast or concatenated would be kept by every micro-batch.
+    Weights have the dtype of the matmuls and are read where they are: autograd would keep a copy, cast or concatenated,
+    for each micro-batch in flight.
     """
 
     @staticmethod
@@ -1423,7 +1424,7 @@ def check(cfg: Config, world: int) -> None:
         least = 0 if may_be_zero else 1
         if isinstance(value, int | float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
-    mesh, each = cfg.dp * cfg.cp * cfg.tp * cfg.pp, cfg.batch // cfg.dp
+    mesh, each, tp = cfg.dp * cfg.cp * cfg.tp * cfg.pp, cfg.batch // cfg.dp, cfg.tp
     tokens = each // cfg.microbatches * cfg.seq // cfg.cp
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     layout = f"--dp {cfg.dp} --cp {cfg.cp} --tp {cfg.tp} --pp {cfg.pp}"
@@ -1438,13 +1439,13 @@ def check(cfg: Config, world: int) -> None:
         (cfg.cp > 1 and cfg.seq % (2 * cfg.cp), f"--seq {cfg.seq}: must be divisible by {2 * cfg.cp}, twice --cp"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (cfg.heads % cfg.tp, f"--heads {cfg.heads}: must be divisible by --tp {cfg.tp}"),
+        (cfg.heads % tp, f"--heads {cfg.heads}: must be divisible by --tp {tp}"),
         (
-            cfg.kv_heads % cfg.tp and cfg.tp % cfg.kv_heads,
-            f"--kv_heads {cfg.kv_heads}: must divide, or be divisible by, --tp {cfg.tp}",
+            cfg.kv_heads % tp and tp % cfg.kv_heads,
+            f"--kv_heads {cfg.kv_heads}: must divide --tp {tp}, or be a multiple",
         ),
-        (cfg.ffn % cfg.tp, f"--ffn {cfg.ffn}: must be divisible by --tp {cfg.tp}"),
-        (tokens % cfg.tp, f"--tp {cfg.tp}: must divide the {tokens} tokens that a rank has of a micro-batch"),
+        (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by --tp {tp}"),
+        (tokens % tp, f"--tp {tp}: must divide the {tokens} tokens that a rank has of a micro-batch"),
         (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
         (cfg.dp * cfg.cp % cfg.ep, f"--ep {cfg.ep}: must divide --dp {cfg.dp} times --cp {cfg.cp}"),
         (cfg.experts % cfg.ep, f"--experts {cfg.experts}: must be divisible by --ep {cfg.ep}"),

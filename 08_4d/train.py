@@ -247,7 +247,8 @@ def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, 
 class ColumnParallel(torch.autograd.Function):
     """Tokens of all ranks times weights split by their outputs: x [n/tp, d], weights [f/tp, d] -> each [n, f/tp].
 
-    Weights are bf16 and read where they are: one that is cast or concatenated would be kept by every micro-batch.
+    Weights have the dtype of the matmuls and are read where they are: autograd would keep a copy, cast or concatenated,
+    for each micro-batch in flight.
     """
 
     @staticmethod

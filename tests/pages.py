@@ -147,7 +147,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "layouts_8b": ("08_4d", "Llama-3.1-8B on two GPUs, in every way to split them, against ZeRO alone."),
     "layouts_8b_few_layers": (
         "08_4d",
-        "The same with 8 layers, and what of the communication a profile finds exposed.",
+        "The same with 8 layers, and the exposed communication, from a profile.",
     ),
     "layouts_smollm": ("08_4d", "SmolLM-1.7B."),
     "kernels_smollm": ("09_kernels", "SmolLM-1.7B, four sequences of 4,096 tokens, against the root, compiled."),
