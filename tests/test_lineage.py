@@ -368,17 +368,18 @@ def test_an_unnamed_difference_is_seen():
 @pytest.mark.thorough
 def test_propagate(monkeypatch, tmp_path):
     """A change in the root reaches every copy, except where the header says that the recipe has its own."""
-    heirs = {path for path in CHILDREN if path in TRAINING and path[:2] != "07"}  # experts have FLOPs of their own
-    for path in FAMILY:
+    root = FAMILY["01_single_gpu/train.py"]
+    text = root.definitions["flops_per_token"]
+    heirs = {path for path in CHILDREN if FAMILY[path].definitions.get("flops_per_token") == text}
+    assert {path[:2] for path in heirs} == {path[:2] for path in CHILDREN if path in TRAINING} - {"07"}  # has its own
+    for path, recipe in FAMILY.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(
-            FAMILY[path].source.replace("does not count", "doesn't count") if path in heirs else FAMILY[path].source
-        )
+        other = text.replace("does not count", "doesn't count") if path in heirs else text
+        (tmp_path / path).write_text(recipe.source.replace(text, other))
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     family = recipes()
     assert set(propagate("flops_per_token", family)) == heirs
     assert {path: recipe.source for path, recipe in recipes().items()} == {p: r.source for p, r in FAMILY.items()}
-    root = FAMILY["01_single_gpu/train.py"]
     family["01_single_gpu/train.py"] = read(
         root.path, root.source.replace("def forward_backward(", "def forward_backward( ")
     )
