@@ -33,7 +33,7 @@ SMALLEST = {recipe: (world, flags) for recipe, world, flags in reversed(CASES) i
 # recipe: (ranks, flags), for what does not depend on the size
 SMALLEST[ROOT_RECIPE] = SMALLEST[equivalence.MOE] = 1, ""
 SMALLEST |= {recipe: (4, "--dp 1 --cp 1 --tp 2 --pp 2") for recipe in SMALLEST if recipe[:2] == "08"}
-SMALLEST["08_4d/moe.py"] = 4, "--dp 2 --cp 1 --tp 2 --pp 1 --ep 2"
+SMALLEST["08_4d/moe.py"] = 4, "--dp 2 --cp 1 --tp 2 --pp 1 --ep 2 --microbatches 2"
 DILOCO = "02_data_parallel/diloco.py"
 # DTensor's caches hold the group until the end of the process
 KEEP_THE_GROUP = {
@@ -205,6 +205,7 @@ def check_run(recipe: str, file: str | None = None) -> None:
     show in its seconds, from which the published speeds come.
     """
     world, flags = SMALLEST[recipe]
+    flags += " --layers 1" * (recipe == equivalence.KERNELS)  # they are interpreted
     start = time.perf_counter()
     probe = probes.together(
         probes.calls("save_file"),
