@@ -223,9 +223,10 @@ def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
 
 
 def most_memory(cfg: Config, by: Trainer) -> float:
-    """GiB of the fullest stage: the first two have most micro-batches in flight, the last one has the head."""
+    """GiB of the fullest stage: the ends hold tables; of others with as many layers the first one has most in flight."""
     units = stages(cfg)
-    return max(memory(cfg, by, stage, units[stage]) for stage in {0, min(1, cfg.pp - 1), cfg.pp - 1}) / GIB
+    inner = {len(units[stage]): stage for stage in reversed(range(1, cfg.pp - 1))}
+    return max(memory(cfg, by, stage, units[stage]) for stage in {0, *inner.values(), cfg.pp - 1}) / GIB
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -546,10 +547,9 @@ def command(cfg: Config) -> str:
     nodes, each = max(1, cfg.gpus // cfg.gpus_per_node), min(cfg.gpus, cfg.gpus_per_node)
     several = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500 " if nodes > 1 else ""
     given = {f.name: getattr(cfg, f.name) for f in fields(Config)[1:7]}  # the model's sizes
-    known = {**asdict(Config()), **PRESETS[cfg.preset]}
-    large = cfg.preset in ("llama3_70b", "llama3_405b")  # train.py has no preset for them
-    model = "--rope_factor 8" if large else f"--preset {cfg.preset}"
-    model += "".join(f" --{name} {size}" for name, size in given.items() if large or size != known[name])
+    preset = "llama3_8b" if cfg.preset in ("llama3_70b", "llama3_405b") else cfg.preset  # train.py has none for these
+    known = {**asdict(Config()), **PRESETS[preset]}
+    model = f"--preset {preset}" + "".join(f" --{name} {size}" for name, size in given.items() if size != known[name])
     layout = " ".join(f"--{name} {getattr(cfg, name)}" for name in (*AXES, "microbatches", "batch", "seq"))
     return f"torchrun {several}--nproc_per_node {each} 08_4d/train.py {model} {layout} --dtype bfloat16 --compile"
 

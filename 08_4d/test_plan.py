@@ -4,6 +4,7 @@ import json
 import re
 import statistics
 import sys
+from unittest.mock import patch
 
 import pytest
 import schedules
@@ -109,6 +110,24 @@ def test_memory_is_what_memory_py_says():
                 assert 0.98 * theirs <= ours <= 1.02 * theirs + 4 * max(units), (preset, dp, cp, tp, pp, m, stage)
 
 
+def test_the_fullest_stage():
+    """Of all stages: later ones have fewer micro-batches in flight, but may have more layers."""
+    middle = 0
+    for cfg in (config for preset in PLAN.PRESETS for config in cut(preset)):
+        every = [PLAN.memory(cfg, TRAIN, stage, units) for stage, units in enumerate(PLAN.stages(cfg))]
+        assert PLAN.most_memory(cfg, TRAIN) == max(every) / 2**30, (cfg, every)
+        middle += every.index(max(every)) not in (0, 1, cfg.pp - 1)
+    assert middle > 10, "the fullest is always one of the first two or the last"
+
+
+def cut(preset):
+    """A model in pipelines of many lengths."""
+    sizes = dict(PLAN.PRESETS[preset], preset=preset, seq=4096, dp=1, cp=1, tp=1)
+    for pp in range(1, min(sizes.get("layers", 8), 48) + 1):
+        for m in (1, 2, 8, 64):
+            yield PLAN.Config(**sizes, pp=pp, gpus=pp, batch=m, microbatches=m)
+
+
 def test_layouts_of_train_py():
     """All stored suites of train.py: memory within 5 %, and layouts in order if half their spread, or 2 %, tells them.
 
@@ -162,6 +181,15 @@ def test_communication():
     assert PLAN.ring(cfg, TRAIN, gib, 16, 4) == pytest.approx(15 * 15e-6 + gib * 15 / 16 / 80e9)
     assert PLAN.ring(cfg, TRAIN, gib, 16, 1, True) == pytest.approx(15e-6 + gib / 2 / 40e9)
     assert PLAN.ring(cfg, TRAIN, gib, 4, 8) > PLAN.ring(cfg, TRAIN, gib, 4, 2)
+    assert PLAN.message(cfg, TRAIN, gib, 2, 4) == pytest.approx(20e-6 + gib / 135e9)
+    assert PLAN.message(cfg, TRAIN, gib, 4, 4) == pytest.approx(15e-6 + gib / 40e9)  # the group spans two nodes
+
+
+def test_stages_on_two_nodes():
+    """With cp 4 and tp 2 the second stage is on another node: messages take longer, what stays on a node does not."""
+    sizes = dict(PLAN.PRESETS["llama3_8b"], seq=8192, batch=8, microbatches=8, dp=1, cp=4, tp=2, pp=2, gpus=16)
+    far, near = (PLAN.predict(PLAN.Config(**sizes, gpus_per_node=n), TRAIN).step for n in (8, 16))
+    assert far.bubble > near.bubble and (far.cp, far.tp) == (near.cp, near.tp)
 
 
 def test_finds_the_best(monkeypatch, capsys):
@@ -183,9 +211,33 @@ def test_finds_the_best(monkeypatch, capsys):
     cfg = train.parse_config()
     train.check(cfg, 16)
     assert [cfg.dp, cfg.cp, cfg.tp, cfg.pp, cfg.microbatches] == [int(size) for size in rows[0][:5]]
-    for row in PLAN.plans(PLAN.Config(gpus=8, batch=8), TRAIN)[0]:  # every layout, not the best alone
-        monkeypatch.setattr(sys, "argv", ["train.py", *PLAN.command(row.cfg).split("train.py ")[1].split()])
-        train.check(PLAN.replace(train.parse_config(), device="cpu"), 8)
+    # every layout, not the best alone; of the second, fewer layers than GPUs
+    for wanted in (PLAN.Config(gpus=8, batch=8), PLAN.Config(gpus=16, batch=16, ffn=72, seq=24)):
+        for row in PLAN.plans(wanted, TRAIN)[0]:
+            train.check(PLAN.replace(typed(train, row.cfg), device="cpu"), wanted.gpus)
+
+
+def typed(train, cfg):
+    """What train.py makes of the line that is printed for a layout."""
+    with patch.object(sys, "argv", ["train.py", *PLAN.command(cfg).split("train.py ")[1].split()]):
+        return train.parse_config()
+
+
+def test_the_printed_line_has_the_model():
+    """Its sizes, and what else Llama's and SmolLM's presets have, also of models for which train.py has no preset."""
+    train = load("08_4d/train.py")
+    for preset, sizes in PLAN.PRESETS.items():
+        cfg = typed(train, PLAN.Config(**sizes, preset=preset, dp=1, cp=1, tp=1, pp=1, microbatches=1))
+        assert all(getattr(cfg, name) == size for name, size in sizes.items()), preset
+        rope = {"llama3_1b": 32.0, "llama3_8b": 8.0, "llama3_70b": 8.0, "llama3_405b": 8.0}.get(preset, 1.0)
+        rates = (3e-3, 10) if preset == "tiny" else (3e-4, 100)
+        assert (cfg.rope_factor, cfg.lr, cfg.warmup) == (rope, *rates), preset
+
+
+def test_memory_of_the_gpu_counts():
+    """What does not fit on an H100 may fit on an H200."""
+    cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], gpus=8, batch=64, seq=8192, gpu="H200")
+    assert 74 < max(row.memory for row in PLAN.plans(cfg, TRAIN)[0]) <= 132
 
 
 def test_best_only_finds_the_same():
