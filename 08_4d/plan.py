@@ -223,7 +223,7 @@ def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
 
 
 def most_memory(cfg: Config, by: Trainer) -> float:
-    """GiB of the fullest stage: the ends hold tables; of others with as many layers the first one has most in flight."""
+    """GiB of the fullest stage: the ends hold tables; of others with as many layers the first has most in flight."""
     units = stages(cfg)
     inner = {len(units[stage]): stage for stage in reversed(range(1, cfg.pp - 1))}
     return max(memory(cfg, by, stage, units[stage]) for stage in {0, *inner.values(), cfg.pp - 1}) / GIB

@@ -7,12 +7,16 @@ import math
 import sys
 from unittest.mock import patch
 
+import compare
+import contract
 import equivalence
+import probes
 import pytest
+import torch
 from launch import launch, load
 from streams import streams
 
-TRAIN = "08_4d/train.py"
+TRAIN, MOE = "08_4d/train.py", "08_4d/moe.py"
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --vocab 259 --seq 16 --batch 8 --steps 1"
 
 
@@ -28,7 +32,7 @@ def test_equals_root(recipe, world, flags):
     "recipe, flags",
     [
         *((TRAIN, equivalence.mesh(*sizes)) for sizes in ((1, 2, 2, 1), (2, 1, 1, 2), (2, 1, 2, 1))),
-        ("08_4d/moe.py", f"{equivalence.mesh(2, 1, 1, 2)} --ep 2"),
+        (MOE, f"{equivalence.mesh(2, 1, 1, 2)} --ep 2"),
     ],
 )
 def test_whenever_streams_get_to_it(recipe, flags, when):
@@ -43,9 +47,84 @@ def test_compiled(sizes):
     equivalence.check_quickly(TRAIN, 4, f"{equivalence.mesh(*sizes)} --compile")
 
 
-def shown(flags: str) -> dict[str, list[list[int]]]:
+@pytest.mark.thorough
+def test_compiled_experts():
+    equivalence.check_quickly(MOE, 4, f"{equivalence.mesh(2, 1, 2, 1)} --ep 2 --compile")
+
+
+def test_norm_without_clipping(file=TRAIN):
+    """With --clip inf the norm that is logged is still that of all ranks."""
+    flags = SMALL.replace("--steps 1", "--steps 2 --dtype float64 --clip inf")
+    ours = launch(file, 4, f"{flags} --dp 1 --cp 1 --tp 2 --pp 2").history
+    errors = compare.history_errors(ours, launch(equivalence.ROOT_RECIPE, 1, flags).history)
+    compare.assert_close(errors, 1e-10, "--clip inf")
+
+
+def test_both_directions_have_their_own_communicator(file=TRAIN):
+    """Neighbours that both start to send on the same one would wait for each other on GPUs."""
+
+    def probe(module):
+        models, build = [], module.build_model
+        module.build_model = lambda cfg: models.append(build(cfg)) or models[0]
+        return lambda: [models[0].links[op].group_name for op in "FB"]
+
+    names = launch(file, 2, f"{SMALL} --dp 1 --cp 1 --tp 1 --pp 2", probe=probe).probes
+    assert names[0] == names[1] and len(set(names[0])) == 2, "both directions share a communicator"
+
+
+def test_gradients_that_have_been_sent_are_let_go(file=TRAIN):
+    """Of eight micro-batches, two gradients and the one that is being sent are in memory."""
+    flags = f"{SMALL} --dp 1 --cp 1 --tp 1 --pp 4 --microbatches 8"
+    assert launch(file, 4, flags, probe=probes.gradients_in_flight).probes == [0, 3, 3, 3], "gradients are held"
+
+
+def test_weights_are_gathered_while_a_stage_waits(file=TRAIN):
+    """All gathers have started before the first activations are received."""
+
+    def probe(module):
+        seen, receive = [], module.receive
+
+        def watched(model, *arguments):
+            seen.append(all(unit.gathering for unit in model.units))
+            return receive(model, *arguments)
+
+        module.receive = watched
+        return lambda: seen[0]
+
+    runs = launch(file, 2, f"{SMALL} --dp 1 --cp 1 --tp 1 --pp 2", probe=probe).probes
+    assert all(runs), "weights are gathered when activations are there"
+
+
+def test_activations_are_split_over_tp(file=TRAIN):
+    """What a forward keeps for its backward beside weights is half with tp 2, but for rotary angles and sums."""
+
+    def probe(module):
+        sizes, forward = [], module.forward
+
+        def watched(cfg, model, *arguments):
+            kept, weights = {}, {unit.full.untyped_storage().data_ptr() for unit in model.units}
+
+            def pack(x):
+                if x.untyped_storage().data_ptr() not in weights:
+                    kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+                return x
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                loss = forward(cfg, model, *arguments)
+            sizes.append(sum(kept.values()))
+            return loss
+
+        module.forward = watched
+        return lambda: sizes[0]
+
+    flags = f"{SMALL} --batch 64 --dp 1 --cp 1 --pp 2 --microbatches 1"
+    alone, split = (launch(file, 2 * tp, f"{flags} --tp {tp}", probe=probe).probes[:tp] for tp in (1, 2))
+    assert max(split) < 0.55 * alone[0], f"ranks of tp keep {split} of {alone[0]} bytes"
+
+
+def shown(flags: str, file: str = TRAIN) -> dict[str, list[list[int]]]:
     """What --show prints, in one process that torchrun has not started: the ranks of every group, by axis."""
-    module, out = load(TRAIN), io.StringIO()
+    module, out = load(file), io.StringIO()
     with patch.object(sys, "argv", ["train.py", "--show", *flags.split()]), contextlib.redirect_stdout(out):
         module.main()
     lines = [line.split() for line in out.getvalue().splitlines()]
@@ -63,10 +142,37 @@ def test_the_figure_of_llama_3():
     assert sorted(map(sorted, ranks["dp_cp"])) == [[r, r + 2, r + 8, r + 10] for r in (0, 1, 4, 5)]
 
 
-@pytest.mark.parametrize("flags", ["--dp 0", "--tp 3", "--cp 3", "--pp -1", "--batch 9 --dp 2"])
-def test_what_cannot_be_is_not_shown(flags):
-    with pytest.raises(SystemExit, match=r"^--\w+ \S+: must be (at least|divisible by)"):
-        shown(flags)
+SIZES = "--kv_heads 3 --heads 6 --dim 96", "--batch 1 --microbatches 1 --seq 4 --tp 4 --vocab 256"
+IMPOSSIBLE = "--dp 0", "--tp 3", "--cp 3", "--pp -1", "--batch 9 --dp 2", "--microbatches 3", "--layers 1", *SIZES
+
+
+@pytest.mark.parametrize(
+    "file, flags",
+    [
+        *((file, flags) for file in (TRAIN, MOE) for flags in (*IMPOSSIBLE, "--seq 126", "--ffn 385")),
+        *((MOE, flags) for flags in ("--experts 7", "--ep 3", "--top_k 9")),
+    ],
+)
+def test_what_cannot_be_is_not_shown(file, flags):
+    with pytest.raises(SystemExit, match=r"^--\w+ \S+: must (be (at least|at most|divisible by)|divide) "):
+        shown(flags, file)
+
+
+@pytest.mark.parametrize(
+    "file, layout", [(TRAIN, "--dp 2 --cp 1 --tp 1 --pp 2"), (MOE, "--dp 2 --cp 2 --tp 1 --pp 1 --ep 4")]
+)
+def test_the_proposed_line_has_the_layout(file, layout):
+    """... when torchrun has not started the recipe."""
+    line = contract.refusal(load(file), 0, f"--device cpu {layout}")
+    assert line == f"start it with torchrun --nproc_per_node 4 {file} {layout}"
+
+
+def test_ranks_that_share_experts_are_neighbours(file=MOE):
+    """... on dp and cp, in both orders: else their all-to-all would leave the host first."""
+    for order in ("tp-cp-dp-pp", "tp-cp-pp-dp"):
+        groups = shown(f"--dp 2 --cp 2 --tp 2 --pp 2 --ep 2 --order {order}", file)
+        halves = sorted(part for ranks in groups["dp_cp"] for part in (ranks[:2], ranks[2:]))
+        assert sorted(groups["ep"]) == halves, order
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (3, 1, 2, 4), (1, 5, 4, 1), (4, 2, 1, 3)])
@@ -127,9 +233,10 @@ def test_a_rank_has_its_share():
         assert sent == (8 * 16 * 32 / 8 if stage == 0 else 0), "messages are not 1/(dp cp tp) of the activations"
 
 
-def test_busiest_expert(file="08_4d/moe.py"):
+def test_busiest_expert(file=MOE):
     """The log has the root's load: rows of all ranks are counted once, in the layers of all stages."""
     flags = f"{SMALL} --steps 2 --dtype float64 --experts 8 --top_k 2 --lr 1e-1 --warmup 0"
-    run = launch(file, 8, f"{flags} --dp 1 --cp 2 --tp 2 --pp 2 --ep 2 --microbatches 2")
+    layout = "--dp 1 --cp 2 --tp 2 --pp 2 --ep 2 --microbatches 2"
+    run = launch(file, 8, f"{flags} {layout}", probe=probes.evaluated)  # rows of validations do not count
     ours, theirs = ([step[3] for step in of.history] for of in (run, launch("07_expert/moe.py", 1, flags)))
     assert ours == theirs and len(set(theirs)) == 2, f"the root's load is {theirs}, not {ours}"

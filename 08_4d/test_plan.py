@@ -11,6 +11,7 @@ import schedules
 from launch import ROOT, load
 from test_lineage import definitions
 
+FOLDER = ROOT / "08_4d"
 PLAN = load("08_4d/plan.py")
 # not a second copy: test_memory.py pickles objects, and pickle looks their classes up by the name of the module
 MEMORY = sys.modules.get("recipe_memory") or load("01_single_gpu/memory.py")
@@ -303,3 +304,21 @@ def test_pictures(tmp_path):
             PLAN.draw(rows[:20], str(tmp_path / f"{name}.svg"), how, panels)
         assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
         assert "<text" in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        ("--preset llama3_8b --gpus 64 --batch 512 --seq 8192", "plan"),
+        pytest.param("--scale", "scale", marks=pytest.mark.thorough),
+    ],
+)
+def test_stored_pictures_are_up_to_date(monkeypatch, tmp_path, flags, name):
+    """What they say: layouts, axes and titles (matplotlib's releases draw the same with other bytes)."""
+    monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split(), "--draw", str(tmp_path / "new.svg")])
+    PLAN.main()
+    texts = [
+        re.findall(r"<text[^>]*>([^<]+)</text>", file.read_text())
+        for file in (tmp_path / "new.svg", FOLDER / f"{name}.svg")
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) > 20, f"python 08_4d/plan.py {flags} --draw 08_4d/{name}.svg"

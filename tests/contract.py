@@ -167,6 +167,8 @@ def check_bfloat16(recipe: str, file: str | None = None) -> None:
         errors["loss"] = abs(run.history[0][0] / exact.history[0][0] - 1)  # the log's, too, is a sum in fp32
         compare.assert_close(errors, ROUNDED_ONCE, f"{recipe} in bfloat16")
         return
+    logged = run.history[0][0]
+    assert torch.tensor(logged).bfloat16().item() != logged, "the loss that is logged has 16 bits"
     exact = equivalence.reference(root, flags.replace("bfloat16", "float32")).weights
     theirs = equivalence.low_reference(root, flags.replace("--dtype bfloat16", ""), low).weights
     own = compare.relative_errors(theirs, exact, before)
