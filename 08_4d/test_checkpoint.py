@@ -10,9 +10,11 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import compare
+import numpy
 import pytest
 import torch
 from launch import RankFailed, launch, once, run_folder
@@ -26,6 +28,7 @@ SIZES = (
 )
 FLAGS = f"{SIZES} --microbatches 2 --warmup 1 --lr 1e-2 --clip 0.5 --every 1"
 SAVED = 4, "--dp 1 --cp 1 --tp 4 --pp 1"  # two ranks of tp hold the same key heads
+TWO = "--dp 2 --cp 1 --tp 1 --pp 1"
 OTHERS = [
     (6, "--dp 3 --cp 1 --tp 1 --pp 2"),
     (4, "--dp 1 --cp 2 --tp 2 --pp 1"),
@@ -203,7 +206,11 @@ def test_nothing_is_unpickled(tmp_path):
 
 @pytest.mark.parametrize(
     "flag, stored",
-    [("--layers 4", "3"), ("--dtype float32", "float64"), ("--vocab 300", "259"), ("--theta 100.0", "500000.0")],
+    [
+        *(("--layers 4", "3"), ("--dtype float32", "float64"), ("--vocab 300", "259"), ("--theta 100.0", "500000.0")),
+        *(("--heads 4", "8"), ("--kv_heads 4", "2"), ("--dim 64", "32"), ("--ffn 64", "48"), ("--seed 1", "0")),
+        ("--rope_factor 8.0", "1.0"),
+    ],
 )
 def test_another_model_is_refused(flag, stored):
     folder, *_ = uninterrupted(*SAVED, 4)
@@ -243,6 +250,18 @@ def test_a_missing_file_is_noticed(tmp_path, lost):
         launch(CHECKPOINT, 1, f"{FLAGS} {OTHERS[2][1]} --steps 5 --checkpoint {tmp_path}", timeout=60)
 
 
+@pytest.mark.thorough
+def test_ranks_without_a_row_of_the_vocabulary(tmp_path):
+    """Of five rows, four ranks of tp have 2, 2, 1 and none."""
+    numpy.random.default_rng(0).integers(5, size=2000).astype(numpy.uint16).tofile(tmp_path / "ids.bin")
+    flags = f"{FLAGS} --vocab 5 --data {tmp_path}/ids.bin {SAVED[1]} --steps 3 --checkpoint {tmp_path}/kept --keep 9"
+    run = launch(CHECKPOINT, SAVED[0], flags)
+    stored = content(tmp_path / "kept" / "step-3")
+    same_bits({name: stored[f"weight {name}"] for name in run.weights}, run.weights, "--save")
+    shutil.rmtree(tmp_path / "kept" / "step-3")
+    same_bits(launch(CHECKPOINT, SAVED[0], flags).weights, run.weights, "resumed")
+
+
 def test_more_ranks_than_rows(tmp_path):
     """A rank that gets no row of a tensor writes nothing of it: of keys with four rows, half of eight ranks."""
     flags = f"{FLAGS} --dim 8 --heads 4 --batch 16 --dp 8 --cp 1 --tp 1 --pp 1 --checkpoint {tmp_path}"
@@ -256,6 +275,146 @@ def test_more_ranks_than_rows(tmp_path):
 def test_the_last_step_is_kept(tmp_path):
     launch(CHECKPOINT, 1, f"{FLAGS} {OTHERS[2][1]} --steps 3 --every 2 --checkpoint {tmp_path}", save=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
+
+
+@pytest.mark.thorough
+def test_steps_with_a_checkpoint_are_multiples_of_every(tmp_path):
+    """... also after a run that has ended between them."""
+    for steps in (3, 6):
+        flags = f"{FLAGS} {OTHERS[2][1]} --every 2 --keep 9 --steps {steps} --checkpoint {tmp_path}"
+        launch(CHECKPOINT, 1, flags, save=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{i}" for i in (2, 3, 4, 6)]
+
+
+def test_the_median_is_that_of_this_layout(tmp_path):
+    """Steps before a resumption may have had other GPUs."""
+    folder, *_ = uninterrupted(*SAVED, 4)
+    shutil.copytree(Path(folder, "step-2"), tmp_path / "step-2")
+    run = launch(CHECKPOINT, SAVED[0], f"{FLAGS} {SAVED[1]} --steps 4 --checkpoint {tmp_path}")
+    assert f"median  loss {run.history[3][0]:.4f}" in run.output[0].splitlines()[-1], "step 3 is the first, a slow one"
+
+
+def on_disk(module):
+    """A probe: what is synced and renamed, when, and what is in the folder then."""
+    events, fsync, rename = [], os.fsync, Path.rename
+
+    def synced(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        fsync(descriptor)
+        events.append((time.monotonic(), "sync", path, []))
+
+    def renamed(self, target):
+        events.append(
+            (time.monotonic(), "rename", str(self), [str(p) for of in (self, self.parent) for p in of.iterdir()])
+        )
+        return rename(self, target)
+
+    os.fsync, Path.rename = synced, renamed
+    return lambda: events
+
+
+def test_it_is_on_disk_before_it_counts(tmp_path):
+    """A power cut at any time leaves a whole checkpoint: files, then their names, then the name of the folder, and only
+    then the one before is removed."""
+    run = launch(CHECKPOINT, 2, f"{FLAGS} {TWO} --steps 3 --keep 1 --checkpoint {tmp_path}", probe=on_disk, save=False)
+    synced, removed = set(), 0
+    for _, kind, path, there in sorted(event for rank in run.probes for event in rank):
+        if kind == "sync":
+            synced.add(path)
+        elif path.endswith(".writing"):
+            files = [name for name in there if name.startswith(f"{path}/")]
+            assert len(files) == 3 and {*files, path} <= synced, f"{path} gets its name before it is on disk"
+            synced.discard(str(tmp_path))
+        else:
+            newer = f"{path[:-1]}{int(path[-1]) + 1}"
+            assert newer in there and str(tmp_path) in synced, f"{path} is removed before the next one is on disk"
+            removed += 1
+    assert removed == 2
+
+
+@pytest.mark.thorough
+def test_all_ranks_resume_from_what_the_first_one_sees(tmp_path):
+    """On a network's file system another node may see an old list of folders."""
+
+    def old_list(module):
+        whole = module.whole
+        if os.environ["RANK"] == "1":
+            module.whole = lambda cfg: whole(cfg)[:1]
+        return lambda: None
+
+    folder, weights, _ = uninterrupted(2, TWO, 4)
+    for step in ("step-1", "step-2"):
+        shutil.copytree(Path(folder, step), tmp_path / step)
+    run = launch(CHECKPOINT, 2, f"{FLAGS} {TWO} --steps 4 --checkpoint {tmp_path}", probe=old_list)
+    same_bits(run.weights, weights, "an old list")
+
+
+def test_leftovers_are_removed_once(tmp_path):
+    """... not by each node: the second would look for what is gone."""
+
+    def as_on_two_nodes(module):
+        os.environ["LOCAL_RANK"] = "0"
+        removed, rmtree = [], module.shutil.rmtree
+        module.shutil.rmtree = lambda path: removed.append(path) or rmtree(path)
+        return lambda: len(removed)
+
+    (tmp_path / "step-7.writing").mkdir()
+    flags = f"{FLAGS} {TWO} --steps 1 --checkpoint {tmp_path}"
+    assert launch(CHECKPOINT, 2, flags, probe=as_on_two_nodes, save=False).probes == [1, 0]
+
+
+def slow(name: str, seconds: float = 1.0):
+    """A probe: the first rank makes folders late, or its thread begins to write late."""
+
+    def probe(module):
+        mkdir, submit = Path.mkdir, module.ThreadPoolExecutor.submit
+
+        def mkdir_late(self, *arguments, **options):
+            time.sleep(seconds * (self.suffix == ".writing" and os.environ["RANK"] == "0"))
+            return mkdir(self, *arguments, **options)
+
+        def submit_late(self, work, *arguments):
+            return submit(self, lambda: (time.sleep(seconds), work(*arguments))[1])
+
+        if name == "folder":
+            Path.mkdir = mkdir_late
+        else:
+            module.ThreadPoolExecutor.submit = submit_late
+        return lambda: None
+
+    return probe
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["folder", "thread"])
+def test_a_slow_disk_changes_nothing(tmp_path, name):
+    """Ranks wait for the folder; what is written is the training as it was when it was copied."""
+    flags = f"{FLAGS} {TWO} --every 2 --steps 4 --keep 9 --checkpoint {tmp_path}"
+    run = launch(CHECKPOINT, 2, flags, probe=slow(name))
+    same_bits(run.weights, uninterrupted(2, TWO, 4)[1], f"slow {name}")
+    for step in (2, 4):
+        kept = json.loads((tmp_path / f"step-{step}" / "training.json").read_text())
+        assert kept["step"] == step == len(kept["history"]), f"of {step} steps, {len(kept['history'])} are told"
+
+
+def test_two_runs_do_not_write_one_checkpoint(tmp_path):
+    """The folder that another run has begun to write is not written into."""
+
+    def another_run(module):
+        resume = module.resume
+
+        def meanwhile(cfg, *arguments):
+            history = resume(cfg, *arguments)
+            Path(cfg.checkpoint, "step-1.writing").mkdir(parents=True)
+            return history
+
+        module.resume = meanwhile
+        return lambda: None
+
+    with pytest.raises(RankFailed, match="File exists"):
+        launch(
+            CHECKPOINT, 1, f"{FLAGS} {OTHERS[2][1]} --steps 1 --checkpoint {tmp_path}", probe=another_run, save=False
+        )
 
 
 def killed(victim: int, when: str, after: float):
