@@ -55,6 +55,17 @@ def valid_tokens(module: ModuleType) -> Report:
     return lambda: (made[0][1] != module.IGNORE).sum(1).tolist()
 
 
+def settled(count: Callable[[], int], most: int, patience: float = 2) -> int:
+    """What `count` gives once it is at most `most`; after `patience` seconds, what it still gives.
+
+    gloo's threads let go of a tensor a moment after the wait for its transfer. What a recipe holds, stays.
+    """
+    end = time.monotonic() + patience
+    while (now := count()) > most and time.monotonic() < end:
+        time.sleep(0.001)
+    return now
+
+
 def threads_of_gloo() -> int:
     """How many threads of gloo there are (Linux)."""
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
@@ -69,10 +80,7 @@ def group_is_gone(patience: float) -> Callable[[ModuleType], Report]:
     """
 
     def report() -> tuple[bool, int]:
-        end = time.monotonic() + patience
-        while threads_of_gloo() and time.monotonic() < end:
-            time.sleep(0.01)
-        return torch.distributed.is_initialized(), threads_of_gloo()
+        return torch.distributed.is_initialized(), settled(threads_of_gloo, 0, patience)
 
     return lambda module: report
 
@@ -423,7 +431,7 @@ def gradients_in_flight(module: ModuleType) -> Report:
         work = send(model, op, *rest)
         if work and op[0] == "B":
             sent.append(weakref.ref(rest[-1]))
-            peak[0] = max(peak[0], sum(reference() is not None for reference in sent))
+            peak[0] = max(peak[0], settled(lambda: sum(reference() is not None for reference in sent), 3))
         return work
 
     module.send = watched
