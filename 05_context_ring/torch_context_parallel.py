@@ -9,7 +9,7 @@ with shared key heads need --dtype bfloat16; on CPUs this file adds theirs.
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py, 05_context_ring/all_gather_kv.py
 Lesson:   ring_on_cpu, Model, build_model, forward, forward_backward
-Plumbing: Config, check
+Plumbing: Config, check, evaluate
 Copy:     backward (forward_backward shows the context, which must reach around forward and backward; call
           set_rotate_method once, before)
 Run:      torchrun --nproc_per_node 8 05_context_ring/torch_context_parallel.py --dtype bfloat16
@@ -68,6 +68,7 @@ class Config:
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
     steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other in every layer
+    validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
     warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
     weight_decay: float = 0.1
@@ -273,11 +274,24 @@ def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
         ids = np.concatenate([np.zeros(0, np.uint8), *documents])
         lengths = np.array([len(document) for document in documents])
         starts = lengths.cumsum() - lengths
-    if len(ids) <= cfg.seq:
-        raise SystemExit(f"--data {cfg.data}: must have more tokens than --seq {cfg.seq}, has {len(ids)}")
+    least = (cfg.seq + 1) * (20 if cfg.validate else 1)  # see hold_out
+    if len(ids) < least:
+        raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
     if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
         raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
     return ids, starts
+
+
+def hold_out(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Return the text to train on, and that for --validate: the documents that start in the last twentieth.
+
+    If none starts there, the end of the last document. Without --validate, all text is trained on.
+    """
+    ids, starts = data
+    cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
+    later = starts[(starts >= cut) & (starts < len(ids) - cfg.seq)]
+    cut = later[0] if len(later) else cut
+    return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
 
 
 def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
@@ -372,6 +386,18 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     return loss, norm
 
 
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = (x.to(cfg.device, copy=True) for x in (inputs, targets))  # the context resizes them
+    cut = [inputs, targets, torch.arange(cfg.seq, device=cfg.device)]
+    with context_parallel(model.mesh, buffers=cut, buffer_seq_dims=[1, 1, 0], no_restore_buffers=set(cut)):
+        loss = forward(cfg, model, *cut)
+    dist.all_reduce(loss, group=model.cp)  # one element; everyone waits
+    return loss / tokens
+
+
 def flops_per_token(cfg: Config) -> float:
     """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
 
@@ -393,6 +419,13 @@ def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> No
         print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
 
 
+def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Print the mean loss of a batch of unseen text, the same one each time."""
+    loss = evaluate(cfg, model, *make_batch(cfg, unseen, 0)).item()
+    if dist.get_rank() == 0:
+        print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
+
+
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
@@ -402,6 +435,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
     """Build the model, train it, log every step, save."""
+    data, unseen = hold_out(cfg, data)
     torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
     model = build_model(cfg)
     optimizer = make_optimizer(cfg, model)
@@ -416,6 +450,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
+        if cfg.validate and (step + 1) % cfg.validate == 0:
+            validate(cfg, model, unseen)
     if history:
         log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
     if cfg.save:
@@ -447,7 +483,7 @@ def parse_config() -> Config:
 def check(cfg: Config, world: int) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
-        may_be_zero = flag in ("steps", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
+        may_be_zero = flag in ("steps", "validate", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
         least = 0 if may_be_zero else 1
         if isinstance(value, int | float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")

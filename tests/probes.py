@@ -324,11 +324,21 @@ def dies_in_the_second_step(module: ModuleType) -> Report:
     return lambda: None
 
 
-def steps_of_batches(module: ModuleType) -> Report:
-    """The steps for which batches are made."""
-    steps, original = [], module.make_batch
-    module.make_batch = lambda cfg, data, step: steps.append(step) or original(cfg, data, step)
-    return lambda: steps
+def batches(module: ModuleType) -> Report:
+    """How many tokens are trained on and held out; then of each batch that is made its step, and how many it is of."""
+    made, hold_out, make_batch = [], module.hold_out, module.make_batch
+
+    def split(*args):
+        parts = hold_out(*args)
+        made.append(tuple(len(ids) for ids, _ in parts))
+        return parts
+
+    def batch(cfg, data, step):
+        made.append((step, len(data[0])))
+        return make_batch(cfg, data, step)
+
+    module.hold_out, module.make_batch = split, batch
+    return lambda: made
 
 
 def on_mesh(model) -> bool:
@@ -345,56 +355,27 @@ def held(module: ModuleType, cfg, model, *batch: torch.Tensor) -> list[torch.Ten
     return list(batch)
 
 
-def forwards(module: ModuleType, cfg, model, microbatches: int) -> list[tuple]:
-    """The forwards of a pipeline's schedule, which alone evaluate."""
-    chunks = [cfg.chunks] if hasattr(cfg, "chunks") else []
-    return [op for op in module.schedule(model.pp.rank(), model.pp.size(), *chunks, microbatches) if op[0] == "F"]
+def evaluated(larger: bool = True) -> Callable[[ModuleType], Report]:
+    """A probe: what `evaluate` returns on this rank after each step; after the first, twice, and of another batch.
 
+    That one has twice as many sequences, or half as many if not `larger`.
+    """
 
-def validation_loss(module: ModuleType, cfg, model, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """The mean loss of a batch, as a validation loop computes it: on every rank, under no_grad."""
-    tokens = (targets != module.IGNORE).sum()
-    with torch.no_grad():
-        if hasattr(module, "build_schedule"):  # torch's pipelines
-            loss = module.run_schedule(cfg, model, module.build_schedule(cfg, model), inputs, targets)
-            module.dist.all_reduce(loss)
-            return loss.item()
-        if hasattr(module, "run_schedule"):
-            micro = [x.chunk(2) for x in held(module, cfg, model, inputs, targets)]
-            loss = module.run_schedule(cfg, model, forwards(module, cfg, model, len(micro[0])), *micro, tokens)
-            module.dist.all_reduce(loss)
-            return loss.item() / (model.tp.size() if on_mesh(model) else 1)  # ranks of tp have the same
-        if hasattr(module, "receive"):  # a pipeline of one micro-batch
-            arrived = module.receive(model, "F", (*inputs.shape, cfg.dim), getattr(torch, cfg.dtype), inputs.device)
-            loss = module.forward(cfg, model, inputs if arrived is None else arrived, targets)
-            module.send(model, "F", loss)
-            loss = loss.clone() if model.stage == model.stages - 1 else torch.zeros(())
-            module.dist.all_reduce(loss)
-            return (loss / tokens).item()
-        if hasattr(module, "attention"):
-            loss = module.forward(cfg, model, *held(module, cfg, model, inputs, targets))
-            module.dist.all_reduce(loss)
-            return (loss / tokens).item()
-        loss = module.forward(cfg, model, inputs, targets)
-        return (getattr(loss, "full_tensor", lambda: loss)() / tokens).item()
+    def probe(module: ModuleType) -> Report:
+        losses, train_step = [], module.train_step
 
+        def step(cfg, *args):
+            *_, model, _, inputs, targets = args
+            result = train_step(cfg, *args)
+            other = [torch.cat((x, x.flip(1))) if larger else x[: len(x) // 2] for x in (inputs, targets)]
+            for batch in [(inputs, targets)] if losses else [(inputs, targets), (inputs, targets), other]:
+                losses.append(module.evaluate(cfg, model, *batch).item())
+            return result
 
-def evaluated(module: ModuleType) -> Report:
-    """Validation losses: before the first step, and twice after every step, the second time of half a batch."""
-    losses, train_step = [], module.train_step
+        module.train_step = step
+        return lambda: losses
 
-    def step(cfg, *args):
-        *_, model, _, inputs, targets = args
-        half = len(inputs) // 2
-        if not losses:
-            losses.append(validation_loss(module, cfg, model, inputs, targets))
-        result = train_step(cfg, *args)
-        losses.append(validation_loss(module, cfg, model, inputs, targets))
-        losses.append(validation_loss(module, cfg, model, inputs[:half], targets[:half]))
-        return result
-
-    module.train_step = step
-    return lambda: losses
+    return probe
 
 
 def activations_in_memory(module: ModuleType) -> Report:

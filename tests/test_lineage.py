@@ -32,27 +32,21 @@ COLLECTIVES = re.compile(
     r"dist\.(all_reduce|all_gather\w*|reduce|reduce_scatter\w*|broadcast|gather|scatter|all_to_all\w*|i?send|i?recv"
     r"|batch_isend_irecv|barrier|group\.WORLD\.\w+)\("
 )
-LIMITS = {  # lines of code; 450 for a recipe that is not named
-    "01_single_gpu/train.py": 290,
+STACKED = 540  # a recipe that stacks several techniques
+LIMITS = {  # lines of code; 480 for a recipe that is not named
+    "01_single_gpu/train.py": 305,
     "01_single_gpu/memory.py": 570,
-    "03_zero/zero3_copy_engines.py": 480,  # these stack several techniques
-    "04_tensor_sequence/async_tensor_parallel.py": 520,
-    "05_context_ring/usp.py": 480,
-    "06_pipeline/split_backward.py": 460,
-    "06_pipeline/zero_bubble.py": 460,
-    "06_pipeline/interleaved.py": 500,
-    "06_pipeline/zbv.py": 500,
-    "06_pipeline/dualpipe.py": 520,
-    **{f"07_expert/{name}.py": 540 for name in ("expert_parallel", "auxiliary_loss", "bias_balancing", "capacity")},
-    **{f"07_expert/{name}.py": 580 for name in ("overlap", "symmetric_memory")},
-    "08_4d/train.py": 900,
+    "03_zero/zero3_copy_engines.py": STACKED,
+    "04_tensor_sequence/async_tensor_parallel.py": STACKED,
+    "05_context_ring/usp.py": STACKED,
+    **{f"06_pipeline/{name}.py": STACKED for name in ("zero_bubble", "interleaved", "zbv", "dualpipe")},
+    **{f"07_expert/{name}.py": 560 for name in ("expert_parallel", "auxiliary_loss", "bias_balancing", "capacity")},
+    **{f"07_expert/{name}.py": 610 for name in ("overlap", "symmetric_memory")},
+    "08_4d/train.py": 920,
     "08_4d/moe.py": 1150,  # and the experts of 07
     "08_4d/checkpoint.py": 1050,
-    "08_4d/plan.py": 480,
-    "10_mixed_precision/fp8_blockwise.py": 490,
-    "10_mixed_precision/fp8_delayed_scaling.py": 470,
-    "10_mixed_precision/fp8_stochastic_rounding.py": 480,
-    "09_kernels/train.py": 850,  # the root, and the kernels of five files
+    **{f"10_mixed_precision/fp8_{name}.py": 510 for name in ("blockwise", "delayed_scaling", "stochastic_rounding")},
+    "09_kernels/train.py": 870,  # the root, and the kernels of five files
     "09_kernels/flash_attention.py": 800,  # three rungs, each with a backward
     "09_kernels/flash_attention_gluon.py": 690,
     "09_kernels/fp8_matmul.py": 600,  # three kinds of scales, what quantises, and one matmul in Gluon, too
@@ -285,7 +279,7 @@ def test_form(path):
     lines = source.splitlines()
     sections = [match[1] for line in lines if (match := RULE.match(line))]
     assert sections == [section for section in SECTIONS if section in sections]
-    assert lines_of_code(source) <= LIMITS.get(path, 450)
+    assert lines_of_code(source) <= LIMITS.get(path, 480)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             length = node.end_lineno - node.lineno + 1

@@ -1,0 +1,49 @@
+"""--validate: what is held out, and what is printed of it."""
+
+import re
+
+import numpy as np
+import pytest
+from contract import SMALL, refusal
+from launch import launch, load
+
+ROOT_RECIPE = "01_single_gpu/train.py"
+
+
+@pytest.mark.parametrize(
+    "lengths, cut",
+    [
+        ([500, 440, 20, 20, 20], 960),  # the documents that start in the last twentieth, whole
+        ([940, 10, 20, 30], 950),  # one that starts where it begins
+        ([1000], 950),  # one document: its end
+        ([900, 90, 10], 950),  # the last one alone has no window of 10 tokens and a target: some of the one before, too
+        ([900, 89, 11], 989),
+    ],
+)
+def test_what_is_held_out(lengths, cut):
+    """Text that is held out is trained on by nobody, and without --validate nothing is held out."""
+    root = load(ROOT_RECIPE)
+    ids, starts = np.arange(1000), np.cumsum([0, *lengths[:-1]])
+    (seen, seen_starts), (unseen, unseen_starts) = root.hold_out(root.Config(seq=10, validate=1), (ids, starts))
+    assert (seen.tolist(), unseen.tolist()) == (ids[:cut].tolist(), ids[cut:].tolist())
+    assert [*seen_starts, *(unseen_starts + cut)] == starts.tolist()
+    (everything, all_starts), _ = root.hold_out(root.Config(seq=10), (ids, starts))
+    assert everything.tolist() == ids.tolist() and all_starts.tolist() == starts.tolist()
+
+
+def test_least_text(tmp_path):
+    """The smallest text of which a twentieth holds a window is taken, one of a byte less is refused."""
+    text = tmp_path / "text"
+    for size in 20 * 17, 20 * 17 - 1:
+        text.write_bytes(b"a" * size)
+        line = refusal(load(ROOT_RECIPE), 1, f"--device cpu --seq 16 --validate 1 --data {text}")
+        wanted = f"--data {text}: must have at least 340 tokens with --seq 16, has 339"
+        assert line == (wanted if size < 340 else None)
+
+
+def test_printed_every_n_steps():
+    """... after the step's line; each time of the same text, so that with no learning rate it stays the same."""
+    out = launch(ROOT_RECIPE, 1, f"{SMALL} --steps 5 --validate 2 --lr 0").output[0].splitlines()
+    found = [(i, re.fullmatch(r" +validation loss (\d\.\d{4})", line)) for i, line in enumerate(out)]
+    (first, one), (second, two) = [(i, line[1]) for i, line in found if line]
+    assert (first, second, len(out)) == (2, 5, 5 + 2 + 1) and one == two
