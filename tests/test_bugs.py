@@ -1,4 +1,4 @@
-"""Each test must be able to fail: every bug of the folders' `bugs.py` turns the check red that it names.
+"""Each test must be able to fail: every bug of the folders' `bugs.diff` turns the check red that it names.
 
 Several were shipped by others. Losses under AdamW show none of those that only scale the gradient, which is why
 equivalence.py compares gradients.
