@@ -113,7 +113,7 @@ def probe_of(bug: Bug):
     if bug.seen in ("late", "at once"):
         return streams(bug.seen)
     if bug.seen in ("compiled, late", "compiled, at once"):
-        return probes.together(equivalence.unfused_attention, streams(bug.seen.split(", ")[1]))
+        return probes.together(equivalence.without_kernels, streams(bug.seen.split(", ")[1]))
     return None
 
 
@@ -250,6 +250,7 @@ def main() -> None:
     parser.add_argument("--tier", action="store_true")
     args = parser.parse_args()
     chosen = [bug for bug in bugs() if not args.folders or bug.recipe.split("/")[0] in args.folders]
+    launching.IMPATIENT = True  # in the pool, too
     run_folder()  # of this process, for those of the pool
     load("01_single_gpu/train.py")
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as jobs:

@@ -215,7 +215,8 @@ def check_that_sees(bug: Bug) -> Check:
 
 @pytest.mark.parametrize("bug", BUGS, ids=[f"{bug.recipe}: {bug.what}" for bug in BUGS])
 def test_a_bug_is_seen(bug, tmp_path, monkeypatch):
-    monkeypatch.setattr(launching.launch, "__defaults__", (*launching.launch.__defaults__[:3], 30, True))  # some hang
+    monkeypatch.setattr(launching, "IMPATIENT", True)
+    monkeypatch.setattr(launching.launch, "__defaults__", (*launching.launch.__defaults__[:3], 60, True))
     check, words, *others = check_that_sees(bug)
     file, wanted = mutate(bug, tmp_path), inspect.signature(check).parameters
     folder = tmp_path / "empty"
