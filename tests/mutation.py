@@ -113,7 +113,7 @@ def probe_of(bug: Bug):
     if bug.seen in ("late", "at once"):
         return streams(bug.seen)
     if bug.seen in ("compiled, late", "compiled, at once"):
-        return probes.together(equivalence.without_kernels, streams(bug.seen.split(", ")[1]))
+        return probes.together(equivalence.unfused_attention, streams(bug.seen.split(", ")[1]))
     return None
 
 

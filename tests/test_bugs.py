@@ -82,10 +82,12 @@ IN_FILES = {
         "operands": ("test_weight_gradients_keep_their_operands_alone", ""),
     },
     "07_expert/test_balance.py": {
-        "auxiliary": ("check_auxiliary_loss", BALANCED),
+        "auxiliary": ("check_auxiliary_loss", BALANCED, {"modes": ["GRADIENT"]}),
         "bias": ("check_bias", BALANCED),
     },
-    "07_expert/test_capacity.py": {"capacity": ("check_scarce", "is off", {"capacity": 0.5})},
+    "07_expert/test_capacity.py": {
+        "capacity": ("check_scarce", "is off", {"capacity": 0.5, "modes": [equivalence.GRADIENT]}),
+    },
     "07_expert/test_expert.py": {
         "router": ("test_router_keeps_close_scores_apart", "close scores are confused"),
         "rounding": ("test_unpermute_rounds_once", "rounded more than once"),
