@@ -33,7 +33,7 @@ from typing import Any
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for GPUs must not touch CUDA: a fork could not use it then
 
 import einops  # noqa: F401  what recipes import is imported here, once, and not by every process
-import numpy  # noqa: F401
+import numpy.ma  # noqa: F401  which numpy.isin imports
 import torch
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # before something imports triton

@@ -35,8 +35,9 @@ CHECKPOINT = "08_4d/checkpoint.py"
 class Bug:
     """In a recipe, `old` becomes `new`; to be seen on `world` ranks with `flags`, by what `seen` names.
 
-    seen: "equivalence", the comparison with the root; "late" or "at once", the same with simulated streams; a promise
-    of tests/contract.py; or another entry of SEES in tests/test_bugs.py. where: the file and line that has it.
+    seen: "one step" of gradient descent or "four steps" of AdamW, compared with the root; "late" or "at once", one step
+    with simulated streams; a promise of tests/contract.py; or another entry of SEES or IN_FILES in tests/test_bugs.py.
+    where: the file and line that has it.
     """
 
     what: str
@@ -67,7 +68,7 @@ def bugs_of(path: Path) -> list[Bug]:
 
         diff 02_data_parallel/bucketed.py
 
-        @@ equivalence | 2 ranks | --bucket_mb 0.05 @@ the last bucket of backward is never all-reduced
+        @@ one step | 2 ranks | --bucket_mb 0.05 @@ the last bucket of backward is never all-reduced
         -< len(buckets) and
         +< len(buckets) - 1 and
 
@@ -231,7 +232,6 @@ def tier(bug: Bug) -> str:
     """The first broken promise of tests/contract.py that the plain run checks; "" if only the thorough run sees it."""
     import contract
 
-    launching.launch.__defaults__ = (*launching.launch.__defaults__[:3], 40, True)  # a bug may hang
     with tempfile.TemporaryDirectory() as folder:
         file = mutate(bug, Path(folder))
         for promise, check in contract.CHECKS.items():

@@ -4,6 +4,7 @@ Several were shipped by others. Losses under AdamW show none of those that only 
 equivalence.py compares gradients.
 """
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable
@@ -26,10 +27,14 @@ BALANCED = "is off by|the load differs|biases are not|counts have changed|counts
 pytestmark = pytest.mark.thorough
 
 
-def equal(bug: Bug, file: str) -> None:
-    """Compare with the root: in simulated streams if the bug names them, compiled by the first half of the compiler."""
-    flags = bug.flags + (" --compile" if bug.seen.startswith("compiled") else "")
-    equivalence.check(file, bug.world, flags, equivalence.root_of(bug.recipe), mutation.probe_of(bug))
+def equal(bug: Bug, file: str, modes: tuple[str, ...] = ("gradient",)) -> None:
+    """Compare with the root: in simulated streams if the bug names them, compiled by the first half of the compiler.
+
+    Two layers where each takes long, as it is traced or interpreted.
+    """
+    compiled = bug.seen.startswith("compiled")
+    flags = bug.flags + " --compile" * compiled + " --layers 2" * (compiled or bug.recipe == equivalence.KERNELS)
+    equivalence.check(file, bug.world, flags, equivalence.root_of(bug.recipe), mutation.probe_of(bug), modes)
 
 
 def held(world: int, file: str) -> None:
@@ -52,7 +57,8 @@ def right_schedule(file: str) -> None:
 # What sees a bug: a check, what it must say, and arguments that it has beside those of the bug.
 Check = tuple[Callable[..., None], str] | tuple[Callable[..., None], str, dict[str, object]]
 SEES: dict[str, Check] = {
-    "equivalence": (equal, "is off by"),
+    "one step": (equal, "is off by"),
+    "four steps": (equal, "is off by", {"modes": ["training"]}),
     "late": (equal, "is off by|exit code -11|has waited for|was let go|does not wait|has changed while"),
     "at once": (equal, "is off by"),
     "compiled, late": (equal, "is off by|has waited for"),
@@ -218,7 +224,6 @@ def check_that_sees(bug: Bug) -> Check:
 @pytest.mark.parametrize("bug", BUGS, ids=[f"{bug.recipe}: {bug.what}" for bug in BUGS])
 def test_a_bug_is_seen(bug, tmp_path, monkeypatch):
     monkeypatch.setattr(launching, "IMPATIENT", True)
-    monkeypatch.setattr(launching.launch, "__defaults__", (*launching.launch.__defaults__[:3], 60, True))
     check, words, *others = check_that_sees(bug)
     file, wanted = mutate(bug, tmp_path), inspect.signature(check).parameters
     folder = tmp_path / "empty"
@@ -229,6 +234,20 @@ def test_a_bug_is_seen(bug, tmp_path, monkeypatch):
     with pytest.raises((AssertionError, RankFailed, TimeoutError, schedules.Deadlock)) as seen:
         check(**{name: given[name] for name in wanted if name in given})
     assert re.search(words, str(seen.value)), f"red for another reason: {seen.value}"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_hang_is_noticed(waits, tmp_path, monkeypatch):
+    """Ranks that wait for each other are given up long before the timeout; a rank that computes for as long is not."""
+    monkeypatch.setattr(launching, "IMPATIENT", True)
+    monkeypatch.setattr(launching, "HANGS", 1.0)
+    wait = "dist.recv(torch.zeros(1), 1 - dist.get_rank())"
+    compute = "end = time.time() + 4 * dist.get_rank()\n    while time.time() < end:\n        pass\n    dist.barrier()"
+    body = f"dist.init_process_group('gloo')\n    {wait if waits else compute}"
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(f"import time, torch\nimport torch.distributed as dist\n\n\ndef main():\n    {body}\n")
+    with pytest.raises(TimeoutError, match="hang") if waits else contextlib.nullcontext():
+        launch(recipe, 2, save=False)
 
 
 def test_the_log_does_not_see_the_scale(tmp_path):
