@@ -35,8 +35,8 @@ CHECKPOINT = "08_4d/checkpoint.py"
 class Bug:
     """In a recipe, `old` becomes `new`; to be seen on `world` ranks with `flags`, by what `seen` names.
 
-    seen: "one step" of gradient descent or "four steps" of AdamW, compared with the root; "late" or "at once", one step
-    with simulated streams; a promise of tests/contract.py; or another entry of SEES or IN_FILES in tests/test_bugs.py.
+    seen: "one step" of gradient descent or "four steps" of AdamW, compared with the root; "late", one step with
+    simulated streams; a promise of tests/contract.py; or another entry of SEES or IN_FILES in tests/test_bugs.py.
     where: the file and line that has it.
     """
 
@@ -111,8 +111,8 @@ def probe_of(bug: Bug):
     import probes
     from streams import streams
 
-    if bug.seen in ("late", "at once"):
-        return streams(bug.seen)
+    if bug.seen == "late":
+        return streams("late")
     if bug.seen in ("compiled, late", "compiled, at once"):
         return probes.together(equivalence.unfused_attention, streams(bug.seen.split(", ")[1]))
     return None

@@ -54,13 +54,13 @@ def right_schedule(file: str) -> None:
     schedules.check(load(file), [(4, 8)])
 
 
-# What sees a bug: a check, what it must say, and arguments that it has beside those of the bug.
+# What sees a bug: a check, what it must say, and arguments of its own. All others it gets by the names of its
+# parameters: `file` is the one with the bug; `recipe`, `world` and `flags` are the bug's.
 Check = tuple[Callable[..., None], str] | tuple[Callable[..., None], str, dict[str, object]]
 SEES: dict[str, Check] = {
     "one step": (equal, "is off by"),
     "four steps": (equal, "is off by", {"modes": ["training"]}),
     "late": (equal, "is off by|exit code -11|has waited for|was let go|does not wait|has changed while"),
-    "at once": (equal, "is off by"),
     "compiled, late": (equal, "is off by|has waited for"),
     "compiled, at once": (equal, "is off by"),
     "freed": (equal, "storage of size 0|has no attribute 'wait'"),
@@ -71,7 +71,7 @@ SEES: dict[str, Check] = {
     "schedule": (right_schedule, ""),
     **{promise: (check, "") for promise, check in contract.CHECKS.items()},
 }
-# The same for tests of the folders, by their names.
+# The same by the names of functions, most of them tests of the folders that can run another file.
 IN_FILES = {
     "tests/simulation.py": {"simulation": ("check", "is off by")},
     "tests/witness.py": {
@@ -224,15 +224,17 @@ def check_that_sees(bug: Bug) -> Check:
 @pytest.mark.parametrize("bug", BUGS, ids=[f"{bug.recipe}: {bug.what}" for bug in BUGS])
 def test_a_bug_is_seen(bug, tmp_path, monkeypatch):
     monkeypatch.setattr(launching, "IMPATIENT", True)
-    check, words, *others = check_that_sees(bug)
-    file, wanted = mutate(bug, tmp_path), inspect.signature(check).parameters
+    check, words, *own = check_that_sees(bug)
+    file, parameters = mutate(bug, tmp_path), inspect.signature(check).parameters
     folder = tmp_path / "empty"
     folder.mkdir()
-    given = {"bug": bug, "recipe": bug.recipe if "file" in wanted else file, "file": file, "tmp_path": folder}
-    given |= {"world": bug.world, "flags": bug.flags, "form": bug.flags}
-    given |= others[0] if others else {}
+    given = {"bug": bug, "recipe": bug.recipe, "file": file, "world": bug.world, "flags": bug.flags}
+    given |= {"form": bug.flags, "tmp_path": folder}
+    if "file" not in parameters:  # then the file with the bug is the recipe
+        given["recipe"] = file
+    arguments = {name: given[name] for name in parameters if name in given} | dict(*own)
     with pytest.raises((AssertionError, RankFailed, TimeoutError, schedules.Deadlock)) as seen:
-        check(**{name: given[name] for name in wanted if name in given})
+        check(**arguments)
     assert re.search(words, str(seen.value)), f"red for another reason: {seen.value}"
 
 
