@@ -93,17 +93,17 @@ def written_at_once(folder: str):
     return probe
 
 
-def check_resumed(world: int, layout: str, recipe: str = CHECKPOINT) -> None:
+def check_resumed(world: int, flags: str, file: str = CHECKPOINT) -> None:
     """Resume in another layout: weights and moments equal to the bit, the next losses as of a run that went on."""
     folder, _, history = uninterrupted(*SAVED, 4)
     with tempfile.TemporaryDirectory() as ours:
         shutil.copytree(Path(folder, "step-2"), Path(ours, "step-2"))
-        flags = f"{FLAGS} {layout} --steps 4 --checkpoint {ours} --keep 9"
-        run = launch(recipe, world, flags, probe=written_at_once(f"{ours}/again"))
-        same_bits(content(f"{ours}/again/step-2"), content(f"{folder}/step-2"), layout)
+        resumed = f"{FLAGS} {flags} --steps 4 --checkpoint {ours} --keep 9"
+        run = launch(file, world, resumed, probe=written_at_once(f"{ours}/again"))
+        same_bits(content(f"{ours}/again/step-2"), content(f"{folder}/step-2"), flags)
         errors = compare.relative_errors(content(f"{ours}/step-4"), content(f"{folder}/step-4"))
         errors |= compare.history_errors(run.history, history)
-        compare.assert_close(errors, 1e-10, f"two more steps in {layout}")
+        compare.assert_close(errors, 1e-10, f"two more steps in {flags}")
 
 
 @pytest.mark.parametrize("world, layout", OTHERS[:2])
@@ -151,10 +151,11 @@ def test_full_weights_out_of_a_checkpoint():
     )
 
 
-def test_only_the_newest_are_kept(tmp_path):
+def test_only_the_newest_are_kept(tmp_path, file=CHECKPOINT):
     """By number: step-9 is older than step-10."""
-    launch(CHECKPOINT, 1, f"{FLAGS} {OTHERS[2][1]} --steps 11 --checkpoint {tmp_path} --keep 2", save=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-11"]
+    launch(file, 1, f"{FLAGS} {OTHERS[2][1]} --steps 11 --checkpoint {tmp_path} --keep 2", save=False)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-10", "step-11"], f"there are {names}"
 
 
 def test_what_is_half_written_does_not_count(tmp_path):
@@ -168,7 +169,7 @@ def test_what_is_half_written_does_not_count(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{i}" for i in (1, 2, 3, 4)]
 
 
-def test_what_went_wrong_is_said(tmp_path):
+def test_what_went_wrong_is_said(tmp_path, file=CHECKPOINT):
     """A checkpoint that cannot be written ends the run with the reason, and does not count."""
 
     def full_disk(module):
@@ -184,8 +185,9 @@ def test_what_went_wrong_is_said(tmp_path):
 
     flags = f"{FLAGS} --dp 2 --cp 1 --tp 1 --pp 1 --steps 3 --checkpoint {tmp_path}"
     with pytest.raises(RankFailed, match="no space left on device"):
-        launch(CHECKPOINT, 2, flags, probe=full_disk, save=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1.writing"]
+        launch(file, 2, flags, probe=full_disk, save=False)
+    names = [path.name for path in tmp_path.iterdir()]
+    assert names == ["step-1.writing"], f"there are {names}"
 
 
 def test_nothing_is_unpickled(tmp_path):

@@ -503,7 +503,14 @@ def check_quickly(recipe: str, world: int, flags: str) -> dict[str, float]:
     return check(recipe, world, flags, probe=without_kernels if quick else None)
 
 
-def check(recipe: Path | str, world: int, flags: str, root: str | None = None, probe=None) -> dict[str, float]:
+def check(
+    recipe: Path | str,
+    world: int,
+    flags: str,
+    root: str | None = None,
+    probe: Callable[[ModuleType], Callable[[], object]] | None = None,
+    modes: tuple[str, ...] = ("gradient", "training"),
+) -> dict[str, float]:
     """Assert that a recipe trains as its root does, on the CPU in float64. Returns the worst errors."""
     probe = probe or (unfused_attention if "--compile" in flags else None)
     root = root or root_of(str(recipe))
@@ -511,10 +518,8 @@ def check(recipe: Path | str, world: int, flags: str, root: str | None = None, p
     common = f"{SHAPE} --device cpu --dtype float64 --data {documents()} --init {init}"
     worst = {}
     alone = Path(recipe).name == "diloco.py" and world > 1  # workers log and clip their own; simulation.py has the rest
-    modes = {"gradient": GRADIENT, "training": TRAINING}
-    if "--compile" in flags or alone:
-        del modes["training"]
-    for name, mode in modes.items():
+    for name in ["gradient"] if "--compile" in flags or alone else modes:
+        mode = {"gradient": GRADIENT, "training": TRAINING}[name]
         ours = launch(recipe, world, f"{common} {mode} {flags}", probe)
         theirs = reference(root, f"{common} {mode} {shared(flags)}")
         before = compare.read(init)[0] if name == "gradient" else None

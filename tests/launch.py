@@ -33,7 +33,7 @@ from typing import Any
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for GPUs must not touch CUDA: a fork could not use it then
 
 import einops  # noqa: F401  what recipes import is imported here, once, and not by every process
-import numpy  # noqa: F401
+import numpy.ma  # noqa: F401  which numpy.isin imports
 import torch
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # before something imports triton
@@ -49,6 +49,8 @@ CAPABILITY = torch.backends.cpu.get_cpu_capability()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{CAPABILITY}"
 
 ROOT = Path(__file__).resolve().parent.parent
+IMPATIENT = False  # whether a launch ends as soon as all its ranks wait for each other, for seeded bugs that hang
+HANGS = 4.0  # seconds without any work after which that is so: longer than any pause that a test makes on purpose
 torch.set_num_threads(1)  # ranks share the cores, and the threads of a pool would not survive the fork
 
 if importlib.util.find_spec("triton"):  # which macOS does not have
@@ -150,7 +152,8 @@ def launch(
 
     probe(module) is called on every rank before main, may replace functions of the module, and returns a function whose
     result, asked for after main, is that rank's entry of Run.probes. Raises RankFailed as soon as any rank has failed
-    and TimeoutError if they take longer than `timeout` seconds; either way no process is left behind.
+    and TimeoutError if they take longer than `timeout` seconds, or hang and IMPATIENT is set; either way no process is
+    left behind.
     """
     with tempfile.TemporaryDirectory() as folder, free_port() as port:
         saved = Path(folder) / "weights.safetensors"
@@ -257,14 +260,38 @@ def run_rank(recipe, argv, rank, world, port, folder, data, probe) -> None:
     os._exit(code)  # the interpreter's own end would run the parent's exit handlers
 
 
+def work_of(pid: int) -> object:
+    """The CPU time that the threads of a process and its children have used, in ticks.
+
+    A new object, unequal to all others, if one of them is about to run, waits for a disk, or if there is no /proc.
+    """
+    used, threads = 0, list(Path(f"/proc/{pid}/task").glob("*"))
+    try:
+        for thread in threads:
+            state, *numbers = (thread / "stat").read_text().rpartition(") ")[2].split()
+            children = [work_of(int(child)) for child in (thread / "children").read_text().split()]
+            if state in "RD" or not all(isinstance(work, int) for work in children):
+                return object()
+            used += int(numbers[10]) + int(numbers[11]) + sum(children)
+    except OSError:  # it has just ended
+        return object()
+    return used if threads else object()
+
+
 def wait(ranks, folder, timeout) -> None:
-    """Return when all ranks have ended well, raise when one has not or time is up."""
-    end = time.monotonic() + timeout
+    """Return when all ranks have ended well, raise when one has not, time is up, or they hang."""
+    start = time.monotonic()
+    end, last, idle_since = start + timeout, None, start
     while alive := [process for process in ranks if process.is_alive()]:  # once: waiting for none would take a second
         if any(process.exitcode for process in ranks):
             break
         if time.monotonic() > end:
             raise TimeoutError(f"ranks {[ranks.index(process) for process in alive]} still run after {timeout} s")
+        work = [work_of(process.pid) for process in alive] if IMPATIENT else None
+        if work != last:
+            last, idle_since = work, time.monotonic()
+        elif IMPATIENT and time.monotonic() - idle_since > HANGS:
+            raise TimeoutError(f"ranks {[ranks.index(process) for process in alive]} hang: none has done anything")
         multiprocessing.connection.wait([process.sentinel for process in alive], timeout=1)
     if failed := [rank for rank, process in enumerate(ranks) if process.exitcode]:
         first = min(

@@ -1,6 +1,6 @@
 """Seeded bugs: small changes of a recipe, several of them once shipped by somebody, and what each turns red.
 
-Each folder has its list, `bugs.py`. tests/test_bugs.py asserts that every one is seen; this file measures what each
+Each folder has its list, `bugs.diff`. tests/test_bugs.py asserts that every one is seen; this file measures what each
 does to the gradient and to a loss curve, for the table "What breaks it" of the folder's page.
 
     python tests/mutation.py [--jobs 2] [FOLDER ...]        measure the bugs of all folders, or of these
@@ -9,14 +9,14 @@ does to the gradient and to a loss curve, for the table "What breaks it" of the 
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import json
 import multiprocessing
+import re
 import shutil
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import compare
@@ -35,34 +35,71 @@ CHECKPOINT = "08_4d/checkpoint.py"
 class Bug:
     """In a recipe, `old` becomes `new`; to be seen on `world` ranks with `flags`, by what `seen` names.
 
-    seen: "equivalence", the comparison with the root; "late" or "at once", the same with simulated streams; a promise
-    of tests/contract.py; or another entry of SEES in tests/test_bugs.py.
+    seen: "one step" of gradient descent or "four steps" of AdamW, compared with the root; "late", one step with
+    simulated streams; a promise of tests/contract.py; or another entry of SEES or IN_FILES in tests/test_bugs.py.
+    where: the file and line that has it.
     """
 
     what: str
     recipe: str
     old: str
     new: str
-    world: int = 1
-    flags: str = ""
-    seen: str = "equivalence"
+    world: int
+    flags: str
+    seen: str
+    where: str = field(compare=False)
+
+
+ENTRY = re.compile(
+    r"diff (?P<recipe>.+)\n"
+    r"|@@ (?P<seen>[^|\n]+?)( \| (?P<world>\d+) ranks)?( \| (?P<flags>[^|\n]+))? @@[ \n](?P<what>[^-+ \n].*)\n"
+    r"(?P<lines>([-+ ].*\n)+)"
+    r"|(#.*)?\n"
+)
 
 
 def bugs() -> list[Bug]:
     """The bugs of all folders."""
-    found = []
-    for path in sorted(ROOT.glob("[01][0-9]_*/bugs.py")):
-        spec = importlib.util.spec_from_file_location(f"bugs_of_{path.parent.name}", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        found += module.BUGS
+    return [bug for path in sorted(ROOT.glob("[01][0-9]_*/bugs.diff")) for bug in bugs_of(path)]
+
+
+def bugs_of(path: Path) -> list[Bug]:
+    """The bugs of a file, which looks like this:
+
+        diff 02_data_parallel/bucketed.py
+
+        @@ one step | 2 ranks | --bucket_mb 0.05 @@ the last bucket of backward is never all-reduced
+        -< len(buckets) and
+        +< len(buckets) - 1 and
+
+    `diff` names the recipe of the bugs below it. `@@` opens a bug: what sees it, the number of ranks if it is not 1,
+    its flags if it has any, and what is wrong, in the next line if this one would be too long. Lines with `-` are the
+    old source, lines with `+` the new one; a line with a space is in both. The recipe must contain the old source once.
+    Its first and its last line may be parts of lines; `\\n` behind the last one says that the newline belongs to it.
+    Empty lines, and comments with `#`, mean nothing.
+    """
+    text, place, recipe, found = path.read_text() + "\n", 0, None, []
+    while place < len(text):
+        line = text.count("\n", 0, place)
+        where = f"{path.parent.name}/{path.name}:{line + 1}"
+        entry = ENTRY.match(text, place)
+        if not entry or (entry["seen"] and not recipe):
+            raise ValueError(f"{where}: not in the format that tests/mutation.py describes: {text.splitlines()[line]}")
+        place, recipe = entry.end(), entry["recipe"] or recipe
+        if entry["seen"]:
+            old, new = (
+                re.sub(r"\\n\Z", "\n", "\n".join(part[1:] for part in entry["lines"].splitlines() if part[0] in signs))
+                for signs in ("- ", "+ ")
+            )
+            world, flags = int(entry["world"] or 1), entry["flags"] or ""
+            found.append(Bug(entry["what"], recipe, old, new, world, flags, entry["seen"], where))
     return found
 
 
 def mutate(bug: Bug, folder: Path) -> str:
     """Write the recipe with the bug into a folder, and return its path."""
     source = (ROOT / bug.recipe).read_text()
-    assert source.count(bug.old) == 1, f"{bug.recipe} must contain {bug.old!r} once"
+    assert source.count(bug.old) == 1, f"{bug.where}: {bug.recipe} must contain {bug.old!r} once"
     path = Path(folder) / bug.recipe.split("/")[1]
     path.write_text(source.replace(bug.old, bug.new))
     compile(path.read_text(), path, "exec")  # a bug that is none of Python's
@@ -74,8 +111,8 @@ def probe_of(bug: Bug):
     import probes
     from streams import streams
 
-    if bug.seen in ("late", "at once"):
-        return streams(bug.seen)
+    if bug.seen == "late":
+        return streams("late")
     if bug.seen in ("compiled, late", "compiled, at once"):
         return probes.together(equivalence.unfused_attention, streams(bug.seen.split(", ")[1]))
     return None
@@ -195,7 +232,6 @@ def tier(bug: Bug) -> str:
     """The first broken promise of tests/contract.py that the plain run checks; "" if only the thorough run sees it."""
     import contract
 
-    launching.launch.__defaults__ = (*launching.launch.__defaults__[:3], 40, True)  # a bug may hang
     with tempfile.TemporaryDirectory() as folder:
         file = mutate(bug, Path(folder))
         for promise, check in contract.CHECKS.items():
@@ -214,6 +250,7 @@ def main() -> None:
     parser.add_argument("--tier", action="store_true")
     args = parser.parse_args()
     chosen = [bug for bug in bugs() if not args.folders or bug.recipe.split("/")[0] in args.folders]
+    launching.IMPATIENT = True  # in the pool, too
     run_folder()  # of this process, for those of the pool
     load("01_single_gpu/train.py")
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as jobs:

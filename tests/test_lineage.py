@@ -109,7 +109,7 @@ def definitions(source: str) -> dict[str, str]:
 
 def recipes() -> dict[str, Recipe]:
     """All recipes of the numbered folders."""
-    files = sorted(path for path in ROOT.glob("[01][0-9]_*/*.py") if not path.name.startswith(("test_", "bugs")))
+    files = sorted(path for path in ROOT.glob("[01][0-9]_*/*.py") if not path.name.startswith("test_"))
     return {str(path.relative_to(ROOT)): read(str(path.relative_to(ROOT))) for path in files}
 
 
