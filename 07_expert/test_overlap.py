@@ -113,8 +113,7 @@ def turns(module):
     return report
 
 
-@pytest.mark.parametrize("layers", [3, pytest.param(1, marks=pytest.mark.thorough)])
-def test_halves_take_turns(layers, file=None):
+def test_halves_take_turns(layers=3, file=None):
     """While rows of a half are under way, the other half computes: in forward, and in backward.
 
     But in the last layer, when there is nothing left to do: the last transfer of forward, the first one of backward.
@@ -131,23 +130,13 @@ def test_halves_take_turns(layers, file=None):
 
 
 @pytest.mark.thorough
-def test_a_single_sequence_has_no_turns():
-    """A rank with one sequence trains as the root does; no transfer overlaps."""
-    equivalence.check(OVERLAP, 2, "--batch 2")
-    flags = f"{SHAPE} --experts 6 --top_k {K} --batch 2 --steps 1"
-    for transfers in launch(OVERLAP, 2, flags, probe=turns, save=False).probes:
-        assert len(transfers) == 6 * LAYERS and not any(seen for *_, seen in transfers)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["at once", "late"])
-@pytest.mark.parametrize("world, flags", [(2, ""), (3, "--experts 9")])
-def test_whenever_streams_get_to_it(world, flags, when):
+def test_whenever_streams_get_to_it(when):
     """Rows, and their gradients, arrive at some time between the start of their exchange and the wait for it.
 
     A batch of 4 on each of 3 ranks; its halves have different numbers of rows for each expert.
     """
-    equivalence.check(OVERLAP, world, flags, probe=streams(when))
+    equivalence.check(OVERLAP, 3, "--experts 9", probe=streams(when))
 
 
 def test_as_many_bytes_in_twice_as_many_messages():
@@ -331,8 +320,7 @@ def refusing(module):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world, edp", [(3, 1), (4, 2)])
-def test_too_few_slots(world, edp, file=None):
+def test_too_few_slots(world=4, edp=2, file=None):
     """Training ends after the step, on every rank, with a line that says how many slots it took; these suffice.
 
     With one layer: what a second one needs is not known before it gets all that it should.
@@ -411,11 +399,6 @@ def test_who_shares_experts_is_on_one_host(monkeypatch):
         module.check(module.Config(device="cpu", edp=edp), 8)
     with pytest.raises(SystemExit, match="^--edp 1: 8 ranks share .* the 4 of one host"):
         module.check(module.Config(device="cpu"), 8)
-
-
-def test_slots_of_any_number():
-    """More than all rows of all ranks never come, so that no number is too large."""
-    equivalence.check(SYMMETRIC, 2, "--slots inf", root=equivalence.MOE)
 
 
 # -------------------------------------------------------------------------- symmetric memory: bytes, and nobody waits
@@ -501,8 +484,7 @@ def written_to_others(module):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world, edp, experts, forced", [(3, 1, 6, False), (4, 2, 8, True)])
-def test_bytes_written(world, edp, experts, forced, file=None):
+def test_bytes_written(world=4, edp=2, experts=8, forced=True, file=None):
     """Rows go to other ranks twice in forward and twice in backward, per layer; gates once and once, origins once.
 
     With balanced experts a rank writes (ep-1)/ep·t·top_k·d elements in each; else what its tokens chose. And the CPU
@@ -597,7 +579,6 @@ def check_late_ranks(file, world, flags):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world, flags", [(2, ""), (6, "--edp 2 --experts 6")])
-def test_a_rank_may_be_late(world, flags):
+def test_a_rank_may_be_late():
     """No barrier is missing: whoever reads waits for those who write, whoever writes for those who read."""
-    check_late_ranks(SYMMETRIC, world, flags)
+    check_late_ranks(SYMMETRIC, 4, "--edp 2")
