@@ -1,16 +1,12 @@
 """The pipeline recipes train as the root does, and their schedules have the bubble and the memory of the formulas."""
 
 import collections
-import contextlib
-import dataclasses
 import inspect
 import itertools
-import random
 import time
 import types
 import weakref
 
-import compare
 import contract
 import equivalence
 import probes
@@ -304,68 +300,6 @@ def test_micro_batches_of_two_shapes_are_refused(recipe):
     module = load(recipe)
     with pytest.raises(ValueError, match="same shape"):
         module.prepare(module.Linear(4, 4), (torch.zeros(1, 8), torch.zeros(2, 8)), torch.float32)
-
-
-def random_order(line: schedules.Pipeline, seed: int) -> list[list[tuple[str, int, int]]]:
-    """Shuffle what every rank does, (op, micro-batch, stage), so that each operation still comes after those it needs.
-
-    Both ends of a link take its messages in the same order, and W come late.
-    """
-    choose, orders, done = random.Random(seed), [[] for _ in line.orders], set()
-    left, links = [set(order) for order in line.orders], collections.defaultdict(list)
-
-    def link(taken, rank):
-        return schedules.per_direction(taken[0], line.place[taken[2]], rank), line.place[taken[2]], rank
-
-    def ready(operation, rank):
-        taken, before = line.takes(operation), line.follows(operation)
-        if taken and line.place[taken[2]] != rank:
-            return links[link(taken, rank)][:1] == [taken] and (not before or before in done)
-        return {taken, before} - {None} <= done
-
-    while any(left):
-        can = [(rank, operation) for rank, todo in enumerate(left) for operation in sorted(todo)]
-        can = [(rank, operation) for rank, operation in can if ready(operation, rank)]
-        rank, operation = choose.choice([pair for pair in can if pair[1][0] != "W" or choose.random() < 0.2] or can)
-        if (taken := line.takes(operation)) and line.place[taken[2]] != rank:
-            links[link(taken, rank)].pop(0)
-        if line.target(operation) != rank:
-            links[link(operation, line.target(operation))].append(operation)
-        left[rank].remove(operation)
-        done.add(operation)
-        orders[rank].append(operation)
-    return orders
-
-
-def runnable(line: schedules.Pipeline):
-    """Yield random orders in which no rank waits for ever because too many of its gradients must be under way."""
-    for seed in itertools.count():
-        orders = random_order(line, seed)
-        with contextlib.suppress(schedules.Deadlock):
-            schedules.rendezvous(dataclasses.replace(line, orders=orders))
-            yield orders
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("recipe", ["06_pipeline/afab.py", SPLIT[1], INTERLEAVED, DUALPIPE])
-def test_executor_runs_any_valid_list(recipe):
-    """A random order that respects what needs what: the same weights, and nothing waits for ever."""
-    flags, line = f"{SMALL} --dtype float64", schedules.pipeline(load(recipe), 4, 8)
-
-    def with_order(orders):
-        def probe(module):
-            def schedule(rank, *_):
-                stages = [stage for stage, owner in enumerate(line.place) if owner == rank]
-                return [(op, i, *([stages.index(s)] if recipe in CHUNKED else [])) for op, i, s in orders[rank]]
-
-            module.schedule = schedule
-            return lambda: None
-
-        return probe
-
-    reference = launch(recipe, 4, flags).weights
-    run = launch(recipe, 4, flags, probe=with_order(next(runnable(line))), timeout=60)
-    assert compare.worst(compare.relative_errors(run.weights, reference))[1] < equivalence.TOLERANCE["float64"]
 
 
 def unlike_a_fresh_model(module):

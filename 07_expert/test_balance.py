@@ -173,12 +173,12 @@ def check_bias(world: int, flags: str, file: str = BIAS, rate: float = RATE) -> 
 
 
 def test_auxiliary_losses_are_those_of_the_whole_batch():
-    check_auxiliary_loss(6, "--edp 2 --experts 6", modes=["GRADIENT"])
+    check_auxiliary_loss(4, "--edp 2", modes=["GRADIENT"])
 
 
 @pytest.mark.thorough
 def test_auxiliary_losses_with_one_expert_per_token():
-    check_auxiliary_loss(4, "--edp 2 --top_k 1")
+    check_auxiliary_loss(3, "--experts 6 --top_k 1")
 
 
 @pytest.mark.thorough
@@ -188,7 +188,7 @@ def test_auxiliary_losses_compiled():
 
 def test_auxiliary_losses_are_visible():
     """Without either of them, the gradient of every router is another one: the tests above could fail."""
-    _, roots, init = flags_of("--experts 6", equivalence.GRADIENT)
+    _, roots, init = flags_of("", equivalence.GRADIENT)
     both = reference(roots, (BALANCE, Z), 0.0).weights
     for alone in (BALANCE, 0.0), (0.0, Z):
         changes = compare.relative_errors(reference(roots, alone, 0.0).weights, both, compare.read(init)[0])
@@ -197,12 +197,12 @@ def test_auxiliary_losses_are_visible():
 
 
 def test_biases_are_those_of_the_whole_step():
-    check_bias(4, "--edp 2 --microbatches 3")
+    check_bias(2, "--microbatches 3")
 
 
 @pytest.mark.thorough
 def test_biases_with_one_expert_per_token():
-    check_bias(2, "--microbatches 1 --top_k 1")
+    check_bias(4, "--edp 2 --microbatches 1 --top_k 1")
 
 
 # ----------------------------------------------------------------------------------------------------------- witnesses

@@ -109,7 +109,7 @@ def check_scarce(file, world, flags, capacity, chosen=False, modes=(GRADIENT, TR
 
 
 def test_drops_what_the_reference_drops():
-    check_scarce(CAPACITY, 4, "--edp 2", 0.5)
+    check_scarce(CAPACITY, 2, "", 0.5)
 
 
 @pytest.mark.thorough
