@@ -1,5 +1,6 @@
 """The context-parallel recipes train as the root does, share out tokens and work, and send and keep what they say."""
 
+import re
 from types import SimpleNamespace
 
 import contract
@@ -11,6 +12,7 @@ from launch import isolated, launch, load, once
 from probes import together
 from streams import streams
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 GATHER, RING, STRIPED, ZIGZAG, ULYSSES, USP, TWIN = (
     f"05_context_ring/{name}.py"
@@ -178,54 +180,52 @@ def sent(module):
     return lambda: (seen, meets)
 
 
-def order(module):
-    """A probe: what starts, computes and is waited for in the forward, and in the backward, of a block's attention."""
-    seen, last = [], {}
+class Matmuls(TorchDispatchMode):
+    """Calls `seen` for every matmul and every attention."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if re.search(r"mm\b|scaled_dot_product", function._schema.name):
+            self.seen()
+        return function(*args, **(kwargs or {}))
+
+
+def transfers(module):
+    """A probe: [phase, width, whether there is a matmul between its start and the wait for it] of every transfer of a
+    step that is waited for after it has started.
+    """
+    found, matmuls, train_step = [], [], module.train_step
 
     class Work:
-        def __init__(self, work):
-            self.work, self.number = work, len(seen)
-            seen.append(self.number)
+        def __init__(self, work, width):
+            self.work, self.before, self.entry = work, len(matmuls), [phase(), width, None]
+            found.append(self.entry)
 
         def wait(self):
-            seen.append(f"{self.number} is there")
-            self.work.wait()
+            self.entry[2] = len(matmuls) > self.before
+            return self.work.wait()
 
-    def starts(owner, name):
+    def starts(owner, name, out):
         original = getattr(owner, name)
 
         def start(*args, **kwargs):
             work = original(*args, **kwargs)
-            return Work(work) if work else None  # of an all-to-all that has waited itself
+            return Work(work, args[out].shape[-1]) if work else None  # of an all-to-all that has waited itself
 
         setattr(owner, name, start)
 
-    def computes(name):
-        original = getattr(module, name)
-        setattr(module, name, lambda *args, **kwargs: seen.append("attention") or original(*args, **kwargs))
+    def step(*args):
+        with Matmuls(lambda: matmuls.append(1)):
+            return train_step(*args)
 
-    def whole(owner, name):
-        original = getattr(owner, name)
-
-        def run(*args):
-            seen.clear()
-            result = original(*args)
-            last[name] = list(seen)
-            return result
-
-        setattr(owner, name, staticmethod(run))
-
-    for owner, name in (
-        (module.dist.ProcessGroup, "_allgather_base"),
-        (module.dist.ProcessGroup, "_reduce_scatter_base"),
-        (module.dist, "all_to_all_single"),
-    ):
-        starts(owner, name)
-    for name in "local_attention", "local_attention_backward":
-        computes(name)
-    for name in "forward", "backward":
-        whole(getattr(module, "RingAttention", None) or module.GatherKV, name)
-    return lambda: last
+    starts(module.dist, "all_to_all_single", 0)
+    for name in "_allgather_base", "_reduce_scatter_base":
+        starts(module.dist.ProcessGroup, name, 1)
+    module.train_step = step
+    return lambda: found
 
 
 def kept(module):
@@ -253,7 +253,7 @@ def kept(module):
 @once
 def observed(recipe, dtype):
     """What those probes see, on 4 ranks."""
-    probe = together(sent, kept, *([] if recipe == ULYSSES else [order]))
+    probe = together(sent, kept, transfers)
     return launch(recipe, 4, f"{SMALL} --dtype {dtype}", probe=probe).probes
 
 
@@ -296,11 +296,10 @@ def test_activations_kept(recipe):
 def test_attention_runs_while_keys_travel(recipe):
     """... on the last rank, which always has work. Nothing hides the last transfer of backward: gradients come home."""
     *_, last = observed(recipe, "float32")
-    for name, seen in last[-1].items():
-        transfers = [event for event in seen if isinstance(event, int)]
-        assert transfers and seen.count("attention") == (2 if recipe in (GATHER, USP) else 4)
-        for start in transfers[:-1] if name == "backward" else transfers:
-            assert "attention" in seen[seen.index(start) : seen.index(f"{start} is there")], (name, seen)
+    for name in "forward", "backward":
+        hidden = [seen for of_phase, _, seen in last[-1] if of_phase == name]
+        of_a_layer = len(hidden) // LAYERS - (name == "backward")
+        assert of_a_layer > 0 and hidden == ([True] * of_a_layer + [False] * (name == "backward")) * LAYERS, name
 
 
 def blocks_of_keys(module):

@@ -222,8 +222,9 @@ def messages(enough):
                 sent.append(self)
 
             def wait(self):
-                self.waited, work, self.work = True, self.work, None  # which would hold the tensor
-                return work.wait()
+                if not self.waited:
+                    self.work.wait()
+                self.waited, self.work = True, None  # which would hold the tensor
 
         def step(cfg, model, optimizer, inputs, targets):
             result = train_step(cfg, model, optimizer, inputs, targets)

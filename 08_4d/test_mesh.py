@@ -19,7 +19,7 @@ from launch import isolated, launch, load
 from streams import streams
 
 TRAIN, MOE = "08_4d/train.py", "08_4d/moe.py"
-pipeline = load("06_pipeline/test_pipeline.py")
+context, pipeline = load("05_context_ring/test_context.py"), load("06_pipeline/test_pipeline.py")
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --vocab 259 --seq 16 --batch 8 --steps 1"
 
 
@@ -115,27 +115,8 @@ def test_stages_on_a_mesh(file=TRAIN):
 def test_activations_are_split_over_tp(file=TRAIN):
     """What a forward keeps for its backward beside weights is half with tp 2, but for rotary angles and sums."""
 
-    def probe(module):
-        sizes, forward = [], module.forward
-
-        def watched(cfg, model, *arguments):
-            kept, weights = {}, {unit.full.untyped_storage().data_ptr() for unit in model.units}
-
-            def pack(x):
-                if x.untyped_storage().data_ptr() not in weights:
-                    kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-                return x
-
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-                loss = forward(cfg, model, *arguments)
-            sizes.append(sum(kept.values()))
-            return loss
-
-        module.forward = watched
-        return lambda: sizes[0]
-
     flags = f"{SMALL} --batch 64 --dp 1 --cp 1 --pp 2 --microbatches 1"
-    alone, split = (launch(file, 2 * tp, f"{flags} --tp {tp}", probe=probe).probes[:tp] for tp in (1, 2))
+    alone, split = (launch(file, 2 * tp, f"{flags} --tp {tp}", probe=context.kept).probes[:tp] for tp in (1, 2))
     assert max(split) < 0.55 * alone[0], f"ranks of tp keep {split} of {alone[0]} bytes"
 
 
