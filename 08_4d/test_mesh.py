@@ -67,8 +67,14 @@ def test_gradients_are_rounded_once(recipe, file=None):
     def errors():
         module, generator = load(file or recipe), torch.Generator().manual_seed(0)
         arriving, mine = (torch.randn(16, n, generator=generator).bfloat16() for n in (30, 480))
-        sent, done, group = [], SimpleNamespace(wait=lambda: None), SimpleNamespace(size=lambda: 16, rank=lambda: 0)
-        module.dist.all_to_all_single = lambda out, x, **_: out.copy_(sent.append(x.clone()) or arriving) and done
+        sent, group = [], SimpleNamespace(size=lambda: 16, rank=lambda: 0)
+
+        def exchange(out, x, **_):
+            sent.append(x.clone())
+            out.copy_(arriving)
+            return SimpleNamespace(wait=lambda: None)
+
+        module.dist.all_to_all_single = exchange
         full, shard, none = torch.zeros(480).bfloat16(), torch.zeros(30), torch.nn.Parameter(torch.zeros(0))
         weight, matrices = torch.nn.Parameter(full), torch.nn.Parameter(shard)
         unit = module.Unit(group, [weight], [480, 0], full, shard, matrices, none)
