@@ -59,51 +59,7 @@ def test_whenever_streams_get_to_it(recipe, world, flags, when):
     equivalence.check(recipe, world, flags, probe=streams(when))
 
 
-# --------------------------------------------------------------------------------------------------- tokens and work
-def group(rank, size):
-    """What shard asks of a process group."""
-    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
-
-
-def held(recipe, cp, seq, ulysses=1):
-    """The positions that each of cp ranks holds."""
-    module, groups = load(recipe), [group(rank, cp) for rank in range(cp)]
-    if recipe == USP:
-        grid = [(*divmod(rank, ulysses), cp // ulysses) for rank in range(cp)]
-        groups = [SimpleNamespace(ring=group(row, rows), ulysses=group(column, ulysses)) for row, column, rows in grid]
-    return [module.shard(module.Config(seq=seq, device="cpu"), cp) for cp in groups]
-
-
-@pytest.mark.parametrize(
-    "recipe, ulysses", [*((recipe, 1) for recipe in OURS if recipe != USP), (USP, 1), (USP, 2), (USP, 4)]
-)
-def test_every_token_is_on_one_rank(recipe, ulysses):
-    for cp in (2, 3, 4, 8):
-        if cp % ulysses == 0:
-            parts = held(recipe, cp, 48, ulysses)
-            assert [len(part) for part in parts] == [48 // cp] * cp
-            assert torch.equal(torch.cat(parts).sort().values, torch.arange(48))
-
-
-@pytest.mark.parametrize("recipe", IN_RINGS)
-def test_every_query_sees_every_earlier_key_once(recipe):
-    """Over all steps on all ranks; and it sees no later key. With USP, a row of the grid acts as one rank of a ring."""
-    visible = load(recipe).visible
-    for cp in (1, 2, 3, 4, 8):
-        for s in (2, 12):
-            ulysses = 2 if recipe == USP else 1
-            parts = torch.cat(held(recipe, cp * ulysses, cp * s, ulysses)).unflatten(0, (cp, s))
-            seen = torch.zeros(cp * s, cp * s, dtype=torch.int64)
-            for rank in range(cp):
-                for owner in range(cp):
-                    if found := visible(rank, owner, s):
-                        queries, keys, causal = parts[rank, found[0]], parts[owner, found[1]], found[2]
-                        assert len(queries) == len(keys) or not causal
-                        mask = torch.ones(len(queries), len(keys), dtype=torch.int64)
-                        seen[queries[:, None], keys] += mask.tril() if causal else mask
-            assert torch.equal(seen, torch.ones_like(seen).tril()), (cp, s)
-
-
+# ---------------------------------------------------------------------------------------------------------------- work
 def scores(visible, cp, s):
     """How many scores each rank computes in each step, without those that are masked."""
 

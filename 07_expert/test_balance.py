@@ -18,9 +18,8 @@ from torch import nn
 AUXILIARY = "07_expert/auxiliary_loss.py"
 BIAS = "07_expert/bias_balancing.py"
 PARENT = "07_expert/expert_parallel.py"
-BALANCE, Z = 3.0, 0.3  # so large that each changes the gradients of the routers by more than VISIBLE
+BALANCE, Z = 3.0, 0.3  # so large that each changes the gradients of all routers by more than a hundredth
 RATE = 0.02  # of the biases: probabilities are near 1/8
-VISIBLE = 1e-2
 
 
 # ----------------------------------------------------------------------------------------------------- reference probes
@@ -184,16 +183,6 @@ def test_auxiliary_losses_with_one_expert_per_token():
 @pytest.mark.thorough
 def test_auxiliary_losses_compiled():
     check_auxiliary_loss(2, "--compile", modes=["GRADIENT"])
-
-
-def test_auxiliary_losses_are_visible():
-    """Without either of them, the gradient of every router is another one: the tests above could fail."""
-    _, roots, init = flags_of("", equivalence.GRADIENT)
-    both = reference(roots, (BALANCE, Z), 0.0).weights
-    for alone in (BALANCE, 0.0), (0.0, Z):
-        changes = compare.relative_errors(reference(roots, alone, 0.0).weights, both, compare.read(init)[0])
-        routers = [change for name, change in changes.items() if name.endswith(".gate.weight")]
-        assert len(routers) == 5 and min(routers) > VISIBLE, routers
 
 
 def test_biases_are_those_of_the_whole_step():

@@ -52,17 +52,6 @@ def test_whenever_streams_get_to_it(when):
     equivalence.check(OVERLAP, 3, "--experts 9", probe=streams(when))
 
 
-def test_as_many_bytes_in_twice_as_many_messages():
-    """As expert_parallel.py, in each phase and of each width; what is sent and what arrives."""
-    flags = f"{SHAPE} --experts 6 --top_k {K} --steps 1"
-    runs = [launch(recipe, 3, flags, probe=expert.sent, save=False).probes for recipe in (PARALLEL, OVERLAP)]
-    for parents, ours in zip(*runs):
-        for phase, width, messages in ("forward", D, 2), ("forward", 1, 1), ("backward", D, 2), ("backward", 1, 1):
-            theirs, mine = (np.array([rows for p, w, *rows in x if (p, w) == (phase, width)]) for x in (parents, ours))
-            assert len(theirs) == messages * LAYERS and len(mine) == 2 * len(theirs)
-            assert (mine.sum(0) == theirs.sum(0)).all() and mine.sum() > 0
-
-
 # ------------------------------------------------------------------------------------- symmetric memory: rows and slots
 class OnGPU(torch.Tensor):
     """A tensor that says it is on a GPU: push takes its kernel, which here runs in Triton's interpreter."""

@@ -242,26 +242,23 @@ def test_a_missing_file_is_noticed(tmp_path):
         launch(CHECKPOINT, 1, f"{FLAGS} {ALONE} --steps 5 --checkpoint {tmp_path}", timeout=60)
 
 
-@pytest.mark.thorough
-def test_ranks_without_a_row_of_the_vocabulary(tmp_path):
-    """Of five rows, four ranks of tp have 2, 2, 1 and none."""
+@pytest.mark.parametrize(
+    "world, flags, name, rows",
+    [
+        (3, f"--dim 4 --heads 2 --kv_heads 1 {TWO.replace('2', '3')}", "model.layers.0.self_attn.k_proj.weight", 2),
+        pytest.param(4, f"--vocab 5 {SAVED[1]}", "lm_head.weight", 5, marks=pytest.mark.thorough),  # 2, 2, 1 and none
+    ],
+)
+def test_more_ranks_than_rows(world, flags, name, rows, tmp_path):
+    """A rank that gets no row of a tensor writes nothing of it, and reads nothing."""
     numpy.random.default_rng(0).integers(5, size=2000).astype(numpy.uint16).tofile(tmp_path / "ids.bin")
-    flags = f"{FLAGS} --vocab 5 --data {tmp_path}/ids.bin {SAVED[1]} --steps 3 --checkpoint {tmp_path}/kept --keep 9"
-    run = launch(CHECKPOINT, SAVED[0], flags)
-    stored = content(tmp_path / "kept" / "step-3")
+    flags = f"{FLAGS} {flags} --data {tmp_path}/ids.bin --steps 2 --checkpoint {tmp_path}/kept --keep 9"
+    run = launch(CHECKPOINT, world, flags)
+    stored = content(tmp_path / "kept" / "step-2")
+    assert len(stored[f"weight {name}"]) == rows
     same_bits({name: stored[f"weight {name}"] for name in run.weights}, run.weights, "--save")
-    shutil.rmtree(tmp_path / "kept" / "step-3")
-    same_bits(launch(CHECKPOINT, SAVED[0], flags).weights, run.weights, "resumed")
-
-
-def test_more_ranks_than_rows(tmp_path):
-    """A rank that gets no row of a tensor writes nothing of it: of keys with two rows, one of three ranks."""
-    flags = f"{FLAGS} --dim 4 --heads 2 --kv_heads 1 --dp 3 --cp 1 --tp 1 --pp 1 --checkpoint {tmp_path}"
-    run = launch(CHECKPOINT, 3, f"{flags} --steps 1")
-    stored = content(tmp_path / "step-1")
-    assert len(stored["weight model.layers.0.self_attn.k_proj.weight"]) == 2
-    same_bits({name: stored[f"weight {name}"] for name in run.weights}, run.weights, "three ranks")
-    same_bits(launch(CHECKPOINT, 3, f"{flags} --steps 1").weights, run.weights, "resumed")
+    shutil.rmtree(tmp_path / "kept" / "step-2")
+    same_bits(launch(CHECKPOINT, world, flags).weights, run.weights, "resumed")
 
 
 def test_steps_with_a_checkpoint_are_multiples_of_every(tmp_path):
