@@ -20,9 +20,7 @@ SPLIT = ["06_pipeline/split_backward.py", "06_pipeline/zero_bubble.py"]
 CHUNKED = INTERLEAVED, ZBV, DUALPIPE = ["06_pipeline/interleaved.py", "06_pipeline/zbv.py", "06_pipeline/dualpipe.py"]
 RECIPES = ["06_pipeline/afab.py", "06_pipeline/1f1b.py", *SPLIT, *CHUNKED]
 SMALL = "--device cpu --layers 8 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8 --microbatches 8 --steps 1"
-
-
-SIZES = [  # that may fail where the contract's, the hardest of each recipe, does not; what is sent is checked for all
+SIZES = [  # that may fail where the hardest of each recipe, which the contract has, does not: a stage, a micro-batch
     *((recipe, 1, "--microbatches 4") for recipe in RECIPES[:-1]),
     *((recipe, 3, "--microbatches 1 --layers 6") for recipe in RECIPES if recipe not in (INTERLEAVED, DUALPIPE)),
     (INTERLEAVED, 2, "--microbatches 2 --chunks 3 --layers 7"),
@@ -177,8 +175,8 @@ def operands_in_memory(most):
         def watched_send(model, op, *rest):
             if op[0] == "B":
                 graphs[0] += sum(p.grad is not None and p.grad.requires_grad for p in model.parameters())
-                others[0] = max(others[0], alive(done, 0))
-                peak[0] = max(peak[0], alive(waiting, most))
+                others[0] = max(others[0], alive(done, others[0]))
+                peak[0] = max(peak[0], alive(waiting, max(most, peak[0])))
             return send(model, op, *rest)
 
         module.forward, module.backward_input, module.send = watched_forward, watched_backward, watched_send
@@ -198,7 +196,7 @@ def messages(enough):
 
         def note(kind, tensor):
             seen[kind].append(weakref.ref(tensor))
-            peaks[kind] = max(peaks[kind], alive(seen[kind], enough[kind]))
+            peaks[kind] = max(peaks[kind], alive(seen[kind], max(enough[kind], peaks[kind])))
 
         def received(model, op, *rest):
             tensor = receive(model, op, *rest)
@@ -214,11 +212,8 @@ def messages(enough):
 
         class Message:
             def __init__(self, tensor, group, group_dst):
-                self.work, self.bytes, self.waited = (
-                    isend(tensor, group=group, group_dst=group_dst),
-                    tensor.nbytes,
-                    False,
-                )
+                self.work = isend(tensor, group=group, group_dst=group_dst)
+                self.bytes, self.waited = tensor.nbytes, False
                 sent.append(self)
 
             def wait(self):

@@ -27,7 +27,7 @@ SHAPE += f" --seq {S} --batch {B}"
 SMALL = f"{SHAPE} --experts {E} --top_k {K}"
 
 
-SIZES = [  # that may fail where the contract's, the hardest of each recipe, does not
+SIZES = [  # that may fail where the hardest of each recipe, which the contract has, does not
     (PARALLEL, 8, "--experts 56 --top_k 4 --batch 16"),  # more experts than tokens of a rank
     (PARALLEL, 6, "--edp 2 --experts 6"),
     ("07_expert/bias_balancing.py", 2, "--bias_rate 0 --microbatches 1"),
