@@ -20,7 +20,6 @@ from streams import streams
 
 MOE = "07_expert/moe.py"
 PARALLEL = "07_expert/expert_parallel.py"
-DENSE = "01_single_gpu/train.py"
 LAYERS, D, S, B, E, K = 2, 32, 16, 12, 8, 2
 SHAPE = f"--device cpu --dtype float64 --layers {LAYERS} --dim {D} --heads 4 --kv_heads 2 --ffn 48"
 SHAPE += f" --seq {S} --batch {B}"
@@ -153,26 +152,19 @@ def test_gates_are_not_rounded(recipe, file=None):
     recipe = f"07_expert/{recipe}.py"
 
     def error():
-        module, generator, alone = (
-            load(file or recipe),
-            torch.Generator().manual_seed(0),
-            SimpleNamespace(size=lambda: 1),
-        )
-        cfg, rows = module.Config(dim=64, ffn=64, experts=1, top_k=1, device="cpu"), 500
-        experts = module.Experts(cfg) if recipe == MOE else module.Experts(cfg, alone)
+        module, generator, rows = load(file or recipe), torch.Generator().manual_seed(0), 500
+        alone = () if recipe == MOE else (SimpleNamespace(size=lambda: 1),)
+        experts = module.Experts(module.Config(dim=64, ffn=64, experts=1, top_k=1, device="cpu"), *alone)
         x, gates = torch.randn(rows, 64, generator=generator).bfloat16(), torch.rand(rows, 1, generator=generator)
-        with torch.no_grad():
-            for p in experts.parameters():
-                p.copy_(torch.randn(p.shape, generator=generator).bfloat16())
-            experts.down_proj[:] = torch.eye(64)  # so that hidden units come out
-            weights = [p.bfloat16() for p in (experts.gate_up_proj, experts.down_proj)]
-            gate, up = (x @ weights[0][0].T).chunk(2, dim=-1)
-            ends, right = torch.tensor([rows]).int(), torch.nn.functional.silu(gate) * up
-            exact = right.double() * gates.double()
-            given = [x[None], gates[None]] if "capacity" in recipe else [x, gates, ends]
-            with torch.autocast("cpu", torch.bfloat16):
-                y = experts(*given, weights) if "overlap" in recipe else experts(*given)
-        return ((y.double().view_as(exact) - exact).abs() / exact.abs().clamp(min=1e-30)).max().item()
+        weight = torch.randn(128, 64, generator=generator).bfloat16()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            experts.gate_up_proj[:], experts.down_proj[:] = weight, torch.eye(64)  # hidden units come out
+            gate, up = (x @ weight.T).chunk(2, dim=-1)
+            exact = (torch.nn.functional.silu(gate) * up).double() * gates.double()
+            given = [x[None], gates[None]] if "capacity" in recipe else [x, gates, torch.tensor([rows]).int()]
+            given += [[p.bfloat16() for p in experts.parameters()]] if "overlap" in recipe else []
+            y = experts(*given).double().view_as(exact)
+        return ((y - exact).abs() / exact.abs().clamp(min=1e-30)).max().item()
 
     assert isolated(error) <= 1.01 * 2**-8, "gates are rounded"
 
