@@ -222,6 +222,7 @@ def messages(enough):
                 self.waited, self.work = True, None  # which would hold the tensor
 
         def step(cfg, model, optimizer, inputs, targets):
+            sent.clear()
             result = train_step(cfg, model, optimizer, inputs, targets)
             total = sum(message.bytes for message in sent)
             sent.clear()

@@ -198,6 +198,16 @@ def test_two_nodes(slower, layout):
     assert sorted(found) == sorted(slower), (far, near)
 
 
+def test_zero_between_nodes(monkeypatch):
+    """With tp 8, the two ranks that share weights are on two nodes: half of 2 bytes per element goes through a card."""
+    cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], seq=8192, batch=2, microbatches=1, dp=2, cp=1, tp=8, pp=1)
+    seen, units = [], PLAN.stages(cfg)[0]
+    monkeypatch.setattr(PLAN, "simulate", lambda seconds, *_: seen.extend(seconds) or (1.0, [0.0]))
+    PLAN.step_time(cfg, TRAIN)
+    ((_, _, gather, reduce),) = seen
+    assert gather == reduce == pytest.approx(len(units) * 15e-6 + sum(units) / 40e9)
+
+
 def test_more_ranks_than_key_heads():
     """Each of 32 ranks of tp has one of 8 key heads, which is 128 wide, and 1/32 of all other matrices."""
     cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], tp=32)
