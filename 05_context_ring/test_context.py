@@ -1,5 +1,6 @@
 """The context-parallel recipes train as the root does, share out tokens and work, and send and keep what they say."""
 
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -71,9 +72,6 @@ def scores(visible, cp, s):
     return [[count(*parts) if parts else 0 for parts in steps] for steps in found]
 
 
-SIZES = [(cp, s) for cp in range(2, 9) for s in (2, 64)]
-
-
 def work_of_the_ring(rank, cp, s):
     """In step i ranks below i idle."""
     return [s * (s + 1) // 2, *[s * s] * rank, *[0] * (cp - 1 - rank)]
@@ -98,7 +96,7 @@ def work_of_the_zigzag_ring(rank, cp, s):
 )
 def test_work(recipe, work):
     """The scores of each step. In a plain ring the last rank has (2·cp-1)/cp times the average, as its header says."""
-    for cp, s in [(cp, s) for cp in range(2, 9) for s in (2, 64)]:
+    for cp, s in itertools.product(range(2, 9), (2, 64)):
         found = scores(load(recipe).visible, cp, s)
         assert found == [work(rank, cp, s) for rank in range(cp)]
         most = max(map(sum, found)) / (sum(map(sum, found)) / cp)
