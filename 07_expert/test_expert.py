@@ -88,26 +88,20 @@ def naive_order(experts):
     return [i for expert in sorted(set(flat)) for i, chosen in enumerate(flat) if chosen == expert]
 
 
-def test_sort_by_expert(file=None):
-    """A stable order, its inverse, and where the blocks end, also those of experts without rows."""
-    module = load(file or MOE)
-    for experts, count in choices():
-        order, inverse, ends = module.sort_by_expert(experts, count)
-        assert order.tolist() == naive_order(experts)
-        assert order[inverse].tolist() == inverse[order].tolist() == list(range(experts.numel()))
-        flat = experts.flatten().tolist()
-        assert ends.tolist() == [sum(chosen <= e for chosen in flat) for e in range(count)]
-        assert ends.dtype == torch.int32  # what grouped_mm takes
-
-
 def test_permute_and_unpermute(file=None):
-    """Against loops; each is the other's transpose, forward and backward, and their derivatives are right."""
+    """Against loops; each is the other's transpose, forward and backward, and their derivatives are right.
+
+    The order is stable, has an inverse, and says where the blocks end, also those of experts without rows.
+    """
 
     def compute():
         module, generator = load(file or MOE), torch.Generator().manual_seed(1)
         for experts, count in choices():
             t, k = experts.shape
-            order, inverse, _ = module.sort_by_expert(experts, count)
+            order, inverse, ends = module.sort_by_expert(experts, count)
+            assert order.tolist() == naive_order(experts) and order[inverse].tolist() == list(range(t * k))
+            assert ends.tolist() == [(experts <= expert).sum() for expert in range(count)]
+            assert ends.dtype == torch.int32  # what grouped_mm takes
             x = torch.randn(t, 3, generator=generator, dtype=torch.float64, requires_grad=True)
             y = torch.randn(t * k, 3, generator=generator, dtype=torch.float64, requires_grad=True)
             rows, tokens = module.Permute.apply(x, order, inverse, k), module.Unpermute.apply(y, order, inverse, k)
