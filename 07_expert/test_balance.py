@@ -251,7 +251,7 @@ def test_both_balance():
 
     In float64: rounding of one CPU or another decides between experts, and so where training goes.
     """
-    small = "--device cpu --dtype float64 --layers 2 --dim 64 --heads 4 --ffn 96 --seq 64 --batch 8 --steps 150"
+    small = "--device cpu --dtype float64 --layers 1 --dim 64 --heads 4 --ffn 96 --seq 64 --batch 8 --steps 80"
     without, auxiliary, bias = (
         sum(step[3] for step in launch(recipe, 1, small).history[-10:]) / 10 for recipe in (PARENT, AUXILIARY, BIAS)
     )
