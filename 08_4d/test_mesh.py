@@ -54,10 +54,10 @@ def test_whenever_streams_get_to_it(recipe, world, flags, when):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe, flags", [(TRAIN, mesh(1, 1, 2, 2)), (MOE, f"{mesh(2, 1, 2, 1)} --ep 2")])
+@pytest.mark.parametrize("recipe, flags", [(TRAIN, mesh(1, 1, 1, 2)), (MOE, f"{mesh(1, 1, 2, 1)} --ep 1")])
 def test_compiled(recipe, flags):
-    """The first half of the compiler: on later stages the first block's input is a leaf, whose gradient comes early."""
-    equivalence.check_quickly(recipe, 4, f"{flags} --compile")
+    """On later stages the first block's input is a leaf, whose gradient comes early; experts gather tokens over tp."""
+    equivalence.check_quickly(recipe, 2, f"{flags} --compile")
 
 
 @pytest.mark.parametrize("recipe", [TRAIN, MOE])
