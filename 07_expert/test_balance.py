@@ -18,9 +18,8 @@ from torch import nn
 AUXILIARY = "07_expert/auxiliary_loss.py"
 BIAS = "07_expert/bias_balancing.py"
 PARENT = "07_expert/expert_parallel.py"
-BALANCE, Z = 3.0, 0.3  # so large that each changes the gradients of the routers by more than VISIBLE
+BALANCE, Z = 3.0, 0.3  # so large that each changes the gradients of all routers by more than a hundredth
 RATE = 0.02  # of the biases: probabilities are near 1/8
-VISIBLE = 1e-2
 
 
 # ----------------------------------------------------------------------------------------------------- reference probes
@@ -173,13 +172,12 @@ def check_bias(world: int, flags: str, file: str = BIAS, rate: float = RATE) -> 
 
 
 def test_auxiliary_losses_are_those_of_the_whole_batch():
-    check_auxiliary_loss(6, "--edp 2 --experts 6", modes=["GRADIENT"])
+    check_auxiliary_loss(4, "--edp 2", modes=["GRADIENT"])
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world, flags", [(2, ""), (4, ""), (6, "--edp 2 --experts 6"), (4, "--edp 2 --top_k 1")])
-def test_auxiliary_losses_on_other_sizes(world, flags):
-    check_auxiliary_loss(world, flags)
+def test_auxiliary_losses_with_one_expert_per_token():
+    check_auxiliary_loss(3, "--experts 6 --top_k 1")
 
 
 @pytest.mark.thorough
@@ -187,33 +185,13 @@ def test_auxiliary_losses_compiled():
     check_auxiliary_loss(2, "--compile", modes=["GRADIENT"])
 
 
-@pytest.mark.parametrize("alone", [(BALANCE, 0.0), (0.0, Z)])
-def test_auxiliary_losses_are_visible(alone):
-    """Without either of them, the gradient of every router is another one: the tests above could fail."""
-    _, roots, init = flags_of("--experts 6", equivalence.GRADIENT)
-    runs = [reference(roots, coefficients, 0.0) for coefficients in (alone, (BALANCE, Z))]
-    changes = compare.relative_errors(*(run.weights for run in runs), compare.read(init)[0])
-    routers = [change for name, change in changes.items() if name.endswith(".gate.weight")]
-    assert len(routers) == 5 and min(routers) > VISIBLE, routers
-
-
 def test_biases_are_those_of_the_whole_step():
-    check_bias(4, "--batch 16 --microbatches 2")
+    check_bias(2, "--microbatches 3")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "world, flags",
-    [
-        (2, "--microbatches 1"),
-        (2, "--microbatches 2"),
-        (4, "--microbatches 1 --edp 2 --top_k 4"),
-        (6, "--microbatches 2 --edp 2 --experts 6"),
-        (4, "--microbatches 3 --top_k 1"),
-    ],
-)
-def test_biases_on_other_sizes(world, flags):
-    check_bias(world, flags)
+def test_biases_with_one_expert_per_token():
+    check_bias(4, "--edp 2 --microbatches 1 --top_k 1")
 
 
 # ----------------------------------------------------------------------------------------------------------- witnesses
@@ -273,7 +251,7 @@ def test_both_balance():
 
     In float64: rounding of one CPU or another decides between experts, and so where training goes.
     """
-    small = "--device cpu --dtype float64 --layers 2 --dim 64 --heads 4 --ffn 96 --seq 64 --batch 8 --steps 150"
+    small = "--device cpu --dtype float64 --layers 1 --dim 64 --heads 4 --ffn 96 --seq 64 --batch 8 --steps 80"
     without, auxiliary, bias = (
         sum(step[3] for step in launch(recipe, 1, small).history[-10:]) / 10 for recipe in (PARENT, AUXILIARY, BIAS)
     )

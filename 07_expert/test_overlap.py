@@ -14,151 +14,42 @@ import numpy as np
 import pytest
 import torch
 from launch import RankFailed, isolated, launch, load
+from probes import together
 from streams import streams
-from torch.utils._python_dispatch import TorchDispatchMode
 
 PARALLEL = "07_expert/expert_parallel.py"
 OVERLAP = "07_expert/overlap.py"
 SYMMETRIC = "07_expert/symmetric_memory.py"
-expert = load("07_expert/test_expert.py")
+context = load("05_context_ring/test_context.py")
+expert, capacity = load("07_expert/test_expert.py"), load("07_expert/test_capacity.py")
 LAYERS, D, S, B, K = expert.LAYERS, expert.D, expert.S, expert.B, expert.K
 SHAPE = expert.SHAPE
 
 
 # --------------------------------------------------------------------------------------------- overlap: who takes turns
-class Matmuls(TorchDispatchMode):
-    """Calls `seen` for every matmul and every attention."""
-
-    def __init__(self, seen):
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if re.search(r"mm\b|scaled_dot_product", function._schema.name):
-            self.seen()
-        return function(*args, **(kwargs or {}))
-
-
-def turns(module):
-    """A probe: of every transfer of rows, [phase, half, width, whether the other half computes while it is under way].
-
-    In the order in which they start, in one step. Computation is a matmul, or attention: of the half whose module does
-    it; in backward, of the half whose forward made the operation.
-    """
-    halves, halves_of = [0], {}  # of a step; of the calls of each module, by its name
-    events, made, now = [], [], [None]  # made: numbers of operations, from which on they are of a half
-    number = torch.autograd._get_sequence_nr
-
-    def of_operation():
-        """The half of the operation that backward is doing: None if it belongs to the whole batch."""
-        here = torch._C._current_autograd_node()._sequence_nr()
-        return next((half for first, last, half in made if first <= here < last), None)
-
-    def backward():
-        return torch._C._current_graph_task_id() != -1
-
-    def taking_turns(name, original):
-        def forward(*args):
-            now[0] = halves_of[name] = (halves_of.get(name, -1) + 1) % halves[0]
-            first, result = number(), original(*args)
-            made.append((first, number(), now[0]))
-            events.append(("end", now[0]))
-            return result
-
-        return forward
-
-    class Watched:
-        def __init__(self, work, transfer):
-            self.work, self.transfer = work, transfer
-            events.append(("start", transfer))
-
-        def wait(self):
-            events.append(("wait", self.transfer))
-            return self.work.wait()
-
-    all_to_all, train_step, model_forward = module.dist.all_to_all_single, module.train_step, module.Model.forward
-    transfers = []
-
-    def exchange(out, x, *sizes, group=None, async_op=False):
-        work = all_to_all(out, x, *sizes, group=group, async_op=async_op)
-        if not x.is_floating_point():  # counts
-            return work
-        if backward():  # what arrives is read by what comes after it in forward
-            here = torch._C._current_autograd_node()._sequence_nr()
-            half = min((first, half) for first, last, half in made if first > here)[1]
-        else:
-            half = now[0]
-        transfers.append(["backward" if backward() else "forward", half, out.shape[1]])
-        return Watched(work, len(transfers) - 1) if async_op else work
-
-    def forward(self, ids):
-        halves[0] = min(2, len(ids))
-        return model_forward(self, ids)
-
-    def step(*args):
-        with Matmuls(lambda: events.append(("compute", of_operation() if backward() else now[0]))):
-            return train_step(*args)
-
-    def report():
-        for i, (_, half, _) in enumerate(transfers):
-            between = events[events.index(("start", i)) : events.index(("wait", i))]
-            assert ("wait", i) not in events[: events.index(("start", i))]
-            transfers[i].append(any(event == ("compute", 1 - half) for event in between))
-        return transfers
-
-    for name in "Block", "Experts", "Collect":
-        part = getattr(module, name)
-        part.forward = taking_turns(name, part.forward)
-    module.dist.all_to_all_single, module.train_step, module.Model.forward = exchange, step, forward
-    return report
-
-
-@pytest.mark.parametrize("layers", [3, pytest.param(1, marks=pytest.mark.thorough)])
-def test_halves_take_turns(layers, file=None):
+def test_halves_take_turns(layers=3, file=None):
     """While rows of a half are under way, the other half computes: in forward, and in backward.
 
     But in the last layer, when there is nothing left to do: the last transfer of forward, the first one of backward.
     """
     flags = f"{SHAPE} --experts 6 --top_k {K} --layers {layers} --steps 1"
-    for transfers in launch(file or OVERLAP, 2, flags, probe=turns, save=False).probes:
+    for transfers in launch(file or OVERLAP, 2, flags, probe=context.transfers, save=False).probes:
         for phase, alone in ("forward", -1), ("backward", 0):
             of_phase = [transfer for transfer in transfers if transfer[0] == phase]
-            halves = sorted((half, width) for _, half, width, _ in of_phase)
-            assert halves == sorted([(0, D), (0, D), (0, 1), (1, D), (1, D), (1, 1)] * layers)
-            overlapped = [seen for *_, seen in of_phase]
-            assert of_phase[alone][:3] == [phase, 1, D] and not overlapped.pop(alone)
-            assert all(overlapped), f"{phase}: {overlapped.count(False)} transfers without computation"
-
-
-@pytest.mark.thorough
-def test_a_single_sequence_has_no_turns():
-    """A rank with one sequence trains as the root does; no transfer overlaps."""
-    equivalence.check(OVERLAP, 2, "--batch 2")
-    flags = f"{SHAPE} --experts 6 --top_k {K} --batch 2 --steps 1"
-    for transfers in launch(OVERLAP, 2, flags, probe=turns, save=False).probes:
-        assert len(transfers) == 6 * LAYERS and not any(seen for *_, seen in transfers)
+            assert sorted(width for _, width, _ in of_phase) == [1] * 2 * layers + [D] * 4 * layers
+            assert of_phase.pop(alone) == [phase, D, False]
+            missing = [hidden for *_, hidden in of_phase].count(False)
+            assert not missing, f"{phase}: {missing} transfers without computation"
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("when", ["at once", "late"])
-@pytest.mark.parametrize("world, flags", [(2, ""), (3, "--experts 9")])
-def test_whenever_streams_get_to_it(world, flags, when):
+def test_whenever_streams_get_to_it(when):
     """Rows, and their gradients, arrive at some time between the start of their exchange and the wait for it.
 
     A batch of 4 on each of 3 ranks; its halves have different numbers of rows for each expert.
     """
-    equivalence.check(OVERLAP, world, flags, probe=streams(when))
-
-
-def test_as_many_bytes_in_twice_as_many_messages():
-    """As expert_parallel.py, in each phase and of each width; what is sent and what arrives."""
-    flags = f"{SHAPE} --experts 6 --top_k {K} --steps 1"
-    runs = [launch(recipe, 3, flags, probe=expert.sent, save=False).probes for recipe in (PARALLEL, OVERLAP)]
-    for (parents, _), (ours, _) in zip(*runs):
-        for phase, width, messages in ("forward", D, 2), ("forward", 1, 1), ("backward", D, 2), ("backward", 1, 1):
-            theirs, mine = (np.array([rows for p, w, *rows in x if (p, w) == (phase, width)]) for x in (parents, ours))
-            assert len(theirs) == messages * LAYERS and len(mine) == 2 * len(theirs)
-            assert (mine.sum(0) == theirs.sum(0)).all() and mine.sum() > 0
+    equivalence.check(OVERLAP, 3, "--experts 9", probe=streams(when))
 
 
 # ------------------------------------------------------------------------------------- symmetric memory: rows and slots
@@ -331,8 +222,7 @@ def refusing(module):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world, edp", [(3, 1), (4, 2)])
-def test_too_few_slots(world, edp, file=None):
+def test_too_few_slots(world=4, edp=2, file=None):
     """Training ends after the step, on every rank, with a line that says how many slots it took; these suffice.
 
     With one layer: what a second one needs is not known before it gets all that it should.
@@ -413,96 +303,37 @@ def test_who_shares_experts_is_on_one_host(monkeypatch):
         module.check(module.Config(device="cpu"), 8)
 
 
-def test_slots_of_any_number():
-    """More than all rows of all ranks never come, so that no number is too large."""
-    equivalence.check(SYMMETRIC, 2, "--slots inf", root=equivalence.MOE)
-
-
 # -------------------------------------------------------------------------- symmetric memory: bytes, and nobody waits
-WAITS = "item tolist __bool__ __int__ __float__ __index__ numpy cpu nonzero"  # for a GPU
-
-
-class Syncs(TorchDispatchMode):
-    """Raises where the CPU would have to wait for a GPU."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function._schema.name.removeprefix("aten::")
-        sizes = name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "bincount")
-        index = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
-        repeats = name == "repeat_interleave" and not (kwargs or {}).get("output_size")
-        assert not (sizes or index or repeats), f"the CPU waits for {name}"
-        return function(*args, **(kwargs or {}))
-
-
 def written_to_others(module):
-    """A probe: [phase, width, rows] that each push of the second step writes into other ranks' memory, and the experts.
-
-    Asserts that the CPU waits for no result between the first operation of forward and the end of backward. What does
-    is what only a CPU does: one_by_one, and push without its kernel.
-    """
-    pushed, routed, ranks, steps, watching = [], [], [], [0], [False]
-    push, one_by_one, forward_backward = module.push, module.one_by_one, module.forward_backward
-    route, build_model = module.Router.forward, module.build_model
-
-    def unwatched(function, *args):
-        was, watching[0] = watching[0], False
-        with torch.utils._python_dispatch._disable_current_modes():
-            result = function(*args)
-        watching[0] = was
-        return result
-
-    def count(place, size):
-        return int(((place >= 0) & (place // size != ranks[0])).sum())
+    """A probe: [phase, width, rows] that each push of the last step writes into others' memory, and the experts."""
+    pushed, routed, ranks = [], [], []
+    push, train_step, route, build_model = module.push, module.train_step, module.Router.forward, module.build_model
 
     def pushing(x, source, place, to, size):
         phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
-        pushed.append((phase, x.shape[1], unwatched(count, place, size)))
-        unwatched(push, x, source, place, to, size)
-
-    def without_tolist(x, w, ends):
-        was, watching[0] = watching[0], False
-        result = one_by_one(x, w, ends)
-        watching[0] = was
-        return result
-
-    def watched(name, original):
-        def method(*args, **kwargs):
-            assert not watching[0], f"the CPU waits for {name}"
-            return original(*args, **kwargs)
-
-        return method
-
-    def step(*args):
-        steps[0] += 1
-        if steps[0] < 2:  # which allocates the memory
-            return forward_backward(*args)
-        pushed.clear(), routed.clear()
-        watching[0] = True
-        with Syncs():
-            result = forward_backward(*args)
-        watching[0] = False
-        return result
+        pushed.append((phase, x.shape[1], int(((place >= 0) & (place // size != ranks[0])).sum())))
+        push(x, source, place, to, size)
 
     def forward(self, x):
         gates, experts = route(self, x)
         routed.append(experts)
         return gates, experts
 
+    def step(*args):
+        pushed.clear(), routed.clear()
+        return train_step(*args)
+
     def build(*args):
         model = build_model(*args)
         ranks.append(model.ep.rank())
         return model
 
-    for name in WAITS.split():
-        setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
-    module.push, module.one_by_one, module.forward_backward, module.build_model = pushing, without_tolist, step, build
-    module.Router.forward = forward
+    module.push, module.train_step, module.Router.forward, module.build_model = pushing, step, forward, build
     return lambda: (pushed, [experts.tolist() for experts in routed])
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world, edp, experts, forced", [(3, 1, 6, False), (4, 2, 8, True)])
-def test_bytes_written(world, edp, experts, forced, file=None):
+def test_bytes_written(world=4, edp=2, experts=8, forced=True, file=None):
     """Rows go to other ranks twice in forward and twice in backward, per layer; gates once and once, origins once.
 
     With balanced experts a rank writes (ep-1)/ep·t·top_k·d elements in each; else what its tokens chose. And the CPU
@@ -512,15 +343,16 @@ def test_bytes_written(world, edp, experts, forced, file=None):
 
     def probe(module):
         _ = expert.balanced(module) if forced else None
-        return written_to_others(module)
+        return together(written_to_others, capacity.waits_for_the_gpu)(module)
 
     flags = f"{SHAPE} --experts {experts} --top_k {K} --steps 2 --edp {edp}"
     seen = launch(file or SYMMETRIC, world, flags, probe=probe, save=False).probes
-    for rank, (pushed, _) in enumerate(seen):
+    for rank, ((pushed, _), waits) in enumerate(seen):
+        assert not waits[1], f"the CPU waits for {waits[1]}"  # the first step has allocated the memory
         group = [other for other in range(world) if other // ep == rank // ep]  # that share out the experts with it
         wanted = []
         for layer in range(LAYERS):
-            chosen = {other: np.array(seen[other][1][layer]).flatten() // (experts // ep) for other in group}
+            chosen = {other: np.array(seen[other][0][1][layer]).flatten() // (experts // ep) for other in group}
             there = int((chosen[rank] != rank % ep).sum())
             back = sum(int((chosen[other] == rank % ep).sum()) for other in group if other != rank)
             if forced:
@@ -597,7 +429,6 @@ def check_late_ranks(file, world, flags):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world, flags", [(2, ""), (6, "--edp 2 --experts 6")])
-def test_a_rank_may_be_late(world, flags):
+def test_a_rank_may_be_late():
     """No barrier is missing: whoever reads waits for those who write, whoever writes for those who read."""
-    check_late_ranks(SYMMETRIC, world, flags)
+    check_late_ranks(SYMMETRIC, 4, "--edp 2")
