@@ -619,10 +619,10 @@ def predictions() -> str:
     gpus = int(stored["pipeline"]["gpu"].split()[0])
     sizes = [(ranks, each * ranks) for ranks in schedules.PREDICTED_RANKS for each in (2, 4)]
     for path in schedules.CLAIMS:
-        found = [schedules.tokens_per_second(path, ranks, m, stored) for ranks, m in sizes]
+        found = [schedules.tokens_per_second(path, ranks, m) for ranks, m in sizes]
         rows.append([section(path), *(f"{tokens / 1000:.0f}k ({1 - busy:.0%})" for tokens, busy in found)])
         if path in measured_rows:
-            guess = 16 * 4096 / schedules.predict(path, gpus, 16, 24, stored)[1] * 1e3 / gpus
+            guess = 16 * 4096 / schedules.predict(path, gpus, 16, 24)[1] * 1e3 / gpus
             tokens = statistics.median(measured(measured_rows[path], "tokens"))
             near.append([section(path), f"{guess:,.0f}", f"{tokens:,.0f}", f"{guess / tokens - 1:+.1%}"])
     predicted = table(["file", *(f"{ranks} ranks, m {m}" for ranks, m in sizes)], rows)
