@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
@@ -112,8 +112,7 @@ class Canvas:
             (x0, y0), (x, y) = points[-2:]
             dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)  # lines are horizontal or vertical
             wings = [(x - 5 * dx + 3.5 * side * dy, y - 5 * dy + 3.5 * side * dx) for side in (1, -1)]
-            head = "L".join(f"{short(x)} {short(y)}" for x, y in [(x, y), *wings])
-            self.parts.append(f'<path class="{role}" d="M{head}z"/>')
+            self.area([(x, y), *wings], role)
 
     def frame(self, box: Box, role: str) -> None:
         """Draw the outline of a rectangle."""
@@ -192,9 +191,10 @@ def descent(family: dict[str, list[str]]) -> list[tuple[str, int]]:
 def draw_family() -> str:
     """The tree of the recipes by their first parents; beside each how many lines of code it adds and removes."""
     row, small_row, indent, width, left, y = 22, 15, 14, 480, 12, 74
-    lines = descent({path: parents(recipe) for path, recipe in FAMILY.items()})
-    kernels = [line for line in lines if line[0] not in TRAINING and line[0].startswith("09_kernels/")]
-    tools = [line for line in lines if line[0] not in TRAINING and line not in kernels]
+    groups = {"": [], "Tools, which train nothing": [], "Kernels, one by one": []}
+    for path, generation in descent({path: parents(recipe) for path, recipe in FAMILY.items()}):
+        tool = "Kernels, one by one" if path.startswith("09_kernels/") else "Tools, which train nothing"
+        groups["" if path in TRAINING else tool].append((path, generation))
     canvas = Canvas("Family tree of the recipes", width, MONO)
     canvas.text(left, 24, ("Each recipe below the one it changes", "ink"), size=14)
     key = ("lines of code: ", "muted"), ("+added", "added"), (" −removed", "removed")
@@ -205,8 +205,7 @@ def draw_family() -> str:
         canvas.text(x, y, (f"{folder}/", f"folder{folder[:2]}"), (file, "ink"), size=13)
         canvas.text(width - left, y, *right, anchor="end")
 
-    trained = [line for line in lines if line[0] in TRAINING]
-    for title, found in ("", trained), ("Tools, which train nothing", tools), ("Kernels, one by one", kernels):
+    for title, found in groups.items():
         if title:
             y += row
             canvas.text(left, y, (title, "muted"), size=13)
@@ -242,14 +241,6 @@ def other_parents(paths: list[str], characters: float) -> list[list[tuple[str, s
 
 
 # --------------------------------------------------------------------------------------------------------------- ring
-class Ring(NamedTuple):
-    """A recorded ring all-reduce."""
-
-    sends: list[list[tuple[int, int, int]]]  # per step: (sender, receiver, chunk)
-    held: list[list[list[list[int]]]]  # before the first step and after each: [rank][chunk] -> times each rank is in it
-    sent: list[float]  # per rank: bytes sent, in sizes of the tensor
-
-
 def watched_ring(module: ModuleType) -> Callable[[], Any]:
     """A probe: instead of main, run the ring on n chunks of n elements, of which rank r sets the r-th to 1.
 
@@ -280,27 +271,28 @@ def watched_ring(module: ModuleType) -> Callable[[], Any]:
     return lambda: (sends, held, sent[0])
 
 
-@functools.cache
-def ring(ranks: int) -> Ring:
-    """Run the recipe's ring all-reduce and record it."""
+def ring(ranks: int) -> tuple[list[list[tuple[int, int, int]]], list[list[list[list[int]]]], list[float]]:
+    """Run the recipe's ring all-reduce; (sender, receiver, chunk) per step, the chunks, and what each rank has sent.
+
+    chunks: before the first step and after each, [rank][chunk] -> how often each rank is in it. In sizes of the tensor.
+    """
     probes = launch("02_data_parallel/collectives.py", ranks, probe=watched_ring, save=False).probes
     sends, held, sent = zip(*probes)
     steps = [[(rank, *sends[rank][step]) for rank in range(ranks)] for step in range(len(sends[0]))]
-    return Ring(steps, [list(now) for now in zip(*held)], list(sent))
+    return steps, [list(now) for now in zip(*held)], list(sent)
 
 
 def draw_ring(ranks: int = 4) -> str:
     """Per step, the chunks of every rank and which are sent: reduce-scatter on the left, all-gather on the right."""
     cell_w, cell_h, gap, left, top = 38, 24, 14, 62, 92
-    recorded, half = ring(ranks), ranks - 1
+    (every, held, sent), half = ring(ranks), ranks - 1
     panel_w, panel_h = ranks * (cell_w + 4) + 34, ranks * (cell_h + gap) + 50
     canvas = Canvas(f"Ring all-reduce on {ranks} ranks, step by step", left + 2 * panel_w + 4)
     canvas.text(14, 26, (f"Ring all-reduce of {ranks} chunks on {ranks} ranks", "ink"), size=15)
-    steps, sent = len(recorded.sends), max(recorded.sent)
-    canvas.text(14, 46, (f"{steps} steps; a rank sends 2(N−1)/N = {sent:g} times the tensor", "muted"))
+    canvas.text(14, 46, (f"{len(every)} steps; a rank sends 2(N−1)/N = {max(sent):g} times the tensor", "muted"))
     canvas.text(left, top - 22, ("reduce-scatter", "ink"), size=13)
     canvas.text(left + panel_w, top - 22, ("all-gather", "ink"), size=13)
-    for step, sends in enumerate(recorded.sends):
+    for step, sends in enumerate(every):
         x0, y0 = left + panel_w * (step // half), top + panel_h * (step % half)
         canvas.text(x0, y0, (f"step {step + 1}", "muted"))
         cells = {
@@ -309,7 +301,7 @@ def draw_ring(ranks: int = 4) -> str:
             for chunk in range(ranks)
         }
         for (rank, chunk), cell in cells.items():
-            contributions = sum(recorded.held[step + 1][rank][chunk])
+            contributions = sum(held[step + 1][rank][chunk])
             canvas.box(cell, f"sum{contributions}", radius=3)
             canvas.label(cell, str(contributions))
             if step < half and chunk == 0:
@@ -352,22 +344,11 @@ class Exchange(NamedTuple):
 def block(stream: str, tokens: str, same: bool, enter: Exchange, leave: Exchange) -> list[Part | Exchange]:
     """A Llama block, top to bottom: `stream` is the shape of the residual stream, `tokens` what split weights see."""
     norm, add = Part("RMSNorm", stream, same=same), Part("+", stream, same=same)
-    return [
-        norm,
-        enter,
-        Part("q k v", "b h/tp s k", "columns"),
-        Part("attention", "b h/tp s k"),
-        Part("o", f"{tokens} d", "rows", partial=True),
-        leave,
-        add,
-        norm,
-        enter,
-        Part("gate up", f"{tokens} f/tp", "columns"),
-        Part("SwiGLU", f"{tokens} f/tp"),
-        Part("down", f"{tokens} d", "rows", partial=True),
-        leave,
-        add,
-    ]
+    split = Part("q k v", "b h/tp s k", "columns"), Part("gate up", f"{tokens} f/tp", "columns")
+    inside = Part("attention", "b h/tp s k"), Part("SwiGLU", f"{tokens} f/tp")
+    joined = [Part(label, f"{tokens} d", "rows", partial=True) for label in ("o", "down")]
+    halves = [[norm, enter, *parts, leave, add] for parts in zip(split, inside, joined)]
+    return halves[0] + halves[1]
 
 
 BLOCKS = {
@@ -479,17 +460,9 @@ RINGS = {
 SHARDED = [f"05_context_ring/{name}.py" for name in ("all_gather_kv", "ring", "ulysses", "striped", "zigzag", "usp")]
 
 
-class Member(NamedTuple):
+def member(rank: int, ranks: int) -> SimpleNamespace:
     """A stand-in for a process group, which knows a rank and the size."""
-
-    place: int
-    ranks: int
-
-    def rank(self) -> int:
-        return self.place
-
-    def size(self) -> int:
-        return self.ranks
+    return SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
 
 
 class Score(NamedTuple):
@@ -507,10 +480,10 @@ def held(recipe: str) -> list[list[int]]:
     module, found = load(recipe), []
     cfg = module.Config(seq=TOKENS, device="cpu")
     for rank in range(CP):
-        group = Member(rank, CP)
+        group = member(rank, CP)
         if hasattr(module, "Mesh"):
             row, column = divmod(rank, cfg.ulysses)
-            group = module.Mesh(group, Member(row, CP // cfg.ulysses), Member(column, cfg.ulysses))
+            group = module.Mesh(group, member(row, CP // cfg.ulysses), member(column, cfg.ulysses))
         found.append(module.shard(cfg, group).tolist())
     return found
 
@@ -664,7 +637,7 @@ def mesh(order: str) -> tuple[Any, dict[str, list[list[int]]], list[Share]]:
         return group.index(rank)
 
     layers = [list(stage) for stage in module.split_layers(cfg, cfg.pp)]
-    tokens = [module.shard(cfg, Member(place, cfg.cp)).tolist() for place in range(cfg.cp)]
+    tokens = [module.shard(cfg, member(place, cfg.cp)).tolist() for place in range(cfg.cp)]
     shares = [
         Share(layers[place(rank, "pp")], place(rank, "tp"), place(rank, "dp"), tokens[place(rank, "cp")])
         for rank in range(cfg.dp * cfg.cp * cfg.tp * cfg.pp)
@@ -1034,11 +1007,9 @@ def dots(stored: dict[str, Any]) -> list[Dot]:
             module = load("09_kernels/divergence.py")
             sent, flops = module.cost(module.make_input(2**16, 1 / 8, False, "cpu"))
             found.append(Dot(flops / sent, row["rate"], f"divergence, {way}"))
-    for row in stored["cross_entropy"]["rows"]:
-        if row["by"] == "ours" and row["unit"] == "TFLOP/s":
-            n, d, v = HEAD
-            found.append(Dot(6 * n * d * v / (4 * d * (n + v)), row["rate"], "cross_entropy, head"))
-    return found
+    n, d, v = HEAD
+    (rate,) = (r["rate"] for r in stored["cross_entropy"]["rows"] if r["by"] == "ours" and r["unit"] == "TFLOP/s")
+    return [*found, Dot(6 * n * d * v / (4 * d * (n + v)), rate, "cross_entropy, head")]
 
 
 def draw_roofline() -> str:
@@ -1097,13 +1068,8 @@ def apart(heights: list[float], least: float, bottom: float) -> list[float]:
     return found
 
 
-DOING = {
-    "matmuls": "forward",
-    "attention": "backward",
-    "elementwise": "rank1",
-    "optimizer": "optimizer",
-    "rest": "rule",
-}  # what a step does: the role of its color
+# what a step does: the role of its color
+DOING = dict(matmuls="forward", attention="backward", elementwise="rank1", optimizer="optimizer", rest="rule")
 
 
 def draw_step() -> str:
