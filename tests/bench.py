@@ -48,17 +48,9 @@ from launch import ROOT, isolated, launch, load
 
 RESULTS = ROOT / "tests" / "results" / "speed.json"
 KERNELS, KERNEL_STEPS = (RESULTS.parent / name for name in ("kernels.json", "kernel_steps.json"))
-SMOLLM = "--preset smollm_1_7b --seq 2048 --dtype bfloat16 --compile --steps 25"
-PARALLEL = SMOLLM.replace("--steps 25", "--steps 15")
-ZERO = f"{PARALLEL} --batch 16"
-LARGE = "--preset llama3_8b --seq 8192 --dtype bfloat16 --compile --steps 8"
-TENSOR = f"{LARGE} --batch 2"  # for all ranks together
-# a step of which a picture shows something
-FEW = f"{TENSOR.replace('--steps 8', '--steps 15')} --layers 4 --vocab 8192"
-PIPELINE = "--preset smollm_1_7b --layers 27 --seq 4096 --batch 16 --microbatches 16 --dtype bfloat16 --compile"
-TWO = f"{PARALLEL} --batch 8"
+SMOLLM = "--preset smollm_1_7b --seq 2048 --dtype bfloat16 --compile"
+LARGE = "--preset llama3_8b --seq 8192 --dtype bfloat16 --compile"
 STAGED = "--preset smollm_1_7b --seq 4096 --batch 16 --microbatches 16 --dtype bfloat16 --compile --steps 10"
-TWIN = "06_pipeline/torch_pipelining.py"
 MOE = "07_expert/moe.py"
 # one long sequence; the warm-up is short because a step is long
 LONG = "--preset llama3_8b --layers 8 --batch 1 --dtype bfloat16 --compile --warmup 2 --steps 8"
@@ -69,332 +61,146 @@ LLAMAS = {  # one GPU, with matmuls large enough that the CPU is ahead of the GP
     "smollm_1_7b": "--preset smollm_1_7b --seq 4096 --batch 4 --dtype bfloat16 --steps 20",
     "llama3_1b": "--preset llama3_1b --seq 8192 --batch 4 --dtype bfloat16 --steps 15",
 }
+MIXED = LLAMAS["smollm_1_7b"]
 # every way to split two GPUs: the same batch, a sequence's tokens per GPU and micro-batch
-SPLITS = {"dp": 4, "cp": 4, "tp": 4, "pp": 8}  # axis of two ranks: micro-batches of 8 sequences
-LAYOUTS = {
-    axis: " ".join(f"--{other} {2 if other == axis else 1}" for other in SPLITS) + f" --microbatches {micro}"
-    for axis, micro in SPLITS.items()
-}
-EIGHT_B = f"{LARGE.replace('--steps 8', '--steps 6')} --batch 8"
-WHOLE = f"{LARGE.replace('--steps 8', '--steps 200')} --warmup 20 --batch 1 --microbatches 1"  # 8B on one GPU
-MIXED = f"{LLAMAS['smollm_1_7b']} --compile --microbatches 1"
-SUITES = {  # name: (GPUs, how many lines from the first on do the same work and are compared with it, [(file, flags)])
-    "single": (
-        1,
-        2,
-        [
-            ("tests/library.py", f"{SMOLLM} --batch 4"),
-            ("01_single_gpu/train.py", f"{SMOLLM} --batch 4"),
-            ("01_single_gpu/gradient_accumulation.py", f"{SMOLLM} --batch 16 --microbatches 4"),
-            ("01_single_gpu/activation_checkpointing.py", f"{SMOLLM} --batch 4"),
-            ("01_single_gpu/selective_checkpointing.py", f"{SMOLLM} --batch 4"),
-        ],
-    ),
-    "data_parallel": (
-        4,
-        9,
-        [
-            ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 16"),
-            ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 16 --bucket_mb 100"),
-            ("02_data_parallel/accelerate_ddp.py", f"{PARALLEL} --batch 16"),
-            ("02_data_parallel/naive.py", f"{PARALLEL} --batch 16"),
-            ("02_data_parallel/overlap.py", f"{PARALLEL} --batch 16"),
-            ("02_data_parallel/bucketed.py", f"{PARALLEL} --batch 16"),
-            ("02_data_parallel/coalesced.py", f"{PARALLEL} --batch 16"),
-            ("02_data_parallel/copy_engines.py", f"{PARALLEL} --batch 16"),
-            ("01_single_gpu/train.py", f"{PARALLEL} --batch 4"),
-        ],
-    ),
-    "larger_buckets": (
-        4,
-        4,
-        [
-            ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 16 --bucket_mb 100"),
-            ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 16 --bucket_mb 200"),
-            ("02_data_parallel/bucketed.py", f"{PARALLEL} --batch 16 --bucket_mb 200"),
-            ("02_data_parallel/coalesced.py", f"{PARALLEL} --batch 16 --bucket_mb 200"),
-        ],
-    ),
-    "strong_scaling": (
-        4,
-        7,
-        [
-            ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 4"),
-            ("02_data_parallel/torch_ddp.py", f"{PARALLEL} --batch 4 --bucket_mb 100"),
-            ("02_data_parallel/naive.py", f"{PARALLEL} --batch 4"),
-            ("02_data_parallel/bucketed.py", f"{PARALLEL} --batch 4"),
-            ("02_data_parallel/coalesced.py", f"{PARALLEL} --batch 4"),
-            ("02_data_parallel/copy_engines.py", f"{PARALLEL} --batch 4"),
-            ("01_single_gpu/train.py", f"{PARALLEL} --batch 1"),
-        ],
-    ),
-    "zero": (
-        4,
-        7,
-        [
-            ("03_zero/torch_fsdp.py", ZERO),
-            ("03_zero/zero1.py", ZERO),
-            ("03_zero/zero1_overlap.py", f"{ZERO} --microbatches 1"),
-            ("03_zero/zero2.py", f"{ZERO} --microbatches 1"),
-            ("03_zero/zero3.py", f"{ZERO} --microbatches 1"),
-            ("03_zero/zero3_copy_engines.py", f"{ZERO} --microbatches 1"),
-            ("03_zero/hsdp.py", f"{ZERO} --microbatches 1 --shard 2"),
-        ],
-    ),
-    "zero_two": (
-        2,
-        7,
-        [
-            ("03_zero/torch_fsdp.py", TWO),
-            ("03_zero/zero1.py", TWO),
-            ("03_zero/zero1_overlap.py", f"{TWO} --microbatches 1"),
-            ("03_zero/zero2.py", f"{TWO} --microbatches 1"),
-            ("03_zero/zero3.py", f"{TWO} --microbatches 1"),
-            ("03_zero/zero3_copy_engines.py", f"{TWO} --microbatches 1"),
-            ("03_zero/hsdp.py", f"{TWO} --microbatches 1 --shard 2"),
-        ],
-    ),
-    "one_gpu": (
-        1,
-        5,
-        [
-            ("03_zero/torch_fsdp.py", f"{PARALLEL} --batch 4"),
-            ("03_zero/zero3.py", f"{PARALLEL} --batch 4 --microbatches 1"),
-            ("03_zero/zero1_overlap.py", f"{PARALLEL} --batch 4 --microbatches 1"),
-            ("04_tensor_sequence/sequence_parallel.py", f"{PARALLEL} --batch 4"),
-            ("06_pipeline/1f1b.py", f"{PARALLEL} --batch 4 --microbatches 1"),
-            ("01_single_gpu/train.py", f"{PARALLEL} --batch 4"),
-            ("01_single_gpu/train.py", f"{PARALLEL} --batch 4 --seq 4096"),
-        ],
-    ),
-    "zero_stages": (  # a step of which a picture shows every unit
-        2,
-        1,
-        [
-            (f"03_zero/{name}.py", f"{PARALLEL} --layers 8 --vocab 8192 --batch 8" + micro)
-            for name, micro in [
-                ("zero1", ""),
-                *((stage, " --microbatches 1") for stage in ("zero1_overlap", "zero2", "zero3")),
-            ]
-        ],
-    ),
-    "zero_more": (
-        4,
-        4,
-        [
-            ("03_zero/torch_fsdp.py", ZERO),
-            ("03_zero/accelerate_fsdp.py", ZERO),
-            ("03_zero/offload.py", f"{ZERO} --microbatches 1 --steps 8"),
-            ("01_single_gpu/train.py", f"{PARALLEL} --batch 4"),
-        ],
-    ),
-    "zero_8b": (
-        4,
-        2,
-        [
-            ("03_zero/torch_fsdp.py", f"{LARGE} --batch 4"),
-            ("03_zero/zero3.py", f"{LARGE} --batch 4 --microbatches 1"),
-        ],
-    ),
-    "zero_8b_two": (
-        4,
-        2,
-        [
-            ("03_zero/torch_fsdp.py", f"{LARGE} --batch 8"),
-            ("03_zero/zero3.py", f"{LARGE} --batch 8 --microbatches 1"),
-        ],
-    ),
-    "tensor": (
-        4,
-        5,
-        [
-            ("04_tensor_sequence/torch_dtensor.py", TENSOR),
-            ("04_tensor_sequence/sequence_parallel.py", TENSOR),
-            ("04_tensor_sequence/async_tensor_parallel.py", TENSOR),
-            ("04_tensor_sequence/vocab_parallel.py", TENSOR),
-            ("04_tensor_sequence/tensor_parallel.py", TENSOR),
-        ],
-    ),
-    "context": (
-        2,
-        3,
-        [
-            ("05_context_ring/torch_context_parallel.py", f"{LONG} --seq 32768"),
-            ("05_context_ring/torch_context_parallel.py", f"{LONG} --seq 32768 --rotate alltoall"),
-            ("05_context_ring/zigzag.py", f"{LONG} --seq 32768"),
-            ("01_single_gpu/train.py", f"{LONG} --seq 32768"),
-        ],
-    ),
-    "context_more": (
-        2,
-        5,
-        [
-            ("05_context_ring/torch_context_parallel.py", f"{LONG} --seq 32768"),
-            ("05_context_ring/all_gather_kv.py", f"{LONG} --seq 32768"),
-            ("05_context_ring/ring.py", f"{LONG} --seq 32768"),
-            ("05_context_ring/striped.py", f"{LONG} --seq 32768"),
-            ("05_context_ring/ulysses.py", f"{LONG} --seq 32768"),
-        ],
-    ),
-    "context_64k": (
-        2,
-        2,
-        [
-            ("05_context_ring/torch_context_parallel.py", f"{LONG} --seq 65536"),
-            ("05_context_ring/zigzag.py", f"{LONG} --seq 65536"),
-        ],
-    ),
-    "context_128k": (
-        2,
-        2,
-        [
-            ("05_context_ring/torch_context_parallel.py", f"{LONG} --layers 4 --seq 131072"),
-            ("05_context_ring/zigzag.py", f"{LONG} --layers 4 --seq 131072"),
-        ],
-    ),
-    "context_million": (
-        2,
-        1,
-        [("05_context_ring/zigzag.py", f"{LONG} --layers 1 --vocab 256 --steps 3 --seq 1048576")],
-    ),
-    "tensor_few_layers": (
-        4,
-        3,
-        [
-            ("04_tensor_sequence/torch_dtensor.py", FEW),
-            ("04_tensor_sequence/sequence_parallel.py", FEW),
-            ("04_tensor_sequence/async_tensor_parallel.py", FEW),
-        ],
-    ),
-    "pipeline": (
-        4,
-        5,
-        [
-            (TWIN, f"{STAGED} --schedule 1F1B"),
-            ("06_pipeline/1f1b.py", STAGED),
-            ("06_pipeline/split_backward.py", STAGED),
-            ("06_pipeline/interleaved.py", STAGED),
-            ("06_pipeline/zbv.py", STAGED),
-        ],
-    ),
-    "pipeline_more": (
-        4,
-        3,
-        [
-            ("06_pipeline/split_backward.py", STAGED),
-            ("06_pipeline/zero_bubble.py", STAGED),
-            ("06_pipeline/dualpipe.py", STAGED),
-        ],
-    ),
-    "pipeline_twins": (
-        4,
-        3,
-        [
-            (TWIN, f"{STAGED} --schedule 1F1B"),
-            (TWIN, f"{STAGED} --schedule Interleaved1F1B"),
-            (TWIN, f"{STAGED} --schedule ZBVZeroBubble".replace(" --compile", "")),  # torch cannot compile it
-        ],
-    ),
-    "expert": (
-        2,
-        3,
-        [
-            ("07_expert/expert_parallel.py", f"{EXPERTS} --batch 8"),
-            ("07_expert/overlap.py", f"{EXPERTS} --batch 8"),
-            ("07_expert/symmetric_memory.py", f"{EXPERTS} --batch 8 --slots 1.25"),
-        ],
-    ),
-    "expert_more": (
-        2,
-        3,
-        [
-            ("07_expert/expert_parallel.py", f"{EXPERTS} --batch 16"),
-            ("07_expert/overlap.py", f"{EXPERTS} --batch 16"),
-            ("07_expert/symmetric_memory.py", f"{EXPERTS} --batch 16 --slots 1.25"),
-        ],
-    ),
-    **{
-        f"kernels_{name}": (
-            1,
-            2,
-            [("01_single_gpu/train.py", f"{flags} --compile"), ("09_kernels/train.py", flags)],
-        )
-        for name, flags in (("smollm", LLAMAS["smollm_1_7b"]), ("llama3_1b", LLAMAS["llama3_1b"]))
-    },
-    "mixed_smollm": (
-        1,
-        8,
-        [
-            ("01_single_gpu/train.py", f"{LLAMAS['smollm_1_7b']} --compile"),
-            ("10_mixed_precision/bf16.py", MIXED),
-            ("10_mixed_precision/fp16_loss_scaling.py", MIXED.replace("bfloat16", "float16")),
-            ("10_mixed_precision/fp8_tensorwise.py", MIXED),
-            ("10_mixed_precision/fp8_delayed_scaling.py", MIXED),
-            ("10_mixed_precision/fp8_blockwise.py", MIXED),
-            ("10_mixed_precision/stochastic_rounding.py", MIXED),
-            ("10_mixed_precision/fp8_stochastic_rounding.py", MIXED),
-        ],
-    ),
-    "mixed_llama3_8b": (
-        1,
-        2,
-        [
-            ("10_mixed_precision/stochastic_rounding.py", WHOLE),
-            ("10_mixed_precision/fp8_stochastic_rounding.py", WHOLE),
-        ],
-    ),
-    "layouts_8b": (
-        2,
-        5,
-        [
-            ("03_zero/zero1_overlap.py", f"{EIGHT_B} --microbatches 4"),
-            *(("08_4d/train.py", f"{EIGHT_B} {layout}") for layout in LAYOUTS.values()),
-        ],
-    ),
-    "layouts_8b_few_layers": (  # a step of which a profile tells what is exposed
-        2,
-        4,
-        [("08_4d/train.py", f"{EIGHT_B.replace('--steps 6', '--steps 8')} --layers 8 {x}") for x in LAYOUTS.values()],
-    ),
-    "layouts_smollm": (
-        2,
-        4,
-        [
-            (
-                "08_4d/train.py",
-                f"{STAGED.split(' --batch')[0]} --batch 8 --dtype bfloat16 --compile --steps 10 {layout}",
-            )
-            for layout in LAYOUTS.values()
-        ],
-    ),
-    "four": (
-        4,
-        1,
-        [
-            ("02_data_parallel/naive.py", f"{SMOLLM} --batch 16"),
-            ("06_pipeline/afab.py", f"{PIPELINE} --steps 12"),
-            ("06_pipeline/1f1b.py", f"{PIPELINE} --steps 12"),
-        ],
-    ),
-}
-IDLE = {
+LAYOUTS = """
+    08_4d: train --dp 2 --cp 1 --tp 1 --pp 1 --microbatches 4
+    08_4d: train --dp 1 --cp 2 --tp 1 --pp 1 --microbatches 4
+    08_4d: train --dp 1 --cp 1 --tp 2 --pp 1 --microbatches 4
+    08_4d: train --dp 1 --cp 1 --tp 1 --pp 2 --microbatches 8"""
+# name: GPUs, how many lines from the first on do the same work and are compared with it, the flags of all lines; then
+# lines, each with a folder, recipes in it, a line for each of these, and their own flags
+TEXT = f"""
+single: 1, 2, {SMOLLM} --steps 25
+    tests: library --batch 4
+    01_single_gpu: train --batch 4
+    01_single_gpu: gradient_accumulation --batch 16 --microbatches 4
+    01_single_gpu: activation_checkpointing selective_checkpointing --batch 4
+data_parallel: 4, 9, {SMOLLM} --steps 15
+    02_data_parallel: torch_ddp --batch 16
+    02_data_parallel: torch_ddp --batch 16 --bucket_mb 100
+    02_data_parallel: accelerate_ddp naive overlap bucketed coalesced copy_engines --batch 16
+    01_single_gpu: train --batch 4
+larger_buckets: 4, 4, {SMOLLM} --steps 15 --batch 16
+    02_data_parallel: torch_ddp --bucket_mb 100
+    02_data_parallel: torch_ddp bucketed coalesced --bucket_mb 200
+strong_scaling: 4, 7, {SMOLLM} --steps 15
+    02_data_parallel: torch_ddp --batch 4
+    02_data_parallel: torch_ddp --batch 4 --bucket_mb 100
+    02_data_parallel: naive bucketed coalesced copy_engines --batch 4
+    01_single_gpu: train --batch 1
+zero: 4, 7, {SMOLLM} --steps 15 --batch 16
+    03_zero: torch_fsdp zero1
+    03_zero: zero1_overlap zero2 zero3 zero3_copy_engines --microbatches 1
+    03_zero: hsdp --microbatches 1 --shard 2
+zero_two: 2, 7, {SMOLLM} --steps 15 --batch 8
+    03_zero: torch_fsdp zero1
+    03_zero: zero1_overlap zero2 zero3 zero3_copy_engines --microbatches 1
+    03_zero: hsdp --microbatches 1 --shard 2
+one_gpu: 1, 5, {SMOLLM} --steps 15 --batch 4
+    03_zero: torch_fsdp
+    03_zero: zero3 zero1_overlap --microbatches 1
+    04_tensor_sequence: sequence_parallel
+    06_pipeline: 1f1b --microbatches 1
+    01_single_gpu: train
+    01_single_gpu: train --seq 4096
+zero_stages: 2, 1, {SMOLLM} --steps 15 --layers 8 --vocab 8192 --batch 8
+    03_zero: zero1
+    03_zero: zero1_overlap zero2 zero3 --microbatches 1
+zero_more: 4, 4, {SMOLLM} --steps 15
+    03_zero: torch_fsdp accelerate_fsdp --batch 16
+    03_zero: offload --batch 16 --microbatches 1 --steps 8
+    01_single_gpu: train --batch 4
+zero_8b: 4, 2, {LARGE} --steps 8 --batch 4
+    03_zero: torch_fsdp
+    03_zero: zero3 --microbatches 1
+zero_8b_two: 4, 2, {LARGE} --steps 8 --batch 8
+    03_zero: torch_fsdp
+    03_zero: zero3 --microbatches 1
+tensor: 4, 5, {LARGE} --steps 8 --batch 2
+    04_tensor_sequence: torch_dtensor sequence_parallel async_tensor_parallel vocab_parallel tensor_parallel
+context: 2, 3, {LONG} --seq 32768
+    05_context_ring: torch_context_parallel
+    05_context_ring: torch_context_parallel --rotate alltoall
+    05_context_ring: zigzag
+    01_single_gpu: train
+context_more: 2, 5, {LONG} --seq 32768
+    05_context_ring: torch_context_parallel all_gather_kv ring striped ulysses
+context_64k: 2, 2, {LONG} --seq 65536
+    05_context_ring: torch_context_parallel zigzag
+context_128k: 2, 2, {LONG} --layers 4 --seq 131072
+    05_context_ring: torch_context_parallel zigzag
+context_million: 2, 1, {LONG} --layers 1 --vocab 256 --steps 3 --seq 1048576
+    05_context_ring: zigzag
+tensor_few_layers: 4, 3, {LARGE} --steps 15 --batch 2 --layers 4 --vocab 8192
+    04_tensor_sequence: torch_dtensor sequence_parallel async_tensor_parallel
+pipeline: 4, 5, {STAGED}
+    06_pipeline: torch_pipelining --schedule 1F1B
+    06_pipeline: 1f1b split_backward interleaved zbv
+pipeline_more: 4, 3, {STAGED}
+    06_pipeline: split_backward zero_bubble dualpipe
+pipeline_twins: 4, 3, {STAGED.replace(" --compile", "")}
+    06_pipeline: torch_pipelining --compile --schedule 1F1B
+    06_pipeline: torch_pipelining --compile --schedule Interleaved1F1B
+    06_pipeline: torch_pipelining --schedule ZBVZeroBubble
+expert: 2, 3, {EXPERTS} --batch 8
+    07_expert: expert_parallel overlap
+    07_expert: symmetric_memory --slots 1.25
+expert_more: 2, 3, {EXPERTS} --batch 16
+    07_expert: expert_parallel overlap
+    07_expert: symmetric_memory --slots 1.25
+kernels_smollm: 1, 2, {LLAMAS["smollm_1_7b"]}
+    01_single_gpu: train --compile
+    09_kernels: train
+kernels_llama3_1b: 1, 2, {LLAMAS["llama3_1b"]}
+    01_single_gpu: train --compile
+    09_kernels: train
+mixed_smollm: 1, 8, {MIXED} --compile
+    01_single_gpu: train
+    10_mixed_precision: bf16 --microbatches 1
+    10_mixed_precision: fp16_loss_scaling --microbatches 1 --dtype float16
+    10_mixed_precision: fp8_tensorwise fp8_delayed_scaling fp8_blockwise --microbatches 1
+    10_mixed_precision: stochastic_rounding fp8_stochastic_rounding --microbatches 1
+mixed_llama3_8b: 1, 2, {LARGE} --steps 200 --warmup 20 --batch 1 --microbatches 1
+    10_mixed_precision: stochastic_rounding fp8_stochastic_rounding
+layouts_8b: 2, 5, {LARGE} --steps 6 --batch 8
+    03_zero: zero1_overlap --microbatches 4{LAYOUTS}
+layouts_8b_few_layers: 2, 4, {LARGE} --steps 8 --batch 8 --layers 8{LAYOUTS}
+layouts_smollm: 2, 4, --preset smollm_1_7b --seq 4096 --batch 8 --dtype bfloat16 --compile --steps 10{LAYOUTS}
+four: 4, 1, --preset smollm_1_7b --batch 16 --dtype bfloat16 --compile
+    02_data_parallel: naive --seq 2048 --steps 25
+    06_pipeline: afab 1f1b --layers 27 --seq 4096 --microbatches 16 --steps 12
+"""
+
+
+def suites_of(text: str) -> dict[str, tuple[int, int, list[tuple[str, str]]]]:
+    """The suites of such a text, each with GPUs, lines that are compared, and (file, flags) of all lines."""
+    found = {}
+    for head, *lines in (suite.splitlines() for suite in re.split(r"\n(?=\S)", text.strip())):
+        name, gpus, alike, shared = re.split(": |, ", head)
+        runs = []
+        for line in lines:
+            folder, names, flags = re.fullmatch(r" +(\S+): (.+?)((?: --.*)?)", line).groups()
+            runs += [(f"{folder}/{file}.py", shared + flags) for file in names.split()]
+        found[name] = int(gpus), int(alike), runs
+    return found
+
+
+SUITES = suites_of(TEXT)
+IDLE = {  # whose stages' idle time is measured, too
     "pipeline": SUITES["pipeline"][2][1:],  # not of the twin
     "pipeline_more": SUITES["pipeline_more"][2][1:],
-    "four": [("06_pipeline/afab.py", f"{PIPELINE} --steps 8"), ("06_pipeline/1f1b.py", f"{PIPELINE} --steps 8")],
+    "four": [(file, flags.replace("--steps 12", "--steps 8")) for file, flags in SUITES["four"][2][1:]],
 }
-BLOCKS = {"tensor_few_layers"}  # suites of which the blocks are measured alone, too
-PROFILED = {
-    "data_parallel": [
-        f"02_data_parallel/{name}.py" for name in ("naive", "overlap", "bucketed", "coalesced", "copy_engines")
-    ],
-    "zero": ["03_zero/torch_fsdp.py", "03_zero/zero3.py", "03_zero/zero3_copy_engines.py"],
-    "zero_stages": [file for file, _ in SUITES["zero_stages"][2]],
-    "tensor_few_layers": [
-        f"04_tensor_sequence/{name}.py" for name in ("torch_dtensor", "sequence_parallel", "async_tensor_parallel")
-    ],
+BLOCKS = "tensor_few_layers"  # the suite of which the blocks are measured alone, too
+PROFILED = {  # recipes of a suite of which a timeline is kept
+    "data_parallel": "naive overlap bucketed coalesced copy_engines",
+    "zero": "torch_fsdp zero3 zero3_copy_engines",
+    "zero_stages": "zero1 zero1_overlap zero2 zero3",
+    "tensor_few_layers": "torch_dtensor sequence_parallel async_tensor_parallel",
+    "layouts_8b_few_layers": "train",
+    "expert": "expert_parallel overlap symmetric_memory",
 }
-PROFILED["layouts_8b_few_layers"] = ["08_4d/train.py"]
-PROFILED["expert"] = [file for file, _ in SUITES["expert"][2]]
 KINDS = "matmuls", "attention", "elementwise", "optimizer"
 DOES = [  # what a GPU kernel does, by parts of its name; the first that fits counts, and all others are elementwise
     ("elementwise", r"^triton_(poi|red|per)"),  # torch.compile names these after what is around them, too
@@ -405,7 +211,6 @@ DOES = [  # what a GPU kernel does, by parts of its name; the first that fits co
 ATTENTION = "09_kernels/flash_attention_gluon.py"
 STAGES = [f"03_zero/{name}.py" for name in ("zero1_overlap", "zero2", "zero3")]
 TIMELINES = RESULTS.parent / "timelines"
-COLLECTIVES = "--largest 268435456"
 NUMBER = {"tokens": r"tokens/s/GPU ([\d,]+)", "mfu": r"MFU ([\d.]+)%", "memory": r"memory ([\d.]+) GiB"}
 
 
@@ -449,6 +254,11 @@ def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
     )
 
 
+def events(count: int) -> list[torch.cuda.Event]:
+    """CUDA events to measure the time from one to the next."""
+    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+
+
 def events_around_operations(module):
     """A probe: for each step (milliseconds of the step, [of each operation in its order], of summing replicas); GiB.
 
@@ -458,7 +268,7 @@ def events_around_operations(module):
 
     def timed(kind, function):
         def wrapper(*args):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = events(2)
             if kind == "step":
                 steps.append([])
             steps[-1].append((kind, start, end))
@@ -504,10 +314,8 @@ def idle(file: str, flags: str, gpus: int) -> dict[str, object]:
         for (op, _, stage), *times in zip(order, *(operations for _, operations, _ in rank), strict=True):
             durations.setdefault((op, stage), []).extend(times)
     durations = {key: statistics.median(times) for key, times in durations.items()}
-    costs = {key: ms for key, ms in durations.items()}
-    if line.whole:
-        costs |= {("W", stage): 0 for _, stage in durations}
-    simulated = schedules.simulate(line, lambda op, stage: costs[op, stage], transfer_ms(flags))
+    # a whole backward is timed as B, and has no W
+    simulated = schedules.simulate(line, lambda op, stage: durations.get((op, stage), 0), transfer_ms(flags))
     steps = [
         (1 - sum(sum(rank[i][1]) + rank[i][2] for rank in settled) / sum(rank[i][0] for rank in settled))
         for i in range(len(settled[0]))
@@ -548,13 +356,13 @@ def stage_times(file: str, stage: int, stages: int, flags: str) -> dict[str, flo
     ids = torch.randint(cfg.vocab, (b, cfg.seq), device="cuda")
     last, split = stage == stages - 1, hasattr(module, "backward_input")
     gradient = None if last else torch.randn(b, cfg.seq, cfg.dim, device="cuda", dtype=torch.bfloat16) / 1e4
-    optimizer, events = module.make_optimizer(cfg, model), []
+    optimizer, passed = module.make_optimizer(cfg, model), []
     for _ in range(12):
         layers = module.prepare(model, (ids,), torch.bfloat16) if split else []
         for _ in range(8):
             x = ids if stage == 0 else torch.randn(b, cfg.seq, cfg.dim, device="cuda", dtype=torch.bfloat16)
             x = x if stage == 0 else x.requires_grad_()
-            now = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+            now = events(4)
             now[0].record()
             output = module.forward(cfg, model, x, ids)
             output = output / (cfg.batch * cfg.seq) if last else output
@@ -569,8 +377,8 @@ def stage_times(file: str, stage: int, stages: int, flags: str) -> dict[str, flo
                 now[2].record()
             now[3].record()
             output = None
-            events.append(now)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            passed.append(now)
+        start, end = events(2)
         start.record()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
@@ -578,7 +386,7 @@ def stage_times(file: str, stage: int, stages: int, flags: str) -> dict[str, flo
         end.record()
         optimizer.zero_grad()
     torch.cuda.synchronize()  # the last events
-    times = [[a.elapsed_time(b) for a, b in itertools.pairwise(now)] for now in events[len(events) // 2 :]]
+    times = [[a.elapsed_time(b) for a, b in itertools.pairwise(now)] for now in passed[len(passed) // 2 :]]
     middle = [statistics.median(column) for column in zip(*times)]
     found = dict(zip("FBW" if split else "FB", middle))
     return {"layers": len(model.model.layers), **found, "optimizer": start.elapsed_time(end)}
@@ -605,7 +413,7 @@ def events_around_blocks(module):
     def run_blocks(cfg, model):
         blocks, (x, *others) = model.model.layers, given
         x = x.detach().requires_grad_()
-        start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        start, middle, end = events(3)
         with torch.autocast("cuda", torch.bfloat16):
             start.record()
             out = x
@@ -657,7 +465,7 @@ def profiled(file: str, flags: str, gpus: int, timelines: Path) -> list[dict[str
 
 def collectives(gpus: int) -> dict[str, object]:
     """The table of 02_data_parallel/collectives.py."""
-    words = "02_data_parallel/collectives.py", *COLLECTIVES.split()
+    words = "02_data_parallel/collectives.py", "--largest", "268435456"
     printed = outputs(torchrun(gpus, *words))[0]
     table = printed[printed.index("all-reduce on") :]
     print(table, flush=True)
@@ -729,7 +537,7 @@ def milliseconds(run: Callable[[], None], least: float = 300) -> float:
     run()
     count = 1
     while True:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = events(2)
         start.record()
         for _ in range(count):
             run()
@@ -988,11 +796,11 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
         row["pipeline"] = idle(file, flags, gpus)
         print(f"idle     {file:45} {row['pipeline']}", flush=True)
         yield result
-    for row in rows if suite in BLOCKS else []:
+    for row in rows if suite == BLOCKS else []:
         row["block_ms"] = blocks(row["file"], row["flags"], gpus)
         print(f"blocks   {row['file']:45} {row['block_ms']}", flush=True)
         yield result
-    for row in [row for row in rows if row["file"] in PROFILED.get(suite, [])]:
+    for row in [row for row in rows if Path(row["file"]).stem in PROFILED.get(suite, "").split()]:
         file, timelines = row["file"], TIMELINES / suite if suite in ("zero_stages", "expert") else TIMELINES
         timelines = Path(tempfile.gettempdir()) if suite.startswith("layouts") else timelines  # these draw nothing
         row["profile"] = profiled(file, re.sub(r"--steps \d+", "", row["flags"]), gpus, timelines)

@@ -17,8 +17,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from launch import load
-from test_lineage import FAMILY, ROOT, TRAINING, difference, lines_of_code, parents, shared
+import schedules
+from launch import load, once
+from test_lineage import FAMILY, ROOT, TRAINING, lines_of_code, parents, shared
+from test_lineage import difference as count_difference
 
 RESULTS = ROOT / "tests" / "results"
 IDEAS = {  # the reading order, and what a recipe adds to its parent
@@ -145,10 +147,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "expert_more": ("07_expert", "The same with 32,768 tokens per GPU."),
     "expert_layer": (None, ""),  # has a table of its own
     "layouts_8b": ("08_4d", "Llama-3.1-8B on two GPUs, in every way to split them, against ZeRO alone."),
-    "layouts_8b_few_layers": (
-        "08_4d",
-        "The same with 8 layers, and the exposed communication, from a profile.",
-    ),
+    "layouts_8b_few_layers": ("08_4d", "The same with 8 layers, and the exposed communication, from a profile."),
     "layouts_smollm": ("08_4d", "SmolLM-1.7B."),
     "kernels_smollm": ("09_kernels", "SmolLM-1.7B, four sequences of 4,096 tokens, against the root, compiled."),
     "kernels_llama3_1b": ("09_kernels", "Llama-3.2-1B, four sequences of 8,192 tokens: the vocabulary is larger."),
@@ -170,7 +169,6 @@ UNKNOWN = "Not measured yet."
 OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
 WRITTEN_HERE = "ours", "Triton", "Gluon"  # contenders of a kernel file that are the file's own
 ROUNDED = "gradients of weights", "gradients of matmul outputs", "updates"  # tables of formats.py
-SHARES = ("forward_ms", "share_forward"), ("both_ms", "share")  # a time, and the ideal time over it
 LONG = "coalescing", "tiling", "coarsening"  # kernels that are compared with each other: a row for each
 MORE = {  # what else a row of a kernel may hold: the column, and how it is written
     "GiB": ("peak, GiB", "{:.2f}"),
@@ -203,9 +201,13 @@ def table(head: list[str], rows: list[list[str]], labels: int = 0) -> str:
 
 
 def results(name: str) -> list | dict:
-    """What is stored under tests/results; nothing if it has not been measured yet."""
-    file = RESULTS / name
-    return json.loads(file.read_text()) if file.exists() else []
+    """What is stored under tests/results."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def about(stored: dict, *versions: str) -> str:
+    """Where, with what, when and how something was measured."""
+    return ", ".join([stored["gpu"], f"torch {stored['torch']}", *versions, stored["date"], f"`{stored['command']}`"])
 
 
 def anchor(heading: str) -> str:
@@ -213,18 +215,33 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-size = functools.cache(difference)
+def section(path: str) -> str:
+    """A link to the section of a recipe on its folder's page."""
+    name = Path(path).name
+    return f"[`{name}`](#{anchor(name)})"
+
+
+def first_parent(path: str) -> str | None:
+    """The parent with which a recipe is compared."""
+    return next(iter(parents(FAMILY[path])), None)
+
+
+difference = once(count_difference)  # runs git
+
+
+def size(path: str) -> str:
+    """Lines of code that a recipe adds to its parent and takes from it, or all of its own."""
+    if parent := first_parent(path):
+        return "+{} −{} lines".format(*difference(parent, path))
+    return f"{lines_of_code(FAMILY[path].source)} lines"
 
 
 def commands(path: str) -> str:
     """The diff with the parent, and the first command of the recipe's header."""
-    parent = next(iter(parents(FAMILY[path])), None)
+    parent = first_parent(path)
+    diff = f"git diff --patience --no-index {parent} {path}\n" if parent else ""
     run = re.search(r"^Run:\s+(.+)$", FAMILY[path].source, re.M)[1]
-    lines = [f"git diff --patience --no-index {parent} {path}"] if parent else []
-    text = "\n".join(["```bash", *lines, run, "```"])
-    if parent:
-        return "{}\n\n+{} −{} lines of code".format(text, *size(parent, path))
-    return f"{text}\n\n{lines_of_code(FAMILY[path].source)} lines of code"
+    return f"```bash\n{diff}{run}\n```\n\n{size(path)} of code"
 
 
 def recipes_of(folder: str) -> list[str]:
@@ -248,10 +265,9 @@ def folder_table(folder: str) -> str:
     """A row per recipe, with its size, error and speed; the diff is linked to where the page explains it."""
     rows = []
     for path in recipes_of(folder):
-        parent, name = next(iter(parents(FAMILY[path])), None), Path(path).name
-        lines = "+{} −{}".format(*size(parent, path)) if parent else f"{lines_of_code(FAMILY[path].source)} lines"
+        parent, name = first_parent(path), Path(path).name
         above = f"`{parent.removeprefix(f'{folder}/')}`" if parent else ""
-        diff = f"[{lines}](#{anchor(name)})"
+        diff = f"[{size(path).removesuffix(' lines') if parent else size(path)}](#{anchor(name)})"
         ours = ratio(path) or gain(path) or kernel_gain(path)
         rows.append([f"[`{name}`]({name})", IDEAS[path], above, diff, worst_error([path]), ours])
     return table(["file", "idea", "parent", "diff", "error", "speed"], rows)
@@ -269,7 +285,7 @@ def worst_error(paths: list[str]) -> str:
 
 def suites(folder: str) -> dict[str, dict]:
     """The suites whose tables a folder's page shows, in order."""
-    stored = results("speed.json") or {}
+    stored = results("speed.json")
 
     def home(name: str) -> str | None:
         return SUITES[name][0] if name in SUITES else stored[name]["rows"][0]["file"].split("/")[0]
@@ -312,18 +328,13 @@ def gain(path: str) -> str:
     return ""
 
 
-def kernel_rows(path: str) -> dict:
-    """What is stored of a kernel file: where it was measured, and its rows; nothing if it has not been yet."""
-    return (results("kernels.json") or {}).get(Path(path).stem, {})
-
-
 def kernel_gain(path: str) -> str:
     """Time of the fastest other contender over ours: sustained, the geometric mean; else at the first size.
 
     Forward and backward count together, at the first size that has both. Quantisation alone does not count.
     """
     sizes, sustained = {}, {}  # what: part: contender: ms
-    for row in kernel_rows(path).get("rows", []):
+    for row in results("kernels.json").get(Path(path).stem, {"rows": []})["rows"]:
         if row["what"].endswith(", sustained"):
             sustained.setdefault(row["what"], {})[row["by"]] = row["ms"]
         if "quantize" in row["what"]:
@@ -351,12 +362,10 @@ def kernel_gain(path: str) -> str:
 
 def kernel_table(path: str) -> str:
     """What `measure` of a kernel file has found: a column per contender, or a row for each where they are not alike."""
-    stored, name = kernel_rows(path), Path(path).stem
-    if not stored:
+    stored, name = results("kernels.json"), Path(path).stem
+    if name not in stored:
         return UNKNOWN
-    about = [stored["gpu"], f"torch {stored['torch']}", f"Triton {stored['triton']}", stored["date"]]
-    note = ", ".join([*about, f"`{stored['command']}`"])
-    rows = [dict(row) for row in stored["rows"]]
+    rows = stored[name]["rows"]
     for row in rows:
         row["limit"] = f"{significant(row['rate'] / row['share'])} {row['unit']}" if row["share"] else ""
         if match := EXCESS.match(row["by"]):
@@ -366,7 +375,7 @@ def kernel_table(path: str) -> str:
         if "loaded" in row:
             row["loaded"] /= 1e9
     tables = [long_table(rows)] if name in LONG else [wide_table(found) for found in alike(rows)]
-    return "\n\n".join([note, *tables])
+    return "\n\n".join([about(stored[name], f"Triton {stored[name]['triton']}"), *tables])
 
 
 def fastest(row: dict, rows: list[dict]) -> str:
@@ -424,25 +433,16 @@ def wide_table(rows: list[dict]) -> str:
 
 def kernel_steps() -> str:
     """Where the milliseconds of a step go, of the root and with our kernels."""
-    stored = results("kernel_steps.json") or {}
-    if not stored:
-        return UNKNOWN
-    about, rows = stored["measured"], []
+    stored, rows = results("kernel_steps.json"), []
+    note = about(stored.pop("measured"))
     for preset, found in stored.items():
-        if preset == "measured" or len(found) < 2:
-            continue
-        root, ours = (found[path] for path in (BASELINES["09_kernels"], "09_kernels/train.py"))
-        root, ours = root | {"step": sum(root.values())}, ours | {"step": sum(ours.values())}
-        for kind in root:
-            share = f"{ours[kind] / root[kind] - 1:+.1%}" if kind != "rest" else ""
-            ms = f"{root[kind]:.1f}", f"{ours[kind]:.1f}", f"{ours[kind] - root[kind]:+.1f}"
-            rows.append([preset, kind, *ms, share])
-        for name in found:
-            if name.startswith("09_kernels/train.py, "):  # the same, with another attention
-                ms = sum(found[name].values())
-                change = f"{ms - root['step']:+.1f}", f"{ms / root['step'] - 1:+.1%}"
-                rows.append([preset, f"step, with {Path(name).name}", f"{root['step']:.1f}", f"{ms:.1f}", *change])
-    note = f"{about['gpu']}, torch {about['torch']}, {about['date']}, `{about['command']}`"
+        steps = {name: ms | {"step": sum(ms.values())} for name, ms in found.items()}
+        root, ours = steps.pop(BASELINES["09_kernels"]), steps.pop("09_kernels/train.py")
+        lines = [(kind, root[kind], ours[kind]) for kind in root]
+        lines += [(f"step, with {Path(name).name}", root["step"], ms["step"]) for name, ms in steps.items()]
+        for kind, theirs, mine in lines:
+            share = f"{mine / theirs - 1:+.1%}" if kind != "rest" else ""
+            rows.append([preset, kind, f"{theirs:.1f}", f"{mine:.1f}", f"{mine - theirs:+.1f}", share])
     head = ["preset", "kernels", "root, ms", "`train.py`, ms", "difference, ms", "difference"]
     return f"{note}\n\n{table(head, rows)}"
 
@@ -450,29 +450,18 @@ def kernel_steps() -> str:
 def equivalence() -> str:
     """Worst errors of each recipe over all its cases."""
     entries, rows = results("equivalence.json"), []
-
-    def worst(path: str, device: str, *keys: str) -> str:
-        ours = [e["errors"] for e in entries if e["recipe"] == path and e["device"] == device]
-        errors = [errors[key] for errors in ours for key in keys if key in errors]
-        return f"{max(errors):.1e}" if errors else ""
-
     for path in IDEAS:
-        ours = [entry for entry in entries if entry["recipe"] == path]
-        if ours:
-            ranks = {device: sorted({e["ranks"] for e in ours if e["device"] == device}) for device in ("cpu", "cuda")}
-            bf16 = [e["errors"]["bfloat16"] for e in ours if e["device"] == "cuda"]
-            rows.append(
-                [
-                    f"[`{path}`](../{path})",
-                    ", ".join(map(str, ranks["cpu"])),
-                    worst(path, "cpu", "gradient"),
-                    worst(path, "cpu", "training"),
-                    worst(path, "cpu", "gradient history", "training history"),
-                    ", ".join(map(str, ranks["cuda"])),
-                    worst(path, "cuda", "float32"),
-                    f"{max(bf16):.2f}" if bf16 else "",
-                ]
-            )
+        cpu, gpu = ([e for e in entries if e["recipe"] == path and e["device"] == device] for device in ("cpu", "cuda"))
+
+        def worst(ours: list[dict], *keys: str, digits: str = ".1e") -> str:
+            errors = [entry["errors"][key] for entry in ours for key in keys if key in entry["errors"]]
+            return f"{max(errors):{digits}}" if errors else ""
+
+        if cpu or gpu:
+            ranks = [", ".join(map(str, sorted({entry["ranks"] for entry in ours}))) for ours in (cpu, gpu)]
+            errors = worst(cpu, "gradient"), worst(cpu, "training"), worst(cpu, "gradient history", "training history")
+            on_gpus = worst(gpu, "float32"), worst(gpu, "bfloat16", digits=".2f")
+            rows.append([f"[`{path}`](../{path})", ranks[0], *errors, ranks[1], *on_gpus])
     head = ["recipe", "CPU ranks", "gradient", "trained weights", "loss, norm", "GPUs", "gradient fp32"]
     return table([*head, "bf16, × root's own"], rows)
 
@@ -529,9 +518,8 @@ def bugs_table(found: list[dict]) -> str:
     """A row per bug."""
     rows = []
     for bug in found:
-        name = Path(bug["recipe"]).name
         gradient = "races" if bug["end"] == "races" else digits(bug["gradient"])
-        rows.append([f"[`{name}`](#{anchor(name)})", bug["what"], gradient, percent(bug["loss"]), seen(bug)])
+        rows.append([section(bug["recipe"]), bug["what"], gradient, percent(bug["loss"]), seen(bug)])
     return table(["recipe", "bug", "gradient error", "loss curve differs by", "would you have seen it?"], rows)
 
 
@@ -610,8 +598,7 @@ def speed(folder: str) -> str:
         filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
         text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
         flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
-        note = f"{suite['gpu']}, torch {suite['torch']}, {suite['date']}, `{suite['command']}`"
-        note += f", commit {suite['commit']}" if "commit" in suite else ""
+        note = about(suite) + (f", commit {suite['commit']}" if "commit" in suite else "")
         note += f" ({suite['note']})" if "note" in suite else ""
         details = f"<details><summary>flags</summary>\n\n```\n{flags}\n```\n\n</details>"
         sentence = SUITES.get(name, (folder, ""))[1]
@@ -627,33 +614,20 @@ def waiting(pipeline: dict) -> str:
 
 def predictions() -> str:
     """Tokens per second of every schedule for several numbers of ranks, from what one GPU needs for every operation."""
-    import schedules  # imports torch
-
-    stored = results("speed.json") or {}
-    if "pipeline_parts" not in stored:
-        return UNKNOWN
-    rows, parts = [], stored["pipeline_parts"]
+    stored, rows, near = results("speed.json"), [], []
+    measured_rows = {row["file"]: row for name in ("pipeline", "pipeline_more") for row in stored[name]["rows"]}
+    gpus = int(stored["pipeline"]["gpu"].split()[0])
+    sizes = [(ranks, each * ranks) for ranks in schedules.PREDICTED_RANKS for each in (2, 4)]
     for path in schedules.CLAIMS:
-        name = Path(path).name
-        cells = []
-        for ranks in schedules.PREDICTED_RANKS:
-            for each in 2, 4:
-                tokens, busy = schedules.tokens_per_second(path, ranks, each * ranks, stored)
-                cells.append(f"{tokens / 1000:.0f}k ({1 - busy:.0%})")
-        rows.append([f"[`{name}`](#{anchor(name)})", *cells])
-    head = ["file", *(f"{p} ranks, m {each * p}" for p in schedules.PREDICTED_RANKS for each in (2, 4))]
-    note = f"{parts['gpu']}, torch {parts['torch']}, {parts['date']}, `{parts['command']}`"
-    measured = {row["file"]: row for suite in ("pipeline", "pipeline_more") for row in stored[suite]["rows"]}
-    rounds = {file: [turn["tokens"] for turn in row["rounds"]] for file, row in measured.items()}
-    ranks, near = int(stored["pipeline"]["gpu"].split()[0]), []
-    for path in schedules.CLAIMS:
-        if path in rounds:
-            _, step, _ = schedules.predict(path, ranks, 16, 24, stored)
-            guess, found = 16 * 4096 / step * 1e3 / ranks, statistics.median(rounds[path])
-            name = Path(path).name
-            near.append([f"[`{name}`](#{anchor(name)})", f"{guess:,.0f}", f"{found:,.0f}", f"{guess / found - 1:+.1%}"])
-    check = table(["file", "predicted, tokens/s/GPU", f"measured on {ranks} GPUs", "difference"], near)
-    return f"{note}\n\n{table(head, rows)}\n\n{check}"
+        found = [schedules.tokens_per_second(path, ranks, m) for ranks, m in sizes]
+        rows.append([section(path), *(f"{tokens / 1000:.0f}k ({1 - busy:.0%})" for tokens, busy in found)])
+        if path in measured_rows:
+            guess = 16 * 4096 / schedules.predict(path, gpus, 16, 24)[1] * 1e3 / gpus
+            tokens = statistics.median(measured(measured_rows[path], "tokens"))
+            near.append([section(path), f"{guess:,.0f}", f"{tokens:,.0f}", f"{guess / tokens - 1:+.1%}"])
+    predicted = table(["file", *(f"{ranks} ranks, m {m}" for ranks, m in sizes)], rows)
+    check = table(["file", "predicted, tokens/s/GPU", f"measured on {gpus} GPUs", "difference"], near)
+    return f"{about(stored['pipeline_parts'])}\n\n{predicted}\n\n{check}"
 
 
 def layouts() -> str:
@@ -670,7 +644,7 @@ def layouts() -> str:
             speeds = f"{found:,.0f}", f"{tokens:,.0f}", f"{tokens / found - 1:+.1%}"
             rows.append([*words, *speeds, f"{peak:.1f} GiB", f"{memory:.1f} GiB"])
     head = ["model", "layout", "measured, tokens/s/GPU", "predicted", "difference", "measured peak", "predicted peak"]
-    return table(head, rows) if rows else UNKNOWN
+    return table(head, rows)
 
 
 def inheritance() -> str:
@@ -694,47 +668,35 @@ def published() -> str:
 
 def attention() -> str:
     """What a rank of four computes in attention, and how fast that is against a quarter of one call for all tokens."""
-    stored = (results("speed.json") or {}).get("context_attention")
-    if not stored:
-        return UNKNOWN
-    rows = []
+    stored, rows = results("speed.json")["context_attention"], []
     for whole in stored["whole"]:
         tokens, ms = f"{whole['seq']:,}", [f"{whole[key]:.2f}" for key in ("forward_ms", "both_ms")]
         rows.append([tokens, "one call for all tokens", "", ms[0], "", ms[1], ""])
         for row in stored["rows"]:
             if row["seq"] == whole["seq"]:
-                name = Path(row["file"]).name
-                forward, both = ([f"{row[ms]:.2f}", f"{row[share]:.2f}"] for ms, share in SHARES)
-                rows.append([tokens, f"[`{name}`](#{anchor(name)})", str(row["rank"]), *forward, *both])
+                found = [f"{row[key]:.2f}" for key in ("forward_ms", "share_forward", "both_ms", "share")]
+                rows.append([tokens, section(row["file"]), str(row["rank"]), *found])
     head = ["tokens", "file", "rank", "forward, ms", "× ideal", "forward and backward, ms", "× ideal"]
-    note = f"{stored['gpu']}, torch {stored['torch']}, {stored['date']}, `{stored['command']}`"
-    return f"{note}\n\n{table(head, rows)}"
+    return f"{about(stored)}\n\n{table(head, rows)}"
 
 
 def expert_layer() -> str:
     """What one layer of experts takes, ours and the library's, and what its grouped matmuls take alone."""
-    stored = (results("speed.json") or {}).get("expert_layer")
-    if not stored:
-        return UNKNOWN
+    stored = results("speed.json")["expert_layer"]
     (ours,) = [row["both_ms"] for row in stored["rows"] if row["label"] == OURS]
-    rows = []
-    for row in stored["rows"]:
-        forward, both = row["forward_ms"], row["both_ms"]
-        rows.append([row["label"], f"{forward:.2f}", f"{both:.2f}", f"{both / ours:.2f}"])
+    rows = [(row["label"], row["forward_ms"], row["both_ms"]) for row in stored["rows"]]
+    rows = [[label, f"{forward:.2f}", f"{both:.2f}", f"{both / ours:.2f}"] for label, forward, both in rows]
     layers = table(["layer", "forward, ms", "forward and backward, ms", "× time of moe.py, bf16 weights"], rows)
     alone = [[row["label"], f"{row['ms']:.2f}", f"{row['tflops']:.0f}"] for row in stored["matmuls"]]
     matmuls, total = table(["grouped matmul", "ms", "TFLOP/s"], alone), sum(row["ms"] for row in stored["matmuls"])
-    note = f"{stored['gpu']}, torch {stored['torch']}, transformers {stored['transformers']}, {stored['date']}, "
     last = f"The {len(alone)} grouped matmuls alone take {total:.2f} ms, {total / ours:.0%} of the time of {OURS}."
-    return "\n\n".join([f"{note}`{stored['command']}`", layers, matmuls, last])
+    return "\n\n".join([about(stored, f"transformers {stored['transformers']}"), layers, matmuls, last])
 
 
 def collectives() -> str:
     """The bandwidth table of collectives.py, as it was printed."""
-    stored = (results("speed.json") or {}).get("collectives")
-    if not stored:
-        return ""
-    note = f"{stored['gpu']}, torch {stored['torch']}, {stored['date']}, `{stored['command']}`"
+    stored = results("speed.json")["collectives"]
+    note = about(stored)
     if "doubling" not in stored["table"]:
         note += " (what this table calls tree is recursive doubling; the double tree is not measured yet)"
     return f"{note}\n\n```\n{stored['table'].rstrip()}\n```"
@@ -742,15 +704,12 @@ def collectives() -> str:
 
 def predictor() -> tuple[object, dict]:
     """01_single_gpu/memory.py, and its fields for Llama 3 8B in bfloat16, compiled, 8,192 tokens per sequence."""
-    from launch import load  # imports torch
-
     module = load("01_single_gpu/memory.py")
     presets = load("01_single_gpu/train.py").PRESETS
     shape = {k: v for k, v in presets["llama3_8b"].items() if k in module.Config.__dataclass_fields__}
     return module, dict(shape, preset="llama3_8b", seq=8192, dtype="bfloat16", compile=True)
 
 
-@functools.cache
 def memory_of_stages() -> str:
     """What each stage of ZeRO has in memory at its fullest moment, as memory.py predicts it."""
     module, fields = predictor()
@@ -766,7 +725,6 @@ def memory_of_stages() -> str:
     return f"`{command} --dtype bfloat16 --compile`, and with `--zero` 0, 1 and 2:\n\n{text}"
 
 
-@functools.cache
 def memory_of_blocks() -> str:
     """What one block keeps for backward under tensor and sequence parallelism, as memory.py predicts it."""
     module, fields = predictor()
@@ -780,7 +738,6 @@ def memory_of_blocks() -> str:
     return table(["tp", "tensor parallel, MiB", "with sequence parallelism, MiB"], rows)
 
 
-@functools.cache
 def formats() -> str:
     """The table of formats, as formats.py computes it."""
     head, *rows = load("10_mixed_precision/formats.py").table_of_formats()
@@ -789,48 +746,38 @@ def formats() -> str:
 
 def rounded(name: str) -> str:
     """What rounding does to gradients or updates of a small root, as tests/precision.py has stored it."""
-    stored = results("precision.json")
-    if not stored:
-        return UNKNOWN
-    head, *rows = stored["formats"][name]
+    head, *rows = results("precision.json")["formats"][name]
     return table(head, rows)
 
 
-def precision(folder: str) -> str:
+def precision() -> str:
     """How far the gradient of each recipe is from float64's."""
     stored = results("precision.json")
-    if not stored:
-        return UNKNOWN
     rows = [[f"`{r['label']}`", f"{r['dB']:.1f}", f"{r['error']:.4f}", f"`{r['worst']}`"] for r in stored["precision"]]
     rows[0][0] = f"the root, {stored['precision'][0]['label']}"
     text = table(["gradient in", "signal to noise, dB", "worst tensor's error", "which"], rows, labels=1)
-    return (
-        f"torch {stored['torch']}, {stored['date']}, `{stored['command']}`, a model of `{stored['flags']}`:\n\n{text}"
-    )
+    note = f"torch {stored['torch']}, {stored['date']}, `{stored['command']}`"
+    return f"{note}, a model of `{stored['flags']}`:\n\n{text}"
 
 
 def curves() -> str:
     """The loss at the end of a long training in every format, and in naive forms; the best comes first."""
     stored, rows = results("curves.json"), []
-    if not stored:
-        return UNKNOWN
     most = max(run["steps"] for run in stored["runs"])
     for run in sorted(stored["runs"], key=lambda run: (run["steps"] < most, run["last"] or 0)):
         last = f"{run['last']:.3f}" if run["steps"] == most else f"NaN after {run['steps']} steps"
         rows.append([run["label"], f"`{Path(run['recipe']).name}`" + ", one line changed" * run["naive"], last])
-    note = f"{stored['gpu']}, torch {stored['torch']}, {stored['date']}, `{stored['command']}`, `{stored['flags']}`"
-    return f"{note}\n\n{table(['format', 'file', 'loss of the last 100 steps'], rows)}"
+    return f"{about(stored)}, `{stored['flags']}`\n\n{table(['format', 'file', 'loss of the last 100 steps'], rows)}"
 
 
 def falling() -> str:
     """The loss of Llama-3.1-8B on one GPU: means of the ten steps up to some."""
-    rows = []
-    for row in (results("speed.json") or {}).get("mixed_llama3_8b", {"rows": []})["rows"]:
-        losses, name = row["rounds"][0].get("losses", []), Path(row["file"]).name
-        means = [f"{statistics.mean(losses[i - 10 : i]):.2f}" if i <= len(losses) else "" for i in range(20, 201, 20)]
-        rows.append([f"[`{name}`](#{anchor(name)})", *means, str(len(losses))])
-    head = ["mean loss of ten steps, up to step", *map(str, range(20, 201, 20)), "steps"]
-    return table(head, rows) if rows else UNKNOWN
+    rows, steps = [], range(20, 201, 20)
+    for row in results("speed.json")["mixed_llama3_8b"]["rows"]:
+        losses = row["rounds"][0]["losses"]
+        means = [f"{statistics.mean(losses[i - 10 : i]):.2f}" if i <= len(losses) else "" for i in steps]
+        rows.append([section(row["file"]), *means, str(len(losses))])
+    return table(["mean loss of ten steps, up to step", *map(str, steps), "steps"], rows)
 
 
 def first(text: str) -> str:
@@ -874,7 +821,7 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
         "10_mixed_precision": {
             "table of formats": formats,
             **{name: functools.partial(rounded, name) for name in ROUNDED},
-            "precision": functools.partial(precision, folder),
+            "precision": precision,
             "curves": curves,
             "8B": falling,
         },

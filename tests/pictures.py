@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 import torch
 import torch.distributed as dist
-from launch import ROOT, launch, load
+from launch import ROOT, launch, load, once
 from test_lineage import FAMILY, TRAINING, lines_of_code, parents
 from test_lineage import difference as count_difference
 
@@ -67,18 +67,6 @@ COLORS = {  # role: (in light mode, in dark mode)
 }
 
 
-def contrast(role: str, ground: str) -> float:
-    """Contrast ratio of two roles' colors, from 1 to 21 (WCAG 2), the lower of both modes."""
-
-    def luminance(color: str) -> float:
-        channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
-
-    both_modes = [sorted(map(luminance, pair)) for pair in zip(COLORS[role], COLORS[ground])]
-    return min((lighter + 0.05) / (darker + 0.05) for darker, lighter in both_modes)
-
-
 class Box(NamedTuple):
     """A rectangle: its left upper corner, width and height."""
 
@@ -87,57 +75,24 @@ class Box(NamedTuple):
     w: float
     h: float
 
-    def holds(self, other: "Box") -> bool:
-        """Whether all of the other lies in this one."""
-        return (
-            self.x <= other.x
-            and self.y <= other.y
-            and other.x + other.w <= self.x + self.w
-            and other.y + other.h <= self.y + self.h
-        )
-
-    def touches(self, other: "Box") -> bool:
-        """Whether the two overlap."""
-        return (
-            self.x < other.x + other.w
-            and other.x < self.x + self.w
-            and self.y < other.y + other.h
-            and other.y < self.y + self.h
-        )
-
 
 @dataclass
 class Canvas:
-    """An SVG in the making. A text raises ValueError if it is small, pale, overlaps with another or leaves its box."""
+    """An SVG in the making."""
 
     title: str
     width: float
     font: str = SANS
     parts: list[str] = field(default_factory=list)
-    fills: list[tuple[Box, str]] = field(default_factory=list)  # with their roles; the last one is on top
-    texts: list[Box] = field(default_factory=list)
-
-    def __post_init__(self):
-        self.fills.append((Box(0, 0, self.width, math.inf), GROUND))
 
     def box(self, box: Box, role: str, radius: float = 0) -> None:
         """Fill a rectangle."""
-        self.fills.append((box, role))
         rounded = f' rx="{radius:g}"' if radius else ""
         x, y, w, h = (short(value) for value in box)
         self.parts.append(f'<rect class="{role}" x="{x}" y="{y}" width="{w}" height="{h}"{rounded}/>')
 
     def text(self, x: float, y: float, *runs: tuple[str, str], size: int = 12, anchor: str = "start") -> None:
         """Write (text, role) runs, one after another, with the baseline at y."""
-        words = "".join(text for text, _ in runs)
-        width = text_width(words, size)
-        place = Box(x - width * {"start": 0, "middle": 0.5, "end": 1}[anchor], y - 0.8 * size, width, size)
-        under, ground = [(box, role) for box, role in self.fills if box.touches(place)][-1]
-        if not under.holds(place) or any(place.touches(other) for other in self.texts):
-            raise ValueError(f"{self.title}: {words!r} leaves its box or overlaps with another text")
-        if size < 11 or min(contrast(role, ground) for _, role in runs) < 4.5:  # what WCAG 2 asks of text
-            raise ValueError(f"{self.title}: {words!r} is too small, or too pale on {ground}")
-        self.texts.append(place)
         spans = "".join(f'<tspan class="{role}">{escape(text)}</tspan>' for text, role in runs)
         self.parts.append(
             f'<text x="{short(x)}" y="{short(y)}" font-size="{size}" text-anchor="{anchor}" '
@@ -157,8 +112,7 @@ class Canvas:
             (x0, y0), (x, y) = points[-2:]
             dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)  # lines are horizontal or vertical
             wings = [(x - 5 * dx + 3.5 * side * dy, y - 5 * dy + 3.5 * side * dx) for side in (1, -1)]
-            head = "L".join(f"{short(x)} {short(y)}" for x, y in [(x, y), *wings])
-            self.parts.append(f'<path class="{role}" d="M{head}z"/>')
+            self.area([(x, y), *wings], role)
 
     def frame(self, box: Box, role: str) -> None:
         """Draw the outline of a rectangle."""
@@ -185,9 +139,7 @@ class Canvas:
         self.parts.append(f'<path class="{role}" d="{path}"/>')
 
     def svg(self, height: float) -> str:
-        """The picture, cut off at a height below all texts, with the colors that it uses in both modes."""
-        if any(text.y + text.h > height for text in self.texts):
-            raise ValueError(f"{self.title}: a text lies below {height}")
+        """The picture, cut off at a height, with the colors that it uses in both modes."""
         body = "\n".join(self.parts)
         used = [
             role for role in COLORS if role == GROUND or f'class="{role}"' in body or f'class="{role} line"' in body
@@ -223,7 +175,7 @@ def legend(canvas: Canvas, x: float, y: float, entries: list[tuple[str, str]], s
 
 
 # ------------------------------------------------------------------------------------------------------------- family
-difference = functools.cache(count_difference)  # runs git
+difference = once(count_difference)  # runs git
 
 
 def descent(family: dict[str, list[str]]) -> list[tuple[str, int]]:
@@ -239,9 +191,10 @@ def descent(family: dict[str, list[str]]) -> list[tuple[str, int]]:
 def draw_family() -> str:
     """The tree of the recipes by their first parents; beside each how many lines of code it adds and removes."""
     row, small_row, indent, width, left, y = 22, 15, 14, 480, 12, 74
-    lines = descent({path: parents(recipe) for path, recipe in FAMILY.items()})
-    kernels = [line for line in lines if line[0] not in TRAINING and line[0].startswith("09_kernels/")]
-    tools = [line for line in lines if line[0] not in TRAINING and line not in kernels]
+    groups = {"": [], "Tools, which train nothing": [], "Kernels, one by one": []}
+    for path, generation in descent({path: parents(recipe) for path, recipe in FAMILY.items()}):
+        tool = "Kernels, one by one" if path.startswith("09_kernels/") else "Tools, which train nothing"
+        groups["" if path in TRAINING else tool].append((path, generation))
     canvas = Canvas("Family tree of the recipes", width, MONO)
     canvas.text(left, 24, ("Each recipe below the one it changes", "ink"), size=14)
     key = ("lines of code: ", "muted"), ("+added", "added"), (" −removed", "removed")
@@ -252,8 +205,7 @@ def draw_family() -> str:
         canvas.text(x, y, (f"{folder}/", f"folder{folder[:2]}"), (file, "ink"), size=13)
         canvas.text(width - left, y, *right, anchor="end")
 
-    trained = [line for line in lines if line[0] in TRAINING]
-    for title, found in ("", trained), ("Tools, which train nothing", tools), ("Kernels, one by one", kernels):
+    for title, found in groups.items():
         if title:
             y += row
             canvas.text(left, y, (title, "muted"), size=13)
@@ -289,14 +241,6 @@ def other_parents(paths: list[str], characters: float) -> list[list[tuple[str, s
 
 
 # --------------------------------------------------------------------------------------------------------------- ring
-class Ring(NamedTuple):
-    """A recorded ring all-reduce."""
-
-    sends: list[list[tuple[int, int, int]]]  # per step: (sender, receiver, chunk)
-    held: list[list[list[list[int]]]]  # before the first step and after each: [rank][chunk] -> times each rank is in it
-    sent: list[float]  # per rank: bytes sent, in sizes of the tensor
-
-
 def watched_ring(module: ModuleType) -> Callable[[], Any]:
     """A probe: instead of main, run the ring on n chunks of n elements, of which rank r sets the r-th to 1.
 
@@ -327,27 +271,28 @@ def watched_ring(module: ModuleType) -> Callable[[], Any]:
     return lambda: (sends, held, sent[0])
 
 
-@functools.cache
-def ring(ranks: int) -> Ring:
-    """Run the recipe's ring all-reduce and record it."""
+def ring(ranks: int) -> tuple[list[list[tuple[int, int, int]]], list[list[list[list[int]]]], list[float]]:
+    """Run the recipe's ring all-reduce; (sender, receiver, chunk) per step, the chunks, and what each rank has sent.
+
+    chunks: before the first step and after each, [rank][chunk] -> how often each rank is in it. In sizes of the tensor.
+    """
     probes = launch("02_data_parallel/collectives.py", ranks, probe=watched_ring, save=False).probes
     sends, held, sent = zip(*probes)
     steps = [[(rank, *sends[rank][step]) for rank in range(ranks)] for step in range(len(sends[0]))]
-    return Ring(steps, [list(now) for now in zip(*held)], list(sent))
+    return steps, [list(now) for now in zip(*held)], list(sent)
 
 
 def draw_ring(ranks: int = 4) -> str:
     """Per step, the chunks of every rank and which are sent: reduce-scatter on the left, all-gather on the right."""
     cell_w, cell_h, gap, left, top = 38, 24, 14, 62, 92
-    recorded, half = ring(ranks), ranks - 1
+    (every, held, sent), half = ring(ranks), ranks - 1
     panel_w, panel_h = ranks * (cell_w + 4) + 34, ranks * (cell_h + gap) + 50
     canvas = Canvas(f"Ring all-reduce on {ranks} ranks, step by step", left + 2 * panel_w + 4)
     canvas.text(14, 26, (f"Ring all-reduce of {ranks} chunks on {ranks} ranks", "ink"), size=15)
-    steps, sent = len(recorded.sends), max(recorded.sent)
-    canvas.text(14, 46, (f"{steps} steps; a rank sends 2(N−1)/N = {sent:g} times the tensor", "muted"))
+    canvas.text(14, 46, (f"{len(every)} steps; a rank sends 2(N−1)/N = {max(sent):g} times the tensor", "muted"))
     canvas.text(left, top - 22, ("reduce-scatter", "ink"), size=13)
     canvas.text(left + panel_w, top - 22, ("all-gather", "ink"), size=13)
-    for step, sends in enumerate(recorded.sends):
+    for step, sends in enumerate(every):
         x0, y0 = left + panel_w * (step // half), top + panel_h * (step % half)
         canvas.text(x0, y0, (f"step {step + 1}", "muted"))
         cells = {
@@ -356,7 +301,7 @@ def draw_ring(ranks: int = 4) -> str:
             for chunk in range(ranks)
         }
         for (rank, chunk), cell in cells.items():
-            contributions = sum(recorded.held[step + 1][rank][chunk])
+            contributions = sum(held[step + 1][rank][chunk])
             canvas.box(cell, f"sum{contributions}", radius=3)
             canvas.label(cell, str(contributions))
             if step < half and chunk == 0:
@@ -399,22 +344,11 @@ class Exchange(NamedTuple):
 def block(stream: str, tokens: str, same: bool, enter: Exchange, leave: Exchange) -> list[Part | Exchange]:
     """A Llama block, top to bottom: `stream` is the shape of the residual stream, `tokens` what split weights see."""
     norm, add = Part("RMSNorm", stream, same=same), Part("+", stream, same=same)
-    return [
-        norm,
-        enter,
-        Part("q k v", "b h/tp s k", "columns"),
-        Part("attention", "b h/tp s k"),
-        Part("o", f"{tokens} d", "rows", partial=True),
-        leave,
-        add,
-        norm,
-        enter,
-        Part("gate up", f"{tokens} f/tp", "columns"),
-        Part("SwiGLU", f"{tokens} f/tp"),
-        Part("down", f"{tokens} d", "rows", partial=True),
-        leave,
-        add,
-    ]
+    split = Part("q k v", "b h/tp s k", "columns"), Part("gate up", f"{tokens} f/tp", "columns")
+    inside = Part("attention", "b h/tp s k"), Part("SwiGLU", f"{tokens} f/tp")
+    joined = [Part(label, f"{tokens} d", "rows", partial=True) for label in ("o", "down")]
+    halves = [[norm, enter, *parts, leave, add] for parts in zip(split, inside, joined)]
+    return halves[0] + halves[1]
 
 
 BLOCKS = {
@@ -526,17 +460,9 @@ RINGS = {
 SHARDED = [f"05_context_ring/{name}.py" for name in ("all_gather_kv", "ring", "ulysses", "striped", "zigzag", "usp")]
 
 
-class Member(NamedTuple):
+def member(rank: int, ranks: int) -> SimpleNamespace:
     """A stand-in for a process group, which knows a rank and the size."""
-
-    place: int
-    ranks: int
-
-    def rank(self) -> int:
-        return self.place
-
-    def size(self) -> int:
-        return self.ranks
+    return SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
 
 
 class Score(NamedTuple):
@@ -554,10 +480,10 @@ def held(recipe: str) -> list[list[int]]:
     module, found = load(recipe), []
     cfg = module.Config(seq=TOKENS, device="cpu")
     for rank in range(CP):
-        group = Member(rank, CP)
+        group = member(rank, CP)
         if hasattr(module, "Mesh"):
             row, column = divmod(rank, cfg.ulysses)
-            group = module.Mesh(group, Member(row, CP // cfg.ulysses), Member(column, cfg.ulysses))
+            group = module.Mesh(group, member(row, CP // cfg.ulysses), member(column, cfg.ulysses))
         found.append(module.shard(cfg, group).tolist())
     return found
 
@@ -711,7 +637,7 @@ def mesh(order: str) -> tuple[Any, dict[str, list[list[int]]], list[Share]]:
         return group.index(rank)
 
     layers = [list(stage) for stage in module.split_layers(cfg, cfg.pp)]
-    tokens = [module.shard(cfg, Member(place, cfg.cp)).tolist() for place in range(cfg.cp)]
+    tokens = [module.shard(cfg, member(place, cfg.cp)).tolist() for place in range(cfg.cp)]
     shares = [
         Share(layers[place(rank, "pp")], place(rank, "tp"), place(rank, "dp"), tokens[place(rank, "cp")])
         for rank in range(cfg.dp * cfg.cp * cfg.tp * cfg.pp)
@@ -1060,40 +986,34 @@ def dots(stored: dict[str, Any]) -> list[Dot]:
     """The kernels of 09_kernels that compute something, from their stored rows."""
     found = []
     for name, (operations, size) in OPERATIONS.items():
-        rows = [row for row in stored.get(name, {}).get("rows", []) if row["by"] == "ours" and row["unit"] == "TB/s"]
+        rows = [row for row in stored[name]["rows"] if row["by"] == "ours" and row["unit"] == "TB/s"]
         size_of = [row["what"].removesuffix(", forward").removesuffix(", backward") for row in rows]
         parts = [row for row, what in zip(rows, size_of) if size_of.count(what) == max(map(size_of.count, size_of))]
-        parts = parts[: max(map(size_of.count, size_of), default=0)]  # of the first size with both
-        if ms := sum(row["ms"] for row in parts):
-            rate = sum(row["rate"] * row["ms"] for row in parts) / ms
-            found.append(Dot(operations / size, operations / size * rate, name))
+        parts = parts[: max(map(size_of.count, size_of))]  # of the first size with both
+        rate = sum(row["rate"] * row["ms"] for row in parts) / sum(row["ms"] for row in parts)
+        found.append(Dot(operations / size, operations / size * rate, name))
     for name in "tiling", "coarsening":
-        rows = [row for row in stored.get(name, {}).get("rows", []) if row["unit"] == "TFLOP/s"]
-        rows = [row for row in rows if row["by"] != "torch.matmul"]
-        if name == "coarsening" and rows:
+        rows = [row for row in stored[name]["rows"] if row["unit"] == "TFLOP/s" and row["by"] != "torch.matmul"]
+        if name == "coarsening":
             rows = [rows[0], max(rows, key=lambda row: row["rate"])]  # the smallest tile and the fastest
         for row in rows:
             shape, dtype = row["what"].rsplit(", ", 1)
             sent, flops = load(f"09_kernels/{name}.py").cost(*map(int, shape.split(" x ")), getattr(torch, dtype))
             short_type = {"float32": "", "bfloat16": ", bf16"}[dtype]
             found.append(Dot(flops / sent, row["rate"], f"{name}, {row['by']}{short_type}"))
-    for row in stored.get("divergence", {}).get("rows", []):
+    for row in stored["divergence"]["rows"]:
         way = row["by"].split(",")[0]
         if row["what"] == "share 0.1250 at random" and way != "by_program":
             module = load("09_kernels/divergence.py")
             sent, flops = module.cost(module.make_input(2**16, 1 / 8, False, "cpu"))
             found.append(Dot(flops / sent, row["rate"], f"divergence, {way}"))
-    for row in stored.get("cross_entropy", {}).get("rows", []):
-        if row["by"] == "ours" and row["unit"] == "TFLOP/s":
-            n, d, v = HEAD
-            found.append(Dot(6 * n * d * v / (4 * d * (n + v)), row["rate"], "cross_entropy, head"))
-    return found
+    n, d, v = HEAD
+    (rate,) = (r["rate"] for r in stored["cross_entropy"]["rows"] if r["by"] == "ours" and r["unit"] == "TFLOP/s")
+    return [*found, Dot(6 * n * d * v / (4 * d * (n + v)), rate, "cross_entropy, head")]
 
 
-def draw_roofline(stored: dict[str, Any] | None = None) -> str:
+def draw_roofline() -> str:
     """FLOP/s of each kernel over its FLOPs per byte, below what memory, CUDA cores and tensor cores allow."""
-    if stored is None:
-        stored = json.loads(KERNELS.read_text()) if KERNELS.exists() else {}
     left, top, width, octave = 52, 66, 640, 33
     first, last, low, high = -2, 15.5, -1, 10.6  # logarithms to base 2 of what the axes show
     canvas = Canvas("Roofline: what limits the kernels of this folder", width)
@@ -1122,7 +1042,7 @@ def draw_roofline(stored: dict[str, Any] | None = None) -> str:
         canvas.text(x + indent, y - 6, (words, "ink"), size=11)
     x, y = place(4, COPY_RATE * 4)
     canvas.text(x - 12, y - 6, (f"memory: {COPY_RATE:g} TB/s", "ink"), size=11, anchor="end")
-    found = dots(stored)
+    found = dots(json.loads(KERNELS.read_text()))
     for start, some in (5.2, [d for d in found if d.intensity < 64]), (11.2, [d for d in found if d.intensity >= 64]):
         some.sort(key=lambda dot: (-dot.speed, dot.name))
         column = left + (start - first) * octave
@@ -1148,27 +1068,18 @@ def apart(heights: list[float], least: float, bottom: float) -> list[float]:
     return found
 
 
-DOING = {
-    "matmuls": "forward",
-    "attention": "backward",
-    "elementwise": "rank1",
-    "optimizer": "optimizer",
-    "rest": "rule",
-}  # what a step does: the role of its color
+# what a step does: the role of its color
+DOING = dict(matmuls="forward", attention="backward", elementwise="rank1", optimizer="optimizer", rest="rule")
 
 
-def draw_step(stored: dict[str, Any] | None = None) -> str:
+def draw_step() -> str:
     """Where the milliseconds of a step go: the root's, and below it that with the kernels of this folder."""
-    if stored is None:
-        stored = json.loads(KERNEL_STEPS.read_text()) if KERNEL_STEPS.exists() else {}
+    presets = json.loads(KERNEL_STEPS.read_text())
+    measured = presets.pop("measured")
     left, right, y, width, height = 14, 70, 68, 640, 26
     canvas = Canvas("Where the time of a training step goes, without and with our kernels", width)
     canvas.text(left, 26, ("Where the milliseconds of a step go", "ink"), size=15)
-    presets = {name: steps for name, steps in stored.items() if name != "measured"}
-    if not presets:
-        canvas.text(left, 46, ("Not measured yet.", "muted"))
-        return canvas.svg(60)
-    canvas.text(left, 46, (f"{stored['measured']['gpu']}, the root compiled", "muted"))
+    canvas.text(left, 46, (f"{measured['gpu']}, the root compiled", "muted"))
     for preset, steps in presets.items():
         scale = (width - left - right) / max(sum(step.values()) for step in steps.values())
         canvas.text(left, y + 4, (preset, "ink"), size=13)
@@ -1231,9 +1142,9 @@ def draw_panel(
         canvas.text(box.x + box.w + 10, y + 4, (ends[label], LINES.get(label, NAIVE)), size=11)
 
 
-def draw_curves(stored: dict[str, Any] | None = None) -> str:
+def draw_curves() -> str:
     """Loss over the steps in all formats; below it the differences from fp32 of those that follow it."""
-    stored, left, right, width = stored or json.loads(CURVES.read_text()), 52, 218, 640
+    stored, left, right, width = json.loads(CURVES.read_text()), 52, 218, 640
     runs, each = {run["label"]: run["losses"] for run in stored["runs"]}, stored["each"]
     steps, exact = each * max(map(len, runs.values())), means(runs["fp32"])
     whole = {label for label, losses in runs.items() if len(losses) == len(runs["fp32"])}  # others became NaN

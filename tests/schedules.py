@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from launch import ROOT, load
+from launch import ROOT, load, once
 
 Operation = tuple[str, int, int]  # (F, B or W, micro-batch, stage); it also names the message with its output
 PICTURE = ROOT / "06_pipeline" / "schedules.svg"
@@ -212,13 +212,10 @@ def steps(pipeline: Pipeline, rank: int) -> Iterator[tuple[str, Operation, int]]
         yield "wait", *sent
 
 
-def rendezvous(
-    pipeline: Pipeline,
-    communicators: Callable[[str, int, int], Hashable] = per_channel,
-    duration: dict[str, float] = UNIT,
-) -> list[float]:
+def rendezvous(pipeline: Pipeline, communicators: Callable[[str, int, int], Hashable] = per_channel) -> list[float]:
     """Run every rank's list as run_schedule does, with a transport that stores nothing; return each rank's idle time.
 
+    An operation takes 1, a whole backward 2.
     communicators(op, source, target): which one carries the outputs of op from source to target. A message passes, in
     no time, when both its ends have been started, and all that either rank has started before on that communicator has
     passed. Raises Deadlock or Crossed.
@@ -237,7 +234,7 @@ def rendezvous(
                 if what == "wait":
                     clock[rank] = max(clock[rank], arrived[operation, where])
                 elif what == "run":
-                    time = duration[operation[0]] + duration["W"] * (operation[0] == "B" and pipeline.whole)
+                    time = 2 if operation[0] == "B" and pipeline.whole else 1
                     busy[rank] += time
                     clock[rank] = arrived[operation, rank] = clock[rank] + time
                 else:
@@ -378,63 +375,44 @@ def check(module: ModuleType, sizes: Iterable[tuple[int, int]] = QUICK, chunks: 
 
 
 # -------------------------------------------------------------------------------------------------------- prediction
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds of a micro-batch on a stage, by operation, from those that bench.py's pipeline_parts has measured.
-
-    A stage takes `base`, a time per layer, and what embedding and head add: fitted to the stages of smollm_1_7b in 4
-    and in 8, with the backward whole or split. optimizer: the same for clip and AdamW.
-    """
-
-    fits: dict[str, tuple[float, float, float, float]]  # operation: base, per layer, embedding, head
-
-    def of(self, op: str, layers: int, first: bool, last: bool) -> float:
-        """The time of an operation on a stage of so many layers, with embedding or head."""
-        base, layer, embedding, head = self.fits[op]
-        return base + layers * layer + embedding * first + head * last
-
-
-def times(stored: dict, whole: bool) -> Times:
-    """Fit the measured stages: those in the middle by least squares, then embedding and head to what the ends add."""
-    file = "06_pipeline/1f1b.py" if whole else "06_pipeline/split_backward.py"
-    rows = [row for row in stored["pipeline_parts"]["rows"] if row["file"] == file]
-    fits = {}
-    for op in "FB" if whole else "FBW":
-        fits[op] = fit(rows, op)
-    return Times({**fits, "optimizer": fit(rows, "optimizer")} | ({"W": (0.0, 0.0, 0.0, 0.0)} if whole else {}))
-
-
 def fit(rows: list[dict], op: str) -> tuple[float, float, float, float]:
-    """Return base, time per layer, and what embedding and head add to an operation."""
+    """Return base, time per layer, and what embedding and head add to an operation, or to clip and optimizer.
+
+    Fitted to the stages of smollm_1_7b in 4 and in 8: those in the middle by least squares, then what the ends add.
+    """
     middle = [(row["layers"], row[op]) for row in rows if 0 < row["stage"] < row["stages"] - 1]
-    layers, mean = statistics.mean(n for n, _ in middle), statistics.mean(ms for _, ms in middle)
-    layer = sum((n - layers) * (ms - mean) for n, ms in middle) / sum((n - layers) ** 2 for n, _ in middle)
-    base = mean - layer * layers
+    layer, base = statistics.linear_regression(*zip(*middle))
     first = [row[op] - base - row["layers"] * layer for row in rows if row["stage"] == 0]
     last = [row[op] - base - row["layers"] * layer for row in rows if row["stage"] == row["stages"] - 1]
     return base, layer, statistics.mean(first), statistics.mean(last)
 
 
-def tokens_per_second(path: str, ranks: int, microbatches: int, stored: dict) -> tuple[float, float]:
+@once
+def tokens_per_second(path: str, ranks: int, microbatches: int) -> tuple[float, float]:
     """Return tokens per second of all ranks, with 6 layers each, and the share of the time in which they compute."""
-    _, step, busy = predict(path, ranks, microbatches, 6 * ranks, stored)
+    _, step, busy = predict(path, ranks, microbatches, 6 * ranks)
     return microbatches * 4096 / step * 1e3, busy
 
 
-def predict(path: str, ranks: int, microbatches: int, layers: int, stored: dict) -> tuple[list[Slot], float, float]:
+def predict(path: str, ranks: int, microbatches: int, layers: int) -> tuple[list[Slot], float, float]:
     """Simulate a step of smollm_1_7b with so many layers, a sequence of 4096 tokens per micro-batch, in bf16, compiled.
 
-    Returns slots, milliseconds of the step with clip and optimizer, and the share of all ranks' time in which they
-    compute.
+    From the times that bench.py's pipeline_parts has measured. Returns slots, milliseconds of the step with clip and
+    optimizer, and the share of all ranks' time in which they compute.
     """
     module = load(path)
     line = pipeline(module, ranks, microbatches)
     cfg = module.Config(**{**module.PRESETS["smollm_1_7b"], "layers": layers, "seq": 4096})
-    split, model = module.split_layers(cfg, line.depth), times(stored, line.whole)
+    split, file = module.split_layers(cfg, line.depth), "1f1b" if line.whole else "split_backward"
+    stored = json.loads(STORED.read_text())["pipeline_parts"]["rows"]
+    rows = [row for row in stored if row["file"] == f"06_pipeline/{file}.py"]
+    fits = {op: fit(rows, op) for op in ("F", "B", "optimizer")}
+    fits["W"] = (0, 0, 0, 0) if line.whole else fit(rows, "W")
 
     def cost(op, stage):
+        base, layer, embedding, head = fits[op]
         stage %= line.depth
-        return model.of(op, len(split[stage]), stage == 0, stage == line.depth - 1)
+        return base + len(split[stage]) * layer + embedding * (stage == 0) + head * (stage == line.depth - 1)
 
     slots = simulate(line, cost, 2 * cfg.seq * cfg.dim / PEER_TO_PEER * 1e3)
     held = [[stage for stage, owner in enumerate(line.place) if owner == rank] for rank in range(ranks)]
@@ -449,32 +427,25 @@ def predict(path: str, ranks: int, microbatches: int, layers: int, stored: dict)
 
 
 # ----------------------------------------------------------------------------------------------------------- picture
-def draw(ranks: int = 4, microbatches: int = 8, stored: dict | None = None) -> str:
+def draw(measured: bool) -> str:
     """An SVG: time to the right, a row per rank, a box per operation with the number of its micro-batch.
 
-    All operations of a stage of a rank's size take as long; with `stored`, as long as predict says for smollm_1_7b.
+    All operations of a stage of a rank's size take as long; if measured, as long as predict says for smollm_1_7b.
     """
-    row, left, panel = 24, 60, ranks * 24 + 42
-    charts = []
+    ranks, microbatches, row, left = 4, 8, 24, 60
+    panel, charts = ranks * row + 42, []
     for path, claim in CLAIMS.items():
         line = pipeline(load(path), ranks, microbatches)
-        slots = (
-            predict(path, ranks, microbatches, 24, stored)[0]
-            if stored
-            else simulate(line, {op: claim.size for op in "FBW"})
-        )
+        equal = dict.fromkeys("FBW", claim.size)
+        slots = predict(path, ranks, microbatches, 24)[0] if measured else simulate(line, equal)
         charts.append((claim, line, slots))
-    unit = 24 * (3 * microbatches + 3 * ranks - 3) / max(makespan(slots) for *_, slots in charts)
-    width, height = left + unit * max(makespan(slots) for *_, slots in charts) + 100, panel * len(charts) + 66
-    svg = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height}" font-family="sans-serif" '
-        'font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-    ]
+    longest = max(makespan(slots) for *_, slots in charts)
+    unit = 24 * (3 * microbatches + 3 * ranks - 3) / longest
+    svg = canvas(left + unit * longest + 100, panel * len(charts) + 66)
     for number, (claim, line, slots) in enumerate(charts):
         top, end = panel * number + 30, left + unit * makespan(slots)
         title = f"{claim.title}: {ranks} ranks, {microbatches} micro-batches, idle {idle_share(slots):.1%} of the time"
-        title += f", {makespan(slots):.0f} ms" if stored else ""
+        title += f", {makespan(slots):.0f} ms" if measured else ""
         svg.append(f'<text x="{left}" y="{top - 8}" font-weight="bold">{title}</text>')
         for rank, peak in enumerate(in_flight(line)):
             y = top + row * rank
@@ -488,8 +459,17 @@ def draw(ranks: int = 4, microbatches: int = 8, stored: dict | None = None) -> s
                 f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{row - 3}" fill="{fill}" stroke="white"/>'
                 f'<text x="{x + w / 2:.1f}" y="{y + 14}" text-anchor="middle" font-size="10">{slot.i}</text>'
             )
-    svg += legend(left, panel * len(charts) + 16, ranks, bool(stored))
+    svg += legend(left, panel * len(charts) + 16, ranks, measured)
     return "\n".join([*svg, "</svg>"]) + "\n"
+
+
+def canvas(width: float, height: float) -> list[str]:
+    """The first lines of an SVG."""
+    size = f'width="{width:g}" height="{height:g}"'
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
 
 
 def legend(x: float, y: float, ranks: int, measured: bool) -> list[str]:
@@ -508,15 +488,12 @@ def legend(x: float, y: float, ranks: int, measured: bool) -> list[str]:
     return svg + [f'<text x="{left}" y="{y + 28 + 16 * n}">{note}</text>' for n, note in enumerate(notes)]
 
 
-def draw_predicted(stored: dict) -> str:
+def draw_predicted() -> str:
     """An SVG: for 4, 8, 16 and 64 ranks a bar per schedule, tokens per second of the whole pipeline."""
     colors = "#c8c8c8", "#9cc3e6", "#5b8db8", "#f2b661", "#a9d6a0", "#5fa457", "#b57edc"
     wide, high, left, top, most = 22, 200, 60, 50, 200_000
     group = wide * len(CLAIMS) + 40
-    svg = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + 4 * group + 10}" height="{top + high + 90}" '
-        'font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
+    svg = canvas(left + 4 * group + 10, top + high + 90) + [
         f'<text x="{left}" y="20" font-weight="bold">Predicted tokens/s of the whole pipeline: 6 layers of smollm_1_7b '
         "per rank, 4 micro-batches per rank</text>",
         f'<text x="{left}" y="36">The line in a bar: 2 micro-batches per rank.</text>',
@@ -527,7 +504,7 @@ def draw_predicted(stored: dict) -> str:
         svg.append(f'<text x="{left - 8}" y="{y + 4:g}" text-anchor="end">{level // 1000}k</text>')
     for place, ranks in enumerate(PREDICTED_RANKS):
         for bar, (path, color) in enumerate(zip(CLAIMS, colors)):
-            few, many = (tokens_per_second(path, ranks, k * ranks, stored)[0] * high / most for k in (2, 4))
+            few, many = (tokens_per_second(path, ranks, k * ranks)[0] * high / most for k in (2, 4))
             x = left + place * group + 20 + bar * wide
             svg.append(f'<rect x="{x}" y="{top + high - many:.1f}" width="18" height="{many:.1f}" fill="{color}"/>')
             svg.append(f'<rect x="{x}" y="{top + high - few:.1f}" width="18" height="2" fill="black"/>')
@@ -544,8 +521,7 @@ def draw_predicted(stored: dict) -> str:
 
 def pictures() -> dict[Path, str]:
     """All pictures of this file, and what is in them."""
-    stored = json.loads(STORED.read_text())
-    return {PICTURE: draw(), MEASURED: draw(stored=stored), PREDICTED: draw_predicted(stored)}
+    return {PICTURE: draw(measured=False), MEASURED: draw(measured=True), PREDICTED: draw_predicted()}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ python tests/test_lineage.py --propagate NAME     carry a definition bettered in
 
 import argparse
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -118,6 +119,7 @@ def parents(recipe: Recipe) -> list[str]:
     return [parent for parent in recipe.header["Parent"] if parent.endswith(".py")]
 
 
+@functools.cache  # a parent has many children
 def code(source: str) -> str:
     """The lines of code alone: without comments, blank lines and docstrings."""
     lines, kept = source.splitlines(), set()
