@@ -9,7 +9,7 @@ import pytest
 import torch
 from contract import SMALL
 from equivalence import KERNELS, ROOT_RECIPE
-from launch import isolated, launch, load
+from launch import in_a_fork, isolated, launch, load
 from torch import Tensor, nn
 
 ADAMW = "09_kernels/adamw.py"
@@ -74,45 +74,39 @@ def plain(groups: list[dict], weights: list[nn.Parameter], clip: float) -> tuple
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("clip", [0.5, pytest.param(float("inf"), marks=pytest.mark.thorough)])
+@in_a_fork
 def test_equals_torch(form, clip, file=None):
     """Four steps in float64: weights, and the norms of all gradients before the clip."""
+    module = load(file or ADAMW)
 
-    def compare() -> None:
-        module = load(file or ADAMW)
+    def ours(groups, weights, clip):
+        optimizer = module.AdamW(groups, lr=0.01, clip=clip, **OPTIONS)
+        return optimizer.step, optimizer
 
-        def ours(groups, weights, clip):
-            optimizer = module.AdamW(groups, lr=0.01, clip=clip, **OPTIONS)
-            return optimizer.step, optimizer
-
-        mine, theirs = (steps(form, torch.float64, clip, make) for make in (ours, plain))
-        for a, b in zip((*mine[0], *mine[1]), (*theirs[0], *theirs[1]), strict=True):
-            least = 1e-12 if b.dtype == torch.float64 and form != FORMS[-1] else 1e-6
-            assert module.relative_error(a, b.double()) <= least, f"{form}: differs from torch's"
-            assert a.shape == b.shape
-
-    isolated(compare)
+    mine, theirs = (steps(form, torch.float64, clip, make) for make in (ours, plain))
+    for a, b in zip((*mine[0], *mine[1]), (*theirs[0], *theirs[1]), strict=True):
+        least = 1e-12 if b.dtype == torch.float64 and form != FORMS[-1] else 1e-6
+        assert module.relative_error(a, b.double()) <= least, f"{form}: differs from torch's"
+        assert a.shape == b.shape
 
 
+@in_a_fork
 def test_masters(file=None):
     """Of bf16 parameters: steps too small for bf16 add up in fp32, and the parameter is the master, rounded."""
-
-    def compare() -> None:
-        module = load(file or ADAMW)
-        p = nn.Parameter(torch.full((50,), 1.0, dtype=torch.bfloat16))
-        optimizer = module.AdamW([dict(params=[p])], lr=1e-4, weight_decay=0.0)
-        (slot,) = optimizer.slots
-        assert slot.master.dtype == slot.mean.dtype == slot.square.dtype == torch.float32
-        for _ in range(60):
-            p.grad = torch.ones_like(p)
-            optimizer.step()
-            assert torch.equal(p, slot.master.bfloat16()), "the parameter is not its master, rounded"
-        assert ((slot.master - (1 - 60e-4)).abs() < 1e-5).all() and (p < 1).all()
-        slot.master.fill_(3)  # as who has weights in fp32 does
+    module = load(file or ADAMW)
+    p = nn.Parameter(torch.full((50,), 1.0, dtype=torch.bfloat16))
+    optimizer = module.AdamW([dict(params=[p])], lr=1e-4, weight_decay=0.0)
+    (slot,) = optimizer.slots
+    assert slot.master.dtype == slot.mean.dtype == slot.square.dtype == torch.float32
+    for _ in range(60):
         p.grad = torch.ones_like(p)
         optimizer.step()
-        assert (p.float() - 3).abs().max() < 0.02
-
-    isolated(compare)
+        assert torch.equal(p, slot.master.bfloat16()), "the parameter is not its master, rounded"
+    assert ((slot.master - (1 - 60e-4)).abs() < 1e-5).all() and (p < 1).all()
+    slot.master.fill_(3)  # as who has weights in fp32 does
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert (p.float() - 3).abs().max() < 0.02
 
 
 def test_training_starts_from_what_is_not_rounded(file=None):
@@ -123,78 +117,66 @@ def test_training_starts_from_what_is_not_rounded(file=None):
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items()), "masters are rounded"
 
 
+@in_a_fork
 def test_dtypes_side_by_side(file=None):
     """Bf16 and fp32 parameters, with gradients of either dtype: one norm clips them all."""
-
-    def compare() -> None:
-        module = load(file or ADAMW)
-        dtypes = torch.bfloat16, torch.float32, torch.float32
-        weights = [nn.Parameter(random(300, seed=i).to(dtype)) for i, dtype in enumerate(dtypes)]
-        optimizer = module.AdamW([dict(params=weights)], lr=0.01, clip=1.0, **OPTIONS)
-        wide = [nn.Parameter(p.detach().double()) for p in weights]
-        take, torchs = plain([dict(params=wide)], wide, 1.0)
-        for step in range(3):
-            for i, (p, q) in enumerate(zip(weights, wide)):
-                p.grad = random(300, seed=10 * step + i).to(p.dtype)
-                q.grad = p.grad.double()
-            assert module.relative_error(optimizer.step(), take().detach()) <= 1e-6, "the norm is another"
-        for slot, q in zip(optimizer.slots, wide):
-            assert module.relative_error(slot.master, q.detach()) <= 1e-6, "differs from torch's"
-
-    isolated(compare)
+    module = load(file or ADAMW)
+    dtypes = torch.bfloat16, torch.float32, torch.float32
+    weights = [nn.Parameter(random(300, seed=i).to(dtype)) for i, dtype in enumerate(dtypes)]
+    optimizer = module.AdamW([dict(params=weights)], lr=0.01, clip=1.0, **OPTIONS)
+    wide = [nn.Parameter(p.detach().double()) for p in weights]
+    take, torchs = plain([dict(params=wide)], wide, 1.0)
+    for step in range(3):
+        for i, (p, q) in enumerate(zip(weights, wide)):
+            p.grad = random(300, seed=10 * step + i).to(p.dtype)
+            q.grad = p.grad.double()
+        assert module.relative_error(optimizer.step(), take().detach()) <= 1e-6, "the norm is another"
+    for slot, q in zip(optimizer.slots, wide):
+        assert module.relative_error(slot.master, q.detach()) <= 1e-6, "differs from torch's"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@in_a_fork
 def test_one_bad_gradient(bad):
     """... makes all weights NaN under a clip, as it does in torch: the next loss shows it."""
-
-    def compare() -> None:
-        module = load(ADAMW)
-        weights = [nn.Parameter(random(40)), nn.Parameter(random(3, 4))]
-        others = [nn.Parameter(p.detach().clone()) for p in weights]
-        optimizer = module.AdamW([dict(params=weights)], lr=0.01, clip=1.0)
-        take, _ = plain([dict(params=others)], others, 1.0)
-        for ps in weights, others:
-            for p in ps:
-                p.grad = torch.ones_like(p)
-            ps[0].grad[7] = bad
-        mine, theirs = optimizer.step(), take()
-        assert mine.isfinite() == theirs.isfinite() and mine.isnan() == theirs.isnan()
-        for p, q in zip(weights, others):
-            assert torch.equal(p.isnan(), q.isnan())
-
-    isolated(compare)
+    module = load(ADAMW)
+    weights = [nn.Parameter(random(40)), nn.Parameter(random(3, 4))]
+    others = [nn.Parameter(p.detach().clone()) for p in weights]
+    optimizer = module.AdamW([dict(params=weights)], lr=0.01, clip=1.0)
+    take, _ = plain([dict(params=others)], others, 1.0)
+    for ps in weights, others:
+        for p in ps:
+            p.grad = torch.ones_like(p)
+        ps[0].grad[7] = bad
+    mine, theirs = optimizer.step(), take()
+    assert mine.isfinite() == theirs.isfinite() and mine.isnan() == theirs.isnan()
+    for p, q in zip(weights, others):
+        assert torch.equal(p.isnan(), q.isnan())
 
 
+@in_a_fork
 def test_a_step_without_gradients_changes_nothing():
     """... and parameters that are not contiguous, or given twice, are refused."""
-
-    def compare() -> None:
-        module = load(ADAMW)
-        p = nn.Parameter(random(5))
-        optimizer = module.AdamW([dict(params=[p])], lr=0.1)
-        before = p.detach().clone()
-        assert optimizer.step() == 0 and torch.equal(p, before)
-        with pytest.raises(ValueError, match="contiguous"):
-            module.AdamW([dict(params=[nn.Parameter(random(3, 4).T)])], lr=0.1)
-        with pytest.raises(ValueError, match="one group each"):
-            module.AdamW([dict(params=[p]), dict(params=[p])], lr=0.1)
-
-    isolated(compare)
+    module = load(ADAMW)
+    p = nn.Parameter(random(5))
+    optimizer = module.AdamW([dict(params=[p])], lr=0.1)
+    before = p.detach().clone()
+    assert optimizer.step() == 0 and torch.equal(p, before)
+    with pytest.raises(ValueError, match="contiguous"):
+        module.AdamW([dict(params=[nn.Parameter(random(3, 4).T)])], lr=0.1)
+    with pytest.raises(ValueError, match="one group each"):
+        module.AdamW([dict(params=[p]), dict(params=[p])], lr=0.1)
 
 
+@in_a_fork
 def test_a_backward_of_old_weights_is_an_error():
     """The kernel writes behind autograd's back: it has to be told."""
-
-    def step() -> None:
-        weight = nn.Parameter(random(5))
-        loss = (weight * weight * random(5)).sum()
-        weight.grad = random(5)
-        load(ADAMW).AdamW([dict(params=[weight])], lr=0.1).step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-    isolated(step)
+    weight = nn.Parameter(random(5))
+    loss = (weight * weight * random(5)).sum()
+    weight.grad = random(5)
+    load(ADAMW).AdamW([dict(params=[weight])], lr=0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_small_steps_of_float32():
