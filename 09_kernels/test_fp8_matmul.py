@@ -45,7 +45,7 @@ def test_small_blocks(file=None):
     """Rows and columns that no block of 16 divides, and one that it does; elements of three dtypes."""
     module = small(file)
     for kind in module.quantizers():
-        for shape in (37, 70), (64, 48), (1, 33), (20, 1):
+        for shape in (37, 20), (32, 16), (1, 33), (20, 1):
             assert_quantized(module, kind, random(*shape), f"{shape}")
         for dtype in torch.float16, torch.float32:
             assert_quantized(module, kind, random(19, 35, dtype=dtype), f"{dtype}", module.E5M2)

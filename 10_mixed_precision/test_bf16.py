@@ -96,7 +96,7 @@ def test_norm_is_that_of_all_micro_batches(file=None):
 
 @in_a_fork
 def test_norm_is_added_up_in_fp32(file=None):
-    """The norm of bf16 gradients is that of the same numbers in float64, and clips them in fp32: no rounding to bf16."""
+    """The norm of bf16 gradients is that of the same numbers in float64, and it clips them in fp32."""
     module = load(file or BF16)
     sys.argv = ["recipe", *f"{SMALL} --microbatches 1 --clip 0.1".split()]
     cfg = module.parse_config()

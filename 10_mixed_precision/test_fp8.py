@@ -297,7 +297,7 @@ def test_kernel_in_the_interpreter(recipe, file=None):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [TENSORWISE, DELAYED])
 @in_a_fork
 def test_compiled_projections_share_what_they_read(recipe):
     """With --compile, q, k and v quantize their input once, and gate and up; gradients are those of the eager run."""
