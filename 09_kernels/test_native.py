@@ -1,7 +1,8 @@
 """Every kernel of a Llama step compiles for an H100, on a machine that has none: the interpreter accepts more.
 
-Natively a float that is handed to a kernel has 32 bits, a variable keeps its type through a loop, and what a program
-holds must fit into shared memory. Nothing is computed, so shapes are those of real models, and so are blocks.
+Natively a float that is handed to a kernel has 32 bits, a variable keeps its type through a loop, float32 may become
+TF32, and what a program holds must fit into shared memory. Nothing is computed, so shapes are those of real models, and
+so are blocks.
 """
 
 import os
@@ -15,6 +16,8 @@ from launch import ROOT, load
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program on an H100 can have
 KERNELS = {  # file: kernels that must have been compiled
+    "09_kernels/tiling.py": "matmul_dot",
+    "09_kernels/coarsening.py": "matmul_dot",
     "09_kernels/rmsnorm.py": "rms_norm_forward rms_norm_backward",
     "09_kernels/swiglu.py": "silu_mul_forward silu_mul_backward",
     "09_kernels/rope.py": "rotate_kernel",
@@ -79,6 +82,7 @@ def compile_instead(self, *arguments, grid, warmup=False, **options):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = (GluonASTSource if self.is_gluon() else triton.compiler.ASTSource)(self, signature, constants, attributes)
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=chosen)
+    assert "tf32" not in kernel.asm["ptx"], f"{self.__name__} rounds float32 to TF32"
     print(self.__name__, kernel.metadata.shared)
 
 
@@ -143,12 +147,20 @@ def launch_all(recipe: str, module: ModuleType) -> None:
         x, weight, dy = (torch.empty(*s, dtype=torch.bfloat16) for s in ((4096, 1024), (512, 1024), (4096, 512)))
         for function in module.ladder().values():
             function(x, weight.T)
-        for a, b in (dy, weight), (dy.T, x), (x.float(), weight.T.float()):
-            module.matmul(a, b)
+        for function, a, b in (module.matmul, dy, weight), (module.matmul, dy.T, x):
+            function(a, b)
+        for function in module.blocks, module.descriptors, module.matmul:
+            function(x.float(), weight.T.float())
+    elif recipe.endswith(("tiling.py", "coarsening.py")):
+        module.dot(torch.empty(256, 512), torch.empty(512, 256), *([64, 64] if "coarsening" in recipe else []))
     elif "flash" in recipe:
         q, k, v = (torch.empty(1, 256, heads, 128, dtype=torch.bfloat16).transpose(1, 2) for heads in (4, 2, 2))
-        rungs = {"gluon": (module.attend, module.attend_backward)} if "gluon" in recipe else module.ladder(q, k, v)
-        for forward, backward in rungs.values():
+        if "gluon" in recipe:
+            rungs = [(module.attend, module.attend_backward, q, k, v)]
+        else:
+            rungs = [(*functions, q, k, v) for functions in module.ladder(q, k, v).values()]
+            rungs.append((module.flash2, module.flash2_gradients, *(x[..., :16].float() for x in (q, k, v))))
+        for forward, backward, q, k, v in rungs:
             o, lse = forward(q, k, v, True, 0.1)
             backward(o, o, lse, lse, q, k, v, True, 0.1)
     else:

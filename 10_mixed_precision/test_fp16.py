@@ -79,10 +79,15 @@ def test_small_gradients_survive(file=None):
 
     def gradient(dtype: str, scale: float) -> torch.Tensor:
         """What has arrived in the first moment: a tenth of the gradient."""
-        module, (cfg, model, optimizer), batch = start(file, f"--dtype {dtype} --clip inf")
+        module, (cfg, model, optimizer), batch = start(file, f"--dtype {dtype} --clip inf --microbatches 1")
         model.scaling.scale.fill_(scale)
-        module.train_step(cfg, model, optimizer, *batch)
-        return torch.cat([10 * slot.mean.flatten() for slot in optimizer.slots])
+        module.forward_backward(cfg, model, *batch)
+        left = torch.cat([g.double().flatten() for g in optimizer.gradients()]) / scale
+        with torch.no_grad():
+            optimizer.step(module.gradient_norm(optimizer) / scale, model.scaling.scale)
+        arrived = torch.cat([10 * slot.mean.flatten() for slot in optimizer.slots])
+        assert (arrived - left).norm() < 1e-6 * left.norm(), "gradients are rounded when they are unscaled"
+        return arrived
 
     exact, lost, kept = gradient("float32", 1.0), gradient("float16", 2.0**-14), gradient("float16", 2.0**10)
     errors = [((found - exact).norm() / exact.norm()).item() for found in (lost, kept)]
