@@ -455,52 +455,6 @@ def test_bytes_per_parameter(name, microbatches):
         assert sum(kinds.values()) - kinds["temporary"] == held + bytes_
 
 
-def counted(operations):
-    """The most micro-batches and chunks between F and B, and between B and W, itself included, of a rank's list."""
-    flying, waiting, most = set(), set(), [0, 0]
-    for op, *unit in operations:
-        if op == "F":
-            flying.add(tuple(unit))
-        elif op == "B":
-            most[0] = max(most[0], len(flying))
-            flying.remove(tuple(unit))
-            waiting.add(tuple(unit))
-        else:
-            most[1] = max(most[1], len(waiting))
-            waiting.remove(tuple(unit))
-    return most
-
-
-MOST = {  # micro-batches or chunks between F and B, and between B and W, on rank r of p, with v chunks per rank, of m
-    "afab": lambda r, p, v, m: [m, 0],
-    "1f1b": lambda r, p, v, m: [p - r, 0],
-    "split_backward": lambda r, p, v, m: [p - r, 1],
-    "zero_bubble": lambda r, p, v, m: [p - r, r + 1],
-    "interleaved": lambda r, p, v, m: [2 * (p - 1 - r) + (v - 1) * p + 1, 1],
-    "zbv": lambda r, p, v, m: [2 * p, 2 * r + 1],
-    "dualpipe": lambda r, p, v, m: [p + 1, min(r, p - 1 - r) + 1],
-}
-
-
-@pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("schedule", MOST)
-def test_in_flight(schedule, rank):
-    """What is predicted at the fullest B and W is what the recipe's list has there, and what its header says.
-
-    The first B meets no gradients; the last two are being sent, with chunks the last pp, if all of them go elsewhere.
-    """
-    cfg = MEMORY.Config(layers=16, pp=4, stage=rank, schedule=schedule, chunks=3, microbatches=16)
-    operations = load(f"06_pipeline/{schedule}.py").schedule(rank, 4, *([3] if schedule == "interleaved" else []), 16)
-    states = MEMORY.walk(cfg)
-    backwards = [state for state in states if state[0] == "B"]
-    most = [max(sum(flying) for _, _, flying, *_ in backwards)]
-    most += [max([sum(state[3]) for state in states if state[0] == "W"], default=0)]
-    assert most == counted(operations) == MOST[schedule](rank, 4, 3, 16)
-    assert not any(backwards[0][4]) and all(backwards[-1][4]) and backwards[0][5] == 0
-    chunked = {"interleaved": 4, "zbv": 4, "dualpipe": 3 + (0 < rank < 3)}  # of dualpipe's ends one chunk sends
-    assert max(sent for *_, sent in states) == chunked.get(schedule, 2 * (rank > 0))
-
-
 def test_1f1b_takes_no_more_memory_for_more_micro_batches():
     """... as gradients that were sent are let go: a stage that kept them would need 16 GiB for 256 long ones."""
     for stage in range(4):

@@ -113,14 +113,6 @@ def test_report_of_a_cpu_trace():
     assert spans == {**dict(forward=[], backward=[], gather=[]), "optimizer": compute, "communication": communication}
 
 
-def test_gaps_of_a_timeline():
-    """50 microseconds of compute cannot be seen in a picture, but single collectives can."""
-    spans = dict(forward=[(0, 10), (40, 50)], backward=[], optimizer=[], communication=[(60, 70), (80, 90)])
-    shown = load(PROFILING).timeline({**spans, "gather": [(80, 90)]})
-    assert shown["forward"] == [(0, 0.05)] and shown["communication"] == [(0.06, 0.07), (0.08, 0.09)]
-    assert shown["gather"] == [(0.08, 0.09)]
-
-
 def slow_export(module):
     """A probe: exporting a trace takes a second; how many barriers there are."""
     barriers, barrier, export = [], module.dist.barrier, module.profile.export_chrome_trace

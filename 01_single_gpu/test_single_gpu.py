@@ -277,34 +277,6 @@ def test_accumulation_splits_the_batch():
         assert launch(ACCUMULATION, 1, f"{SMALL} --steps 1 --microbatches {m}", probe=probe).probes == [[[m], 1]]
 
 
-def bytes_per_parameter(module):
-    """A probe: bytes of weights, gradients and optimizer state, before the gradients are freed, over the parameters."""
-    total, clip, make_optimizer = [], module.clip_gradients, module.make_optimizer
-
-    def clip_gradients(cfg, model):
-        total.extend(p.numel() * p.element_size() + p.grad.numel() * p.grad.element_size() for p in model.parameters())
-        return clip(cfg, model)
-
-    def keep(cfg, model):
-        total.append(make_optimizer(cfg, model))
-        total.append(sum(p.numel() for p in model.parameters()))
-        return total[0]
-
-    def report():
-        optimizer, parameters, *weights_and_gradients = total
-        states = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-        return (sum(weights_and_gradients) + sum(s.numel() * s.element_size() for s in states)) / parameters
-
-    module.clip_gradients, module.make_optimizer = clip_gradients, keep
-    return report
-
-
-def test_sixteen_bytes_per_parameter():
-    for dtype, expected in ("float32", 16), ("bfloat16", 16), ("float64", 32):
-        flags = f"--device cpu --layers 1 --batch 1 --steps 1 --dtype {dtype}"
-        assert launch(TRAIN, 1, flags, probe=bytes_per_parameter).probes == [expected]
-
-
 def test_flops_per_token():
     """The formula against the FLOPs that torch counts. Of attention's, half is masked; backward is two forwards."""
     module = load(TRAIN)

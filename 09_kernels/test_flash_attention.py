@@ -126,22 +126,6 @@ def test_rows_that_see_nothing(file=None):
 
 @pytest.mark.thorough
 @in_a_fork
-def test_large_scores_of_any_sign(file=None):
-    """Scores of ±10⁴: nothing overflows, in any row; a maximum that comes last makes all before it vanish."""
-    module = load(file or RECIPE)
-    shrink(module, 16, 16)
-    q, k, v = tensors(1, 1, 1, 64, 64, 16)
-    q, k = torch.ones_like(q), torch.linspace(-1e4, 1e4, 64).double()[:, None].expand(64, 16)[None, None].clone()
-    for keys in k, k.flip(2):
-        for dtype in torch.float64, torch.float16:
-            found = [x.to(dtype) for x in (q, keys, v)]
-            o, lse = module.flash_attention_with_lse(*found)
-            exact, exact_lse = module.reference(*(x.double() for x in found))
-            assert module.relative_error(o, exact) < 1e-3 and module.relative_error(lse, exact_lse) < 1e-6
-
-
-@pytest.mark.thorough
-@in_a_fork
 def test_views_are_not_copied(file=None):
     """Views of projections are read where they lie, and so is what a model makes of the output."""
     module = load(file or RECIPE)

@@ -89,26 +89,6 @@ def test_extreme_values(file=None):
             assert (error <= largest * 2**-4 + 2**-100 + largest.max() * 2**-10).all()
 
 
-@pytest.mark.thorough
-@in_a_fork
-def test_views_are_quantized(file=None):
-    """Only what belongs to the view counts: around it is NaN."""
-    module = small(file)
-    whole = torch.full((60, 80), torch.nan, dtype=torch.bfloat16)
-    for what, view in {
-        "inner": whole[3:40, 5:70],
-        "every other row": whole[::2, 1:40],
-        "every other column": whole[:20, ::2],
-        "transposed": whole[2:30, 3:50].T,
-    }.items():
-        view.copy_(random(*view.shape))
-        for kind in module.quantizers():
-            assert_quantized(module, kind, view, what)
-        view.fill_(torch.nan)
-    for kind in module.quantizers():
-        assert_quantized(module, kind, random(1, 20).expand(33, 20), "expanded")
-
-
 # -------------------------------------------------------------------------------------------------------------- matmul
 def quantized(module: ModuleType, kind: str, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     return module.quantize_reference(x, kind, dtype or module.E4M3)[:2]

@@ -82,31 +82,6 @@ def test_operands_are_not_copied(file=None):
     assert {y.data_ptr() for y in (x, weight, dy)} <= set(read), "operands were copied"
 
 
-@pytest.mark.thorough
-@in_a_fork
-def test_any_strides(file=None):
-    """What TMA cannot read is read element by element: odd rows, views off by one, steps, expanded tensors."""
-    module = load(file or MATMUL)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    whole = random(40, 64)
-    for what, a in {
-        "odd rows": random(40, 17)[:, 1:],
-        "off by one": whole[:, 1:17],
-        "every other column": whole[:, ::2],
-        "every other row": whole[::2, :16],
-        "row expanded": whole[:1, :16].expand(24, 16),
-        "column expanded": whole[:, :1].expand(40, 24),
-        "one column": whole[:, :1],
-        "one row": whole[:1, :16],
-        "by columns, off by one": random(64, 40)[1:17, 1:].T,
-        "overlapping": torch.as_strided(whole, (20, 16), (4, 1)),
-    }.items():
-        b = random(a.shape[1], 24)
-        for rung, function in module.ladder().items():
-            assert_close(module, function(a, b), a.double() @ b.double(), f"{rung}, {what}")
-            assert_close(module, function(b.T, a.T), b.T.double() @ a.T.double(), f"{rung}, {what}, transposed")
-
-
 @in_a_fork
 def test_linear(file=None):
     """Dimensions in front, and none; nothing to add up gives zeros; a gradient is computed only where it is needed."""

@@ -14,24 +14,24 @@ SMALL = "--layers 2 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 4 
 
 
 def trained(file: str | None, flags: str, steps: int):
-    """The recipe's model after some steps, and the gradient norm of each; and the model before."""
+    """The recipe's model after some steps, and its weights and masters before."""
     module = load(file or BF16)
     sys.argv = ["recipe", *f"{SMALL} {flags}".split()]
     cfg = module.parse_config()
-    data, model, norms = module.load_data(cfg), module.build_model(cfg), []
+    data, model = module.load_data(cfg), module.build_model(cfg)
     optimizer = module.make_optimizer(cfg, model)
     before = {name: (p.detach().clone(), model.masters[name].detach().clone()) for name, p in model.named_parameters()}
     for step in range(steps):
         module.set_learning_rate(cfg, optimizer, step)
-        norms.append(module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, step))[1].item())
-    return model, norms, before
+        module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, step))
+    return model, before
 
 
 @in_a_fork
 def test_weights_are_rounded_masters(file=None):
     """After each step the matmuls read what the optimizer has, rounded; masters have more bits, from the beginning."""
     for steps in 0, 1, 3:
-        model, _, _ = trained(file, "", steps)
+        model, _ = trained(file, "", steps)
         for name, p in model.named_parameters():
             master = model.masters[name]
             if p.ndim == 1 or "embed" in name:  # no matmul reads it
@@ -74,7 +74,7 @@ def test_gradient_is_that_of_autocast(microbatches, file=None):
 @in_a_fork
 def test_small_updates_add_up(file=None):
     """A step of 1e-7 is lost in bf16, whose numbers near 0.02 are 2^-13 apart; masters keep it."""
-    model, _, before = trained(file, "--lr 1e-7 --warmup 0 --weight_decay 0", 1)
+    model, before = trained(file, "--lr 1e-7 --warmup 0 --weight_decay 0", 1)
     kept = lost = 0
     for name, p in model.named_parameters():
         weight, master = before[name]
@@ -84,14 +84,6 @@ def test_small_updates_add_up(file=None):
         kept += moved.sum().item()
         lost += (moved & (p == weight)).sum().item()
     assert kept > 1000 and lost > 0.95 * kept, f"{kept} masters have moved, {lost} of them without their weights"
-
-
-@in_a_fork
-def test_norm_is_that_of_all_micro_batches(file=None):
-    """The norm that clips is of the gradients that the masters take, and nearly that of one micro-batch."""
-    one, three = (trained(file, f"--batch 6 --microbatches {n} --clip 0.1", 2)[1] for n in (1, 3))
-    # a bf16 gradient is off by 2^-9 of itself at most, and its parts by as much of theirs
-    assert one[0] > 0.1 and all(abs(x / y - 1) < 0.02 for x, y in zip(one, three)), f"norms {one} and {three}"
 
 
 @in_a_fork
