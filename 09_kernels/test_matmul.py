@@ -1,26 +1,17 @@
 """Matmuls in many small tiles: programs that compute several, tiles that reach over the edge of an expert, odd strides.
 
-All of it in Triton's interpreter, but for the last test: that compiles every kernel for an H100 on a machine that has
-none. Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
+All of it in Triton's interpreter. Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py
+tries bugs with them.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from launch import ROOT, isolated, load
+from launch import in_a_fork, load
 from torch import Tensor
 
 MATMUL, GROUPED = "09_kernels/matmul.py", "09_kernels/grouped_matmul.py"
-SHARED_MEMORY = 227 * 1024  # bytes that a program on an H100 can have
-COMPILED = {  # file: kernels that must have been compiled
-    MATMUL: {"matmul_blocks", "matmul_tuned", "matmul_descriptors", "matmul_persistent"},
-    GROUPED: {"multiply_groups", "sort_experts", "multiply_rows"},
-}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -52,125 +43,84 @@ def layouts(m: int, n: int, k: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 # -------------------------------------------------------------------------------------------------------------- matmul
 @pytest.mark.parametrize("m, n, k", [(180, 40, 24), pytest.param(16, 300, 8, marks=pytest.mark.thorough)])
+@in_a_fork
 def test_small_tiles(m, n, k, file=None):
     """12 rows of tiles in groups of 8: the last group is lower. 5 programs, of which some have a tile more."""
-
-    def compute():
-        module = load(file or MATMUL)
-        shrink(module, 5)
-        torch.use_deterministic_algorithms(True, warn_only=True)  # all that is empty is NaN
-        for layout, (a, b) in layouts(m, n, k).items():
-            for rung, function in module.ladder().items():
-                assert_close(module, function(a, b), a.double() @ b.double(), f"{rung}, {layout}")
-
-    isolated(compute)
+    module = load(file or MATMUL)
+    shrink(module, 5)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # all that is empty is NaN
+    for layout, (a, b) in layouts(m, n, k).items():
+        for rung, function in module.ladder().items():
+            assert_close(module, function(a, b), a.double() @ b.double(), f"{rung}, {layout}")
 
 
+@in_a_fork
 def test_tiles_are_shared_by_programs(file=None):
     """Any number of tiles, any number of SMs: no tile is left out."""
-
-    def compute():
-        module = load(file or MATMUL)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        for rows, programs in (1, 4), (4, 4), (5, 4), (9, 4), (3, 1), (11, 3):
-            shrink(module, programs)
-            a, b = random(16 * rows, 8), random(8, 32)
-            assert_close(module, module.matmul(a, b), a.double() @ b.double(), f"{rows} tiles, {programs} SMs")
-
-    isolated(compute)
+    module = load(file or MATMUL)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for rows, programs in (1, 4), (4, 4), (5, 4), (9, 4), (3, 1), (11, 3):
+        shrink(module, programs)
+        a, b = random(16 * rows, 8), random(8, 32)
+        assert_close(module, module.matmul(a, b), a.double() @ b.double(), f"{rows} tiles, {programs} SMs")
 
 
 @pytest.mark.thorough
+@in_a_fork
 def test_operands_are_not_copied(file=None):
     """Forward and both gradients of a linear layer read x, weight and dy as they are stored."""
-
-    def compute():
-        module = load(file or MATMUL)
-        x, weight, dy = random(24, 16).requires_grad_(), random(40, 16).requires_grad_(), random(24, 40)
-        torch.Tensor.contiguous = torch.Tensor.clone = torch.Tensor.copy_ = forbidden
-        read, describe = [], module.TensorDescriptor.from_tensor
-        module.TensorDescriptor.from_tensor = lambda y, block: read.append(y.data_ptr()) or describe(y, block)
-        torch.autograd.grad(module.linear(x, weight), (x, weight), dy)
-        given = [y.data_ptr() for y in (x, weight, dy)]
-        assert [given.index(place) for place in read if place in given] == [0, 1, 2, 1, 2, 0], "operands were copied"
 
     def forbidden(*_, **__):
         raise AssertionError("operands were copied")
 
-    isolated(compute)
+    module = load(file or MATMUL)
+    x, weight, dy = random(24, 16).requires_grad_(), random(40, 16).requires_grad_(), random(24, 40)
+    torch.Tensor.contiguous = torch.Tensor.clone = torch.Tensor.copy_ = forbidden
+    read, describe = [], module.TensorDescriptor.from_tensor
+    module.TensorDescriptor.from_tensor = lambda y, block: read.append(y.data_ptr()) or describe(y, block)
+    torch.autograd.grad(module.linear(x, weight), (x, weight), dy)
+    assert {y.data_ptr() for y in (x, weight, dy)} <= set(read), "operands were copied"
 
 
-@pytest.mark.thorough
-def test_any_strides(file=None):
-    """What TMA cannot read is read element by element: odd rows, views off by one, steps, expanded tensors."""
-
-    def compute():
-        module = load(file or MATMUL)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        whole = random(40, 64)
-        for what, a in {
-            "odd rows": random(40, 17)[:, 1:],
-            "off by one": whole[:, 1:17],
-            "every other column": whole[:, ::2],
-            "every other row": whole[::2, :16],
-            "row expanded": whole[:1, :16].expand(24, 16),
-            "column expanded": whole[:, :1].expand(40, 24),
-            "one column": whole[:, :1],
-            "one row": whole[:1, :16],
-            "by columns, off by one": random(64, 40)[1:17, 1:].T,
-            "overlapping": torch.as_strided(whole, (20, 16), (4, 1)),
-        }.items():
-            b = random(a.shape[1], 24)
-            for rung, function in module.ladder().items():
-                assert_close(module, function(a, b), a.double() @ b.double(), f"{rung}, {what}")
-                assert_close(module, function(b.T, a.T), b.T.double() @ a.T.double(), f"{rung}, {what}, transposed")
-
-    isolated(compute)
-
-
+@in_a_fork
 def test_linear(file=None):
     """Dimensions in front, and none; nothing to add up gives zeros; a gradient is computed only where it is needed."""
-
-    def compute():
-        module = load(file or MATMUL)
-        for shape, n in (((2, 3, 16), 8), ((16,), 24), ((0, 16), 8), ((3, 0), 5), ((2, 0, 4), 3), ((5, 8), 0)):
-            x, weight = random(*shape).requires_grad_(), random(n, shape[-1]).requires_grad_()
-            y, exact = module.linear(x, weight), torch.nn.functional.linear(x, weight)
-            assert y.shape == exact.shape and torch.allclose(y, exact, atol=1e-6), f"{shape} -> {n}"
-            dy = random(*y.shape)
-            found, right = (torch.autograd.grad(z, (x, weight), dy) for z in (y, exact))
-            assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(found, right)), f"{shape} -> {n}"
-        x, weight, multiply, made = random(4, 8), random(8, 8), module.matmul, []
-        module.matmul = lambda a, b: made.append(a.shape) or multiply(a, b)
-        for needs in (x, weight):
-            made.clear()
-            needs.requires_grad_(True)
-            module.linear(x, weight).sum().backward()
-            assert len(made) == 2 and needs.grad is not None, "a gradient is computed that nobody needs"
-            needs.requires_grad_(False)
-
-    isolated(compute)
-
-
-def raises(words: str, function) -> None:
-    with pytest.raises(ValueError, match=words):
-        function()
+    module = load(file or MATMUL)
+    for shape, n in (((2, 3, 16), 8), ((16,), 24), ((0, 16), 8), ((3, 0), 5), ((2, 0, 4), 3), ((5, 8), 0)):
+        x, weight = random(*shape).requires_grad_(), random(n, shape[-1]).requires_grad_()
+        y, exact = module.linear(x, weight), torch.nn.functional.linear(x, weight)
+        assert y.shape == exact.shape and torch.allclose(y, exact, atol=1e-6), f"{shape} -> {n}"
+        dy = random(*y.shape)
+        found, right = (torch.autograd.grad(z, (x, weight), dy) for z in (y, exact))
+        assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(found, right)), f"{shape} -> {n}"
+    x, weight, multiply, made = random(4, 8), random(8, 8), module.matmul, []
+    module.matmul = lambda a, b: made.append(a.shape) or multiply(a, b)
+    for needs in (x, weight):
+        made.clear()
+        needs.requires_grad_(True)
+        module.linear(x, weight).sum().backward()
+        assert len(made) == 2 and needs.grad is not None, "a gradient is computed that nobody needs"
+        needs.requires_grad_(False)
 
 
 def test_refusals():
     """What a kernel does not take ends with one clear error."""
     matmul, grouped = load(MATMUL), load(GROUPED)
     x, w, offsets = random(4, 8), random(2, 8, 8), torch.tensor([1, 4], dtype=torch.int32)
-    raises(r"\[m, k\] and \[k, n\]", lambda: matmul.matmul(x, x))
-    raises(r"\[m, k\] and \[k, n\]", lambda: matmul.matmul(x, w))
-    raises("float64", lambda: matmul.matmul(x.double(), x.double().T))
-    raises("float16", lambda: matmul.matmul(x, x.half().T))
-    raises(r"\[n, k\]", lambda: matmul.linear(x, x[:, :7]))
-    raises(r"\[e, n, k\]", lambda: grouped.grouped_linear(x[:, :4], w, offsets))
-    raises(r"\[e, n, k\]", lambda: grouped.grouped_linear(x, w, offsets[:1]))
-    raises("int32", lambda: grouped.grouped_linear(x, w, offsets.long()))
-    raises("float64", lambda: grouped.grouped_linear(x.double(), w.double(), offsets))
-    raises("16 bytes", lambda: grouped.grouped_linear(x[:, :7], w[:, :, :7], offsets))
+    for words, function, *given in [
+        (r"\[m, k\] and \[k, n\]", matmul.matmul, x, x),
+        (r"\[m, k\] and \[k, n\]", matmul.matmul, x, w),
+        ("float64", matmul.matmul, x.double(), x.double().T),
+        ("float16", matmul.matmul, x, x.half().T),
+        (r"\[n, k\]", matmul.linear, x, x[:, :7]),
+        (r"\[e, n, k\]", grouped.grouped_linear, x[:, :4], w, offsets),
+        (r"\[e, n, k\]", grouped.grouped_linear, x, w, offsets[:1]),
+        ("int32", grouped.grouped_linear, x, w, offsets.long()),
+        ("float64", grouped.grouped_linear, x.double(), w.double(), offsets),
+        ("16 bytes", grouped.grouped_linear, x[:, :7], w[:, :, :7], offsets),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            function(*given)
 
 
 # ------------------------------------------------------------------------------------------------------------- grouped
@@ -196,87 +146,78 @@ def products(module: ModuleType, x: Tensor, weight: Tensor, dy: Tensor, offsets:
 
 
 @pytest.mark.parametrize("what", SIZES)
+@in_a_fork
 def test_small_groups(what, file=None):
     """Several tiles per expert and per program, and fewer tiles than programs."""
-
-    def compute():
-        module, sizes = load(file or GROUPED), SIZES[what]
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        n, k = 40, 24
-        x, weight, dy = random(sum(sizes), k), random(len(sizes), n, k), random(sum(sizes), n)
-        exact = [z.double() for z in (x, weight)]
-        rows = [part.double() for part in dy.split(sizes)]
-        right = [
-            torch.cat([part @ w.T for part, w in zip(exact[0].split(sizes), exact[1])]),
-            torch.cat([part @ w for part, w in zip(rows, exact[1])]),
-            torch.stack([d.T @ part for d, part in zip(rows, exact[0].split(sizes))]),
-        ]
-        for programs in 1, 3:
-            shrink(module, programs)
-            for name, mine, theirs in zip(("y", "dx", "dw"), products(module, x, weight, dy, offsets_of(sizes)), right):
-                assert mine.shape == theirs.shape
-                assert_close(module, mine, theirs, f"{what}, {programs} programs: {name}")
-
-    isolated(compute)
+    module, sizes = load(file or GROUPED), SIZES[what]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    n, k = 40, 24
+    x, weight, dy = random(sum(sizes), k), random(len(sizes), n, k), random(sum(sizes), n)
+    exact = [z.double() for z in (x, weight)]
+    rows = [part.double() for part in dy.split(sizes)]
+    right = [
+        torch.cat([part @ w.T for part, w in zip(exact[0].split(sizes), exact[1])]),
+        torch.cat([part @ w for part, w in zip(rows, exact[1])]),
+        torch.stack([d.T @ part for d, part in zip(rows, exact[0].split(sizes))]),
+    ]
+    for programs in 1, 3:
+        shrink(module, programs)
+        for name, mine, theirs in zip(("y", "dx", "dw"), products(module, x, weight, dy, offsets_of(sizes)), right):
+            assert mine.shape == theirs.shape
+            assert_close(module, mine, theirs, f"{what}, {programs} programs: {name}")
 
 
+@in_a_fork
 def test_experts_do_not_see_each_other(file=None):
     """NaN in the rows or in the weight of an expert stays there, also where a block holds rows of two."""
-
-    def compute():
-        module = load(file or GROUPED)
-        sizes, n, k, sick = [21, 30, 0, 9, 20], 40, 24, 1
-        x, weight, dy, offsets = random(80, k), random(5, n, k), random(80, n), offsets_of(sizes)
-        for small in True, False:
-            if small:
-                shrink(module, 2)
-            healthy = products(module, x, weight, dy, offsets)
-            others = torch.ones(80, dtype=torch.bool)
-            others[21:51] = False
-            experts = torch.arange(5) != sick
-            for spoilt in range(3):
-                given = [z.clone() for z in (x, weight, dy)]
-                given[spoilt][sick if spoilt == 1 else ~others] = float("nan")
-                found = products(module, given[0], given[1], given[2], offsets)
-                for name, mine, right, kept in zip(("y", "dx", "dw"), found, healthy, (others, others, experts)):
-                    assert torch.equal(mine[kept], right[kept]), f"{name} of other experts has changed"
-
-    isolated(compute)
+    module = load(file or GROUPED)
+    sizes, n, k, sick = [21, 30, 0, 9, 20], 40, 24, 1
+    x, weight, dy, offsets = random(80, k), random(5, n, k), random(80, n), offsets_of(sizes)
+    for small in True, False:
+        if small:
+            shrink(module, 2)
+        healthy = products(module, x, weight, dy, offsets)
+        others = torch.ones(80, dtype=torch.bool)
+        others[21:51] = False
+        experts = torch.arange(5) != sick
+        for spoilt in range(3):
+            given = [z.clone() for z in (x, weight, dy)]
+            given[spoilt][sick if spoilt == 1 else ~others] = float("nan")
+            found = products(module, given[0], given[1], given[2], offsets)
+            for name, mine, right, kept in zip(("y", "dx", "dw"), found, healthy, (others, others, experts)):
+                assert torch.equal(mine[kept], right[kept]), f"{name} of other experts has changed"
 
 
 @pytest.mark.thorough
+@in_a_fork
 def test_groups_in_any_layout(file=None):
     """Weights stored by columns, as views, and gradients that are expanded or transposed."""
-
-    def compute():
-        module, sizes = load(file or GROUPED), [9, 0, 30, 1]
-        shrink(module, 2)
-        offsets, x, dy = offsets_of(sizes), random(40, 24), random(40, 32)
-        right = None
-        for what, weight in {
-            "by rows": random(4, 32, 24),
-            "by columns": random(4, 32, 24).mT.contiguous().mT,
-            "view": torch.cat([random(4, 32, 24), random(4, 32, 24)], 2)[:, :, :24],
-            "odd view": torch.cat([random(4, 32, 24)[:, :, :1], random(4, 32, 24)], 2)[:, :, 1:],
-            "off by one": torch.cat([random(1), random(4, 32, 24).flatten()])[1:].view(4, 32, 24),
-            "rows of x": random(4, 32, 24),
-        }.items():
-            given = torch.cat([x[:, :3], x], 1)[:, 3:] if what == "rows of x" else x
-            found = products(module, given, weight, dy.T.contiguous().T, offsets)
-            right = right or found
-            assert all(torch.equal(p, q) for p, q in zip(found, right)), what
-        expanded = products(module, x, weight, dy[:1].expand(40, 32), offsets)
-        same = products(module, x, weight, dy[:1].repeat(40, 1), offsets)
-        assert all(torch.equal(p, q) for p, q in zip(expanded, same)), "an expanded gradient"
-        twice = torch.tensor([9, 9, 9, 20, 39, 39, 40, 40], dtype=torch.int32)[::2]
-        assert all(torch.equal(p, q) for p, q in zip(products(module, x, weight, dy, twice), right)), "offsets"
-
-    isolated(compute)
+    module, sizes = load(file or GROUPED), [9, 0, 30, 1]
+    shrink(module, 2)
+    offsets, x, dy = offsets_of(sizes), random(40, 24), random(40, 32)
+    right = None
+    for what, weight in {
+        "by rows": random(4, 32, 24),
+        "by columns": random(4, 32, 24).mT.contiguous().mT,
+        "view": torch.cat([random(4, 32, 24), random(4, 32, 24)], 2)[:, :, :24],
+        "odd view": torch.cat([random(4, 32, 24)[:, :, :1], random(4, 32, 24)], 2)[:, :, 1:],
+        "off by one": torch.cat([random(1), random(4, 32, 24).flatten()])[1:].view(4, 32, 24),
+        "rows of x": random(4, 32, 24),
+    }.items():
+        given = torch.cat([x[:, :3], x], 1)[:, 3:] if what == "rows of x" else x
+        found = products(module, given, weight, dy.T.contiguous().T, offsets)
+        right = right or found
+        assert all(torch.equal(p, q) for p, q in zip(found, right)), what
+    expanded = products(module, x, weight, dy[:1].expand(40, 32), offsets)
+    same = products(module, x, weight, dy[:1].repeat(40, 1), offsets)
+    assert all(torch.equal(p, q) for p, q in zip(expanded, same)), "an expanded gradient"
+    twice = torch.tensor([9, 9, 9, 20, 39, 39, 40, 40], dtype=torch.int32)[::2]
+    assert all(torch.equal(p, q) for p, q in zip(products(module, x, weight, dy, twice), right)), "offsets"
 
 
-# -------------------------------------------------------------------------------------------------------------- native
+# ------------------------------------------------------------------------------------------------------------ compiled
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", COMPILED)
+@pytest.mark.parametrize("recipe", [MATMUL, GROUPED])
 def test_compiles_whole(recipe):
     """torch.compile takes both linears into one graph, forward and backward."""
     module, leaves = load(recipe), [random(40, 24).requires_grad_()]
@@ -290,87 +231,3 @@ def test_compiles_whole(recipe):
     exact = torch.autograd.grad(model(*leaves).sum(), leaves)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert all(torch.equal(x, y) for x, y in zip(torch.autograd.grad(compiled(*leaves).sum(), leaves), exact))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("recipe", COMPILED)
-def test_compiles_for_a_gpu(recipe):
-    """In a process of its own, in which Triton compiles."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT / 'tests'}"}
-    command = [sys.executable, __file__, recipe]
-    end = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert end.returncode == 0, end.stderr[-3000:]
-    compiled = [line.split() for line in end.stdout.splitlines()]
-    assert {kernel for kernel, _ in compiled} == COMPILED[recipe]
-    assert all(int(shared) <= SHARED_MEMORY for _, shared in compiled), end.stdout
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype)[6:].replace("bfloat", "bf").replace("float", "fp").replace("int", "i")
-
-
-def compile_instead(self, *arguments, grid, warmup=False, **options):
-    """In place of a launch: compile the kernel for an H100, for arguments like these; print its shared memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    chosen = {key: options.pop(key) for key in ("num_warps", "num_stages") if key in options}
-    values, signature, constants, attributes = {**dict(zip(self.arg_names, arguments)), **options}, {}, {}, {}
-    for i, parameter in enumerate(self.params):
-        value = values[parameter.name]
-        number = isinstance(value, int)
-        if parameter.is_constexpr or (number and value == 1):
-            signature[parameter.name], constants[(i,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = f"*{name_of(value.dtype)}"
-        elif hasattr(value, "block_shape"):
-            block = ",".join(map(str, value.block_shape))
-            signature[parameter.name] = f"tensordesc<{name_of(value.base.dtype)}[{block}]>"
-        else:
-            assert number, f"{self.__name__}: {parameter.name} would have 32 bits"
-            signature[parameter.name] = "i32" if value < 2**31 else "i64"
-        aligned = isinstance(value, torch.Tensor) or (number and value % 16 == 0)
-        if aligned and signature[parameter.name] != "constexpr":
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(self, signature, constants, attributes)
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=chosen)
-    print(self.__name__, kernel.metadata.shared)
-
-
-def try_all(self, *arguments, grid, warmup=False, **options):
-    """In place of tuning: compile the kernel with each of the choices."""
-    for config in self.configs:
-        self.fn.run(*arguments, grid=grid, **options, **config.all_kwargs())
-
-
-def main(recipe: str) -> None:
-    """Run a file's functions on tensors that say they are on a GPU."""
-    from types import SimpleNamespace
-
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
-
-    JITFunction.run, Autotuner.run = compile_instead, try_all
-    torch.Tensor.is_cuda = property(lambda self: True)
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)
-    module = load(recipe)
-    for dtype in module.DTYPES:
-        with FakeTensorMode():
-            if recipe == MATMUL:
-                x, weight, dy = (torch.empty(*s, dtype=dtype) for s in ((4096, 1024), (512, 1024), (4096, 512)))
-                for function in module.ladder().values():
-                    for a, b in (x, weight.T), (dy, weight), (dy.T, x), (x[:, 1:], weight.T[1:]):
-                        if dtype == torch.bfloat16 or function is module.persistent:
-                            function(a, b)
-            else:
-                x, weight = (torch.empty(*s, dtype=dtype) for s in ((4096, 1024), (64, 512, 1024)))
-                multiply, differentiate = module.grouped_matmul._init_fn, module.grouped_weight_gradient._init_fn
-                offsets = torch.empty(64, dtype=torch.int32)
-                y = multiply(x, weight.mT, offsets)  # what the operators run on tensors that are not fake
-                multiply(y, weight, offsets), differentiate(y, x, offsets)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    main(sys.argv[1])

@@ -7,43 +7,40 @@ import sys
 
 import pytest
 import torch
-from launch import isolated, load
+from launch import in_a_fork, isolated, load
 
 BF16 = "10_mixed_precision/bf16.py"
 SMALL = "--layers 2 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 4 --device cpu --dtype bfloat16"
 
 
 def trained(file: str | None, flags: str, steps: int):
-    """The recipe's model after some steps, and the gradient norm of each; and the model before."""
+    """The recipe's model after some steps, and its weights and masters before."""
     module = load(file or BF16)
     sys.argv = ["recipe", *f"{SMALL} {flags}".split()]
     cfg = module.parse_config()
-    data, model, norms = module.load_data(cfg), module.build_model(cfg), []
+    data, model = module.load_data(cfg), module.build_model(cfg)
     optimizer = module.make_optimizer(cfg, model)
     before = {name: (p.detach().clone(), model.masters[name].detach().clone()) for name, p in model.named_parameters()}
     for step in range(steps):
         module.set_learning_rate(cfg, optimizer, step)
-        norms.append(module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, step))[1].item())
-    return model, norms, before
+        module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, step))
+    return model, before
 
 
+@in_a_fork
 def test_weights_are_rounded_masters(file=None):
     """After each step the matmuls read what the optimizer has, rounded; masters have more bits, from the beginning."""
-
-    def compute():
-        for steps in 0, 1, 3:
-            model, _, _ = trained(file, "", steps)
-            for name, p in model.named_parameters():
-                master = model.masters[name]
-                if p.ndim == 1 or "embed" in name:  # no matmul reads it
-                    assert p is master and p.dtype == torch.float32, f"{name} is not its own master"
-                    continue
-                assert p.dtype == torch.bfloat16 and master.dtype == torch.float32
-                assert torch.equal(p, master.bfloat16()), f"{name} is not its rounded master after {steps} steps"
-                assert not torch.equal(p.float(), master), f"the master of {name} is rounded"
-            assert all(p.grad is None for p in model.parameters()), "gradients are left"
-
-    isolated(compute)
+    for steps in 0, 1, 3:
+        model, _ = trained(file, "", steps)
+        for name, p in model.named_parameters():
+            master = model.masters[name]
+            if p.ndim == 1 or "embed" in name:  # no matmul reads it
+                assert p is master and p.dtype == torch.float32, f"{name} is not its own master"
+                continue
+            assert p.dtype == torch.bfloat16 and master.dtype == torch.float32
+            assert torch.equal(p, master.bfloat16()), f"{name} is not its rounded master after {steps} steps"
+            assert not torch.equal(p.float(), master), f"the master of {name} is rounded"
+        assert all(p.grad is None for p in model.parameters()), "gradients are left"
 
 
 def gradients(file: str, flags: str) -> dict[str, torch.Tensor]:
@@ -74,48 +71,36 @@ def test_gradient_is_that_of_autocast(microbatches, file=None):
     assert not different, f"{different} differ from autocast's"
 
 
+@in_a_fork
 def test_small_updates_add_up(file=None):
     """A step of 1e-7 is lost in bf16, whose numbers near 0.02 are 2^-13 apart; masters keep it."""
-
-    def compute():
-        model, _, before = trained(file, "--lr 1e-7 --warmup 0 --weight_decay 0", 1)
-        kept = lost = 0
-        for name, p in model.named_parameters():
-            weight, master = before[name]
-            if p is model.masters[name]:
-                continue
-            moved = model.masters[name] != master
-            kept += moved.sum().item()
-            lost += (moved & (p == weight)).sum().item()
-        assert kept > 1000 and lost > 0.95 * kept, f"{kept} masters have moved, {lost} of them without their weights"
-
-    isolated(compute)
+    model, before = trained(file, "--lr 1e-7 --warmup 0 --weight_decay 0", 1)
+    kept = lost = 0
+    for name, p in model.named_parameters():
+        weight, master = before[name]
+        if p is model.masters[name]:
+            continue
+        moved = model.masters[name] != master
+        kept += moved.sum().item()
+        lost += (moved & (p == weight)).sum().item()
+    assert kept > 1000 and lost > 0.95 * kept, f"{kept} masters have moved, {lost} of them without their weights"
 
 
-def test_norm_is_that_of_all_micro_batches(file=None):
-    """The norm that clips is of the gradients that the masters take, and nearly that of one micro-batch."""
-
-    def compute():
-        one, three = (trained(file, f"--batch 6 --microbatches {n} --clip 0.1", 2)[1] for n in (1, 3))
-        # a bf16 gradient is off by 2^-9 of itself at most, and its parts by as much of theirs
-        assert one[0] > 0.1 and all(abs(x / y - 1) < 0.02 for x, y in zip(one, three)), f"norms {one} and {three}"
-
-    isolated(compute)
-
-
+@in_a_fork
 def test_norm_is_added_up_in_fp32(file=None):
-    """The norm of bf16 gradients is that of the same numbers in float64; rounded to bf16, it would be off by 2^-9."""
-
-    def compute():
-        module = load(file or BF16)
-        sys.argv = ["recipe", *f"{SMALL} --microbatches 1".split()]
-        cfg = module.parse_config()
-        model = module.build_model(cfg)
-        module.forward_backward(cfg, model, *module.make_batch(cfg, module.load_data(cfg), 0))
-        gradients = [p.grad for p in model.parameters()]
-        assert {g.dtype for g in gradients} == {torch.bfloat16, torch.float32}, "gradients are not where backward left"
-        exact = torch.cat([g.double().flatten() for g in gradients]).norm()
-        norm = module.gradient_norm(module.make_optimizer(cfg, model))
-        assert norm.dtype == torch.float32 and abs(norm / exact - 1) < 1e-5, f"norm {norm}, exactly {exact}"
-
-    isolated(compute)
+    """The norm of bf16 gradients is that of the same numbers in float64, and it clips them in fp32."""
+    module = load(file or BF16)
+    sys.argv = ["recipe", *f"{SMALL} --microbatches 1 --clip 0.1".split()]
+    cfg = module.parse_config()
+    model = module.build_model(cfg)
+    module.forward_backward(cfg, model, *module.make_batch(cfg, module.load_data(cfg), 0))
+    optimizer, gradients = module.make_optimizer(cfg, model), [p.grad for p in model.parameters()]
+    assert {g.dtype for g in gradients} == {torch.bfloat16, torch.float32}, "gradients are not where backward left"
+    exact = torch.cat([g.double().flatten() for g in gradients]).norm()
+    norm = module.gradient_norm(optimizer)
+    assert norm.dtype == torch.float32 and abs(norm / exact - 1) < 1e-5, f"norm {norm}, exactly {exact}"
+    with torch.no_grad():
+        optimizer.step(norm)
+    for slot in optimizer.slots:
+        clipped = slot.parameter.grad.double() * 0.1 / exact
+        assert (slot.mean - 0.1 * clipped).norm() < 1e-5 * slot.mean.norm(), "what the norm clips is rounded"

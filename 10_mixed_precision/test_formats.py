@@ -86,17 +86,6 @@ def test_numbers_of_the_formats_that_torch_lacks():
     assert tf32["smallest normal"] == fp32["smallest normal"] and tf32["largest"] == 2.0**128 - 2.0**117
 
 
-def test_table_of_formats():
-    """The playbook's widths (9.14), and what a shared scale adds to an element."""
-    header, *rows = FORMATS.table_of_formats()
-    table = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
-    widths = {"fp32": "1/8/23", "fp16": "1/5/10", "bf16": "1/8/7", "e4m3": "1/4/3", "e5m2": "1/5/2", "e8m0": "0/8/0"}
-    assert {name: table[name]["s/e/m"] for name in widths} == widths
-    in_blocks = {name: row["bits in MX"] for name, row in table.items() if row["bits in MX"] != "-"}
-    assert in_blocks == {"e4m3": "8.25", "e5m2": "8.25", "e3m2": "6.25", "e2m3": "6.25", "e2m1": "4.25"}
-    assert table["fp16"]["decades"] == f"{math.log10(65504 * 2**24):.1f}"
-
-
 @pytest.mark.parametrize("name", CASTS)
 def test_rounds_like_torch(name):
     """Every cast of torch, to the bit; that to e4m3 saturates, while the format says NaN."""
@@ -272,21 +261,6 @@ def test_lost_updates():
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
-def test_pictures_are_the_same_at_every_run(tmp_path):
-    def draw(folder):
-        folder.mkdir()
-        FORMATS.draw_range(folder / "range.svg", seen())
-        FORMATS.draw_resolution(folder / "resolution.svg")
-        return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-    first, second = (isolated(functools.partial(draw, tmp_path / name)) for name in ("first", "second"))
-    assert first == second and len(first) == 2
-    for name, content in first.items():
-        assert all(f">{f}<".encode() in content for f in FORMATS.FORMATS if f != "e8m0"), f"{name} lacks a format"
-    ends = [FORMATS.short(x) for name in CASTS for x in (FORMATS.FORMATS[name].largest, FORMATS.FORMATS[name].value(1))]
-    assert all(end.encode() in first["range.svg"] for end in [*ends, "65,504"]), "an end of a bar is not written"
-
-
 @pytest.mark.parametrize(
     "flags, line",
     [
@@ -302,11 +276,11 @@ def test_bad_input_ends_in_one_line(flags, line, monkeypatch):
 
 
 def test_command(monkeypatch, capsys, tmp_path):
-    """What the README says to type, with fewer steps: four tables, and both pictures."""
+    """What the README says to type, with fewer steps: tables that have every format, and both pictures."""
     monkeypatch.setattr(sys, "argv", ["formats.py", "--steps", "3", "--draw", str(tmp_path)])
     monkeypatch.setattr(FORMATS, "observe", lambda steps: {3: seen()}[steps])
     FORMATS.main()
     printed = capsys.readouterr().out
-    titles = [line for line in printed.splitlines() if line and not line.startswith(" ")]
-    assert len(titles) == 4 and all(f in printed for f in FORMATS.FORMATS)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["formats_range.svg", "formats_resolution.svg"]
+    pictures = [(tmp_path / f"formats_{name}.svg").read_text() for name in ("range", "resolution")]
+    for f in FORMATS.FORMATS:
+        assert f in printed and (f == "e8m0" or all(f">{f}<" in picture for picture in pictures)), f"{f} is left out"

@@ -9,10 +9,11 @@ Tests that have a parameter `file` run it in place of the recipe: tests/test_bug
 import dataclasses
 import sys
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 import torch
-from launch import isolated, load
+from launch import in_a_fork, load
 from torch import Tensor
 
 FOLDER = "10_mixed_precision"
@@ -98,68 +99,59 @@ def products(module: ModuleType, x: Tensor, weight: Tensor, dy: Tensor) -> list[
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@in_a_fork
 def test_products_are_those_of_quantized_operands(recipe, file=None):
     """Forward and both gradients, of tensors whose rows, columns and blocks differ, in sizes that no block divides."""
-
-    def compute():
-        module = load(file or recipe)
-        for t, f, d in (256, 384, 128), (48, 80, 208):
-            x, weight, dy = uneven(t, d, 1), uneven(f, d, 2, 0.02), uneven(t, f, 3, 1e-6)
-            actual = products(module, x, weight, dy)
-            assert [z.dtype for z in actual] == [torch.bfloat16] * 3
-            for name, error in zip(("y", "dx", "dw"), errors(actual, expected(recipe, x, weight, dy))):
-                assert error < ROUNDED, f"{name} of {t} x {f} x {d} is off by {error:.1e}"
-
-    isolated(compute)
+    module = load(file or recipe)
+    for t, f, d in (256, 384, 128), (48, 80, 208):
+        x, weight, dy = uneven(t, d, 1), uneven(f, d, 2, 0.02), uneven(t, f, 3, 1e-6)
+        actual = products(module, x, weight, dy)
+        assert [z.dtype for z in actual] == [torch.bfloat16] * 3
+        for name, error in zip(("y", "dx", "dw"), errors(actual, expected(recipe, x, weight, dy))):
+            assert error < ROUNDED, f"{name} of {t} x {f} x {d} is off by {error:.1e}"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@in_a_fork
 def test_zeros_and_what_has_diverged(recipe, file=None):
     """Zeros stay zeros, tiny and huge numbers are right, and inf or NaN reach the result: they are seen."""
-
-    def compute():
-        module = load(file or recipe)
-        x, weight, dy = uneven(128, 256, 1), uneven(128, 256, 2), uneven(128, 128, 3)
-        for zeros in range(3):
-            operands = [z * (i != zeros) for i, z in enumerate((x, weight, dy))]
-            actual, exact = products(module, *operands), expected(recipe, *operands)
-            assert all(z.isfinite().all() for z in actual), f"zeros of operand {zeros} make inf or NaN"
-            assert all((a == 0).all() for a, e in zip(actual, exact) if (e == 0).all()), "zeros are none any more"
-        for scale in 2.0**-60, 2.0**60:  # of one operand each: the products stay within fp32
-            operands = x * scale, weight / scale, dy
-            found = errors(products(module, *operands), expected(recipe, *operands))
-            assert max(found) < ROUNDED, f"errors {found} at magnitudes of {scale}"
-        for wrong in float("nan"), float("inf"), -float("inf"):
-            bad = x.clone()
-            bad[5, 200] = wrong
-            y, _, dw = products(module, bad, weight, dy)
-            assert not y[5].isfinite().any(), f"{wrong} in x is not seen in its row of y"
-            assert not dw[:, 200].isfinite().any(), f"{wrong} in x is not seen in its column of dw"
-            bad = dy.clone()
-            bad[5, 100] = wrong
-            _, dx, dw = products(module, x, weight, bad)
-            assert not dx[5].isfinite().any() and not dw[100].isfinite().any(), f"{wrong} in dy is not seen"
-
-    isolated(compute)
+    module = load(file or recipe)
+    x, weight, dy = uneven(128, 256, 1), uneven(128, 256, 2), uneven(128, 128, 3)
+    for zeros in range(3):
+        operands = [z * (i != zeros) for i, z in enumerate((x, weight, dy))]
+        actual, exact = products(module, *operands), expected(recipe, *operands)
+        assert all(z.isfinite().all() for z in actual), f"zeros of operand {zeros} make inf or NaN"
+        assert all((a == 0).all() for a, e in zip(actual, exact) if (e == 0).all()), "zeros are none any more"
+    for scale in 2.0**-60, 2.0**60:  # of one operand each: the products stay within fp32
+        operands = x * scale, weight / scale, dy
+        found = errors(products(module, *operands), expected(recipe, *operands))
+        assert max(found) < ROUNDED, f"errors {found} at magnitudes of {scale}"
+    for wrong in float("nan"), float("inf"), -float("inf"):
+        bad = x.clone()
+        bad[5, 200] = wrong
+        y, _, dw = products(module, bad, weight, dy)
+        assert not y[5].isfinite().any(), f"{wrong} in x is not seen in its row of y"
+        assert not dw[:, 200].isfinite().any(), f"{wrong} in x is not seen in its column of dw"
+        bad = dy.clone()
+        bad[5, 100] = wrong
+        _, dx, dw = products(module, x, weight, bad)
+        assert not dx[5].isfinite().any() and not dw[100].isfinite().any(), f"{wrong} in dy is not seen"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@in_a_fork
 def test_forward_has_the_newest_weights(recipe, file=None):
     """After each step the model computes what a model does that is built from its weights."""
-
-    def compute():
-        module, (cfg, model, optimizer), batches = start(file or recipe)
-        for step in range(2):
-            before = [linear.quantized[0].clone() for linear in linears(module, model)]
-            module.train_step(cfg, model, optimizer, *batches[step])
-            after = [linear.quantized[0] for linear in linears(module, model)]
-            assert all(not torch.equal(x.float(), y.float()) for x, y in zip(before, after)), "weights in fp8 are old"
-            for linear in linears(module, model):
-                fresh = quantized_linear(module, linear.weight.data).quantized
-                same = [torch.equal(x.float(), y.float()) for x, y in zip(fresh, linear.quantized, strict=True)]
-                assert all(same), f"weights in fp8 are not those of the weights: {same}"
-
-    isolated(compute)
+    module, (cfg, model, optimizer), batches = start(file or recipe)
+    for step in range(2):
+        before = [linear.quantized[0].clone() for linear in linears(module, model)]
+        module.train_step(cfg, model, optimizer, *batches[step])
+        after = [linear.quantized[0] for linear in linears(module, model)]
+        assert all(not torch.equal(x.float(), y.float()) for x, y in zip(before, after)), "weights in fp8 are old"
+        for linear in linears(module, model):
+            fresh = quantized_linear(module, linear.weight.data).quantized
+            same = [torch.equal(x.float(), y.float()) for x, y in zip(fresh, linear.quantized, strict=True)]
+            assert all(same), f"weights in fp8 are not those of the weights: {same}"
 
 
 def linears(module: ModuleType, model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -168,26 +160,23 @@ def linears(module: ModuleType, model: torch.nn.Module) -> list[torch.nn.Module]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@in_a_fork
 def test_all_linears_of_the_blocks_and_nothing_else(recipe, file=None):
     """Seven products of each block and both their gradients are in fp8; embedding, head and norms are not.
 
     Beside masters, embedding and norms stay fp32, as in bf16.py; without masters everything has 16 bits.
     """
-
-    def compute():
-        module, (cfg, model, _), batches = start(file or recipe)
-        assert len(linears(module, model)) == 7 * cfg.layers and not isinstance(model.lm_head, module.Linear)
-        wide = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
-        unread = {name for name, _ in model.named_parameters() if "embed" in name or "norm" in name}
-        assert wide == (set() if recipe == STOCHASTIC else unread), f"isinstance: {wide ^ unread}"
-        multiply, seen = module.multiply, []
-        module.multiply = lambda a, *rest, **options: seen.append(a.dtype) or multiply(a, *rest, **options)
-        module.forward_backward(cfg, model, *batches[0])
-        assert len(seen) == 3 * 7 * cfg.layers, f"{len(seen)} products in fp8"
-        backward = torch.float8_e4m3fn if recipe == BLOCKWISE else torch.float8_e5m2
-        assert set(seen[: 7 * cfg.layers]) == {torch.float8_e4m3fn} and set(seen[7 * cfg.layers :]) == {backward}
-
-    isolated(compute)
+    module, (cfg, model, _), batches = start(file or recipe)
+    assert len(linears(module, model)) == 7 * cfg.layers and not isinstance(model.lm_head, module.Linear)
+    wide = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
+    unread = {name for name, _ in model.named_parameters() if "embed" in name or "norm" in name}
+    assert wide == (set() if recipe == STOCHASTIC else unread), f"isinstance: {wide ^ unread}"
+    multiply, seen = module.multiply, []
+    module.multiply = lambda a, *rest, **options: seen.append(a.dtype) or multiply(a, *rest, **options)
+    module.forward_backward(cfg, model, *batches[0])
+    assert len(seen) == 3 * 7 * cfg.layers, f"{len(seen)} products in fp8"
+    backward = torch.float8_e4m3fn if recipe == BLOCKWISE else torch.float8_e5m2
+    assert set(seen[: 7 * cfg.layers]) == {torch.float8_e4m3fn} and set(seen[7 * cfg.layers :]) == {backward}
 
 
 def gradient(file: str, dtype: str, **sizes) -> dict[str, Tensor]:
@@ -198,142 +187,149 @@ def gradient(file: str, dtype: str, **sizes) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:3])
+@in_a_fork
 def test_gradients_of_a_model_are_near_those_in_fp32(recipe, file=None):
     """Every tensor's gradient has a signal-to-noise ratio of at least 14 dB, and all together 20 dB.
 
     A rounding to e5m2 alone costs 2^-3 at worst and 26 dB on average (formats.py prints it), and a gradient goes
     through several; a scale that is forgotten, or belongs to something else, leaves 6 dB at best.
     """
-
-    def compute():
-        exact, ours = gradient(f"{FOLDER}/bf16.py", "float32"), gradient(file or recipe, "bfloat16")
-        noise = {name: (ours[name] - g).norm() / g.norm() for name, g in exact.items()}
-        worst = max(noise, key=noise.get)
-        assert noise[worst] < 10 ** (-14 / 20), f"{worst} is off by {noise[worst]:.2f}"
-        total = [torch.cat([g[name].flatten() for name in exact]) for g in (ours, exact)]
-        error = ((total[0] - total[1]).norm() / total[1].norm()).item()
-        assert error < 0.1, f"the gradient is off by {error:.3f}"
-
-    isolated(compute)
+    exact, ours = gradient(f"{FOLDER}/bf16.py", "float32"), gradient(file or recipe, "bfloat16")
+    noise = {name: (ours[name] - g).norm() / g.norm() for name, g in exact.items()}
+    worst = max(noise, key=noise.get)
+    assert noise[worst] < 10 ** (-14 / 20), f"{worst} is off by {noise[worst]:.2f}"
+    total = [torch.cat([g[name].flatten() for name in exact]) for g in (ours, exact)]
+    error = ((total[0] - total[1]).norm() / total[1].norm()).item()
+    assert error < 0.1, f"the gradient is off by {error:.3f}"
 
 
+@in_a_fork
 def test_scales_follow_the_history(file=None):
     """The scale is that of the largest amax of earlier steps; what is larger saturates; old ones are forgotten."""
-
-    def compute():
-        module, (cfg, model, _), _ = start(file or DELAYED, "--history 3")
-        linear = model.model.layers[0].mlp.up_proj
-        shape = 16, linear.weight.shape[1]
-        amaxes, seen, largest = [1.0, 8.0, 2.0, 0.5, 0.25, 64.0, 1.0], [], []
-        cast = module.cast
-        module.cast = lambda x, scale, *rest: seen.append(scale.item()) or cast(x, scale, *rest)
-        for amax in amaxes:
-            seen.clear()
-            x = torch.full(shape, amax / 2).bfloat16()
-            x[3, 5] = -amax
-            y = linear(x.clone().requires_grad_())
-            y.sum().backward()
-            with torch.no_grad():
-                linear(1000 * x)  # a validation leaves no trace
-            module.shift_histories(cfg, model)
-            largest.append(round(seen[0] * 448, 3))
-        assert largest == [1, 1, 8, 8, 8, 2, 64], f"scales for amax {largest}, where it was {amaxes}"
-        y, *_ = module.quantize(torch.full((16, 16), 9.0).bfloat16(), torch.zeros(()), torch.tensor([1.0]), module.E4M3)
-        assert (y.float() == 448).all(), "what exceeds the history does not saturate"
-
-    isolated(compute)
+    module, (cfg, model, _), _ = start(file or DELAYED, "--history 3")
+    linear = model.model.layers[0].mlp.up_proj
+    shape = 16, linear.weight.shape[1]
+    amaxes, seen, largest = [1.0, 8.0, 2.0, 0.5, 0.25, 64.0, 1.0], [], []
+    cast = module.cast
+    module.cast = lambda x, scale, *rest: seen.append(scale.item()) or cast(x, scale, *rest)
+    for amax in amaxes:
+        seen.clear()
+        x = torch.full(shape, amax / 2).bfloat16()
+        x[3, 5] = -amax
+        y = linear(x.clone().requires_grad_())
+        y.sum().backward()
+        with torch.no_grad():
+            linear(1000 * x)  # a validation leaves no trace
+        module.shift_histories(cfg, model)
+        largest.append(round(seen[0] * 448, 3))
+    assert largest == [1, 1, 8, 8, 8, 2, 64], f"scales for amax {largest}, where it was {amaxes}"
+    y, *_ = module.quantize(torch.full((16, 16), 9.0).bfloat16(), torch.zeros(()), torch.tensor([1.0]), module.E4M3)
+    assert (y.float() == 448).all(), "what exceeds the history does not saturate"
 
 
+@in_a_fork
 def test_micro_batches_share_a_history(file=None):
     """amax of a step is that of all its micro-batches, of x and of dy; inf and NaN do not enter it."""
-
-    def compute():
-        found = []
-        for n in 1, 2:
-            module, (cfg, model, optimizer), batches = start(file or DELAYED, microbatches=n)
-            module.train_step(cfg, model, optimizer, *batches[0])
-            found.append(torch.stack([torch.stack(linear.past) for linear in linears(module, model)])[:, :, 0])
-        assert (found[0] > 0).all()
-        # micro-batches round other numbers, as their scales in the first step are their own
-        assert ((found[0] / found[1] - 1).abs() < 0.3).all(), (
-            f"amax {found[0][:3]}, in two micro-batches {found[1][:3]}"
-        )
-        amax = torch.tensor(2.0)
-        for wrong in float("nan"), float("inf"):
-            x = torch.tensor([[wrong, 3.0] * 8] * 16).bfloat16()
-            y, *_ = module.quantize(x, amax, torch.ones(4), module.E4M3)
-            assert amax == 3, f"{wrong} makes amax {amax}"
-            assert y[0, 0].isnan() and y[0, 1] == 448, f"{wrong} becomes {y[0, 0]} in fp8"
-        module.quantize(torch.ones(16, 16).bfloat16(), amax, torch.ones(4), module.E4M3)
-        assert amax == 3, "a smaller one replaces it"
-
-    isolated(compute)
+    found = []
+    for n in 1, 2:
+        module, (cfg, model, optimizer), batches = start(file or DELAYED, microbatches=n)
+        module.train_step(cfg, model, optimizer, *batches[0])
+        found.append(torch.stack([torch.stack(linear.past) for linear in linears(module, model)])[:, :, 0])
+    assert (found[0] > 0).all()
+    # micro-batches round other numbers, as their scales in the first step are their own
+    assert ((found[0] / found[1] - 1).abs() < 0.3).all(), f"amax {found[0][:3]}, in two micro-batches {found[1][:3]}"
+    amax = torch.tensor(2.0)
+    for wrong in float("nan"), float("inf"):
+        x = torch.tensor([[wrong, 3.0] * 8] * 16).bfloat16()
+        y, *_ = module.quantize(x, amax, torch.ones(4), module.E4M3)
+        assert amax == 3, f"{wrong} makes amax {amax}"
+        assert y[0, 0].isnan() and y[0, 1] == 448, f"{wrong} becomes {y[0, 0]} in fp8"
+    module.quantize(torch.ones(16, 16).bfloat16(), amax, torch.ones(4), module.E4M3)
+    assert amax == 3, "a smaller one replaces it"
 
 
-@pytest.mark.parametrize("recipe", [TENSORWISE, DELAYED])
+def pretend_to_be_a_gpu() -> list[bool]:
+    """Let tensors say that they are on one: Triton's interpreter runs their kernels, float64 stands for cuBLAS.
+
+    Returns a list that grows by an entry per product: whether tensor cores may add up in few bits.
+    """
+    fast = []
+
+    def scaled_mm(a, b, a_scale, b_scale, out_dtype, use_fast_accum=False) -> Tensor:
+        fast.append(use_fast_accum)
+        if a_scale.dim():  # groups of 128: of k, and of columns of b, too, where those share a scale
+            assert a_scale.stride(0) == b_scale.stride(int(b_scale.shape[1] == b.shape[1])) == 1, "scales lie elsewhere"
+            a_scale = a_scale.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]
+            wide = b_scale.repeat_interleave(BLOCK, 0)[: len(b)]
+            b_scale = wide if wide.shape == b.shape else wide.repeat_interleave(BLOCK, 1)[:, : b.shape[1]]
+        return ((a.double() * a_scale.double()) @ (b.double() * b_scale.double())).to(out_dtype)
+
+    torch._scaled_mm, Tensor.is_cuda = scaled_mm, property(lambda self: True)
+    return fast
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@in_a_fork
 def test_kernel_in_the_interpreter(recipe, file=None):
-    """The Triton kernel writes what cast does on a CPU. Powers of two: the interpreter does not round to fp8."""
+    """A GPU's kernels write what a CPU does, to the bit; of a linear's products, forward's alone may add up fast."""
+    module = load(file or recipe)
+    shapes, given = (
+        [(100, 200), (64, 128), (1, 1), (130, 3)],
+        (uneven(48, 208, 1), uneven(80, 208, 2), uneven(48, 80, 3)),
+    )
 
-    def compute():
-        module = load(file or recipe)
-        generator = torch.Generator().manual_seed(0)
-        for m, k in (100, 200), (64, 128), (1, 1), (130, 3):
-            exponents = torch.randint(-6, 7, (m, k), generator=generator)
-            x = (exponents.float().exp2() * torch.randn(m, k, generator=generator).sign()).bfloat16()
-            x[0, 0] = -128.0  # the largest magnitude
-            scale, amax = torch.tensor(0.5), [torch.tensor(4.0), torch.tensor(4.0)]
-            own = [amax[0]] if recipe == DELAYED else []
-            y, t = module.cast(x, scale, *own, module.E4M3)
-            outputs = torch.empty_like(y), torch.empty_like(t)
-            grid = (-(-m // 64) * -(-k // 128),)
-            own = [amax[1].view(torch.int32)] if recipe == DELAYED else []
-            module.cast_kernel[grid](x, scale, *own, *outputs, m, k, ROWS=64, COLUMNS=128)
-            assert all(torch.equal(a.float(), b.float()) for a, b in zip((y, t), outputs)), f"{m} x {k} differs"
-            assert amax[0] == amax[1], f"amax {amax}"
+    def quantized(shape: tuple[int, int]) -> list[Tensor]:
+        """Everything in fp8, scales, and amax where there is one."""
+        x, amax = uneven(*shape, 0), torch.tensor(4.0)
+        if recipe == BLOCKWISE:
+            return [*module.quantize_tiles(x, module.E4M3, 1), *module.quantize_tiles(x, module.E4M3, BLOCK)]
+        own = [amax] if recipe == DELAYED else []
+        return [*module.cast(x, torch.tensor(0.37), *own, module.E4M3), amax]
 
-    isolated(compute)
+    expected = [quantized(shape) for shape in shapes], products(module, *given)
+    fast = pretend_to_be_a_gpu()
+    for shape, theirs in zip(shapes, expected[0]):
+        same = [torch.equal(x.float(), y.float()) for x, y in zip(quantized(shape), theirs, strict=True)]
+        assert all(same), f"{shape} differs: {same} of what is in fp8, scales, and amax"
+    found = errors(products(module, *given), expected[1])
+    assert max(found) < ROUNDED, f"y, dx, dw of a GPU differ by {found}"
+    assert fast == [recipe != BLOCKWISE, False, False], f"which products differs: {fast} are fast"
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [TENSORWISE, DELAYED])
+@in_a_fork
 def test_compiled_projections_share_what_they_read(recipe):
     """With --compile, q, k and v quantize their input once, and gate and up; gradients are those of the eager run."""
-
-    def compute():
-        found = []
-        for flags in "", "--compile":
-            module, (cfg, model, optimizer), batches = start(recipe, flags)
-            for batch in batches[:2]:  # delayed scaling is compiled for the first step, and for those after it
-                module.train_step(cfg, model, optimizer, *batch)
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                loss = module.forward_backward(cfg, model, *batches[2])
-            name = recipe.split("/")[1][:-3]
-            names = (f"{name}::", "fp8_tensorwise::")
-            found.append((loss.item(), sum(e.count for e in profile.key_averages() if e.key.startswith(names))))
-        (eager, casts), (compiled, fewer) = found
-        # not of delayed scaling, whose projections have a history each
-        least = (14 if recipe == DELAYED else 11) * SIZES["layers"]
-        assert (casts, fewer) == (14 * SIZES["layers"], least), f"{casts} casts, {fewer} when compiled"
-        assert abs(eager / compiled - 1) < 2e-3, f"loss {eager}, compiled {compiled}"
-
-    isolated(compute)
+    found = []
+    for flags in "", "--compile":
+        module, (cfg, model, optimizer), batches = start(recipe, flags)
+        for batch in batches[:2]:  # delayed scaling is compiled for the first step, and for those after it
+            module.train_step(cfg, model, optimizer, *batch)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss = module.forward_backward(cfg, model, *batches[2])
+        name = recipe.split("/")[1][:-3]
+        names = (f"{name}::", "fp8_tensorwise::")
+        found.append((loss.item(), sum(e.count for e in profile.key_averages() if e.key.startswith(names))))
+    (eager, casts), (compiled, fewer) = found
+    # not of delayed scaling, whose projections have a history each
+    least = (14 if recipe == DELAYED else 11) * SIZES["layers"]
+    assert (casts, fewer) == (14 * SIZES["layers"], least), f"{casts} casts, {fewer} when compiled"
+    assert abs(eager / compiled - 1) < 2e-3, f"loss {eager}, compiled {compiled}"
 
 
-@pytest.mark.parametrize(
-    "recipe, flags, problem",
-    [
+def test_sizes_that_no_kernel_takes():
+    """One line names the flag, before anything is built. What is at the edge is taken; a CPU takes any sizes."""
+    taken = "--device cuda: 0 GPUs for 1 processes"  # the only problem that is left
+    for recipe, flags, problem in [
         (TENSORWISE, dict(dim=136), "--dim 136: fp8 matmuls take multiples of 16, not 136"),
         (TENSORWISE, dict(seq=5, batch=2), "--seq 5: fp8 matmuls take multiples of 16, not 10"),
+        *((recipe, dict(dim=144, ffn=16, seq=16, batch=1), taken) for recipe in RECIPES if recipe != BLOCKWISE),
         (BLOCKWISE, dict(dim=512, ffn=192), "--ffn 192: blocks need multiples of 512, not 192"),
         (BLOCKWISE, dict(dim=512, ffn=512, kv_heads=1), "--kv_heads 1: blocks need multiples of 512, not 128"),
-    ],
-)
-def test_sizes_that_no_kernel_takes(recipe, flags, problem):
-    """One line names the flag, before anything is built. A CPU takes any sizes."""
-
-    def compute():
-        module, (cfg, *_), _ = start(recipe, **flags)
-        with pytest.raises(SystemExit, match=problem):
-            module.check(dataclasses.replace(cfg, device="cuda"), 1)
-
-    isolated(compute)
+        (BLOCKWISE, dict(dim=512, ffn=1536, seq=512, batch=1), taken),
+    ]:
+        module = load(recipe)
+        cfg = dataclasses.replace(module.Config(**{**SIZES, **flags}), dtype="bfloat16", device="cuda")
+        with patch.object(torch.cuda, "device_count", lambda: 0), pytest.raises(SystemExit, match=problem):
+            module.check(cfg, 1)

@@ -3,7 +3,8 @@
 The interpreter holds bfloat16 as integers of 16 bits. It makes them of float32 by cutting the lower bits off, where a
 GPU rounds to nearest even, and it adds, multiplies and compares the integers. Here float32 is rounded as torch does,
 and bfloat16 is computed in float32 and rounded. Fp8, of which the interpreter cuts bits off, and which it reads as if
-it had no NaN, is rounded to nearest even, too, and saturates.
+it had no NaN, is rounded to nearest even, too, and saturates. And where a kernel promises an alignment that is none
+(`tl.multiple_of`), it fails: the interpreter would not care, and a GPU would read something else.
 """
 
 from collections.abc import Callable
@@ -52,7 +53,14 @@ def dot(builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest) ->
     return DOT(builder, wide(builder, a), wide(builder, b), *rest)
 
 
+def keep_promise(x: TensorHandle, name: str, values: list[int]) -> None:
+    """Where a kernel says that x, or the first of a block, is a multiple (of bytes, if x are addresses): it must be."""
+    if name == "tt.divisibility":
+        assert int(x.data.flat[0]) % values[-1] == 0, f"{x.data.flat[0]} is no multiple of {values[-1]}"
+
+
 def install() -> None:
     """Let kernels that run from now on in this process, and in its forks, compute so."""
+    TensorHandle.set_attr = keep_promise
     interpreter._convert_float = convert
     InterpreterBuilder.binary_op, InterpreterBuilder.create_dot = binary_op, dot

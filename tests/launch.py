@@ -210,6 +210,16 @@ def isolated(function: Callable[[], Any]) -> Any:
     return result
 
 
+def in_a_fork(test: Callable) -> Callable:
+    """Decorate a test: it runs in a process of its own, as autograd and changed modules must not stay in this one."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        isolated(lambda: test(*args, **kwargs))
+
+    return run
+
+
 @contextlib.contextmanager
 def free_port() -> Iterator[int]:
     """A TCP port that nobody else gets before a rank listens on it.
