@@ -87,6 +87,29 @@ def sums_of_replicas(module):
     return lambda: seen
 
 
+def loss_and_embedding(module):
+    """A probe: error of the loss of logits in bfloat16; the gradient of an embedding that 300 tokens share."""
+    found, build_model = [], module.build_model
+
+    def build(cfg):
+        model = build_model(cfg)
+        generator = torch.Generator().manual_seed(0)
+        logits, targets = 5 * torch.randn(1, 100, V, generator=generator), torch.arange(100)[None]
+        rows = len(model.lm_head.weight)  # of the vocabulary, with padding
+        padded = torch.nn.functional.pad(logits.bfloat16(), (0, 0 if rows == V else rows * TP - V))
+        own = padded[..., slice(None) if rows == V else slice(rows * model.tp.rank(), rows * (model.tp.rank() + 1))]
+        exact = torch.nn.functional.cross_entropy(logits.bfloat16()[0].double(), targets[0], reduction="sum")
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(abs(model.loss(own, targets).item() / exact.item() - 1))
+            model.model.embed_tokens(torch.full((1, 300), V - 1)).to(torch.bfloat16).sum().backward()
+        found.append(model.model.embed_tokens.weight.grad.max().item())
+        model.model.embed_tokens.weight.grad = None
+        return model
+
+    module.build_model = build
+    return lambda: found
+
+
 def traffic(module):
     """A probe: how often so many bytes are communicated, or copied into or out of shared memory, by kind and phase."""
     seen, dist = Counter(), module.dist
@@ -274,9 +297,11 @@ def test_a_step(recipe):
     """What ranks hold, send, keep and sum, on the fewest on which some hold the same key heads and others do not."""
     nothing = lambda module: lambda: None  # noqa: E731
     own = order if recipe in BY_TOKENS else nothing, copies if recipe == ASYNC else nothing
-    probe = probes.together(sums_of_replicas, weights, traffic, left_by_backward, *own)
+    probe = probes.together(loss_and_embedding, sums_of_replicas, weights, traffic, left_by_backward, *own)
     run = launch(recipe, TP, f"{SMALL} --dtype bfloat16 --steps 3 --clip 0.5", probe=probe)
-    sums, held, sent, left, orders, copied = zip(*run.probes)
+    exact, sums, held, sent, left, orders, copied = zip(*run.probes)
+    assert all(error < 1e-6 for error, _ in exact), "the loss is rounded before it is complete"
+    assert max(gradient for _, gradient in exact) == 300, "gradients of an embedding are added up in 16 bits"
     for rank, (mine, shapes) in enumerate(held):
         assert ({name: w.shape for name, w in mine.items()}, shapes) == wanted_shapes(recipe)
         for name in mine:  # what several ranks hold is the same to the bit, after training, too
