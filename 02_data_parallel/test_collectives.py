@@ -69,8 +69,6 @@ def test_examples_of_collectives():
     assert (
         len(comes) == n and min(comes) == 0 and max(comes) > 0.05 and min(leaves) >= max(comes) - 0.01
     )  # printed in hundredths
-    first = [f"    rank {rank}    {' '.join(map(str, row)):>{3 * n}}" for rank, row in enumerate(numbers)]
-    assert f"all\n{first[0]}  ->  {' '.join(map(str, numbers[0]))}\n{first[1]}" in printed
 
 
 def known_times(module):

@@ -111,8 +111,8 @@ def loss_and_embedding(module):
 
 
 def traffic(module):
-    """A probe: how often so many bytes are communicated, or copied into or out of shared memory, by kind and phase."""
-    seen, dist = Counter(), module.dist
+    """A probe: how often so many bytes are communicated in a step, by kind and by forward or backward."""
+    seen, last, dist = Counter(), Counter(), module.dist
 
     def counted(kind, original, which):
         def wrapper(*args, **kwargs):
@@ -130,12 +130,8 @@ def traffic(module):
     dist.all_reduce = counted("all-reduce", dist.all_reduce, 0)
     group._allgather_base = counted("all-gather", group._allgather_base, 1)  # of the whole
     group._reduce_scatter_base = counted("reduce-scatter", group._reduce_scatter_base, 2)
-    for name in "pull", "push":
-        if hasattr(module, name):
-            setattr(module, name, counted(name, getattr(module, name), 0))
-    save, last = module.save, []
-    module.save = lambda *args: last.append(Counter(seen)) or save(*args)
-    return lambda: last[0]
+    save, module.save = module.save, lambda *args: last.update(seen) or save(*args)
+    return lambda: last
 
 
 def copies(module):
@@ -252,8 +248,10 @@ def wanted_shapes(recipe):
 
 def wanted_traffic(recipe):
     """Tensor: 2 all-reduces per block forward and 2 backward. Sequence: 2 all-gathers and 2 reduce-scatters, and in
-    backward the same and 2 gathers of kept inputs. All of b·s·d activations; asynchronous ones copy the parts of which
-    these are. Logits are never gathered: the loss sends three numbers per token, whatever the vocabulary."""
+    backward the same and 2 gathers of kept inputs. All of b·s·d activations; asynchronous ones are copies.
+
+    Logits are never gathered: the loss sends three numbers per token, whatever the vocabulary.
+    """
     size, token = B * S * D * 2, B * S * 4  # in bfloat16; one float32 per token
     wanted = Counter({("all-reduce", "forward", 4): 1})  # the norm
     if recipe != TENSOR:
@@ -267,15 +265,6 @@ def wanted_traffic(recipe):
             {("all-gather", "backward", size): 4 * L + 2, ("reduce-scatter", "backward", size): 2 * L + 1}
         )
     wanted += {("reduce-scatter", "forward", size): 1, ("all-gather", "backward", size): 1}  # the embedding
-    # what is pulled is a rank's part, [n/tp, d]; what is pushed are inputs of a matmul, all columns of the rank
-    wanted += {("pull", "forward", size // TP): 2 * L + 1, ("pull", "backward", size // TP): 4 * L + 1}
-    kv, rows = max(1, KV // TP) * D // H, -(-V // TP)
-    for phase, width, times in [
-        *(("forward", width, L) for width in (D // TP, F // TP)),
-        *(("backward", width, L) for width in (2 * F // TP, D // TP + 2 * kv)),
-        ("backward", rows, 1),
-    ]:
-        wanted["push", phase, B * S * width * 2] += times
     return wanted
 
 
