@@ -178,6 +178,13 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
+def clip_together(cfg: Config, parameters: list[Tensor], squares: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Clip by the norm of which the ranks of a group have the squares of a part each."""
+    norm = summed(squares, group).sqrt()
+    nn.utils.clip_grads_with_norm_(parameters, cfg.clip, norm)
+    return norm
+
+
 def share(model: GPT, batch: Tensor) -> Tensor:
     return batch.tensor_split(model.dp.size())[model.dp.rank()]
 
@@ -240,11 +247,8 @@ def forward_backward_zero3(cfg: Config, model: ShardedGPT, ids: Tensor, targets:
 
 
 def clip_zero3(cfg: Config, model: ShardedGPT) -> Tensor:
-    matrices, vectors = shards(model)
-    own = nn.utils.get_total_norm([p.grad for p in matrices + vectors])
-    norm = summed(own**2, model.dp).sqrt()
-    nn.utils.clip_grads_with_norm_(matrices + vectors, cfg.clip, norm)
-    return norm
+    parameters = sum(shards(model), [])
+    return clip_together(cfg, parameters, nn.utils.get_total_norm([p.grad for p in parameters]) ** 2, model.dp)
 
 
 def tensors_zero3(model: ShardedGPT, gradients: bool) -> dict[str, Tensor]:
@@ -308,9 +312,7 @@ def evaluate_1f1b(cfg: Config, model: Stage, ids: Tensor, targets: Tensor) -> Te
 
 def clip_1f1b(cfg: Config, model: Stage) -> Tensor:
     counted = [p.grad for name, p in model.named_parameters() if name != "wte.weight" or model.stage == 0]
-    norm = summed(nn.utils.get_total_norm(counted) ** 2, model.pp).sqrt()
-    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
-    return norm
+    return clip_together(cfg, model.parameters(), nn.utils.get_total_norm(counted) ** 2, model.pp)
 
 
 def one_f_one_b(cfg: Config):
@@ -378,9 +380,8 @@ def evaluate_zbv(cfg: Config, model: Chunks, ids: Tensor, targets: Tensor) -> Te
 
 
 def clip_zbv(cfg: Config, model: Chunks) -> Tensor:
-    norm = summed(nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2, model.pp).sqrt()
-    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
-    return norm
+    squares = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
+    return clip_together(cfg, model.parameters(), squares, model.pp)
 
 
 def zbv(cfg: Config):
@@ -438,9 +439,7 @@ def clip_tensor_parallel(cfg: Config, model: GPT) -> Tensor:
     squares = torch.zeros((), dtype=torch.float64)
     for name, p in model.named_parameters():
         squares += p.grad.norm() ** 2 * placement(name, model.tp.size(), cfg.heads)[1] / model.tp.size()
-    norm = summed(squares, model.tp).sqrt()
-    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
-    return norm
+    return clip_together(cfg, model.parameters(), squares, model.tp)
 
 
 def tensors_tensor_parallel(model: GPT, gradients: bool) -> dict[str, Tensor]:
