@@ -226,10 +226,7 @@ def messages(enough):
             result = train_step(cfg, model, optimizer, inputs, targets)
             total = sum(message.bytes for message in sent)
             sent.clear()
-            with torch.no_grad():
-                tokens = (targets != module.IGNORE).sum()
-                micro = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)
-                module.run_schedule(cfg, model, probes.forwards(module, cfg, model, len(micro[0])), *micro, tokens)
+            module.evaluate(cfg, model, inputs, targets)
             peaks.update(bytes=total, forgotten=sum(not message.waited for message in sent))
             return result
 
@@ -304,7 +301,7 @@ def unlike_a_fresh_model(module):
     differences, steps, train_step = [], [], module.train_step
 
     def results(cfg, model, *batch):
-        found = {"validation loss": torch.tensor(probes.validation_loss(module, cfg, model, *batch))}
+        found = {"validation loss": module.evaluate(cfg, model, *batch)}
         found["loss"] = module.forward_backward(cfg, model, *batch)
         found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()

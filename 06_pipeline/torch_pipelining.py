@@ -529,7 +529,7 @@ def check(cfg: Config, world: int) -> None:
             cfg.schedule.startswith("Interleaved") and cfg.microbatches % rounds,
             f"--microbatches {cfg.microbatches}: --schedule {cfg.schedule} takes multiples of the {world} processes",
         ),
-        (cfg.validate and cfg.schedule in V, f"--validate: the library runs no forwards alone in --schedule {cfg.schedule}"),
+        (cfg.validate and cfg.schedule in V, f"--validate: the library cannot evaluate in --schedule {cfg.schedule}"),
         (
             cfg.compile and cfg.schedule in SPLIT,
             f"--compile: --schedule {cfg.schedule} splits the backward, which torch cannot do with compiled blocks",

@@ -32,7 +32,7 @@ def kept(experts, count, capacity):
 def dropping(ranks, capacity):
     """A probe of the root: it drops what so many ranks would drop. Reports how many, and of how many rows.
 
-    Both for each layer of each step. In a validation, every rank has the whole batch.
+    Both for each layer of each step.
     """
 
     def probe(module):
@@ -40,7 +40,7 @@ def dropping(ranks, capacity):
 
         def forward(self, x):
             gates, experts = route(self, x)
-            parts = experts.chunk(ranks if torch.is_grad_enabled() else 1)
+            parts = experts.chunk(ranks)
             keep = torch.cat([kept(part, len(self.weight), capacity) for part in parts])
             if torch.is_grad_enabled():
                 dropped.append((~keep).sum().item())
@@ -56,7 +56,7 @@ def dropping(ranks, capacity):
 @once
 def reference(flags, ranks, capacity):
     """The root's run, with the rows dropped that so many ranks drop."""
-    return launch(MOE, 1, flags, probe=together(dropping(ranks, capacity), evaluated))
+    return launch(MOE, 1, flags, probe=together(dropping(ranks, capacity), evaluated()))
 
 
 def check_scarce(file, world, flags, capacity, modes=(GRADIENT, TRAINING)):
@@ -66,7 +66,7 @@ def check_scarce(file, world, flags, capacity, modes=(GRADIENT, TRAINING)):
     common = f"{SHAPE} --data {equivalence.documents()} --init {init}"
     before, what = compare.read(init)[0], f"{file} on {world} ranks {flags} --capacity {capacity}"
     for mode in modes:
-        ours = launch(file, world, f"{common} {mode} {flags} --capacity {capacity}", evaluated)
+        ours = launch(file, world, f"{common} {mode} {flags} --capacity {capacity}", evaluated())
         theirs = reference(f"{common} {mode} {roots}", world, capacity)
         (dropped, rows), losses = theirs.probes[0]
         errors = compare.relative_errors(ours.weights, theirs.weights, before if mode == GRADIENT else None)

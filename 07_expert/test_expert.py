@@ -417,7 +417,7 @@ LOADS = f"{SMALL} --steps 3 --lr 1e-1 --warmup 0"
 
 def test_busiest_expert(recipe=PARALLEL, world=4, flags="--edp 2", file=None):
     """The root's load: of the step, with the rows of all ranks, and without those of validations around it."""
-    run = launch(file or recipe, world, f"{LOADS} {flags}", probe=together(unwritten, evaluated))
+    run = launch(file or recipe, world, f"{LOADS} {flags}", probe=together(unwritten, evaluated()))
     logged = [busiest for *_, busiest in run.history]
     assert logged == roots_loads(), f"the root's load is {roots_loads()}, not {logged}"
 
@@ -425,7 +425,7 @@ def test_busiest_expert(recipe=PARALLEL, world=4, flags="--edp 2", file=None):
 @once
 def roots_loads():
     """The loads that the root logs: the rows of the busiest expert over the mean, in the worst layer."""
-    run = launch(MOE, 1, LOADS, probe=together(unwritten, rows_of_experts, evaluated))
+    run = launch(MOE, 1, LOADS, probe=together(unwritten, rows_of_experts, evaluated()))
     logged, rows = [busiest for *_, busiest in run.history], np.array(run.probes[0][1])  # steps layers e
     assert rows.shape == (3, LAYERS, E) and (rows.sum(-1) == B * S * K).all()
     assert (

@@ -234,6 +234,6 @@ def test_busiest_expert(file=MOE):
     """The log has the root's load: rows of all ranks are counted once, in the layers of all stages."""
     flags = f"{SMALL} --steps 2 --dtype float64 --experts 8 --top_k 2 --lr 1e-1 --warmup 0"
     layout = "--dp 1 --cp 2 --tp 2 --pp 2 --ep 2 --microbatches 2"
-    run = launch(file, 8, f"{flags} {layout}", probe=probes.evaluated)  # rows of validations do not count
+    run = launch(file, 8, f"{flags} {layout}", probe=probes.evaluated())  # rows of validations do not count
     ours, theirs = ([step[3] for step in of.history] for of in (run, launch("07_expert/moe.py", 1, flags)))
     assert ours == theirs and len(set(theirs)) == 2, f"the root's load is {theirs}, not {ours}"
