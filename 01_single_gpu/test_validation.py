@@ -20,9 +20,9 @@ ROOT_RECIPE = "01_single_gpu/train.py"
         ([900, 89, 11], 989),
     ],
 )
-def test_what_is_held_out(lengths, cut):
+def test_what_is_held_out(lengths, cut, file=ROOT_RECIPE):
     """Text that is held out is trained on by nobody, and without --validate nothing is held out."""
-    root = load(ROOT_RECIPE)
+    root = load(file)
     ids, starts = np.arange(1000), np.cumsum([0, *lengths[:-1]])
     (seen, seen_starts), (unseen, unseen_starts) = root.hold_out(root.Config(seq=10, validate=1), (ids, starts))
     assert (seen.tolist(), unseen.tolist()) == (ids[:cut].tolist(), ids[cut:].tolist())

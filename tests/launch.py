@@ -180,6 +180,7 @@ def launch(
 def read_history(path: Path | str) -> list[list[float]]:
     """[loss, gradient norm, seconds] per step, from the metadata of a saved file."""
     with safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "pt", "metadata lack the format, which other programs ask for"
         return json.loads(file.metadata()["history"])
 
 
