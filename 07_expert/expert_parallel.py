@@ -672,7 +672,7 @@ def parse_config() -> Config:
 def check(cfg: Config, world: int) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
-        may_be_zero = flag in ("steps", "validate", "warmup", "lr", "weight_decay", "eps", "clip", "seed", "compile")
+        may_be_zero = flag in "steps validate warmup lr weight_decay eps clip seed compile".split()
         least = 0 if may_be_zero else 1
         if isinstance(value, int | float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
