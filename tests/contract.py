@@ -80,7 +80,7 @@ def check_gradient(recipe: str, file: str | None = None) -> None:
 
 
 def check_training(recipe: str, file: str | None = None) -> None:
-    """Four steps of AdamW with a clip that acts; after each a validation loss, after the first also of another size.
+    """Four steps of AdamW with a clip that acts; after the first and the last a validation loss.
 
     Weights, losses and norms are the root's, and so are validation losses, on all ranks; of the same batch they are the
     same to the bit. Whole tensors agree to the bit on all ranks.

@@ -356,19 +356,21 @@ def held(module: ModuleType, cfg, model, *batch: torch.Tensor) -> list[torch.Ten
 
 
 def evaluated(larger: bool = True) -> Callable[[ModuleType], Report]:
-    """A probe: what `evaluate` returns on this rank after each step; after the first, twice, and of another batch.
+    """A probe: what `evaluate` returns on this rank: after the first step twice, and of another batch; after the last.
 
-    That one has twice as many sequences, or half as many if not `larger`.
+    The other batch has twice as many sequences, or half as many if not `larger`.
     """
 
     def probe(module: ModuleType) -> Report:
-        losses, train_step = [], module.train_step
+        losses, steps, train_step = [], [], module.train_step
 
         def step(cfg, *args):
             *_, model, _, inputs, targets = args
             result = train_step(cfg, *args)
             other = [torch.cat((x, x.flip(1))) if larger else x[: len(x) // 2] for x in (inputs, targets)]
-            for batch in [(inputs, targets)] if losses else [(inputs, targets), (inputs, targets), other]:
+            steps.append(1)
+            after = {cfg.steps: [(inputs, targets)], 1: [(inputs, targets), (inputs, targets), other]}
+            for batch in after.get(len(steps), []):
                 losses.append(module.evaluate(cfg, model, *batch).item())
             return result
 
