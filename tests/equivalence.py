@@ -73,215 +73,115 @@ EXPERTS = [  # dp, cp, tp, pp and ep: of all dp cp ranks, of some of them, of on
     *((2, 1, 2, 2, 2), (1, 2, 2, 2, 2), (2, 2, 2, 1, 2), (2, 2, 1, 2, 4), (4, 2, 1, 1, 4)),
     *((8, 1, 1, 1, 8), (1, 8, 1, 1, 2), (4, 1, 1, 2, 2), (1, 2, 4, 1, 2), (1, 1, 4, 2, 1)),
 ]
-# Recipe, number of ranks, flags of its own; more layers where 8 stages need them.
-CASES = [
-    ("01_single_gpu/train.py", 1, "--compile"),
-    ("01_single_gpu/gradient_accumulation.py", 1, "--microbatches 4"),
-    ("01_single_gpu/activation_checkpointing.py", 1, ""),
-    ("01_single_gpu/selective_checkpointing.py", 1, ""),
-    ("01_single_gpu/selective_checkpointing.py", 1, "--compile"),
-    ("02_data_parallel/naive.py", 2, ""),
-    ("02_data_parallel/naive.py", 3, ""),
-    ("02_data_parallel/naive.py", 4, ""),
-    ("02_data_parallel/naive.py", 8, "--batch 16"),
-    ("02_data_parallel/overlap.py", 2, ""),
-    ("02_data_parallel/overlap.py", 3, ""),
-    ("02_data_parallel/bucketed.py", 2, "--bucket_mb 0.05"),
-    ("02_data_parallel/bucketed.py", 3, "--bucket_mb 0"),
-    ("02_data_parallel/bucketed.py", 4, ""),
-    ("02_data_parallel/bucketed.py", 8, "--batch 16 --bucket_mb 0.05"),
-    ("02_data_parallel/coalesced.py", 2, "--bucket_mb 0.05"),
-    ("02_data_parallel/coalesced.py", 3, "--bucket_mb 0"),
-    ("02_data_parallel/coalesced.py", 4, ""),
-    ("02_data_parallel/no_sync.py", 2, "--microbatches 2"),
-    ("02_data_parallel/no_sync.py", 4, "--microbatches 3 --bucket_mb 0.05"),
-    ("02_data_parallel/copy_engines.py", 2, "--bucket_mb 0.05"),
-    ("02_data_parallel/copy_engines.py", 3, "--bucket_mb 0"),
-    ("02_data_parallel/copy_engines.py", 4, ""),
-    ("02_data_parallel/copy_engines.py", 5, "--batch 10 --bucket_mb 0.05"),  # buckets that 5 does not divide
-    ("02_data_parallel/diloco.py", 2, "--inner_steps 1 --outer_lr 1 --outer_momentum 0"),
-    ("02_data_parallel/diloco.py", 3, "--inner_steps 1 --outer_lr 1 --outer_momentum 0"),
-    ("02_data_parallel/diloco.py", 1, "--inner_steps 3 --outer_lr 1 --outer_momentum 0"),
-    ("02_data_parallel/torch_ddp.py", 2, ""),
-    ("02_data_parallel/torch_ddp.py", 4, "--bucket_mb 0.05"),
-    ("02_data_parallel/accelerate_ddp.py", 2, ""),
-    ("02_data_parallel/accelerate_ddp.py", 4, "--bucket_mb 0.05"),
-    ("03_zero/zero1.py", 2, ""),
-    ("03_zero/zero1.py", 3, ""),
-    ("03_zero/zero1.py", 4, ""),
-    ("03_zero/zero1.py", 5, "--batch 10"),  # units of which 5 shards need padding
-    ("03_zero/zero1.py", 8, "--batch 16"),
-    ("03_zero/zero1_overlap.py", 2, "--microbatches 1"),
-    ("03_zero/zero1_overlap.py", 2, "--microbatches 3"),
-    ("03_zero/zero1_overlap.py", 3, "--microbatches 2"),
-    ("03_zero/zero1_overlap.py", 4, "--microbatches 3"),
-    ("03_zero/zero1_overlap.py", 5, "--batch 10"),
-    ("03_zero/zero1_overlap.py", 8, "--batch 16"),
-    ("03_zero/zero2.py", 2, "--microbatches 1"),
-    ("03_zero/zero2.py", 3, "--microbatches 2"),
-    ("03_zero/zero2.py", 4, "--microbatches 3"),
-    ("03_zero/zero2.py", 5, "--batch 10"),
-    ("03_zero/zero2.py", 8, "--batch 16"),
-    ("03_zero/zero3.py", 2, ""),
-    ("03_zero/zero3.py", 2, "--compile"),
-    ("03_zero/zero3.py", 3, ""),
-    ("03_zero/zero3.py", 4, "--microbatches 3"),
-    ("03_zero/zero3.py", 5, "--batch 10"),
-    ("03_zero/zero3.py", 8, "--batch 16"),
-    ("03_zero/zero3_copy_engines.py", 2, "--microbatches 1"),
-    ("03_zero/zero3_copy_engines.py", 3, ""),
-    ("03_zero/zero3_copy_engines.py", 4, "--microbatches 3"),
-    ("03_zero/zero3_copy_engines.py", 5, "--batch 10"),
-    ("03_zero/zero3_copy_engines.py", 8, "--batch 16"),
-    ("03_zero/hsdp.py", 4, "--shard 2 --microbatches 1"),
-    ("03_zero/hsdp.py", 3, "--shard 1 --microbatches 4"),
-    ("03_zero/hsdp.py", 5, "--shard 5 --batch 10"),
-    ("03_zero/hsdp.py", 6, "--shard 3 --microbatches 2"),
-    ("03_zero/hsdp.py", 8, "--shard 4 --batch 16"),
-    ("03_zero/offload.py", 2, ""),
-    ("03_zero/offload.py", 3, ""),
-    ("03_zero/offload.py", 4, "--microbatches 3"),
-    ("03_zero/offload.py", 5, "--batch 10"),
-    ("03_zero/torch_fsdp.py", 2, ""),
-    ("03_zero/torch_fsdp.py", 3, ""),
-    ("03_zero/torch_fsdp.py", 4, ""),
-    ("03_zero/torch_fsdp.py", 5, "--batch 10"),  # the last of 5 ranks has none of 16 rows
-    ("03_zero/torch_fsdp.py", 8, "--batch 16"),
-    ("03_zero/accelerate_fsdp.py", 2, ""),
-    ("03_zero/accelerate_fsdp.py", 4, ""),
-    ("04_tensor_sequence/tensor_parallel.py", 2, ""),
-    ("04_tensor_sequence/tensor_parallel.py", 3, "--kv_heads 3 --ffn 96"),
-    ("04_tensor_sequence/tensor_parallel.py", 3, "--kv_heads 1 --ffn 96"),
-    ("04_tensor_sequence/tensor_parallel.py", 4, "--heads 4 --kv_heads 2"),
-    ("04_tensor_sequence/tensor_parallel.py", 8, "--heads 8 --kv_heads 2"),
-    ("04_tensor_sequence/vocab_parallel.py", 2, ""),
-    ("04_tensor_sequence/vocab_parallel.py", 2, "--compile"),
-    ("04_tensor_sequence/vocab_parallel.py", 3, "--kv_heads 3 --ffn 96 --vocab 259"),
-    ("04_tensor_sequence/vocab_parallel.py", 4, "--heads 4 --kv_heads 2 --vocab 257"),
-    ("04_tensor_sequence/vocab_parallel.py", 8, "--heads 8 --kv_heads 2 --vocab 257"),
-    ("04_tensor_sequence/sequence_parallel.py", 2, ""),
-    ("04_tensor_sequence/sequence_parallel.py", 2, "--compile"),
-    ("04_tensor_sequence/sequence_parallel.py", 3, "--kv_heads 1 --ffn 96 --vocab 259"),
-    ("04_tensor_sequence/sequence_parallel.py", 4, "--heads 4 --kv_heads 2 --batch 6"),
-    ("04_tensor_sequence/sequence_parallel.py", 8, "--heads 8 --kv_heads 2 --vocab 257"),
-    ("04_tensor_sequence/async_tensor_parallel.py", 2, ""),
-    ("04_tensor_sequence/async_tensor_parallel.py", 2, "--compile"),
-    ("04_tensor_sequence/async_tensor_parallel.py", 3, "--kv_heads 3 --ffn 96 --vocab 259"),
-    ("04_tensor_sequence/async_tensor_parallel.py", 4, "--heads 4 --kv_heads 2 --batch 6"),
-    ("04_tensor_sequence/async_tensor_parallel.py", 8, "--heads 8 --kv_heads 2 --vocab 257"),
-    ("04_tensor_sequence/torch_dtensor.py", 2, ""),
-    ("04_tensor_sequence/torch_dtensor.py", 2, "--compile"),
-    ("04_tensor_sequence/torch_dtensor.py", 3, "--kv_heads 3 --ffn 96"),
-    ("04_tensor_sequence/torch_dtensor.py", 4, "--heads 4 --kv_heads 4 --vocab 261"),  # 66 66 66 63
-    ("04_tensor_sequence/torch_dtensor.py", 8, "--heads 8 --kv_heads 8 --dim 64"),
-    ("05_context_ring/all_gather_kv.py", 2, ""),
-    ("05_context_ring/all_gather_kv.py", 2, "--compile"),
-    ("05_context_ring/all_gather_kv.py", 3, ""),
-    ("05_context_ring/all_gather_kv.py", 4, "--kv_heads 3"),
-    ("05_context_ring/all_gather_kv.py", 8, ""),
-    ("05_context_ring/ring.py", 2, ""),
-    ("05_context_ring/ring.py", 3, "--kv_heads 6"),
-    ("05_context_ring/ring.py", 4, ""),
-    ("05_context_ring/ring.py", 8, ""),
-    ("05_context_ring/striped.py", 2, ""),
-    ("05_context_ring/striped.py", 3, "--kv_heads 1"),
-    ("05_context_ring/striped.py", 4, ""),
-    ("05_context_ring/striped.py", 8, ""),
-    ("05_context_ring/zigzag.py", 2, ""),
-    ("05_context_ring/zigzag.py", 2, "--compile"),
-    ("05_context_ring/zigzag.py", 3, "--kv_heads 1"),
-    ("05_context_ring/zigzag.py", 4, ""),
-    ("05_context_ring/zigzag.py", 8, "--seq 48"),
-    ("05_context_ring/ulysses.py", 2, ""),
-    ("05_context_ring/ulysses.py", 3, "--kv_heads 3"),
-    ("05_context_ring/ulysses.py", 4, "--heads 8 --kv_heads 2"),
-    ("05_context_ring/ulysses.py", 8, "--heads 8 --kv_heads 2"),
-    ("05_context_ring/usp.py", 4, "--ulysses 2"),
-    ("05_context_ring/usp.py", 2, "--ulysses 2"),
-    ("05_context_ring/usp.py", 3, "--ulysses 1"),
-    ("05_context_ring/usp.py", 8, "--ulysses 2"),
-    ("05_context_ring/usp.py", 8, "--ulysses 4 --heads 8 --kv_heads 2"),
-    ("05_context_ring/torch_context_parallel.py", 2, ""),
-    ("05_context_ring/torch_context_parallel.py", 2, "--rotate alltoall"),
-    ("05_context_ring/torch_context_parallel.py", 3, "--rotate alltoall"),
-    ("05_context_ring/torch_context_parallel.py", 4, ""),
-    ("05_context_ring/torch_context_parallel.py", 8, "--seq 48"),
-    ("06_pipeline/naive.py", 2, ""),
-    ("06_pipeline/naive.py", 3, ""),
-    ("06_pipeline/naive.py", 4, ""),
-    ("06_pipeline/naive.py", 8, "--layers 11"),
-    ("06_pipeline/afab.py", 2, "--microbatches 4"),
-    ("06_pipeline/afab.py", 3, "--microbatches 2"),
-    ("06_pipeline/afab.py", 4, "--microbatches 6"),
-    ("06_pipeline/afab.py", 8, "--microbatches 12 --layers 11"),
-    ("06_pipeline/1f1b.py", 2, "--microbatches 4"),
-    ("06_pipeline/1f1b.py", 2, "--microbatches 4 --compile"),
-    ("06_pipeline/1f1b.py", 3, "--microbatches 2"),
-    ("06_pipeline/1f1b.py", 4, "--microbatches 6"),
-    ("06_pipeline/1f1b.py", 8, "--microbatches 12 --layers 11"),
-    ("06_pipeline/split_backward.py", 2, "--microbatches 4"),
-    ("06_pipeline/split_backward.py", 2, "--microbatches 4 --compile"),
-    ("06_pipeline/split_backward.py", 3, "--microbatches 2"),
-    ("06_pipeline/split_backward.py", 4, "--microbatches 6"),
-    ("06_pipeline/split_backward.py", 8, "--microbatches 12 --layers 11"),
-    ("06_pipeline/zero_bubble.py", 2, "--microbatches 4"),
-    ("06_pipeline/zero_bubble.py", 3, "--microbatches 2"),
-    ("06_pipeline/zero_bubble.py", 4, "--microbatches 6"),
-    ("06_pipeline/zero_bubble.py", 8, "--microbatches 12 --layers 11"),
-    ("06_pipeline/interleaved.py", 2, "--microbatches 4"),  # wraps around to the rank before
-    ("06_pipeline/interleaved.py", 2, "--microbatches 4 --compile"),
-    ("06_pipeline/interleaved.py", 2, "--microbatches 2 --chunks 3 --layers 7"),
-    ("06_pipeline/interleaved.py", 3, "--microbatches 6 --layers 7"),
-    ("06_pipeline/interleaved.py", 4, "--microbatches 12 --layers 11"),
-    ("06_pipeline/interleaved.py", 8, "--microbatches 8 --layers 17 --batch 16"),
-    ("06_pipeline/zbv.py", 2, "--microbatches 4"),
-    ("06_pipeline/zbv.py", 2, "--microbatches 4 --compile"),
-    ("06_pipeline/zbv.py", 3, "--microbatches 6 --layers 7"),
-    ("06_pipeline/zbv.py", 4, "--microbatches 12 --layers 11"),
-    ("06_pipeline/zbv.py", 8, "--microbatches 16 --layers 17 --batch 16"),
-    ("06_pipeline/dualpipe.py", 2, "--microbatches 4"),
-    ("06_pipeline/dualpipe.py", 4, "--microbatches 3"),  # fewer than the order needs, and an odd number
-    ("06_pipeline/dualpipe.py", 4, "--microbatches 12 --layers 7"),
-    ("06_pipeline/dualpipe.py", 8, "--microbatches 16 --layers 11 --batch 16"),
-    ("06_pipeline/torch_pipelining.py", 2, "--microbatches 4"),
-    ("06_pipeline/torch_pipelining.py", 2, "--microbatches 4 --compile"),
-    ("06_pipeline/torch_pipelining.py", 3, "--microbatches 3"),
-    ("06_pipeline/torch_pipelining.py", 4, "--microbatches 6 --schedule GPipe"),
-    *(
-        ("06_pipeline/torch_pipelining.py", 4, f"--microbatches 6 --schedule {schedule} --layers 11")
-        for schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
-    ),
-    ("06_pipeline/torch_pipelining.py", 2, "--microbatches 6 --schedule DualPipeV"),
-    ("06_pipeline/torch_pipelining.py", 8, "--microbatches 12 --layers 11"),
-    ("07_expert/moe.py", 1, "--compile"),
-    ("07_expert/expert_parallel.py", 2, ""),
-    ("07_expert/expert_parallel.py", 2, "--compile"),
-    ("07_expert/expert_parallel.py", 2, "--top_k 1"),
-    ("07_expert/expert_parallel.py", 3, "--experts 9 --top_k 4"),
-    ("07_expert/expert_parallel.py", 4, "--edp 2 --top_k 4"),
-    ("07_expert/expert_parallel.py", 8, "--batch 16 --top_k 1"),  # an expert per rank
-    ("07_expert/expert_parallel.py", 8, "--experts 56 --top_k 4 --batch 16"),  # more experts than tokens of a rank
-    ("07_expert/expert_parallel.py", 6, "--edp 2 --experts 6"),
-    ("07_expert/auxiliary_loss.py", 2, "--balance 0 --z 0"),  # test_balance.py has others
-    ("07_expert/auxiliary_loss.py", 4, "--edp 2 --balance 0 --z 0"),
-    ("07_expert/bias_balancing.py", 2, "--bias_rate 0 --microbatches 1"),
-    ("07_expert/bias_balancing.py", 4, "--bias_rate 0 --microbatches 3 --edp 2"),
-    ("07_expert/capacity.py", 2, "--capacity 4"),  # experts / top_k, or more: nothing is dropped
-    ("07_expert/capacity.py", 2, "--capacity 4 --compile"),
-    ("07_expert/capacity.py", 3, "--experts 9 --top_k 4 --capacity 2.25"),
-    ("07_expert/capacity.py", 4, "--edp 2 --top_k 4 --capacity 2"),
-    ("07_expert/capacity.py", 6, "--edp 2 --experts 6 --capacity 3"),
-    ("07_expert/capacity.py", 8, "--batch 16 --top_k 1 --capacity 8"),
-    ("07_expert/overlap.py", 2, ""),
-    ("07_expert/overlap.py", 2, "--compile"),
-    ("07_expert/overlap.py", 3, "--experts 9 --top_k 4"),
-    ("07_expert/overlap.py", 4, "--edp 2"),
-    ("07_expert/overlap.py", 8, "--batch 16 --top_k 1"),
-    ("07_expert/symmetric_memory.py", 2, ""),
-    ("07_expert/symmetric_memory.py", 2, "--compile"),
-    ("07_expert/symmetric_memory.py", 3, "--experts 9 --top_k 4"),
-    ("07_expert/symmetric_memory.py", 4, "--edp 2"),
-    ("07_expert/symmetric_memory.py", 8, "--batch 16 --top_k 1 --slots 8"),
+# A recipe's cases: number of ranks, flags of its own; more layers where 8 stages need them. With a star, the hardest,
+# which proves a recipe when there is time for one: shards with padding, shared heads.
+SIZES = """
+01_single_gpu/train.py: 1 --compile
+01_single_gpu/gradient_accumulation.py: *1 --microbatches 4
+01_single_gpu/activation_checkpointing.py: *1
+01_single_gpu/selective_checkpointing.py: *1 | 1 --compile
+02_data_parallel/naive.py: 2 | *3 | 4 | 8 --batch 16
+02_data_parallel/overlap.py: 2 | *3
+02_data_parallel/bucketed.py: *2 --bucket_mb 0.05 | 3 --bucket_mb 0 | 4 | 8 --batch 16 --bucket_mb 0.05
+02_data_parallel/coalesced.py: *2 --bucket_mb 0.05 | 3 --bucket_mb 0 | 4
+02_data_parallel/no_sync.py: 2 --microbatches 2 | *4 --microbatches 3 --bucket_mb 0.05
+# of 5 ranks with buckets that 5 does not divide
+02_data_parallel/copy_engines.py: 2 --bucket_mb 0.05 | 3 --bucket_mb 0 | 4 | *5 --batch 10 --bucket_mb 0.05
+02_data_parallel/diloco.py: 2 --inner_steps 1 --outer_lr 1 --outer_momentum 0
+02_data_parallel/diloco.py: *3 --inner_steps 1 --outer_lr 1 --outer_momentum 0
+02_data_parallel/diloco.py: 1 --inner_steps 3 --outer_lr 1 --outer_momentum 0
+02_data_parallel/torch_ddp.py: 2 | *4 --bucket_mb 0.05
+02_data_parallel/accelerate_ddp.py: 2 | *4 --bucket_mb 0.05
+# units of which 5 shards need padding
+03_zero/zero1.py: 2 | 3 | 4 | *5 --batch 10 | 8 --batch 16
+03_zero/zero1_overlap.py: 2 --microbatches 1 | 2 --microbatches 3 | 3 --microbatches 2 | *4 --microbatches 3
+03_zero/zero1_overlap.py: 5 --batch 10 | 8 --batch 16
+03_zero/zero2.py: 2 --microbatches 1 | 3 --microbatches 2 | *4 --microbatches 3 | 5 --batch 10 | 8 --batch 16
+03_zero/zero3.py: 2 | 2 --compile | 3 | *4 --microbatches 3 | 5 --batch 10 | 8 --batch 16
+03_zero/zero3_copy_engines.py: 2 --microbatches 1 | 3 | *4 --microbatches 3 | 5 --batch 10 | 8 --batch 16
+03_zero/hsdp.py: 4 --shard 2 --microbatches 1 | 3 --shard 1 --microbatches 4 | 5 --shard 5 --batch 10
+03_zero/hsdp.py: *6 --shard 3 --microbatches 2 | 8 --shard 4 --batch 16
+03_zero/offload.py: 2 | 3 | *4 --microbatches 3 | 5 --batch 10
+# the last of 5 ranks has none of 16 rows
+03_zero/torch_fsdp.py: 2 | 3 | 4 | *5 --batch 10 | 8 --batch 16
+03_zero/accelerate_fsdp.py: 2 | *4
+04_tensor_sequence/tensor_parallel.py: 2 | 3 --kv_heads 3 --ffn 96 | 3 --kv_heads 1 --ffn 96
+04_tensor_sequence/tensor_parallel.py: *4 --heads 4 --kv_heads 2 | 8 --heads 8 --kv_heads 2
+04_tensor_sequence/vocab_parallel.py: 2 | 2 --compile | 3 --kv_heads 3 --ffn 96 --vocab 259
+04_tensor_sequence/vocab_parallel.py: *4 --heads 4 --kv_heads 2 --vocab 257 | 8 --heads 8 --kv_heads 2 --vocab 257
+04_tensor_sequence/sequence_parallel.py: 2 | 2 --compile | 3 --kv_heads 1 --ffn 96 --vocab 259
+04_tensor_sequence/sequence_parallel.py: *4 --heads 4 --kv_heads 2 --batch 6 | 8 --heads 8 --kv_heads 2 --vocab 257
+04_tensor_sequence/async_tensor_parallel.py: 2 | 2 --compile | 3 --kv_heads 3 --ffn 96 --vocab 259
+04_tensor_sequence/async_tensor_parallel.py: *4 --heads 4 --kv_heads 2 --batch 6
+04_tensor_sequence/async_tensor_parallel.py: 8 --heads 8 --kv_heads 2 --vocab 257
+# vocabulary 261 is cut into 66, 66, 66 and 63
+04_tensor_sequence/torch_dtensor.py: 2 | 2 --compile | 3 --kv_heads 3 --ffn 96
+04_tensor_sequence/torch_dtensor.py: *4 --heads 4 --kv_heads 4 --vocab 261 | 8 --heads 8 --kv_heads 8 --dim 64
+05_context_ring/all_gather_kv.py: 2 | 2 --compile | *3 | 4 --kv_heads 3 | 8
+05_context_ring/ring.py: 2 | 3 --kv_heads 6 | *4 | 8
+05_context_ring/striped.py: 2 | *3 --kv_heads 1 | 4 | 8
+05_context_ring/zigzag.py: 2 | 2 --compile | 3 --kv_heads 1 | *4 | 8 --seq 48
+05_context_ring/ulysses.py: 2 | 3 --kv_heads 3 | *4 --heads 8 --kv_heads 2 | 8 --heads 8 --kv_heads 2
+05_context_ring/usp.py: 4 --ulysses 2 | 2 --ulysses 2 | 3 --ulysses 1 | 8 --ulysses 2
+05_context_ring/usp.py: *8 --ulysses 4 --heads 8 --kv_heads 2
+05_context_ring/torch_context_parallel.py: 2 | 2 --rotate alltoall | *3 --rotate alltoall | 4 | 8 --seq 48
+06_pipeline/naive.py: 2 | 3 | *4 | 8 --layers 11
+06_pipeline/afab.py: 2 --microbatches 4 | 3 --microbatches 2 | *4 --microbatches 6 | 8 --microbatches 12 --layers 11
+06_pipeline/1f1b.py: 2 --microbatches 4 | 2 --microbatches 4 --compile | 3 --microbatches 2 | *4 --microbatches 6
+06_pipeline/1f1b.py: 8 --microbatches 12 --layers 11
+06_pipeline/split_backward.py: 2 --microbatches 4 | 2 --microbatches 4 --compile | 3 --microbatches 2
+06_pipeline/split_backward.py: *4 --microbatches 6 | 8 --microbatches 12 --layers 11
+06_pipeline/zero_bubble.py: 2 --microbatches 4 | 3 --microbatches 2 | *4 --microbatches 6
+06_pipeline/zero_bubble.py: 8 --microbatches 12 --layers 11
+# 2 ranks: wraps around to the rank before
+06_pipeline/interleaved.py: 2 --microbatches 4 | 2 --microbatches 4 --compile
+06_pipeline/interleaved.py: 2 --microbatches 2 --chunks 3 --layers 7 | *3 --microbatches 6 --layers 7
+06_pipeline/interleaved.py: 4 --microbatches 12 --layers 11 | 8 --microbatches 8 --layers 17 --batch 16
+06_pipeline/zbv.py: 2 --microbatches 4 | 2 --microbatches 4 --compile | *3 --microbatches 6 --layers 7
+06_pipeline/zbv.py: 4 --microbatches 12 --layers 11 | 8 --microbatches 16 --layers 17 --batch 16
+# 3 micro-batches: fewer than the order needs, and an odd number
+06_pipeline/dualpipe.py: 2 --microbatches 4 | 4 --microbatches 3 | *4 --microbatches 12 --layers 7
+06_pipeline/dualpipe.py: 8 --microbatches 16 --layers 11 --batch 16
+06_pipeline/torch_pipelining.py: 2 --microbatches 4 | 2 --microbatches 4 --compile | 3 --microbatches 3
+06_pipeline/torch_pipelining.py: 4 --microbatches 6 --schedule GPipe
+06_pipeline/torch_pipelining.py: 4 --microbatches 6 --schedule Interleaved1F1B --layers 11
+06_pipeline/torch_pipelining.py: 4 --microbatches 6 --schedule LoopedBFS --layers 11
+06_pipeline/torch_pipelining.py: *4 --microbatches 6 --schedule InterleavedZeroBubble --layers 11
+06_pipeline/torch_pipelining.py: 4 --microbatches 6 --schedule ZBVZeroBubble --layers 11
+06_pipeline/torch_pipelining.py: 2 --microbatches 6 --schedule DualPipeV | 8 --microbatches 12 --layers 11
+07_expert/moe.py: 1 --compile
+# 8 experts: one per rank; 56: more than tokens of a rank
+07_expert/expert_parallel.py: 2 | 2 --compile | 2 --top_k 1 | 3 --experts 9 --top_k 4 | *4 --edp 2 --top_k 4
+07_expert/expert_parallel.py: 8 --batch 16 --top_k 1 | 8 --experts 56 --top_k 4 --batch 16 | 6 --edp 2 --experts 6
+# test_balance.py has others
+07_expert/auxiliary_loss.py: 2 --balance 0 --z 0 | *4 --edp 2 --balance 0 --z 0
+07_expert/bias_balancing.py: 2 --bias_rate 0 --microbatches 1 | *4 --bias_rate 0 --microbatches 3 --edp 2
+# experts / top_k or more: nothing is dropped
+07_expert/capacity.py: 2 --capacity 4 | 2 --capacity 4 --compile | 3 --experts 9 --top_k 4 --capacity 2.25
+07_expert/capacity.py: *4 --edp 2 --top_k 4 --capacity 2 | 6 --edp 2 --experts 6 --capacity 3
+07_expert/capacity.py: 8 --batch 16 --top_k 1 --capacity 8
+07_expert/overlap.py: 2 | 2 --compile | 3 --experts 9 --top_k 4 | *4 --edp 2 | 8 --batch 16 --top_k 1
+07_expert/symmetric_memory.py: 2 | 2 --compile | 3 --experts 9 --top_k 4 | *4 --edp 2
+07_expert/symmetric_memory.py: 8 --batch 16 --top_k 1 --slots 8
+09_kernels/train.py: *1 | 1 --kv_heads 6 --vocab 259
+10_mixed_precision/bf16.py: 1 --microbatches 1 | *1 --microbatches 3 | 1 --compile
+10_mixed_precision/fp16_loss_scaling.py: 1 --microbatches 1 | *1 --microbatches 3
+10_mixed_precision/fp8_tensorwise.py: 1 --microbatches 1 | *1 --microbatches 3
+10_mixed_precision/fp8_delayed_scaling.py: 1 --microbatches 1 | *1 --microbatches 3
+10_mixed_precision/fp8_blockwise.py: 1 --microbatches 1 | *1 --microbatches 3
+10_mixed_precision/stochastic_rounding.py: 1 --microbatches 1 | *1 --microbatches 3 | 1 --compile
+10_mixed_precision/fp8_stochastic_rounding.py: 1 --microbatches 1 | *1 --microbatches 3
+"""
+ROOT_RECIPE = "01_single_gpu/train.py"
+MOE = "07_expert/moe.py"  # the root of a family of its own
+KERNELS = "09_kernels/train.py"  # which no CPU can compile: there its kernels are interpreted
+CASES, HARDEST = [], {ROOT_RECIPE: (1, ""), MOE: (1, "")}
+for recipe, cases in (line.split(": ") for line in SIZES.splitlines() if line and line[0] != "#"):
+    for ranks, _, flags in (case.partition(" ") for case in cases.split(" | ")):
+        CASES.append((recipe, int(ranks.strip("*")), flags))
+        if ranks[0] == "*":
+            HARDEST[recipe] = CASES[-1][1:]
+CASES += [
     *(("08_4d/train.py", 8, mesh(*sizes)) for sizes in EIGHT),
     ("08_4d/train.py", 8, f"{mesh(2, 1, 2, 2)} --order tp-cp-pp-dp"),
     ("08_4d/train.py", 16, mesh(2, 2, 2, 2)),
@@ -291,86 +191,17 @@ CASES = [
     ("08_4d/train.py", 2, f"{mesh(1, 1, 1, 2)} --layers 12"),  # model.layers.1 and model.layers.10
     ("08_4d/checkpoint.py", 4, mesh(2, 1, 2, 1)),
     *(("08_4d/moe.py", 8, f"{mesh(*sizes)} --ep {ep}") for *sizes, ep in EXPERTS),
+    # every token goes to all experts: where scores are close, bfloat16 may choose others than the root
     ("08_4d/moe.py", 8, f"{mesh(2, 1, 2, 2)} --ep 2 --top_k 8"),
     ("08_4d/moe.py", 12, f"{mesh(3, 2, 2, 1)} --batch 12 --microbatches 4 --ep 2"),
     ("08_4d/moe.py", 16, f"{mesh(2, 2, 2, 2)} --ep 2"),
     ("08_4d/moe.py", 4, f"{mesh(2, 1, 1, 2)} --ep 2 --order tp-cp-pp-dp"),
     *(("08_4d/moe.py", 2, f"{mesh(*sizes)} --ep {ep}") for *sizes, ep in ((2, 1, 1, 1, 2), (1, 1, 2, 1, 1))),
-    ("09_kernels/train.py", 1, ""),
-    ("09_kernels/train.py", 1, "--kv_heads 6 --vocab 259"),
-    ("10_mixed_precision/bf16.py", 1, "--microbatches 1"),
-    ("10_mixed_precision/bf16.py", 1, "--microbatches 3"),
-    ("10_mixed_precision/bf16.py", 1, "--compile"),
-    ("10_mixed_precision/fp16_loss_scaling.py", 1, "--microbatches 1"),
-    ("10_mixed_precision/fp16_loss_scaling.py", 1, "--microbatches 3"),
-    *((recipe, 1, f"--microbatches {n}") for recipe in SHORTER for n in (1, 3)),
-    ("10_mixed_precision/stochastic_rounding.py", 1, "--compile"),
 ]
-
-
-ROOT_RECIPE = "01_single_gpu/train.py"
-MOE = "07_expert/moe.py"  # the root of a family of its own
-KERNELS = "09_kernels/train.py"  # which no CPU can compile: there its kernels are interpreted
-HARDEST = {  # of its cases the one that proves a recipe, when there is time for one: shards with padding, shared heads
-    ROOT_RECIPE: (1, ""),
-    "01_single_gpu/gradient_accumulation.py": (1, "--microbatches 4"),
-    "01_single_gpu/activation_checkpointing.py": (1, ""),
-    "01_single_gpu/selective_checkpointing.py": (1, ""),
-    "02_data_parallel/naive.py": (3, ""),
-    "02_data_parallel/overlap.py": (3, ""),
-    "02_data_parallel/bucketed.py": (2, "--bucket_mb 0.05"),
-    "02_data_parallel/coalesced.py": (2, "--bucket_mb 0.05"),
-    "02_data_parallel/no_sync.py": (4, "--microbatches 3 --bucket_mb 0.05"),
-    "02_data_parallel/copy_engines.py": (5, "--batch 10 --bucket_mb 0.05"),
-    "02_data_parallel/diloco.py": (3, "--inner_steps 1 --outer_lr 1 --outer_momentum 0"),
-    "02_data_parallel/torch_ddp.py": (4, "--bucket_mb 0.05"),
-    "02_data_parallel/accelerate_ddp.py": (4, "--bucket_mb 0.05"),
-    "03_zero/zero1.py": (5, "--batch 10"),
-    "03_zero/zero1_overlap.py": (4, "--microbatches 3"),
-    "03_zero/zero2.py": (4, "--microbatches 3"),
-    "03_zero/zero3.py": (4, "--microbatches 3"),
-    "03_zero/zero3_copy_engines.py": (4, "--microbatches 3"),
-    "03_zero/hsdp.py": (6, "--shard 3 --microbatches 2"),
-    "03_zero/offload.py": (4, "--microbatches 3"),
-    "03_zero/torch_fsdp.py": (5, "--batch 10"),
-    "03_zero/accelerate_fsdp.py": (4, ""),
-    "04_tensor_sequence/tensor_parallel.py": (4, "--heads 4 --kv_heads 2"),
-    "04_tensor_sequence/vocab_parallel.py": (4, "--heads 4 --kv_heads 2 --vocab 257"),
-    "04_tensor_sequence/sequence_parallel.py": (4, "--heads 4 --kv_heads 2 --batch 6"),
-    "04_tensor_sequence/async_tensor_parallel.py": (4, "--heads 4 --kv_heads 2 --batch 6"),
-    "04_tensor_sequence/torch_dtensor.py": (4, "--heads 4 --kv_heads 4 --vocab 261"),
-    "05_context_ring/all_gather_kv.py": (3, ""),
-    "05_context_ring/ring.py": (4, ""),
-    "05_context_ring/striped.py": (3, "--kv_heads 1"),
-    "05_context_ring/zigzag.py": (4, ""),
-    "05_context_ring/ulysses.py": (4, "--heads 8 --kv_heads 2"),
-    "05_context_ring/usp.py": (8, "--ulysses 4 --heads 8 --kv_heads 2"),
-    "05_context_ring/torch_context_parallel.py": (3, "--rotate alltoall"),
-    "06_pipeline/naive.py": (4, ""),
-    "06_pipeline/afab.py": (4, "--microbatches 6"),
-    "06_pipeline/1f1b.py": (4, "--microbatches 6"),
-    "06_pipeline/split_backward.py": (4, "--microbatches 6"),
-    "06_pipeline/zero_bubble.py": (4, "--microbatches 6"),
-    "06_pipeline/interleaved.py": (3, "--microbatches 6 --layers 7"),
-    "06_pipeline/zbv.py": (3, "--microbatches 6 --layers 7"),
-    "06_pipeline/dualpipe.py": (4, "--microbatches 12 --layers 7"),
-    "06_pipeline/torch_pipelining.py": (4, "--microbatches 6 --schedule InterleavedZeroBubble --layers 11"),
-    MOE: (1, ""),
-    "07_expert/expert_parallel.py": (4, "--edp 2 --top_k 4"),
-    "07_expert/auxiliary_loss.py": (4, "--edp 2 --balance 0 --z 0"),
-    "07_expert/bias_balancing.py": (4, "--bias_rate 0 --microbatches 3 --edp 2"),
-    "07_expert/capacity.py": (4, "--edp 2 --top_k 4 --capacity 2"),
-    "07_expert/overlap.py": (4, "--edp 2"),
-    "07_expert/symmetric_memory.py": (4, "--edp 2"),
-    "08_4d/train.py": (8, mesh(2, 1, 2, 2)),
-    "08_4d/checkpoint.py": (4, mesh(2, 1, 2, 1)),
-    # every token goes to all experts: where scores are close, bfloat16 may choose others than the root
-    "08_4d/moe.py": (8, f"{mesh(2, 1, 2, 2)} --ep 2 --top_k 8"),
-    KERNELS: (1, ""),
-    "10_mixed_precision/bf16.py": (1, "--microbatches 3"),
-    "10_mixed_precision/fp16_loss_scaling.py": (1, "--microbatches 3"),
-    **dict.fromkeys(SHORTER, (1, "--microbatches 3")),
-}
+CASES.sort(key=lambda case: case[0][:2])  # by folder, each in its order
+HARDEST["08_4d/train.py"] = 8, mesh(2, 1, 2, 2)
+HARDEST["08_4d/checkpoint.py"] = 4, mesh(2, 1, 2, 1)
+HARDEST["08_4d/moe.py"] = 8, f"{mesh(2, 1, 2, 2)} --ep 2 --top_k 8"
 
 
 def on_one_device(recipe: str) -> bool:
