@@ -181,7 +181,7 @@ def check_bfloat16(recipe: str, file: str | None = None) -> None:
         changes = [(run.weights[name] - tensor).double() / 100 for name, tensor in before.items()]  # rate 100
         norm = torch.stack([change.norm() for change in changes]).norm().item()
         error = abs(run.history[0][1] / norm - 1)
-        assert error < ROUNDED_ONCE, f"the norm is off by {error:.1e}: it, or what it is of, has 16 bits"
+        assert error < NORM, f"the norm is off by {error:.1e}: it, or what it is of, has 16 bits"
     flags = f"{roots} {equivalence.LOW_GRADIENT}"
     if parts:
         # zero1_overlap.py sends the sum of its micro-batches, in bf16: the header's formula
@@ -199,6 +199,7 @@ def check_bfloat16(recipe: str, file: str | None = None) -> None:
 
 
 ROUNDED_ONCE = 1e-5  # fp32 sums, and fp32 weights that take the step; a bf16 rounding is 2e-3
+NORM = 1e-4  # squares added up in fp32, one after the other on some CPUs; rounded to bf16 it is off by up to 4e-3
 
 
 @once
