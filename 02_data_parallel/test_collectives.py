@@ -272,7 +272,7 @@ def refusal(world, flags):
 
 
 def test_flags():
-    """What cannot work ends with one line that names the flag; the smallest sizes that can work are not refused."""
+    """Impossible sizes end with one line that names the flag; the smallest possible ones are not refused."""
     bad = [
         "--smallest 5",
         "--smallest 0",

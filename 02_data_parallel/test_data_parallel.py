@@ -242,7 +242,7 @@ def test_a_step(recipe, tmp_path, monkeypatch):
 
 
 def compiled_graphs(module):
-    """A probe: graphs that the compiler cuts the blocks and the loss into, of which each is one part of backward."""
+    """A probe: the graphs of the compiled blocks and loss. Each one is a part of backward."""
     compile_ = torch.nn.Module.compile
     torch.nn.Module.compile = lambda part: compile_(part, backend="eager")
     return lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -342,7 +342,7 @@ def check_memory(recipe, sizes, shards, world, bytes_in_memory, batch):
     """Bytes of everything in memory between micro-batches, with all gradients, and between steps, as headers say."""
     everything, largest = sum(sizes), max(sizes)
     weights = 0 if recipe in FREEING else 2 * everything
-    if recipe == COPY_ENGINES:  # what all ranks share, of which each has mapped all
+    if recipe == COPY_ENGINES:  # shared memory: each rank has mapped all of it
         weights += 2 * (world * largest + everything)
     original, moments, gradient = (times * everything // shards for times in (4, 8, 4))
     if recipe == ZERO1:  # one unit, weights and gradients in fp32
@@ -378,7 +378,7 @@ def check_building(recipe, run, sizes, shards, whole, peak, after):
     "recipe, world, flags", [(ZERO1, 3, ""), *((r, 3, "") for r in IN_UNITS if r != HSDP), (HSDP, 6, "--shard 3")]
 )
 def test_a_step(recipe, world, flags, tmp_path, monkeypatch):
-    """What ranks send, hold and overlap; 3 ranks divide no block. No file is left."""
+    """A step sends, holds and overlaps as the header says, on 3 ranks, which divide no block. No file is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     nothing = lambda module: lambda: None  # noqa: E731
     own = [gradients_alive, timeline] if recipe != ZERO1 else [nothing, nothing]

@@ -283,7 +283,7 @@ def wanted_order(recipe):
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", [TENSOR, VOCAB, SEQUENCE, ASYNC])
 def test_a_step(recipe):
-    """What ranks hold, send, keep and sum, on the fewest on which some hold the same key heads and others do not."""
+    """Four ranks, of which two pairs share key heads, hold, send, keep and sum as the header says."""
     nothing = lambda module: lambda: None  # noqa: E731
     own = order if recipe in BY_TOKENS else nothing, copies if recipe == ASYNC else nothing
     probe = probes.together(loss_and_embedding, sums_of_replicas, weights, traffic, left_by_backward, *own)
@@ -376,7 +376,7 @@ def test_activations_of_a_large_model():
 # -------------------------------------------------------------------------------------------------------------- flags
 @pytest.mark.parametrize("recipe", [TENSOR, VOCAB, SEQUENCE, ASYNC, TWIN])
 def test_sizes(recipe):
-    """What cannot be split ends with one line that names the flag, whatever the number of processes; nothing else."""
+    """Sizes that tp does not divide end with one line that names the flag; others are accepted."""
     module, by_tokens = load(recipe), recipe not in (TENSOR, VOCAB)
     bad = [(3, "--heads 8 --dim 96 --kv_heads 1 --ffn 96", "--heads 8"), (4, "--ffn 386", "--ffn 386")]
     bad += [(3, "--heads 6 --dim 96 --kv_heads 2 --ffn 96", "--kv_heads 2")]

@@ -345,7 +345,7 @@ def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
         ids = np.concatenate([np.zeros(0, np.uint8), *documents])
         lengths = np.array([len(document) for document in documents])
         starts = lengths.cumsum() - lengths
-    least = (cfg.seq + 1) * (20 if cfg.validate else 1)  # see hold_out
+    least = (cfg.seq + 1) * (20 if cfg.validate else 1)  # a twentieth is held out
     if len(ids) < least:
         raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
     if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch

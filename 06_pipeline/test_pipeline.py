@@ -244,8 +244,8 @@ def waiting_for_weights(order):
 
 @once
 def observed(recipe):
-    """What those probes see in a step on 4 ranks. Beside those under way or waiting for W, one is being sent, has just
-    arrived, or has just been used."""
+    """Reports of the probes after a step on 4 ranks. Beside what is in flight or pending for W, one tensor lives: the
+    one that is being sent, has just arrived, or has just been used."""
     line = schedules.pipeline(load(recipe), 4, 8)
     late = max(map(waiting_for_weights, line.orders))
     enough = {"F": max(schedules.in_flight(line, "B")) + 1, "B": late + 2, "sent": line.under_way + 1}

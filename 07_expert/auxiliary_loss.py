@@ -492,7 +492,7 @@ def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
         ids = np.concatenate([np.zeros(0, np.uint8), *documents])
         lengths = np.array([len(document) for document in documents])
         starts = lengths.cumsum() - lengths
-    least = (cfg.seq + 1) * (20 if cfg.validate else 1)  # see hold_out
+    least = (cfg.seq + 1) * (20 if cfg.validate else 1)  # a twentieth is held out
     if len(ids) < least:
         raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
     if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
@@ -710,8 +710,8 @@ def parse_config() -> Config:
 def check(cfg: Config, world: int) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
-        may_be_zero = "steps validate warmup lr weight_decay eps clip seed compile balance z".split()
-        least = 0 if flag in may_be_zero else 1
+        may_be_zero = flag in "steps validate warmup lr weight_decay eps clip seed compile balance z".split()
+        least = 0 if may_be_zero else 1
         if isinstance(value, int | float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()

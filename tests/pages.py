@@ -35,7 +35,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "02_data_parallel/overlap.py": "each all-reduce starts while backward goes on",
     "02_data_parallel/bucketed.py": "few large all-reduces",
     "02_data_parallel/coalesced.py": "... without copies into buckets",
-    "02_data_parallel/no_sync.py": "micro-batches, of which the last communicates",
+    "02_data_parallel/no_sync.py": "micro-batches; only the last one communicates",
     "02_data_parallel/copy_engines.py": "an all-reduce of copies, which takes no SMs",
     "02_data_parallel/diloco.py": "workers that meet every few steps",
     "02_data_parallel/torch_ddp.py": "the same by torch's DistributedDataParallel",
