@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -248,6 +249,7 @@ def run_rank(recipe, argv, rank, world, port, folder, data, probe) -> None:
     faulthandler.disable()  # pytest's: what a rank says goes into its own output
     gc.freeze()  # what the parent has imported: to look at it for garbage would copy it
     torch.set_num_threads(1)  # again: the parent's pool is gone, and autograd's threads would race to make the new one
+    torch.use_deterministic_algorithms(True)  # torch.empty is NaN: what nobody writes must not be right by chance
     code = 1
     with open(f"{folder}/output{rank}", "w", buffering=1) as out, contextlib.redirect_stdout(out):
         os.dup2(out.fileno(), 2)
@@ -271,38 +273,39 @@ def run_rank(recipe, argv, rank, world, port, folder, data, probe) -> None:
     os._exit(code)  # the interpreter's own end would run the parent's exit handlers
 
 
-def work_of(pid: int) -> object:
-    """The CPU time that the threads of a process and its children have used, in ticks.
+def work_of(pid: int) -> float:
+    """The CPU time that the threads of a process and its children have used, in ticks of 10 ms.
 
-    A new object, unequal to all others, if one of them is about to run, waits for a disk, or if there is no /proc.
+    NaN if one of them is about to run, waits for a disk, or has just ended, or if there is no /proc.
     """
     used, threads = 0, list(Path(f"/proc/{pid}/task").glob("*"))
     try:
         for thread in threads:
             state, *numbers = (thread / "stat").read_text().rpartition(") ")[2].split()
-            children = [work_of(int(child)) for child in (thread / "children").read_text().split()]
-            if state in "RD" or not all(isinstance(work, int) for work in children):
-                return object()
-            used += int(numbers[10]) + int(numbers[11]) + sum(children)
+            if state in "RD":
+                return math.nan
+            children = map(int, (thread / "children").read_text().split())
+            used += int(numbers[10]) + int(numbers[11]) + sum(map(work_of, children))
     except OSError:  # it has just ended
-        return object()
-    return used if threads else object()
+        return math.nan
+    return used if threads else math.nan
 
 
 def wait(ranks, folder, timeout) -> None:
     """Return when all ranks have ended well, raise when one has not, time is up, or they hang."""
     start = time.monotonic()
-    end, last, idle_since = start + timeout, None, start
+    end, last, idle_since = start + timeout, [], start
     while alive := [process for process in ranks if process.is_alive()]:  # once: waiting for none would take a second
         if any(process.exitcode for process in ranks):
             break
         if time.monotonic() > end:
             raise TimeoutError(f"ranks {[ranks.index(process) for process in alive]} still run after {timeout} s")
-        work = [work_of(process.pid) for process in alive] if IMPATIENT else None
-        if work != last:
-            last, idle_since = work, time.monotonic()
-        elif IMPATIENT and time.monotonic() - idle_since > HANGS:
+        work = [work_of(process.pid) for process in alive] if IMPATIENT else []
+        if not work or len(work) != len(last) or not sum(work) - sum(last) <= len(work):  # gloo's threads look round
+            idle_since = time.monotonic()
+        elif time.monotonic() - idle_since > HANGS:
             raise TimeoutError(f"ranks {[ranks.index(process) for process in alive]} hang: none has done anything")
+        last = work
         multiprocessing.connection.wait([process.sentinel for process in alive], timeout=1)
     if failed := [rank for rank, process in enumerate(ranks) if process.exitcode]:
         first = min(
