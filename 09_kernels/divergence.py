@@ -207,9 +207,9 @@ def break_even(share: float, itemsize: int, bandwidth: float) -> float:
 
 def cases(device: str) -> Iterator[tuple[str, Tensor]]:
     """Yield what is tried, and x in float64."""
-    for share in 0, 1 / 1024, 1 / 8, 1:
-        yield f"share {share:.4f} at random", make_input(5000, share, False, device).double()
-        yield f"share {share:.4f} together", make_input(5000, share, True, device).double()
+    for share, together in (0, False), (1 / 1024, False), (1 / 8, False), (1 / 8, True), (1, True):
+        how = "together" if together else "at random"
+        yield f"share {share:.4f} {how}", make_input(5000, share, together, device).double()
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(40, 90, dtype=torch.float64, device=device, generator=generator)
     yield "both signs", x
