@@ -243,7 +243,8 @@ def check_run(recipe: str, file: str | None = None) -> None:
         probes.things_in_memory,
         probes.group_is_gone(0 if recipe in KEEP_THE_GROUP else 5),
     )
-    run = launch(file or recipe, world, f"{SMALL} {flags} --steps {STEPS} --validate 4", probe=probe)
+    flags += f" --data {equivalence.documents()} --steps {STEPS} --validate 4"
+    run = launch(file or recipe, world, f"{SMALL} {flags}", probe=probe)
     elapsed = time.perf_counter() - start
     for rank, ((saves,), batches, _, alive, (initialised, threads)) in enumerate(run.probes):
         assert saves == (rank == 0), "one rank saves"
