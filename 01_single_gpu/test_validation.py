@@ -1,6 +1,5 @@
 """--validate: what is held out, and what is printed of it."""
 
-import re
 
 import numpy as np
 import pytest
@@ -41,9 +40,16 @@ def test_least_text(tmp_path):
         assert line == (wanted if size < 340 else None)
 
 
-def test_printed_every_n_steps():
-    """... after the step's line; each time of the same text, so that with no learning rate it stays the same."""
-    out = launch(ROOT_RECIPE, 1, f"{SMALL} --steps 5 --validate 2 --lr 0").output[0].splitlines()
-    found = [(i, re.fullmatch(r" +validation loss (\d\.\d{4})", line)) for i, line in enumerate(out)]
-    (first, one), (second, two) = [(i, line[1]) for i, line in found if line]
-    assert (first, second, len(out)) == (2, 5, 5 + 2 + 1) and one == two
+@pytest.mark.parametrize("recipe, world", [(ROOT_RECIPE, 1), ("02_data_parallel/naive.py", 2)])
+def test_printed_every_n_steps(recipe, world, file=None):
+    """... after the step's line: what evaluate returns. With no learning rate it stays the same, as the text does."""
+
+    def returned(module):
+        losses, evaluate = [], module.evaluate
+        module.evaluate = lambda *args: losses.append(evaluate(*args)) or losses[-1]
+        return lambda: [loss.item() for loss in losses]
+
+    run = launch(file or recipe, world, f"{SMALL} --steps 5 --validate 2 --lr 0", probe=returned)
+    out, (one, two) = run.output[0].splitlines(), run.probes[0]
+    assert len(out) == 5 + 2 + 1 and one == two
+    assert out[2].split() == out[5].split() == ["validation", "loss", f"{one:.4f}"], "not the loss of the evaluation"

@@ -84,6 +84,7 @@ IN_FILES = {
     },
     "01_single_gpu/test_validation.py": {
         "held out": ("test_what_is_held_out", "", {"lengths": [500, 440, 20, 20, 20], "cut": 960}),
+        "printed validation": ("test_printed_every_n_steps", "not the loss of the evaluation"),
     },
     "05_context_ring/test_context.py": {
         "attention in bfloat16": (
