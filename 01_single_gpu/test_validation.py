@@ -1,6 +1,5 @@
 """--validate: what is held out, and what is printed of it."""
 
-
 import numpy as np
 import pytest
 from contract import SMALL, refusal
