@@ -241,7 +241,7 @@ def test_a_missing_file_is_noticed(tmp_path):
     shutil.copytree(Path(folder, "step-4"), tmp_path / "step-4")
     sorted((tmp_path / "step-4").glob("*.safetensors"))[-1].unlink()
     with pytest.raises(RankFailed, match="a file is missing"):
-        launch(CHECKPOINT, 1, f"{FLAGS} {ALONE} --steps 5 --checkpoint {tmp_path}", timeout=60)
+        launch(CHECKPOINT, 1, f"{FLAGS} {ALONE} --steps 5 --checkpoint {tmp_path}")
 
 
 @pytest.mark.parametrize(

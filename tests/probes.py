@@ -241,7 +241,7 @@ def things_in_memory(module: ModuleType) -> Report:
     def step(*args):
         steps[0] += 1
         if steps[0] in (5, 9):  # what steps 5 to 8 have left
-            for _ in range(20):
+            for _ in range(100):
                 now = count()
                 if not counts or all(new <= old for new, old in zip(now, counts)):
                     break

@@ -96,7 +96,7 @@ def errors(technique: str, old: str = "", new: str = "") -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{technique}.py"
         path.write_text(source)
-        records = launch(path, world, technique, probe=what_main_returns, timeout=60, save=False).probes
+        records = launch(path, world, technique, probe=what_main_returns, save=False).probes
     theirs, largest = reference(), {}
     assert {name for record in records for name in record} == set(theirs), "not all has been trained, or recorded"
     for record in records:
