@@ -295,8 +295,9 @@ def like_cublas(a, a_scale, b, b_scale, fast=False):
 @pytest.mark.parametrize(
     "name, dtype, vocab, microbatches",
     [
-        *((name, "bfloat16", 128, m) for name in MEMORY.RECIPES["10_mixed_precision"] for m in (1, 2)),
-        ("fp8_tensorwise", "bfloat16", 1024, 2),
+        *((name, "bfloat16", 128, 2) for name in MEMORY.RECIPES["10_mixed_precision"]),
+        *(("fp8_tensorwise", "bfloat16", vocab, m) for vocab, m in ((1024, 2), (128, 1))),
+        ("stochastic_rounding", "bfloat16", 128, 1),
         ("fp16_loss_scaling", "float16", 1024, 1),
         *((name, "float32", 1024, 2) for name in ("bf16", "stochastic_rounding")),
     ],
