@@ -202,19 +202,6 @@ def test_kept_by_split_backward():
     assert 0 <= isolated(kept_by_split_backward) - MEMORY.operands(cfg, 1, False) <= 4096
 
 
-def test_bytes_per_token_by_hand():
-    """A block of SmolLM 1.7B, d 2048 and f 4·d, per token of bf16; and what tensor parallelism cuts."""
-    tokens, d = 4 * 2048, 2048
-    whole, statistics = {"none": 4, "selective": 2, "full": 1}, {"none": 8, "selective": 0, "full": 0}
-    split = {"none": 4 + 12, "selective": 4 + 8, "full": 0}  # in units of d: q, o, k, v and three, two or no f
-    heads = {"none": 4 * 32, "selective": 4 * 32, "full": 0}  # log-sum-exp
-    for recompute in RECIPES:
-        stream, cut = 2 * d * whole[recompute] + statistics[recompute], 2 * d * split[recompute] + heads[recompute]
-        for tp, sp in (1, False), (4, False), (4, True):
-            cfg = replace(SMOLLM, tp=tp, sequence_parallel=sp, recompute=recompute)
-            assert MEMORY.saved(cfg, recompute) == tokens * (stream / (tp if sp else 1) + cut / tp)
-
-
 def allocated(file, shape, flags):
     """Peak of the bytes that a step of a recipe allocates on the CPU, above weights and optimizer state.
 
@@ -405,7 +392,7 @@ def test_peak_on_gpus(file, flags, gpus, gib, monkeypatch):
 def test_zero():
     """Each stage's state as in 2.21 to 2.23, when the optimizer steps, with fp32 gradients in shards.
 
-    Stage 1 keeps whole gradients only while micro-batches add up.
+    What a moment before that holds, the measured peaks above say.
     """
     n, dp = sum(MEMORY.parameters(SMOLLM).values()), 4
     wanted = {0: 16 * n, 1: 2 * n + 16 * n / dp, 2: 2 * n + 16 * n / dp, 3: 16 * n / dp}
@@ -413,47 +400,12 @@ def test_zero():
         kinds = MEMORY.moments(replace(SMOLLM, zero=zero, dp=dp))["optimizer"]
         assert sum(kinds.values()) - kinds["temporary"] == size
     full = replace(SMOLLM, zero=3, dp=dp)
-    block = MEMORY.matrices(SMOLLM) + 2 * 2048
-    assert MEMORY.moments(full)["last block"]["weights"] == 2 * 2 * block
-    assert MEMORY.moments(full)["first block"]["weights"] == 2 * block
-    assert MEMORY.moments(full)["loss"]["weights"] == 2 * (block + 2048 + 49152 * 2048)
-    shards = 4 * (n - 49152 * 2048 - block) // dp  # of all that comes after the first block
-    assert MEMORY.moments(replace(full, zero=2))["first block"]["gradients"] - shards == 2 * 2 * block
-    embedding = MEMORY.moments(full)["embedding"]["gradients"]
-    assert embedding == 2 * (block + 49152 * 2048) + 4 * n // dp
-    assert MEMORY.moments(full)["last norm"]["weights"] == 2 * (block + 2048 + 49152 * 2048)
-    twice = MEMORY.moments(replace(full, zero=1, batch=2 * full.batch, microbatches=2))
-    assert twice["loss"]["gradients"] == 4 * n and twice["optimizer"]["gradients"] == 4 * n // dp
     once, twice = (MEMORY.moments(replace(full, batch=m * full.batch, microbatches=m)) for m in (1, 2))
     more = {name: sum(twice[name].values()) - sum(once[name].values()) for name in once}
     assert more["loss"] == more["head"] == 4 * n // dp  # from the second on, those of all shards are there
     assert more["optimizer"] == 0 < more["last block"] < more["loss"]
-    assert not any(kinds["weight copies"] for kinds in MEMORY.moments(full).values())
     longer = replace(full, dp=1, cp=dp, batch=full.batch // dp, seq=dp * full.seq)  # of a few sequences
     assert MEMORY.moments(longer) == MEMORY.moments(full)
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("name", MEMORY.RECIPES["10_mixed_precision"])
-def test_bytes_per_parameter(name, microbatches):
-    """What the headers of 10_mixed_precision say: 16, 8 without masters, and 2 more in fp8 for matrices of the blocks.
-
-    Embedding and norms beside masters have 4 for the weight, 4 for the gradient and 8 for the moments: 16, too.
-
-    Several micro-batches: fp32 sums of 4 beside gradients of 2, which are gone when the optimizer steps.
-    """
-    cfg = replace(SMOLLM, batch=4 * microbatches, microbatches=microbatches)
-    cfg = replace(cfg, **MEMORY.RECIPES["10_mixed_precision"][name])
-    n, matrices = sum(MEMORY.parameters(cfg).values()), cfg.layers * MEMORY.matrices(cfg)
-    own = 0 if "stochastic" in name else cfg.dim * (cfg.vocab + 2 * cfg.layers + 1)  # embedding, norms: no copy in bf16
-    held = (6 if "stochastic" in name else 14) * n - 2 * own + 2 * matrices * ("fp8" in name)
-    gradients = {"optimizer": 2 * n + 2 * own, "embedding": 2 * n + 2 * own}
-    if microbatches > 1:  # gradients of norms beside masters are sums at once
-        again = own - cfg.dim * cfg.vocab if own else 0
-        gradients = {"optimizer": 4 * n, "embedding": 4 * n + 2 * (n - again) + 2 * (own - again)}
-    for moment, bytes_ in gradients.items():
-        kinds = MEMORY.moments(cfg)[moment]
-        assert sum(kinds.values()) - kinds["temporary"] == held + bytes_
 
 
 def test_1f1b_takes_no_more_memory_for_more_micro_batches():
@@ -475,14 +427,12 @@ def test_1f1b_takes_no_more_memory_for_more_micro_batches():
         ("--pp 9", "--layers 8: must be at least --pp 9"),
         ("--pp 2 --stage 2", "--stage 2: must be below --pp 2"),
         ("--zero 1 --pp 2", "--zero 1: is predicted without --pp only"),
-        ("--pp 2 --stage 2 --schedule zbv", "--stage 2: must be below --pp 2"),
         ("--pp 3 --schedule dualpipe", "--pp 3: must be even with --schedule dualpipe"),
         ("--pp 5 --schedule zbv", "--layers 8: must be at least twice --pp 5"),
         ("--pp 4 --chunks 3 --schedule interleaved", "--layers 8: must be at least --chunks times --pp 4"),
         ("--pp 4 --microbatches 8 --batch 8 --chunks 0 --schedule interleaved", "--chunks 0: must be at least 1"),
         ("--pp 4 --microbatches 2 --schedule interleaved", "--microbatches 2: must be a multiple of --pp 4"),
         ("--schedule zbv --recompute full", "--schedule zbv: is predicted without --zero, --gather_kv and --recompute"),
-        ("--seq 6 --tp 4 --sequence_parallel", "--tp 4: must divide --seq / --cp, 6"),
         ("--seq 12 --tp 4 --sequence_parallel --cp 2", "--tp 4: must divide --seq / --cp, 6"),
         ("--cp 3", "--cp 3: must divide --seq 128"),
         ("--cp 4 --ulysses 8", "--ulysses 8: must divide --cp 4"),
@@ -490,7 +440,6 @@ def test_1f1b_takes_no_more_memory_for_more_micro_batches():
         ("--cp 4 --ulysses 4 --tp 4", "--ulysses 4: must divide --heads 8 / --tp 4"),
         ("--cp 3 --seq 9 --ulysses 0 --heads 6 --kv_heads 2 --dim 96", "--ulysses 3: must divide --kv_heads 2 /"),
         ("--precision masters --dp 2", "--precision masters: is predicted on one GPU and without --recompute only"),
-        ("--precision stochastic --recompute full", "--precision stochastic: is predicted on one GPU and without"),
         ("--fp8 blockwise", "--precision autocast: must be masters or stochastic with --fp8 blockwise"),
         ("--dtype float16", "--precision autocast: must be masters or stochastic with --fp8 none and --dtype float16"),
         ("--measure 01_single_gpu/train.py", "--measure 01_single_gpu/train.py: needs a GPU"),
@@ -537,12 +486,8 @@ def test_measure(file, dtype, matrices, others):
     """
     flags = f"--device cpu --layers 2 --batch 4 --microbatches 2 --dtype {dtype}"
     (cfg, peak, held), resets = isolated(lambda: measured_run(file, flags))
-    assert (cfg.layers, cfg.batch, cfg.microbatches, cfg.dtype) == (
-        2,
-        4,
-        2,
-        dtype,
-    ) and peak == 2 * 2**30 == resets * 2**31
+    assert (cfg.layers, cfg.batch, cfg.microbatches, cfg.dtype) == (2, 4, 2, dtype)
+    assert peak == 2 * 2**30 and resets == 1
     rest = cfg.dim * (cfg.vocab + 2 * cfg.layers + 1)
     n = sum(MEMORY.parameters(cfg).values()) - rest
     weights, optimizer = (a * n + b * rest for a, b in zip(matrices, others))
@@ -569,11 +514,9 @@ def test_report_and_picture(tmp_path, monkeypatch, capsys):
 
 
 def test_prints_the_peak(monkeypatch, capsys):
-    """The table's sum is the fullest of the moments."""
+    """The table's sum is the last of its lines."""
     monkeypatch.setattr(sys, "argv", "memory.py --preset smollm_1_7b --seq 2048 --batch 4 --dtype bfloat16".split())
     MEMORY.main()
-    printed_lines = capsys.readouterr().out.splitlines()
-    sizes = [int(line.split()[-4].replace(",", "")) for line in printed_lines if line.endswith("GiB")]
-    assert len(sizes) == len(MEMORY.KINDS) + 1 and sum(sizes[:-1]) == sizes[-1]
-    moments = printed_lines[-1].split()
-    assert max(float(word) for word in moments if "." in word) == round(sizes[-1] / 2**30, 2)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.endswith("GiB")]
+    *parts, whole = (int(line.split()[-4].replace(",", "")) for line in rows)
+    assert len(parts) == len(MEMORY.KINDS) and sum(parts) == whole

@@ -1,6 +1,5 @@
 """The data-parallel recipes train as the root does, their replicas stay alike, and they communicate what they say."""
 
-import gc
 import os
 import tempfile
 import time
@@ -148,18 +147,10 @@ def bytes_of_gradients(module):
     """A probe: bytes that forward and backward leave in memory: the gradients."""
     forward_backward, found = module.forward_backward, []
 
-    def held():
-        gc.collect()
-        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
     def step(cfg, model, *batch):
-        before = held()
+        before, size = probes.bytes_of_tensors(), sum(p.nbytes for p in model.parameters())
         loss = forward_backward(cfg, model, *batch)
-        size, end = sum(p.nbytes for p in model.parameters()), time.monotonic() + 2
-        while (more := held() - before) > size and time.monotonic() < end:
-            time.sleep(0.01)  # gloo's threads let go of what they have sent a moment after the wait for it
-        found.append(more)
+        found.append(probes.settled(lambda: probes.bytes_of_tensors() - before, size + 500))
         return loss
 
     module.forward_backward = step

@@ -1,8 +1,6 @@
 """The tensor-parallel recipes train as the root does, split what they say, and communicate and keep what they say."""
 
-import gc
 import os
-import time
 from collections import Counter
 from unittest.mock import patch
 
@@ -211,21 +209,13 @@ def left_by_backward(module):
     """
     forward_backward, backward, start, left = module.forward_backward, torch.Tensor.backward, [0], []
 
-    def held() -> int:
-        gc.collect()
-        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
     def step(cfg, model, *batch):
         def watched(loss):
             backward(loss)
-            gradients = sum(p.grad.nbytes for p in model.parameters())
-            end = time.monotonic() + 2  # gloo's threads let go of tensors a moment after the wait
-            while (more := held() - start[0] - gradients) > LEFT and time.monotonic() < end:
-                time.sleep(0.01)
-            left.append(more)
+            there = start[0] + sum(p.grad.nbytes for p in model.parameters())
+            left.append(probes.settled(lambda: probes.bytes_of_tensors() - there, LEFT))
 
-        torch.Tensor.backward, start[0] = watched, held()
+        torch.Tensor.backward, start[0] = watched, probes.bytes_of_tensors()
         return forward_backward(cfg, model, *batch)
 
     module.forward_backward = step

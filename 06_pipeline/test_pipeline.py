@@ -3,7 +3,6 @@
 import collections
 import inspect
 import itertools
-import time
 import types
 import weakref
 
@@ -128,17 +127,6 @@ def test_communicators(recipe):
                 greetings[end].popleft()
 
 
-def alive(references, enough):
-    """How many tensors are in memory, as soon as there are no more than enough, or after two seconds.
-
-    gloo's threads let go of a message a moment after the wait for it.
-    """
-    end = time.monotonic() + 2
-    while (count := sum(reference() is not None for reference in references)) > enough and time.monotonic() < end:
-        time.sleep(0.01)
-    return count
-
-
 def operands_in_memory(most):
     """A probe: micro-batches, or chunks of them, whose dy is in memory after a B, at most; and what else is.
 
@@ -175,8 +163,8 @@ def operands_in_memory(most):
         def watched_send(model, op, *rest):
             if op[0] == "B":
                 graphs[0] += sum(p.grad is not None and p.grad.requires_grad for p in model.parameters())
-                others[0] = max(others[0], alive(done, others[0]))
-                peak[0] = max(peak[0], alive(waiting, max(most, peak[0])))
+                others[0] = max(others[0], probes.alive(done, others[0]))
+                peak[0] = max(peak[0], probes.alive(waiting, max(most, peak[0])))
             return send(model, op, *rest)
 
         module.forward, module.backward_input, module.send = watched_forward, watched_backward, watched_send
@@ -196,7 +184,7 @@ def messages(enough):
 
         def note(kind, tensor):
             seen[kind].append(weakref.ref(tensor))
-            peaks[kind] = max(peaks[kind], alive(seen[kind], max(enough[kind], peaks[kind])))
+            peaks[kind] = max(peaks[kind], probes.alive(seen[kind], max(enough[kind], peaks[kind])))
 
         def received(model, op, *rest):
             tensor = receive(model, op, *rest)

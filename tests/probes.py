@@ -66,6 +66,19 @@ def settled(count: Callable[[], int], most: int, patience: float = 2) -> int:
     return now
 
 
+def bytes_of_tensors() -> int:
+    """Bytes of all tensors on the CPU that were made since gc.freeze(), if that was called; each storage once."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def alive(references: list[weakref.ref], enough: int) -> int:
+    """How many of these tensors are in memory, as soon as there are no more than enough."""
+    return settled(lambda: sum(reference() is not None for reference in references), enough)
+
+
 def threads_of_gloo() -> int:
     """How many threads of gloo there are (Linux)."""
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
@@ -414,7 +427,7 @@ def gradients_in_flight(module: ModuleType) -> Report:
         work = send(model, op, *rest)
         if work and op[0] == "B":
             sent.append(weakref.ref(rest[-1]))
-            peak[0] = max(peak[0], settled(lambda: sum(reference() is not None for reference in sent), 3))
+            peak[0] = max(peak[0], alive(sent, 3))
         return work
 
     module.send = watched
