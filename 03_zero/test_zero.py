@@ -6,13 +6,12 @@ import tempfile
 import time
 from unittest.mock import patch
 
-import compare
 import equivalence
 import probes
 import pytest
 import torch
 from contract import refusal
-from launch import RankFailed, launch, load, once
+from launch import RankFailed, launch, load
 from streams import streams
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,7 +26,9 @@ TORCH_FSDP, ACCELERATE_FSDP = "03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.
 FREEING = (ZERO3, HSDP, COPY_ENGINES)  # whole weights are in memory for a while only
 IN_UNITS = (OVERLAP, ZERO2, *FREEING, OFFLOAD)
 LAYERS = 4
-SMALL = f"--device cpu --layers {LAYERS} --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 12"
+SIZES = dict(layers=LAYERS, dim=32, heads=4, kv_heads=2, ffn=48, seq=16, batch=12)
+SMALL = "--device cpu " + " ".join(f"--{name} {size}" for name, size in SIZES.items())
+BATCH = (17 + 16) * 12 * 8  # bytes of the token ids of inputs and targets
 
 
 @pytest.mark.thorough
@@ -75,24 +76,11 @@ def test_gradients_in_the_order_of_a_compiled_block():
     equivalence.check(OVERLAP, 2, "--compile", probe=probe)
 
 
-@once
-def root_with_one_sequence_alone(flags):
-    """The root's run with that probe."""
-    return launch(ROOT_RECIPE, 1, flags, probe=probes.one_sequence_alone_runs_a_block)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", [ZERO1, *IN_UNITS])
 def test_parameters_without_gradient_on_some_ranks(recipe):
     """... count as zero there; all ranks reduce in the same order."""
-    init = equivalence.start(ROOT_RECIPE, equivalence.SHAPE)
-    common = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} --init {init}"
-    common, probe = f"{common} {equivalence.TRAINING}", probes.one_sequence_alone_runs_a_block
-    shard = "--shard 3" * (recipe == HSDP)
-    theirs, ours = root_with_one_sequence_alone(common), launch(recipe, 3, f"{common} {shard}", probe, timeout=60)
-    assert theirs.probes == [4] and ours.probes == [2, 0, 2]
-    errors = compare.relative_errors(ours.weights, theirs.weights, compare.read(init)[0])
-    compare.assert_close(errors, equivalence.TOLERANCE["float64"], recipe)
+    load("02_data_parallel/test_data_parallel.py").check_one_sequence_alone(recipe, "--shard 3" * (recipe == HSDP))
 
 
 # -------------------------------------------------------------------------------------------------------------- a step
@@ -167,34 +155,30 @@ def copied_from_others(module):
     return lambda: copied[0]
 
 
-def held() -> int:
-    """Bytes of all tensors made since gc.freeze(), each storage once."""
-    gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+def bytes_held(most):
+    """A probe: bytes of all tensors when the last micro-batch begins, when the gradients are there, and after the step.
 
+    most: what they are at most, once gloo's threads have let go of what they have sent.
+    """
 
-def settled() -> int:
-    """held(), when gloo's threads have let go of what they have sent: that is a moment after wait() has returned."""
-    return min(time.sleep(0.02) or held() for _ in range(5))
+    def probe(module):
+        gc.freeze()
+        seen, forward, clip, train_step = [], module.forward, module.clip_gradients, module.train_step
 
+        def note(moment):
+            seen.append(probes.settled(probes.bytes_of_tensors, most[moment]))
 
-def bytes_held(module):
-    """A probe: bytes of all tensors when the second micro-batch begins, when the gradients are there, and after the
-    step; bytes of the batch."""
-    gc.freeze()
-    seen, forward, clip, train_step = [], module.forward, module.clip_gradients, module.train_step
+        def step(*args):
+            result = train_step(*args)
+            note(2)
+            return result
 
-    def step(cfg, model, optimizer, *batch):
-        result = train_step(cfg, model, optimizer, *batch)
-        seen.extend([settled(), sum(tensor.untyped_storage().nbytes() for tensor in batch)])
-        return result
+        module.forward = lambda *args: note(0) or forward(*args)
+        module.clip_gradients = lambda *args: note(1) or clip(*args)
+        module.train_step = step
+        return lambda: seen[-3:]
 
-    module.forward = lambda *args: seen.append(settled()) or forward(*args)
-    module.clip_gradients = lambda *args: seen.append(settled()) or clip(*args)
-    module.train_step = step
-    return lambda: seen[-4:]
+    return probe
 
 
 def while_it_is_built(module):
@@ -207,14 +191,16 @@ def while_it_is_built(module):
         tensor = full_tensor(*args)
         drawn.append(StorageWeakRef(tensor.untyped_storage()))
         whole.append(sum(not storage.expired() for storage in drawn))
-        peak.append(held())
+        peak.append(probes.bytes_of_tensors())
         return tensor
 
     def build(cfg):
-        torch.zeros_like = lambda *args: (zeros_like(*args), peak.append(held()))[0]  # zero1.py's gradients
+        torch.zeros_like = lambda *args: (zeros_like(*args), peak.append(probes.bytes_of_tensors()))[
+            0
+        ]  # zero1.py's gradients
         model = build_model(cfg)
         torch.zeros_like = zeros_like
-        after.append(held())
+        after.append(probes.bytes_of_tensors())
         return model
 
     module.full_tensor, module.build_model = watched, build
@@ -241,10 +227,7 @@ def gradients_alive(module):
         left[0] = max(left[0], sum(p.grad is not None for p in models[0].parameters()))
 
     def taken(*args):
-        end = time.monotonic() + 2  # gloo's threads let go of what they have sent a moment after the wait
-        while (alive := sum(not storage.expired() for storage in sent)) > 1 and time.monotonic() < end:
-            time.sleep(0.01)
-        flats[0] = max(flats[0], alive)
+        flats[0] = max(flats[0], probes.settled(lambda: sum(not storage.expired() for storage in sent), 1))
         flat = take_gradients(*args)
         if flat is not None:  # else it has moved into memory that is there for all of them
             sent.append(StorageWeakRef(flat.untyped_storage()))
@@ -338,8 +321,9 @@ def check_communication(recipe, sizes, shards, world, seen):
     assert sums == [*(replicas if recipe == HSDP else []), one, one]
 
 
-def check_memory(recipe, sizes, shards, world, bytes_in_memory, batch):
-    """Bytes of everything in memory between micro-batches, with all gradients, and between steps, as headers say."""
+def memory_by_hand(recipe, sizes, shards, world):
+    """Bytes of everything in memory between micro-batches, with all gradients, and between steps, as headers say; and
+    how many there may be beside them."""
     everything, largest = sum(sizes), max(sizes)
     weights = 0 if recipe in FREEING else 2 * everything
     if recipe == COPY_ENGINES:  # shared memory: each rank has mapped all of it
@@ -353,10 +337,9 @@ def check_memory(recipe, sizes, shards, world, bytes_in_memory, batch):
     formula = [state + between, state + gradient, state + (gradient if recipe == OFFLOAD else 0)]
     if recipe == ZERO1:
         formula[0] = state  # it has no micro-batches: this is when forward begins
-    rest = 3 * batch + 100 * (LAYERS + 2)  # batches and a part of them, the optimizer's steps, and what is logged
+    rest = 3 * BATCH + 100 * (LAYERS + 2)  # batches and a part of them, the optimizer's steps, and what is logged
     assert rest < gradient / 2  # nothing of the formula would fit
-    for ours, wanted in zip(bytes_in_memory, formula, strict=True):
-        assert 0 < ours - wanted < rest, (ours, wanted, rest)
+    return formula, rest
 
 
 def check_building(recipe, run, sizes, shards, whole, peak, after):
@@ -383,12 +366,18 @@ def test_a_step(recipe, world, flags, tmp_path, monkeypatch):
     nothing = lambda module: lambda: None  # noqa: E731
     own = [gradients_alive, timeline] if recipe != ZERO1 else [nothing, nothing]
     own += [probes.gathered_at_a_time if recipe in FREEING else nothing]
-    probe = probes.together(while_it_is_built, bytes_held, communication, copied_from_others, *own)
+    with torch.device("meta"):
+        module = load(ROOT_RECIPE)
+        weights = dict(module.Model(module.Config(**SIZES)).named_parameters())
+    sizes = sizes_by_hand(weights, 1 if recipe == ZERO1 else 3)
+    formula, rest = memory_by_hand(recipe, sizes, 3, world)
+    held = bytes_held([size + rest for size in formula])
+    probe = probes.together(while_it_is_built, held, communication, copied_from_others, *own)
     run = launch(recipe, world, f"{SMALL} {flags} --dtype bfloat16 --steps 2", probe=probe)
-    sizes = sizes_by_hand(run.weights, 1 if recipe == ZERO1 else 3)
-    for rank, (building, (*memory, batch), steps, copied, alive, order, gathered) in enumerate(run.probes):
+    for rank, (building, memory, steps, copied, alive, order, gathered) in enumerate(run.probes):
         check_building(recipe, run, sizes, 3, *building)
-        check_memory(recipe, sizes, 3, world, memory, batch)
+        beside = [ours - wanted for ours, wanted in zip(memory, formula, strict=True)]
+        assert all(0 < more < rest for more in beside), f"{beside} bytes beside those of the formulas"
         for seen in steps:
             check_communication(recipe, sizes, 3, world, seen)
         if recipe == COPY_ENGINES:  # what zero3.py sends
