@@ -114,8 +114,7 @@ def traffic(module):
 
     def counted(kind, original, which):
         def wrapper(*args, **kwargs):
-            phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
-            seen[kind, phase, args[which].numel() * args[which].element_size()] += 1
+            seen[kind, probes.phase(), args[which].numel() * args[which].element_size()] += 1
             return original(*args, **kwargs)
 
         return wrapper

@@ -10,7 +10,7 @@ import pytest
 import torch
 from contract import refusal
 from launch import isolated, launch, load, once
-from probes import settled, together
+from probes import phase, settled, together
 from streams import streams
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,10 +104,6 @@ def test_work(recipe, work):
 
 
 # ------------------------------------------------------------------------------------------- communication and memory
-def phase():
-    return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
-
-
 def sent(module):
     """A probe: bytes that attention sends from this rank, and who takes part in all-to-alls of all with all."""
     seen, meets, dist = {"forward": 0, "backward": 0}, set(), module.dist

@@ -14,7 +14,7 @@ import torch
 import witness
 from contract import refusal
 from launch import isolated, launch, load, once
-from probes import evaluated, together
+from probes import OnGPU, evaluated, phase, together
 from safetensors.torch import save_file
 from streams import streams
 
@@ -187,12 +187,6 @@ def test_grouped_matmul(file=None):
     isolated(compute)
 
 
-class OnGPU(torch.Tensor):
-    """A tensor in CPU memory that says it is on a GPU."""
-
-    is_cuda = True
-
-
 def test_grouped_matmul_in_one_kernel():
     """What GPUs run in bfloat16: rounded once, zeros for an expert without rows, and the gradients' dtypes."""
 
@@ -314,10 +308,9 @@ def sent(module):
 
     def exchange(out, x, arriving=None, to_others=None, group=None, **kwargs):
         if x.is_floating_point():  # else counts
-            phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
             rows = [sum(sizes) - sizes[group.rank()] for sizes in (to_others, arriving)]
             assert (len(x), len(out)) == (sum(to_others), sum(arriving))
-            exchanges.append((phase, x[0].numel() if len(x) else out[0].numel(), *rows))
+            exchanges.append((phase(), x[0].numel() if len(x) else out[0].numel(), *rows))
         return all_to_all(out, x, arriving, to_others, group=group, **kwargs)
 
     module.dist.all_to_all_single = exchange
@@ -331,14 +324,10 @@ def test_bytes_sent():
     """
     rows = B * S // 4 * K // 2  # of 4 ranks, each in a pair that shares out the experts
 
-    def probe(module):
-        _ = balanced(module)
-        return sent(module)
-
     flags = f"{SHAPE} --experts {E} --top_k {K} --steps 1 --edp 2"
     each = ("forward", D), ("forward", 1), ("forward", D), ("backward", D), ("backward", D), ("backward", 1)
     wanted = [(phase, width, rows, rows) for phase, width in each]
-    for exchanges in launch(PARALLEL, 4, flags, probe=probe).probes:
+    for _, exchanges in launch(PARALLEL, 4, flags, probe=together(balanced, sent)).probes:
         assert sorted(exchanges) == sorted(wanted * LAYERS)
 
 
@@ -428,9 +417,8 @@ def roots_loads():
     run = launch(MOE, 1, LOADS, probe=together(unwritten, rows_of_experts, evaluated()))
     logged, rows = [busiest for *_, busiest in run.history], np.array(run.probes[0][1])  # steps layers e
     assert rows.shape == (3, LAYERS, E) and (rows.sum(-1) == B * S * K).all()
-    assert (
-        logged == pytest.approx((rows.max(-1) / rows.mean(-1)).max(-1), rel=1e-6) and len(set(logged)) == 3
-    )  # float32
+    wanted = (rows.max(-1) / rows.mean(-1)).max(-1)
+    assert logged == pytest.approx(wanted, rel=1e-6) and len(set(logged)) == 3  # float32
     return logged
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from launch import RankFailed, isolated, launch, load
-from probes import together
+from probes import OnGPU, phase, together
 from streams import streams
 
 PARALLEL = "07_expert/expert_parallel.py"
@@ -34,12 +34,12 @@ def test_halves_take_turns(layers=3, file=None):
     """
     flags = f"{SHAPE} --experts 6 --top_k {K} --layers {layers} --steps 1"
     for transfers in launch(file or OVERLAP, 2, flags, probe=context.transfers, save=False).probes:
-        for phase, alone in ("forward", -1), ("backward", 0):
-            of_phase = [transfer for transfer in transfers if transfer[0] == phase]
+        for name, alone in ("forward", -1), ("backward", 0):
+            of_phase = [transfer for transfer in transfers if transfer[0] == name]
             assert sorted(width for _, width, _ in of_phase) == [1] * 2 * layers + [D] * 4 * layers
-            assert of_phase.pop(alone) == [phase, D, False]
+            assert of_phase.pop(alone) == [name, D, False]
             missing = [hidden for *_, hidden in of_phase].count(False)
-            assert not missing, f"{phase}: {missing} transfers without computation"
+            assert not missing, f"{name}: {missing} transfers without computation"
 
 
 @pytest.mark.thorough
@@ -53,22 +53,10 @@ def test_whenever_streams_get_to_it(when):
 
 
 # ------------------------------------------------------------------------------------- symmetric memory: rows and slots
-class OnGPU(torch.Tensor):
-    """A tensor that says it is on a GPU: push takes its kernel, which here runs in Triton's interpreter."""
-
-    is_cuda = True
-
-
 WIDTHS = [  # of rows, their dtypes
-    (1, torch.int64),
-    (1, torch.float32),
-    (1, torch.float64),
-    (7, torch.float32),
-    (33, torch.bfloat16),
-    (64, torch.bfloat16),
-    (48, torch.float64),
-    (2051, torch.float32),
-    (4096, torch.bfloat16),
+    *((1, dtype) for dtype in (torch.int64, torch.float32, torch.float64)),
+    *((width, torch.bfloat16) for width in (33, 64, 4096)),
+    *((7, torch.float32), (48, torch.float64), (2051, torch.float32)),
 ]
 
 
@@ -310,8 +298,7 @@ def written_to_others(module):
     push, train_step, route, build_model = module.push, module.train_step, module.Router.forward, module.build_model
 
     def pushing(x, source, place, to, size):
-        phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
-        pushed.append((phase, x.shape[1], int(((place >= 0) & (place // size != ranks[0])).sum())))
+        pushed.append((phase(), x.shape[1], int(((place >= 0) & (place // size != ranks[0])).sum())))
         push(x, source, place, to, size)
 
     def forward(self, x):
@@ -341,18 +328,15 @@ def test_bytes_written(world=4, edp=2, experts=8, forced=True, file=None):
     """
     ep, t = world // edp, B * S // world
 
-    def probe(module):
-        _ = expert.balanced(module) if forced else None
-        return together(written_to_others, capacity.waits_for_the_gpu)(module)
-
+    probe = together(*[expert.balanced] * forced, written_to_others, capacity.waits_for_the_gpu)
     flags = f"{SHAPE} --experts {experts} --top_k {K} --steps 2 --edp {edp}"
     seen = launch(file or SYMMETRIC, world, flags, probe=probe, save=False).probes
-    for rank, ((pushed, _), waits) in enumerate(seen):
+    for rank, (*_, (pushed, _), waits) in enumerate(seen):
         assert not waits[1], f"the CPU waits for {waits[1]}"  # the first step has allocated the memory
         group = [other for other in range(world) if other // ep == rank // ep]  # that share out the experts with it
         wanted = []
         for layer in range(LAYERS):
-            chosen = {other: np.array(seen[other][0][1][layer]).flatten() // (experts // ep) for other in group}
+            chosen = {other: np.array(seen[other][-2][1][layer]).flatten() // (experts // ep) for other in group}
             there = int((chosen[rank] != rank % ep).sum())
             back = sum(int((chosen[other] == rank % ep).sum()) for other in group if other != rank)
             if forced:

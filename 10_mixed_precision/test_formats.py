@@ -225,23 +225,6 @@ def test_damage_by_hand():
     assert zeros == 2 / 7 and overflows == 0 and worst < 10 < 60 < median
 
 
-def test_damage_to_real_gradients():
-    """A scale costs nothing and saves what was zero; bf16 needs none; a bit of mantissa is worth 6 dB."""
-    for kind, tensors in seen().gradients.items():
-        found = {
-            (name, scaled): FORMATS.damage(tensors, FORMATS.FORMATS[name], scaled)
-            for name in CASTS
-            for scaled in (False, True)
-        }
-        assert found["bf16", False] == pytest.approx(found["bf16", True], rel=1e-9) and found["bf16", False][0] == 0
-        for name in "fp16", "e4m3", "e5m2":
-            assert found[name, True][0] < 0.1 * found[name, False][0], f"{name}, {kind}"
-            assert found[name, True][3] >= found[name, False][3] and found[name, True][1] == 0
-        decibels = [found[name, True][2] for name in ("fp16", "bf16", "e4m3", "e5m2")]
-        per_bit = [(a - b) / n for a, b, n in zip(decibels, decibels[1:], (3, 4, 1))]
-        assert all(5.7 < gain < 6.4 for gain in per_bit), f"{kind}: {per_bit} dB per bit of mantissa"
-
-
 def test_lost_updates():
     """By hand: below half of the distance to the neighbour nothing moves, in bf16 between 1 and 2 that is 2^-8."""
     half = 2.0**-8
@@ -252,12 +235,6 @@ def test_lost_updates():
     # lost: a tie that goes to even 1, and what is below; below 1 neighbours are half as far, so that -half moves
     assert FORMATS.lost(case, bf16, 1.0) == 2 / 5
     assert FORMATS.lost(case, fp32, 1.0) == 0 and FORMATS.lost(case, bf16, 0.1) == 1
-    shares = [
-        [FORMATS.lost(seen(), FORMATS.FORMATS[name], rate) for rate in FORMATS.RATES] for name in ("fp16", "bf16")
-    ]
-    for row in shares:
-        assert row == sorted(row), "a smaller learning rate moves more weights"
-    assert all(a < b for a, b in zip(*shares)) and shares[1][-1] > 0.5
 
 
 # ---------------------------------------------------------------------------------------------------------------- main

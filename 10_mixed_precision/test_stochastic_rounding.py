@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 from launch import in_a_fork, isolated, load
+from probes import bytes_of_tensors
 from torch import Tensor
 
 SR = "10_mixed_precision/stochastic_rounding.py"
@@ -291,31 +292,6 @@ def test_training_rounds_fairly(flags, file=None):
 
 
 @in_a_fork
-def test_moments_follow_those_of_fp32(file=None):
-    """After six steps, mean and square are those of the same gradients without rounding, but for errors of mean 0.
-
-    Step t's error shrinks by beta each step: variances by its square. Errors are added up away from zero, in units of
-    what bf16 tells apart at the size of the gradients: that does not depend on how the moments were rounded.
-    """
-    wide, sizes, variances = {}, {}, {}
-    for tensors in steps_of(file, "", 6):
-        for name, (_, after, exact, gradient) in tensors.items():
-            for kind, beta, x, input in (("mean", 0.9, 1, gradient), ("square", 0.95, 2, gradient**2)):
-                for sums, new, rate in (
-                    (wide, (1 - beta) * input, beta),
-                    (sizes, (1 - beta) * input.abs(), beta),
-                    (variances, error_and_variance(after[x], exact[x])[1], beta**2),
-                ):
-                    sums[name, kind] = rate * sums.get((name, kind), 0) + new
-    for key, size in sizes.items():
-        low, high = neighbours(size.float())
-        direction = wide[key].sign() / (high - low)
-        error = tensors[key[0]][1][KEPT.index(key[1])].double() - wide[key]
-        off = (error * direction).sum() / (variances[key] * direction**2).sum().sqrt()
-        assert off.abs() < SIGMAS, f"{key}: off by {off:.1f} standard deviations after six steps"
-
-
-@in_a_fork
 def test_small_updates_arrive(file=None):
     """Where rounding to nearest would move few weights, all together move as far along fp32's step as fp32 does.
 
@@ -376,7 +352,6 @@ def test_bytes_between_steps(file=None):
     Beside them there are 8 bytes of keys per tensor and the count of steps, together less than the smallest matrix.
     """
     for flags in "--microbatches 1", "--microbatches 2":
-        gc.collect()
         gc.freeze()  # what there is already is not counted
         module, (cfg, model, optimizer), data = start(file, flags)
         parameters = sum(p.numel() for p in model.parameters())
@@ -384,9 +359,7 @@ def test_bytes_between_steps(file=None):
         for step in range(3):
             module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, step))
             assert all(p.grad is None for p in model.parameters()), "gradients are left"
-            gc.collect()
-            storages = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), Tensor)]
-            total = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+            total = bytes_of_tensors()
             per_parameter = f"{total / parameters:.2f} bytes per parameter, with {flags}"
             assert 6 * parameters <= total < 6 * parameters + smallest, per_parameter
         dtypes = {x.dtype for kept in kept_by(optimizer).values() for x in kept}

@@ -55,6 +55,17 @@ def valid_tokens(module: ModuleType) -> Report:
     return lambda: (made[0][1] != module.IGNORE).sum(1).tolist()
 
 
+def phase() -> str:
+    """Whether autograd computes gradients at the moment: "backward", else "forward"."""
+    return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+
+
+class OnGPU(torch.Tensor):
+    """A tensor in CPU memory that says it is on a GPU."""
+
+    is_cuda = True
+
+
 def settled(count: Callable[[], int], most: int, patience: float = 2) -> int:
     """What `count` gives once it is at most `most`; after `patience` seconds, what it still gives.
 

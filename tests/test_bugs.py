@@ -218,7 +218,6 @@ IN_FILES = {
         "every chance": ("test_every_chance_counts", "round up, not"),
         "numbers of bf16": ("test_what_bf16_holds_stays", "have become|a NaN is lost"),
         "fair training": ("test_training_rounds_fairly", "the mean error is|are correlated|are no neighbours"),
-        "moments of fp32": ("test_moments_follow_those_of_fp32", "standard deviations after six steps"),
         "bits of an update": ("test_an_update_rounds_each_element_by_its_index", "not rounded by", {"width": 1024}),
         "keys": ("test_no_two_tensors_share_a_key", "different ones"),
         "repeated rounding": ("test_runs_repeat_and_seeds_differ", "does not repeat|with another seed"),
