@@ -60,6 +60,24 @@ def phase() -> str:
     return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 
 
+def all_to_alls(module: ModuleType) -> Report:
+    """Of every all-to-all of numbers that are not integers: phase, width of a row, how many of them go to other ranks
+    and come from them, bytes that go."""
+    exchanges, all_to_all = [], module.dist.all_to_all_single
+
+    def exchange(out, x, arriving=None, leaving=None, group=None, async_op=False):
+        if x.is_floating_point():  # else counts
+            rows = [sizes or [len(x) // group.size()] * group.size() for sizes in (leaving, arriving)]
+            assert (len(x), len(out)) == (sum(rows[0]), sum(rows[1]))
+            there, here = (sum(sizes) - sizes[group.rank()] for sizes in rows)
+            width = x[0].numel() if len(x) else out[0].numel()
+            exchanges.append((phase(), width, there, here, there * width * x.element_size()))
+        return all_to_all(out, x, arriving, leaving, group, async_op)
+
+    module.dist.all_to_all_single = exchange
+    return lambda: exchanges
+
+
 class OnGPU(torch.Tensor):
     """A tensor in CPU memory that says it is on a GPU."""
 
