@@ -408,14 +408,6 @@ def test_zero():
     assert MEMORY.moments(longer) == MEMORY.moments(full)
 
 
-def test_1f1b_takes_no_more_memory_for_more_micro_batches():
-    """... as gradients that were sent are let go: a stage that kept them would need 16 GiB for 256 long ones."""
-    for stage in range(4):
-        runs = (replace(SMOLLM, pp=4, stage=stage, batch=m, microbatches=m) for m in (8, 64))
-        few, many = (sum(MEMORY.peak(cfg)[1].values()) for cfg in runs)
-        assert few == many
-
-
 @pytest.mark.parametrize(
     "flags, message",
     [

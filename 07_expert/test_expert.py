@@ -73,55 +73,7 @@ def test_computes_what_transformers_computes(rope, top_k):
     witness.check(MOE, rope, f"--experts 8 --top_k {top_k}")
 
 
-# ----------------------------------------------------------------------------------------- functions, by naive loops
-def choices():
-    """[t, top_k] experts of tokens, and how many experts there are: some without rows, one with all, no tokens."""
-    generator = torch.Generator().manual_seed(0)
-    for t, k, count in (1, 1, 1), (7, 1, 3), (9, 2, 8), (40, 4, 6), (5, 4, 64), (0, 2, 4):
-        yield torch.rand(t, count, generator=generator).argsort(1)[:, :k], count
-    yield torch.full((6, 1), 2), 5
-
-
-def naive_order(experts):
-    """Numbers of the rows (t top_k), expert by expert, and in each as they come."""
-    flat = experts.flatten().tolist()
-    return [i for expert in sorted(set(flat)) for i, chosen in enumerate(flat) if chosen == expert]
-
-
-def test_permute_and_unpermute(file=None):
-    """Against loops; each is the other's transpose, forward and backward, and their derivatives are right.
-
-    The order is stable, has an inverse, and says where the blocks end, also those of experts without rows.
-    """
-
-    def compute():
-        module, generator = load(file or MOE), torch.Generator().manual_seed(1)
-        for experts, count in choices():
-            t, k = experts.shape
-            order, inverse, ends = module.sort_by_expert(experts, count)
-            assert order.tolist() == naive_order(experts) and order[inverse].tolist() == list(range(t * k))
-            assert ends.tolist() == [(experts <= expert).sum() for expert in range(count)]
-            assert ends.dtype == torch.int32  # what grouped_mm takes
-            x = torch.randn(t, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-            y = torch.randn(t * k, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-            rows, tokens = module.Permute.apply(x, order, inverse, k), module.Unpermute.apply(y, order, inverse, k)
-            right, sums = torch.zeros_like(y), torch.zeros_like(x)
-            for i, row in enumerate(naive_order(experts)):
-                right[i] = x[row // k]
-                sums[row // k] += y[i]
-            assert torch.equal(rows, right) and (tokens - sums).abs().sum() <= 1e-13
-            assert abs((rows * y).sum() - (x * tokens).sum()) <= 1e-12  # transposes of each other
-            (gradient,) = torch.autograd.grad(rows, x, y)
-            assert torch.equal(gradient, tokens)
-            (gradient,) = torch.autograd.grad(tokens, y, x)
-            assert torch.equal(gradient, rows)
-            if 0 < t < 10:
-                for function, given in (module.Permute, x), (module.Unpermute, y):
-                    assert torch.autograd.gradcheck(lambda z, f=function: f.apply(z, order, inverse, k), given)  # noqa: B023
-
-    isolated(compute)
-
-
+# ----------------------------------------------------------------------------------------- functions, alone
 @pytest.mark.parametrize("recipe", [MOE, "07_expert/capacity.py", "08_4d/moe.py"])
 def test_unpermute_rounds_once(recipe, file=None):
     """In bfloat16 the rows of a token are added in fp32: the error is half a unit."""
