@@ -17,10 +17,8 @@ from streams import streams
 
 NAIVE, OVERLAP, BUCKETED = (f"02_data_parallel/{name}.py" for name in ("naive", "overlap", "bucketed"))
 COALESCED, NO_SYNC, DILOCO = (f"02_data_parallel/{name}.py" for name in ("coalesced", "no_sync", "diloco"))
-COPY_ENGINES, TWINS = (
-    "02_data_parallel/copy_engines.py",
-    [f"02_data_parallel/{x}_ddp.py" for x in ("torch", "accelerate")],
-)
+COPY_ENGINES = "02_data_parallel/copy_engines.py"
+TWINS = ["02_data_parallel/torch_ddp.py", "02_data_parallel/accelerate_ddp.py"]
 SMALL = "--device cpu --layers 2 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 12"
 IN_HOOKS = {recipe: "--bucket_mb 0.02" for recipe in (OVERLAP, BUCKETED, COALESCED, COPY_ENGINES)} | {OVERLAP: ""}
 
