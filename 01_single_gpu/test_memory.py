@@ -174,6 +174,19 @@ def test_kept_by_split_backward():
     assert 0 <= isolated(kept_by_split_backward) - MEMORY.operands(cfg, 1, False) <= 4096
 
 
+def test_bytes_per_token_by_hand():
+    """A block of SmolLM 1.7B, d 2048 and f 4·d, per token of bf16; and what tensor parallelism cuts."""
+    tokens, d = 4 * 2048, 2048
+    whole, statistics = {"none": 4, "selective": 2, "full": 1}, {"none": 8, "selective": 0, "full": 0}
+    split = {"none": 4 + 12, "selective": 4 + 8, "full": 0}  # in units of d: q, o, k, v and three, two or no f
+    heads = {"none": 4 * 32, "selective": 4 * 32, "full": 0}  # log-sum-exp
+    for recompute in RECIPES:
+        stream, cut = 2 * d * whole[recompute] + statistics[recompute], 2 * d * split[recompute] + heads[recompute]
+        for tp, sp in (1, False), (4, False), (4, True):
+            cfg = replace(SMOLLM, tp=tp, sequence_parallel=sp, recompute=recompute)
+            assert MEMORY.saved(cfg, recompute) == tokens * (stream / (tp if sp else 1) + cut / tp)
+
+
 def allocated(file, shape, flags):
     """Peak of the bytes that a step of a recipe allocates on the CPU, above weights and optimizer state.
 
@@ -379,6 +392,37 @@ def test_zero():
     assert more["optimizer"] == 0 < more["last block"] < more["loss"]
     longer = replace(full, dp=1, cp=dp, batch=full.batch // dp, seq=dp * full.seq)  # of a few sequences
     assert MEMORY.moments(longer) == MEMORY.moments(full)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", MEMORY.RECIPES["10_mixed_precision"])
+def test_bytes_per_parameter(name, microbatches):
+    """What the headers of 10_mixed_precision say: 16, 8 without masters, and 2 more in fp8 for matrices of the blocks.
+
+    Embedding and norms beside masters have 4 for the weight, 4 for the gradient and 8 for the moments: 16, too.
+
+    Several micro-batches: fp32 sums of 4 beside gradients of 2, which are gone when the optimizer steps.
+    """
+    cfg = replace(SMOLLM, batch=4 * microbatches, microbatches=microbatches)
+    cfg = replace(cfg, **MEMORY.RECIPES["10_mixed_precision"][name])
+    n, matrices = sum(MEMORY.parameters(cfg).values()), cfg.layers * MEMORY.matrices(cfg)
+    own = 0 if "stochastic" in name else cfg.dim * (cfg.vocab + 2 * cfg.layers + 1)  # embedding, norms: no copy in bf16
+    held = (6 if "stochastic" in name else 14) * n - 2 * own + 2 * matrices * ("fp8" in name)
+    gradients = {"optimizer": 2 * n + 2 * own, "embedding": 2 * n + 2 * own}
+    if microbatches > 1:  # gradients of norms beside masters are sums at once
+        again = own - cfg.dim * cfg.vocab if own else 0
+        gradients = {"optimizer": 4 * n, "embedding": 4 * n + 2 * (n - again) + 2 * (own - again)}
+    for moment, bytes_ in gradients.items():
+        kinds = MEMORY.moments(cfg)[moment]
+        assert sum(kinds.values()) - kinds["temporary"] == held + bytes_
+
+
+def test_1f1b_takes_no_more_memory_for_more_micro_batches():
+    """... as gradients that were sent are let go: a stage that kept them would need 16 GiB for 256 long ones."""
+    for stage in range(4):
+        runs = (replace(SMOLLM, pp=4, stage=stage, batch=m, microbatches=m) for m in (8, 64))
+        few, many = (sum(MEMORY.peak(cfg)[1].values()) for cfg in runs)
+        assert few == many
 
 
 @pytest.mark.parametrize(

@@ -195,9 +195,12 @@ def while_it_is_built(module):
         return tensor
 
     def build(cfg):
-        torch.zeros_like = lambda *args: (zeros_like(*args), peak.append(probes.bytes_of_tensors()))[
-            0
-        ]  # zero1.py's gradients
+        def zeros(*args):  # zero1.py's gradients
+            tensor = zeros_like(*args)
+            peak.append(probes.bytes_of_tensors())
+            return tensor
+
+        torch.zeros_like = zeros
         model = build_model(cfg)
         torch.zeros_like = zeros_like
         after.append(probes.bytes_of_tensors())
