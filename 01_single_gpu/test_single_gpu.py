@@ -1,6 +1,8 @@
 """The root computes what transformers computes, and its three single-GPU children train as it does."""
 
+import contextlib
 import dataclasses
+import io
 import subprocess
 import sys
 import time
@@ -318,7 +320,7 @@ def test_weights_do_not_depend_on_the_dtype():
 def test_flags_that_argparse_refuses():
     for flags, words in ("--preset gpt5", ["--preset", "gpt5", "llama3_8b"]), ("--layers two", ["--layers", "two"]):
         with pytest.raises(RankFailed) as failure:
-            launch(TRAIN, 1, flags, timeout=20)
+            launch(TRAIN, 1, flags)
         (line,) = failure.value.output.splitlines()
         assert all(word in line for word in words) and failure.value.code == 2
 
@@ -329,7 +331,7 @@ def test_init_of_another_shape(tmp_path):
     for name in "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight":
         save_file(weights | {name: torch.zeros(1, 48)}, tmp_path / "wrong.safetensors")
         with pytest.raises(RankFailed) as failure:
-            launch(TRAIN, 1, f"{SMALL} --init {tmp_path}/wrong.safetensors", timeout=20)
+            launch(TRAIN, 1, f"{SMALL} --init {tmp_path}/wrong.safetensors")
         (line,) = failure.value.output.splitlines()
         assert all(word in line for word in ("--init", name, str(list(weights[name].shape))))
 
@@ -346,3 +348,17 @@ def test_flags_come_before_the_preset_and_that_before_the_defaults():
     sys.argv = [TRAIN]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert module.parse_config() == module.Config(device=device, **module.PRESETS["tiny"])
+
+
+def test_help():
+    text = isolated(help_text)
+    assert all(f"--{field}" in text for field in ("preset", "kv_heads", "compile", "save")) and "Source:" in text
+
+
+def help_text():
+    """What --help prints."""
+    out = io.StringIO()
+    sys.argv = [TRAIN, "--help"]
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        load(TRAIN).parse_config()
+    return out.getvalue()

@@ -224,7 +224,7 @@ def test_all_reduce(world):
     Sender and receiver start every transfer in the same step, in the only batch of that step: so NCCL cannot deadlock.
     """
     n, sizes = world, [1, 7, world * 3 * 8, 1000]
-    ranks = launch(COLLECTIVES, n, "--device cpu", probe=all_reduces(sizes), timeout=30, save=False).probes
+    ranks = launch(COLLECTIVES, n, "--device cpu", probe=all_reduces(sizes), save=False).probes
     core, height = 1 << math.floor(math.log2(n)), math.ceil(math.log2(n))
     for size in sizes:
         chunks = math.ceil(math.ceil(size / 2) / chunk_of(size))
@@ -275,5 +275,5 @@ def test_flags():
         assert "GPUs for" in refusal(2, "--device cuda")
     assert refusal(2, "--smallest 4 --largest 4 --repeats 1 --rings 1 --trees 2 --chunk 4") is None
     with pytest.raises(RankFailed, match="--rings 0") as failure:
-        launch(COLLECTIVES, 2, "--device cpu --rings 0", probe=probes.never_a_process_group, timeout=60, save=False)
+        launch(COLLECTIVES, 2, "--device cpu --rings 0", probe=probes.never_a_process_group, save=False)
     assert len(failure.value.output.splitlines()) == 1

@@ -172,10 +172,8 @@ def test_bytes_sent_without_a_wait(dtype, size, routing):
     ep, experts, top_k = 2, 8, 2
     slots = experts * math.ceil(0.6 * BATCH * SEQ // ep * top_k / experts)
     wanted = LAYERS * 2 * slots * (2 * D * size + 4) * (ep - 1) // ep  # forward and backward
-    flags, probe = (
-        f"{SMALL} --capacity 0.6 --steps 1 --dtype {dtype}",
-        together(*routing, waits_for_the_gpu, all_to_alls),
-    )
+    flags = f"{SMALL} --capacity 0.6 --steps 1 --dtype {dtype}"
+    probe = together(*routing, waits_for_the_gpu, all_to_alls)
     for *_, (waits,), exchanges in launch(CAPACITY, ep, flags, probe=probe).probes:
         assert not waits and sum(size for *_, size in exchanges) == wanted, (waits, exchanges)
 

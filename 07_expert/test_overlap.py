@@ -218,10 +218,10 @@ def test_too_few_slots(world=4, edp=2, file=None):
     ep, n = world // edp, B * S // world * K
     flags = f"{SHAPE} --layers 1 --experts 6 --top_k {K} --edp {edp} --steps 1 --seed 2 --slots"  # 1.3515625
     with pytest.raises(RankFailed) as failure:
-        launch(file or SYMMETRIC, world, f"{flags} 1.0", save=False, timeout=60)
+        launch(file or SYMMETRIC, world, f"{flags} 1.0", save=False)
     line = failure.value.output.splitlines()[-1]
     assert failure.value.code == 1 and line.startswith("--slots 1.0: "), failure.value.output
-    seen = launch(file or SYMMETRIC, world, f"{flags} 1.0", probe=refusing, save=False, timeout=60).probes
+    seen = launch(file or SYMMETRIC, world, f"{flags} 1.0", probe=refusing, save=False).probes
     assert [ends for ends, _ in seen] == [[line]] * world, f"not on every rank: {[ends for ends, _ in seen]}"
     needed = max(
         sum(int((np.array(seen[rank][1][0]) // (6 // ep) == here).sum()) for rank in range(first, first + ep)) / n

@@ -44,7 +44,9 @@ LONG = [recipe for recipe in KERNELS if "attention" in recipe or "matmul" in rec
 def test_compiles_for_a_gpu(recipes):
     """In a process of its own, in which Triton compiles."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT / 'tests'}"}
-    end = subprocess.run([sys.executable, __file__, *recipes], env=environment, capture_output=True, text=True)
+    end = subprocess.run(
+        [sys.executable, __file__, *recipes], env=environment, capture_output=True, text=True, timeout=600
+    )
     assert end.returncode == 0, end.stderr[-3000:]
     compiled = [line.split() for line in end.stdout.splitlines()]
     wanted = {(recipe, kernel) for recipe in recipes for kernel in KERNELS[recipe].split()}

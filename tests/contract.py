@@ -309,15 +309,18 @@ def check_log_line(recipe: str, file: str | None = None) -> None:
 
 
 def check_build(recipe: str, file: str | None = None) -> None:
-    """Without --init, too, every layout draws the root's weights; --compile compiles blocks and loss."""
+    """Without --init, too, every layout draws the root's weights, on all ranks; --compile compiles blocks and loss."""
     world, flags = SMALLEST[recipe]
     flags += " --compile" * (recipe != equivalence.KERNELS)
-    run = launch(file or recipe, world, f"{SMALL} {flags} --steps 0", probe=probes.compiled)
+    probe = probes.together(probes.compiled, probes.whole_parameters)
+    run = launch(file or recipe, world, f"{SMALL} {flags} --steps 0", probe=probe)
     theirs = root_built(equivalence.root_of(recipe), f"{SMALL} --steps 0").weights
     assert set(run.weights) == set(theirs), "names differ"
     assert all(torch.equal(run.weights[name], tensor) for name, tensor in theirs.items()), "not the root's weights"
-    for yes, _ in run.probes if "--compile" in flags else []:
-        assert yes & {"Block", "Loss"} == {"Block", "Loss"}, "--compile leaves out blocks, or the loss"
+    drawn = {}
+    for (yes, _), parameters in run.probes:
+        assert "--compile" not in flags or yes & {"Block", "Loss"} == {"Block", "Loss"}, "blocks or loss: not compiled"
+        assert all(drawn.setdefault(name, bits) == bits for name, bits in parameters.items()), "ranks draw others"
 
 
 @once

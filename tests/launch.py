@@ -51,7 +51,7 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPATIENT = False  # whether a launch ends as soon as all its ranks wait for each other, for seeded bugs that hang
-HANGS = 4.0  # seconds without any work after which that is so: longer than any pause that a test makes on purpose
+HANGS = 4.0  # seconds with hardly any work after which that is so: longer than any pause that a test makes on purpose
 torch.set_num_threads(1)  # ranks share the cores, and the threads of a pool would not survive the fork
 
 if importlib.util.find_spec("triton"):  # which macOS does not have

@@ -61,8 +61,8 @@ def phase() -> str:
 
 
 def all_to_alls(module: ModuleType) -> Report:
-    """Of every all-to-all of numbers that are not integers: phase, width of a row, how many of them go to other ranks
-    and come from them, bytes that go."""
+    """Of every all-to-all of floating-point rows: phase, width of a row, how many rows go to other ranks and come from
+    them, bytes that go."""
     exchanges, all_to_all = [], module.dist.all_to_all_single
 
     def exchange(out, x, arriving=None, leaving=None, group=None, async_op=False):
@@ -325,9 +325,9 @@ def kept_outside_autograd(module: ModuleType) -> Report:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # torch's record of collectives doubles now and then, by 64 KiB and more
     kept, train_step = [], module.train_step
 
-    def left_by(cfg, model, *batch) -> int:
+    def left_by(cfg, model, few, *batch) -> int:
         with torch.no_grad():
-            module.forward(cfg, model, *batch)  # which leaves weights that are gathered
+            module.forward(cfg, model, *few)  # which leaves weights that are gathered
         before = allocated()
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
             out = module.forward(cfg, model, *batch)
@@ -343,8 +343,9 @@ def kept_outside_autograd(module: ModuleType) -> Report:
             shape = (x.numel() // model.tp.size(), cfg.dim) if on_mesh(model) else (*x.shape, cfg.dim)
             x = torch.zeros(shape, requires_grad=True)
         for _ in range(3):  # what is made once, or a table that Python doubles, is in one of the three
-            some = left_by(cfg, model, x[: len(x) // 8], targets[: len(targets) // 8], *chunk)
-            kept.append(left_by(cfg, model, x, targets, *chunk) - some)
+            few = x[: len(x) // 8], targets[: len(targets) // 8], *chunk
+            some = left_by(cfg, model, few, *few)
+            kept.append(left_by(cfg, model, few, x, targets, *chunk) - some)
         return result
 
     module.train_step = step
