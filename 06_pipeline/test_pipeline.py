@@ -163,8 +163,8 @@ def operands_in_memory(most):
         def watched_send(model, op, *rest):
             if op[0] == "B":
                 graphs[0] += sum(p.grad is not None and p.grad.requires_grad for p in model.parameters())
-                others[0] = max(others[0], probes.alive(done, others[0]))
-                peak[0] = max(peak[0], probes.alive(waiting, max(most, peak[0])))
+                others[0] = probes.alive(done, others[0], 0)
+                peak[0] = probes.alive(waiting, peak[0], most)
             return send(model, op, *rest)
 
         module.forward, module.backward_input, module.send = watched_forward, watched_backward, watched_send
@@ -184,7 +184,7 @@ def messages(enough):
 
         def note(kind, tensor):
             seen[kind].append(weakref.ref(tensor))
-            peaks[kind] = max(peaks[kind], probes.alive(seen[kind], max(enough[kind], peaks[kind])))
+            peaks[kind] = probes.alive(seen[kind], peaks[kind], enough[kind])
 
         def received(model, op, *rest):
             tensor = receive(model, op, *rest)

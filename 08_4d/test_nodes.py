@@ -119,7 +119,7 @@ def test_two_nodes(tmp_path):
     for name, text in {"scontrol": SCONTROL, "srun": SRUN}.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    layout = mesh(2, 1, 2, 2)  # of 8 ranks, node0 has the first stage, node1 the second
+    layout = mesh(1, 1, 2, 2)  # of 4 ranks, node0 has the first stage, node1 the second
     init = start(ROOT_RECIPE, f"{SHAPE} {shared(layout)}")
     common = f"{SHAPE} --device cpu --dtype float64 --data {documents()} --init {init} {TRAINING}"
     files = f"--checkpoint {tmp_path}/checkpoints --every 2 --save {tmp_path}/weights.safetensors"
@@ -131,8 +131,8 @@ def test_two_nodes(tmp_path):
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "node[0-1]",
         "SLURM_NNODES": "2",
-        "SLURM_GPUS_ON_NODE": "4",
-        "SLURM_CPUS_PER_TASK": "4",
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "2",
     }
     with running([*on_hosts, *job], tmp_path, **slurm) as script:
         output, steps = finish(script, tmp_path)

@@ -103,9 +103,11 @@ def bytes_of_tensors() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def alive(references: list[weakref.ref], enough: int) -> int:
-    """How many of these tensors are in memory, as soon as there are no more than enough."""
-    return settled(lambda: sum(reference() is not None for reference in references), enough)
+def alive(references: list[weakref.ref], peak: int, enough: int) -> int:
+    """The new peak: of the old one, and how many of these tensors are in memory. Beyond enough, it needs no other."""
+    if peak > enough:
+        return peak
+    return max(peak, settled(lambda: sum(reference() is not None for reference in references), enough))
 
 
 def threads_of_gloo() -> int:
@@ -457,7 +459,7 @@ def gradients_in_flight(module: ModuleType) -> Report:
         work = send(model, op, *rest)
         if work and op[0] == "B":
             sent.append(weakref.ref(rest[-1]))
-            peak[0] = max(peak[0], alive(sent, 3))
+            peak[0] = alive(sent, peak[0], 3)
         return work
 
     module.send = watched

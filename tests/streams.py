@@ -185,6 +185,11 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
         started, in_step, build_model, train_step = [], [False], module.build_model, module.train_step
         compile_ = torch.nn.Module.compile
 
+        def fall_behind() -> None:
+            """Let the other ranks get ahead of rank 0: it still reads what they may write again too early."""
+            if late and dist.get_rank() == 0:
+                time.sleep(0.005)
+
         class Work:
             """A collective: put into its group's queue behind what is before it on its stream."""
 
@@ -207,7 +212,12 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
                 self.waited = True
                 if current[0]:  # the process goes on, and from here on what the collective uses is not its own
                     self.let_go = True
-                    current[0].put(lambda: self.queue.run(self.number))
+
+                    def then() -> None:
+                        self.queue.run(self.number)
+                        fall_behind()
+
+                    current[0].put(then)
                 else:
                     self.queue.run(self.number)
                 return True
@@ -255,8 +265,7 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
 
             def wait_event(self, event):
                 event()
-                if late and dist.get_rank() == 0:
-                    time.sleep(0.005)  # the others are ahead
+                fall_behind()
 
         def build(*args):
             model = build_model(*args)

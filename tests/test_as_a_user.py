@@ -42,6 +42,7 @@ SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 
 def command(recipe: str) -> list[str]:
     """The header's command, on at most two ranks."""
     (run,) = FAMILY[recipe].header["Run"][:1]
+    run = run.replace("accelerate launch", "accelerate launch --main_process_port 0")  # two may run at once
     words = re.sub(r"(--nproc_per_node|--num_processes) \d+", r"\1 2", run).split()
     own = {"03_zero/hsdp.py": "--shard 2", "08_4d/moe.py": "--dp 2 --cp 1 --tp 1 --pp 1 --ep 2"}.get(recipe, "")
     own = "--dp 1 --cp 1 --tp 1 --pp 2" if recipe[:2] == "08" and not own else own  # layouts of two ranks
