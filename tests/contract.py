@@ -335,14 +335,19 @@ def check_activations(recipe: str, file: str | None = None) -> None:
     """What a forward keeps for its backward goes through save_for_backward, and is freed with the loss.
 
     Whatever else a module or a context holds is invisible to checkpointing and offloading, and may outlive the step.
-    Half of one activation of the residual stream is the limit.
+    Nor does a backward leave anything in its context. Half of one activation of the residual stream is the limit.
     """
     if recipe[:2] == "01" or recipe == PIPELINE_TWIN:
         return  # checkpointing keeps its inputs itself, on purpose; torch's stages call themselves
     world, flags = SMALLEST[recipe]
-    run = launch(file or recipe, world, f"{SMALL} {flags} --batch 128 --steps 1", probe=probes.kept_outside_autograd)
-    for kept in run.probes:
-        assert kept < 128 * 16 * 32 * 4 // world / 2, f"a forward keeps {kept} bytes beside save_for_backward"
+    has_contexts = "autograd.Function" in FAMILY[recipe].source and recipe[:2] not in ("06", "08")  # of one backward
+    probe = probes.together(probes.kept_outside_autograd, *[probes.left_by_backward] * has_contexts)
+    flags += " --batch 128 --steps 1" if recipe == equivalence.KERNELS else " --batch 128 --steps 2"
+    run = launch(file or recipe, world, f"{SMALL} {flags}", probe=probe)
+    for kept, *left in run.probes:
+        limit = 128 * 16 * 32 * 4 // world / 2
+        assert kept < limit, f"a forward keeps {kept} bytes beside save_for_backward"
+        assert sum(left) < limit, f"{left} bytes beside the gradients are in memory until the end of backward"
 
 
 # ------------------------------------------------------------------------------------------------------------- failure

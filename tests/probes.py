@@ -354,6 +354,23 @@ def kept_outside_autograd(module: ModuleType) -> Report:
     return lambda: sorted(kept)[len(kept) // 2]
 
 
+def left_by_backward(module: ModuleType) -> Report:
+    """Bytes beside the gradients that every backward leaves while its graph is still there."""
+    forward_backward, backward, start, left = module.forward_backward, torch.Tensor.backward, [0], []
+
+    def step(cfg, model, *batch):
+        def watched(loss):
+            backward(loss)
+            there = start[0] + sum(p.grad.nbytes for p in model.parameters())
+            left.append(settled(lambda: bytes_of_tensors() - there, 0, 0.1))
+
+        torch.Tensor.backward, start[0] = watched, bytes_of_tensors()
+        return forward_backward(cfg, model, *batch)
+
+    module.forward_backward = step
+    return lambda: min(left)  # the first may make buffers
+
+
 def dies_in_the_second_step(module: ModuleType) -> Report:
     """The last rank fails while the others go on to a collective that it will never join."""
     original, steps = module.train_step, []
