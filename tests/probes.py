@@ -104,7 +104,7 @@ def bytes_of_tensors() -> int:
 
 
 def alive(references: list[weakref.ref], peak: int, enough: int) -> int:
-    """The new peak: of the old one, and how many of these tensors are in memory. Beyond enough, it needs no other."""
+    """Return peak, or how many of these tensors are in memory if that is more. A peak beyond enough is final."""
     if peak > enough:
         return peak
     return max(peak, settled(lambda: sum(reference() is not None for reference in references), enough))
