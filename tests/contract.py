@@ -340,12 +340,13 @@ def check_activations(recipe: str, file: str | None = None) -> None:
     if recipe[:2] == "01" or recipe == PIPELINE_TWIN:
         return  # checkpointing keeps its inputs itself, on purpose; torch's stages call themselves
     world, flags = SMALLEST[recipe]
-    has_contexts = "autograd.Function" in FAMILY[recipe].source and recipe[:2] not in ("06", "08")  # of one backward
-    probe = probes.together(probes.kept_outside_autograd, *[probes.left_by_backward] * has_contexts)
-    flags += " --batch 128 --steps 1" if recipe == equivalence.KERNELS else " --batch 128 --steps 2"
-    run = launch(file or recipe, world, f"{SMALL} {flags}", probe=probe)
+    limit = 128 * 16 * 32 * 4 // world // 2
+    # of functions with a context; in pipelines a backward does not begin at the loss
+    of_backward = "autograd.Function" in FAMILY[recipe].source and recipe[:2] not in ("06", "08")
+    probe = probes.together(probes.kept_outside_autograd, *[probes.left_by_backward(limit)] * of_backward)
+    steps = 1 if recipe == equivalence.KERNELS else 2  # the first may make buffers
+    run = launch(file or recipe, world, f"{SMALL} {flags} --batch 128 --steps {steps}", probe=probe)
     for kept, *left in run.probes:
-        limit = 128 * 16 * 32 * 4 // world / 2
         assert kept < limit, f"a forward keeps {kept} bytes beside save_for_backward"
         assert sum(left) < limit, f"{left} bytes beside the gradients are in memory until the end of backward"
 

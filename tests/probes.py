@@ -337,6 +337,8 @@ def kept_outside_autograd(module: ModuleType) -> Report:
 
     def step(cfg, *args):
         result = train_step(cfg, *args)
+        if kept:  # one step is enough
+            return result
         *_, model, _, inputs, targets = args
         chunk = [0] if hasattr(model, "before") else []  # where a rank has several stages, the first of them
         later = model.before[0] is not None if chunk else getattr(model, "stage", 0)
@@ -354,21 +356,25 @@ def kept_outside_autograd(module: ModuleType) -> Report:
     return lambda: sorted(kept)[len(kept) // 2]
 
 
-def left_by_backward(module: ModuleType) -> Report:
-    """Bytes beside the gradients that every backward leaves while its graph is still there."""
-    forward_backward, backward, start, left = module.forward_backward, torch.Tensor.backward, [0], []
+def left_by_backward(enough: int) -> Callable[[ModuleType], Report]:
+    """A probe: bytes beside the gradients that the last backward leaves while its graph is still there."""
 
-    def step(cfg, model, *batch):
-        def watched(loss):
-            backward(loss)
-            there = start[0] + sum(p.grad.nbytes for p in model.parameters())
-            left.append(settled(lambda: bytes_of_tensors() - there, 0, 0.1))
+    def probe(module: ModuleType) -> Report:
+        forward_backward, backward, start, left = module.forward_backward, torch.Tensor.backward, [0], [0]
 
-        torch.Tensor.backward, start[0] = watched, bytes_of_tensors()
-        return forward_backward(cfg, model, *batch)
+        def step(cfg, model, *batch):
+            def watched(loss):
+                backward(loss)
+                there = start[0] + sum(p.grad.nbytes for p in model.parameters())
+                left[0] = settled(lambda: bytes_of_tensors() - there, enough)
 
-    module.forward_backward = step
-    return lambda: min(left)  # the first may make buffers
+            torch.Tensor.backward, start[0] = watched, bytes_of_tensors()
+            return forward_backward(cfg, model, *batch)
+
+        module.forward_backward = step
+        return lambda: left[0]
+
+    return probe
 
 
 def dies_in_the_second_step(module: ModuleType) -> Report:

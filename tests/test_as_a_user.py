@@ -19,10 +19,8 @@ AT_THE_END = {  # what there is when the interpreter ends
     "01_single_gpu/train.py": "no process group",
     "02_data_parallel/no_sync.py": "hooks on gradients",
     "02_data_parallel/copy_engines.py": "memory of all ranks of a host",
-    "02_data_parallel/torch_ddp.py": "DistributedDataParallel",
-    "02_data_parallel/accelerate_ddp.py": "the launcher of accelerate",
+    "02_data_parallel/accelerate_ddp.py": "DistributedDataParallel, by the launcher of accelerate",
     "03_zero/zero3.py": "storages without memory",
-    "03_zero/hsdp.py": "two groups per rank",
     "03_zero/offload.py": "threads of an optimizer",
     "03_zero/accelerate_fsdp.py": "fully_shard",
     "04_tensor_sequence/async_tensor_parallel.py": "memory of all ranks, read piece by piece",
@@ -44,9 +42,9 @@ def command(recipe: str) -> list[str]:
     (run,) = FAMILY[recipe].header["Run"][:1]
     run = run.replace("accelerate launch", "accelerate launch --main_process_port 0")  # two may run at once
     words = re.sub(r"(--nproc_per_node|--num_processes) \d+", r"\1 2", run).split()
-    own = {"03_zero/hsdp.py": "--shard 2", "08_4d/moe.py": "--dp 2 --cp 1 --tp 1 --pp 1 --ep 2"}.get(recipe, "")
-    own = "--dp 1 --cp 1 --tp 1 --pp 2" if recipe[:2] == "08" and not own else own  # layouts of two ranks
-    return [*words[: words.index(recipe) + 1], *SMALL.split(), *own.split()]
+    dp, pp = ("2", "1") if recipe == "08_4d/moe.py" else ("1", "2")
+    layout = ["--dp", dp, "--cp", "1", "--tp", "1", "--pp", pp] if recipe[:2] == "08" else []  # of two ranks
+    return [*words[: words.index(recipe) + 1], *SMALL.split(), *layout]
 
 
 def assert_trained(code: int | None, output: str) -> None:
