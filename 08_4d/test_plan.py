@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import schedules
 from launch import ROOT, load
-from test_lineage import definitions
+from test_lineage import FAMILY
 
 FOLDER = ROOT / "08_4d"
 PLAN = load("08_4d/plan.py")
@@ -272,7 +272,7 @@ def test_best_only_finds_the_same():
 
 def test_taken_from_train_py():
     """What plan.py shares with train.py is the same to the letter, or it would predict another program."""
-    ours, theirs = (definitions((ROOT / "08_4d" / f"{name}.py").read_text()) for name in ("plan", "train"))
+    ours, theirs = (FAMILY[f"08_4d/{name}.py"].definitions for name in ("plan", "train"))
     assert all(ours[name] == theirs[name] for name in ("split_layers", "schedule", "flops_per_token"))
     models = load("08_4d/train.py").PRESETS
     for name, sizes in models.items():
