@@ -301,9 +301,9 @@ def test_kernel_in_the_interpreter(recipe, file=None):
 @pytest.mark.parametrize("recipe", [TENSORWISE, DELAYED])
 @in_a_fork
 def test_compiled_projections_share_what_they_read(recipe):
-    """With --compile, q, k and v quantize their input once, and gate and up; gradients are those of the eager run."""
+    """With --compile, q, k and v quantize their input once, and gate and up; the loss is that of the eager run."""
     found = []
-    equivalence.without_kernels(load(recipe))  # what is computed once is known before there are any
+    equivalence.without_kernels(load(recipe))  # equal casts are joined before there are any
     for flags in "", "--compile":
         module, (cfg, model, optimizer), batches = start(recipe, flags)
         for batch in batches[:2]:  # delayed scaling is compiled for the first step, and for those after it

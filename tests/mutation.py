@@ -231,7 +231,7 @@ def measured(bug: Bug) -> dict[str, object]:
 
 
 def tier(bug: Bug) -> str:
-    """The first broken promise of tests/contract.py that the plain run checks; "" if it sees none, as of kernels."""
+    """The first broken promise of tests/contract.py that the plain run checks; "" if there is none, or of kernels."""
     import contract
 
     if bug.recipe not in contract.SMALLEST:

@@ -357,22 +357,25 @@ def kept_outside_autograd(module: ModuleType) -> Report:
 
 
 def left_by_backward(enough: int) -> Callable[[ModuleType], Report]:
-    """A probe: bytes beside the gradients that the last backward leaves while its graph is still there."""
+    """A probe: bytes beside the gradients that the last backward leaves while its graph is still there.
+
+    enough: bytes that may be left; more is waited for, as gloo's threads let go late.
+    """
 
     def probe(module: ModuleType) -> Report:
-        forward_backward, backward, start, left = module.forward_backward, torch.Tensor.backward, [0], [0]
+        forward_backward, backward, start, left = module.forward_backward, torch.Tensor.backward, [0], []
 
         def step(cfg, model, *batch):
             def watched(loss):
                 backward(loss)
                 there = start[0] + sum(p.grad.nbytes for p in model.parameters())
-                left[0] = settled(lambda: bytes_of_tensors() - there, enough)
+                left.append(settled(lambda: bytes_of_tensors() - there, enough))
 
             torch.Tensor.backward, start[0] = watched, bytes_of_tensors()
             return forward_backward(cfg, model, *batch)
 
         module.forward_backward = step
-        return lambda: left[0]
+        return lambda: left[-1]
 
     return probe
 

@@ -40,7 +40,7 @@ SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 
 def command(recipe: str) -> list[str]:
     """The header's command, on at most two ranks."""
     (run,) = FAMILY[recipe].header["Run"][:1]
-    run = run.replace("accelerate launch", "accelerate launch --main_process_port 0")  # two may run at once
+    run = run.replace("accelerate launch", "accelerate launch --main_process_port 0")  # any: two tests may run at once
     words = re.sub(r"(--nproc_per_node|--num_processes) \d+", r"\1 2", run).split()
     dp, pp = ("2", "1") if recipe == "08_4d/moe.py" else ("1", "2")
     layout = ["--dp", dp, "--cp", "1", "--tp", "1", "--pp", pp] if recipe[:2] == "08" else []  # of two ranks
