@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import shutil
 import socket
@@ -85,7 +86,9 @@ class RankFailed(Exception):
 def run_folder() -> Path:
     """Return a folder that the workers of one run of pytest share; the last of them removes it."""
     folder = Path(tempfile.gettempdir(), f"recipes-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if (folder.stat().st_uid, folder.stat().st_mode & 0o777) != (os.getuid(), 0o700):  # what is in it is unpickled
+        raise PermissionError(f"{folder} is not a folder of this user alone")
     users = open(folder / "users", "w")
     fcntl.flock(users, fcntl.LOCK_SH)
 
@@ -226,13 +229,21 @@ def in_a_fork(test: Callable) -> Callable:
 def free_port() -> Iterator[int]:
     """A TCP port that nobody else gets before a rank listens on it.
 
-    The socket stays bound here, without listening: Linux then gives the port to no connection and to no other socket
-    but those that ask for this very port and, like this one and the ranks' store, for SO_REUSEADDR.
+    The socket stays bound here, without listening, and the ranks' store binds the port beside it, as both have
+    SO_REUSEADDR. So does NCCL, whose sockets get any port above 32768: this one is below. A name of the port keeps
+    other processes like this one away.
     """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))  # of all addresses, the store could bind none outside Linux
-        yield held.getsockname()[1]
+    for port in random.Random().sample(range(10_000, 32_000), 100):
+        with socket.socket() as held, socket.socket(socket.AF_UNIX) as name:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                name.bind(f"\0launch.py {port}")
+                held.bind(("127.0.0.1", port))  # of all addresses, the store could bind none outside Linux
+            except OSError:  # somebody has it
+                continue
+            yield port
+            return
+    raise OSError("no free port between 10000 and 32000")
 
 
 def run_rank(recipe, argv, rank, world, port, folder, data, probe) -> None:
