@@ -5,16 +5,18 @@ goes on, by torch.distributed.checkpoint: a safetensors file per rank, in which 
 one, known by name and offset. A rank that resumes reads what overlaps with its own shards, whoever wrote it. Files go
 into a folder step-N.writing, renamed to step-N when all ranks have written: what a kill interrupts does not count. The
 batch follows from the step (if --seed, --data, --batch and --seq are as before), so a run that is started again, by
-hand or by torchrun, goes on from the newest checkpoint with the batch that would have been next. Per checkpoint 12Ψ
-bytes: fp32 weights and two moments. Nothing is unpickled; torch's default format has a pickle in it (.metadata), which
-may run any code on every rank that reads it. Restarts by torchrun itself need the variable below: without it, new ranks
-look for the addresses of dead ones (pytorch issue 167288).
+hand or by torchrun, goes on from the newest checkpoint with the next batch. Per checkpoint 12Ψ bytes: fp32 weights and
+two moments. Each rectangle has a checksum, of its values, its place and its checkpoint: a damaged file, or one of
+another checkpoint, is refused, and --resume names an older one. No file is unpickled; torch's default format has a
+pickle in it (.metadata), which may run any code on every rank that reads it. Restarts by torchrun itself need the
+variable below: without it, new ranks look for the addresses of dead ones (pytorch issue 167288).
 
 Parent:   08_4d/train.py
-Lesson:   Config, SaveSlices, Writer, sync, LoadSlices, place, snapshot, whole, write_files, write, resume, train
+Lesson:   Config, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, snapshot, whole, training_of, key_of,
+          write_files, write, resume, train
 Plumbing: check
-Copy:     SaveSlices, Writer, sync, LoadSlices, place, snapshot, whole, write_files, write, resume (train shows
-          their calls)
+Copy:     SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, snapshot, whole, training_of, key_of,
+          write_files, write, resume (train shows their calls)
 Run:      torchrun --nproc_per_node 8 08_4d/checkpoint.py --checkpoint checkpoints
           (and restarts by itself after a kill with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and torchrun's --max_restarts)
 Source:   torch.distributed.checkpoint, in PyTorch; Wan et al. 2024, ByteCheckpoint, arXiv:2407.20143
@@ -30,7 +32,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from glob import glob
 from pathlib import Path
@@ -43,6 +45,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
 from einops import einsum, rearrange
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -102,6 +105,7 @@ class Config:
     checkpoint: str = ""  # write to this folder, which all ranks see; if there are checkpoints, go on from the newest
     every: int = 5  # steps from one checkpoint to the next; the last step has one, too
     keep: int = 2  # the newest so many checkpoints stay
+    resume: str = ""  # go on from this checkpoint, such as step-10, and set newer ones aside; the newest if empty
     show: bool = False  # print which ranks form a group and leave, without torchrun
 
 
@@ -660,7 +664,7 @@ class Embedding(nn.Module):
     def __init__(self, cfg: Config, tp: dist.ProcessGroup):
         super().__init__()
         self.tp = tp
-        self.weight = nn.Parameter(torch.empty(-(-cfg.vocab // tp.size()), cfg.dim))
+        self.weight = nn.Embedding(-(-cfg.vocab // tp.size()), cfg.dim).weight
 
     def forward(self, ids: Tensor) -> Tensor:
         row = ids - self.tp.rank() * len(self.weight)
@@ -756,24 +760,33 @@ class Model(nn.Module):
         return rearrange(logits, "(b s) v -> b s v", s=len(rope[0]))
 
 
-def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """Read one tensor from the files of --init. Published models that tie their head store it as the embedding."""
-    tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []
-    for stored in [name, *tied]:
-        for path in glob(cfg.init):
-            with safe_open(path, "pt") as file:
-                if stored in file.keys():
-                    tensor = file.get_tensor(stored)
-                    if tensor.shape == shape:
-                        return tensor
-                    raise SystemExit(f"--init {cfg.init}: {stored} has shape {list(tensor.shape)}, not {list(shape)}")
-    raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+def init_files(cfg: Config) -> list[str]:
+    """Return the path of --init, or all paths that match it."""
+    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+
+
+def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
+    """Return the shape of every tensor of the full model by its published name."""
+    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
+    attention = dict(q_proj=[d, d], k_proj=[kv, d], v_proj=[kv, d], o_proj=[d, d])
+    mlp = dict(gate_proj=[f, d], up_proj=[f, d], down_proj=[d, f])
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d])
+    for part, weights in dict(self_attn=attention, mlp=mlp).items():
+        block |= {f"{part}.{name}": shape for name, shape in weights.items()}
+    shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name)."""
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
+
+    Published models that tie their head store it as the embedding.
+    """
     if cfg.init:
-        return read_tensor(cfg, name, shape)
+        files = [safe_open(path, "pt") for path in init_files(cfg)]
+        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
+        return next(file.get_tensor(stored) for file in files if stored in file.keys())
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
@@ -865,16 +878,22 @@ def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
     """
     path = Path(cfg.data)
-    if path.suffix == ".bin" and path.stat().st_size > 1:
+    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
+    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
         ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
         if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
             ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
     else:
-        files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
         documents = [np.fromfile(file, np.uint8) for file in files]
         ids = np.concatenate([np.zeros(0, np.uint8), *documents])
         lengths = np.array([len(document) for document in documents])
         starts = lengths.cumsum() - lengths
+        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+    if wrong:
+        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
     least = (cfg.seq + 1) * (20 if cfg.validate else 1)  # a twentieth is held out
     if len(ids) < least:
         raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
@@ -1004,8 +1023,8 @@ def copies(cfg: Config, model: nn.Module) -> Iterator[tuple[Tensor, int]]:
     """
     names, tp = {p: name for name, p in model.named_parameters()}, model.tp.size()
     for unit in model.units:
-        yield unit.vectors.grad, tp
-        for p, _, gradient in pieces(unit, unit.matrices.grad):
+        gradients = unit.matrices.grad.as_strided(unit.shard.shape, [1])  # and those of the vectors, which lie behind
+        for p, _, gradient in pieces(unit, gradients):
             yield gradient, tp // placement(names[p], tp, cfg.kv_heads)[1]
 
 
@@ -1143,15 +1162,15 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
-        save_file(weights, cfg.save, metadata)
+        Path(cfg.save).write_bytes(to_bytes(weights, metadata))
 
 
 class SaveSlices(dcp.DefaultSavePlanner):
     """Say of each tensor of a state which rectangle of a full tensor it is: places[name]."""
 
-    def __init__(self, places: dict[str, TensorWriteData]):
+    def __init__(self, places: dict[str, TensorWriteData], key: int):
         super().__init__(flatten_state_dict=False)
-        self.places = places
+        self.places, self.key = places, key
 
     def create_local_plan(self) -> SavePlan:
         shards = ((MetadataIndex(name, place.chunk.offsets), place) for name, place in self.places.items())
@@ -1170,11 +1189,19 @@ class Writer(dcp.HuggingFaceStorageWriter):
             file = f"{self.path}/rank-{plan.storage_data['shard_index']}.safetensors"
             offsets = {item.index.fqn: {"saved_offsets": item.index.offset} for item in plan.items}
             tensors = {name: planner.state_dict[name] for name in offsets}
-            save_file(tensors, file, {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)})
+            sums = {name: checksum(planner.key, name, offsets[name], tensor) for name, tensor in tensors.items()}
+            metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+            save_file(tensors, file, {**metadata, "checksums": json.dumps(sums)})
             sync(file)
         done = torch.futures.Future()
         done.set_result([])
         return done
+
+
+def checksum(key: int, name: str, offsets: dict[str, list[int]], tensor: Tensor) -> int:
+    """Return the CRC-32 of a rectangle, of what says where it belongs, and of the checkpoint's own key."""
+    label = f"{key} {name} {list(offsets['saved_offsets'])} {tensor.dtype} {list(tensor.shape)}"
+    return zlib.crc32(tensor.flatten().view(torch.uint8).numpy(), zlib.crc32(label.encode()))
 
 
 def sync(path: Path | str) -> None:
@@ -1194,18 +1221,42 @@ class LoadSlices(dcp.DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         stored, items = self.metadata.state_dict_metadata, []
         for name, place in self.places.items():
-            parts = create_read_items_for_chunk_list(name, stored[name], [place.chunk]) if name in stored else []
-            if sum(math.prod(part.lengths) for part in parts) < math.prod(place.chunk.sizes):
-                raise ValueError(f"the checkpoint lacks a part of {name}: a file is missing")  # else memory as it was
-            items += parts
+            chunks = stored[name].chunks if name in stored else []
+            # those of one checkpoint do not overlap: all are there if each is there once, and their sizes add up
+            once = len({chunk.offsets for chunk in chunks}) == len(chunks)
+            if not once or sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(place.size):
+                raise ValueError(
+                    f"the checkpoint has not each row of {name} once: a file is missing, or is there twice"
+                )
+            items += create_read_items_for_chunk_list(name, stored[name], [place.chunk])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn]
 
 
+def verify(folder: str, key: int, writers: dist.ProcessGroup) -> None:
+    """Read all files of a checkpoint, each on one rank; if one is damaged, every rank exits with one line."""
+    damaged, found = "", [""] * writers.size()
+    for file in sorted(Path(folder).glob("*.safetensors"))[writers.rank() :: writers.size()]:
+        try:
+            with safe_open(file, "pt") as stored:
+                offsets, sums = (json.loads(stored.metadata()[of]) for of in ("DCP_SHARDING_INFO", "checksums"))
+                for name in stored.keys():
+                    if checksum(key, name, offsets[name], stored.get_tensor(name)) != sums[name]:
+                        damaged = f"{file}: {name} is damaged, or of another checkpoint"
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+            damaged = f"{file}: cannot be read"
+    dist.all_gather_object(found, damaged, group=writers)  # a line of each rank; everyone waits
+    if any(found):
+        raise SystemExit(f"{max(found)}; --resume names an older checkpoint")
+
+
 def place(cfg: Config, tp: dist.ProcessGroup, name: str, p: Tensor, rows: range) -> TensorWriteData:
-    """Return which rectangle of the full tensor some rows of this rank's parameter p are, without the padding."""
+    """Return which rectangle of the full tensor some rows of this rank's parameter p are, without the padding.
+
+    A rank's part of a fused qkv weight is three rectangles: keep three parameters, or store it under three names.
+    """
     axis, parts = placement(name, tp.size(), cfg.kv_heads)
     start = [0] * p.ndim
     start[axis] = tp.rank() * parts // tp.size() * p.shape[axis]
@@ -1251,17 +1302,35 @@ def whole(cfg: Config) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
+def training_of(folder: Path | str) -> dict:
+    """Return step, config, history and key of a checkpoint; exit with one line if they are not those of this folder."""
+    try:
+        training = json.loads(Path(folder, "training.json").read_text())
+        content = {name: training[name] for name in ("step", "config", "history")}
+        if training["key"] == key_of(content) and Path(folder).name == f"step-{training['step']}":
+            return training
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise SystemExit(f"{folder}/training.json is damaged, or of another step; --resume names an older checkpoint")
+
+
+def key_of(training: dict) -> int:
+    """Return a number that no other checkpoint has: the history holds losses and times."""
+    return zlib.crc32(json.dumps(training).encode())
+
+
 def write_files(
     cfg: Config,
     folder: Path,
+    key: int,
     state: dict[str, Tensor],
     places: dict[str, TensorWriteData],
     writers: dist.ProcessGroup,
 ) -> None:
     """Write a snapshot; when all ranks have, give the checkpoint its name and remove the oldest."""
     unfinished = folder.with_suffix(".writing")
-    storage = Writer(str(unfinished), save_distributed=True)
-    dcp.save(state, storage_writer=storage, planner=SaveSlices(places), process_group=writers)  # waits for all ranks
+    storage, planner = Writer(str(unfinished), save_distributed=True), SaveSlices(places, key)
+    dcp.save(state, storage_writer=storage, planner=planner, process_group=writers)  # waits for all ranks
     if writers.rank() == 0:
         for path in (unfinished / "training.json", unfinished):
             sync(path)
@@ -1275,39 +1344,42 @@ def write(
     cfg: Config,
     model: Model,
     optimizer: torch.optim.Optimizer,
+    step: int,
     history: list[tuple[float, float, float]],
     writers: dist.ProcessGroup,
     thread: Executor,
 ) -> Future:
-    """Start to write a checkpoint; training may go on. Wait for the result before the next one, and at the end.
+    """Start to write a checkpoint after `step` steps; training may go on. Wait for the result before the next one.
 
     torch's async_save would copy the state once more before its thread starts.
     """
-    folder = Path(cfg.checkpoint, f"step-{len(history)}")
+    folder = Path(cfg.checkpoint, f"step-{step}")
     state, places = snapshot(cfg, model, optimizer)
+    training = {"step": step, "config": asdict(cfg), "history": history}
+    key = [key_of(training)]
     if writers.rank() == 0:
         folder.with_suffix(".writing").mkdir(parents=True)
-        training = {"step": len(history), "config": asdict(cfg), "history": history}
-        (folder.with_suffix(".writing") / "training.json").write_text(json.dumps(training))
-    dist.barrier(writers)  # the folder is there
-    return thread.submit(write_files, cfg, folder, state, places, writers)
+        (folder.with_suffix(".writing") / "training.json").write_text(json.dumps({**training, "key": key[0]}))
+    dist.broadcast_object_list(key, group=writers, group_src=0)  # a number; everyone waits until the folder is there
+    return thread.submit(write_files, cfg, folder, key[0], state, places, writers)
 
 
 def resume(
     cfg: Config, model: Model, optimizer: torch.optim.Optimizer, writers: dist.ProcessGroup
-) -> list[tuple[float, float, float]]:
-    """Read the newest whole checkpoint, if there is one, into weights and moments; return the history of its steps."""
+) -> tuple[int, list[tuple[float, float, float]]]:
+    """Read a whole checkpoint, if there is one, into weights and moments; return its step and history."""
     if cfg.checkpoint and writers.rank() == 0:
         for folder in [*Path(cfg.checkpoint).glob("step-*.removing"), *Path(cfg.checkpoint).glob("step-*.writing")]:
             # what a kill has interrupted; renamed first, so that a run which still writes there fails
             shutil.rmtree(folder.rename(folder.with_suffix(".removing")))
-    found = [str(folder) for folder in whole(cfg)[-1:]] or [""]
+    folders = whole(cfg)
+    found = [str(folder) for folder in folders if cfg.resume in ("", folder.name)][-1:] or [""]
     dist.broadcast_object_list(found, group=writers, group_src=0)  # on NFS, nodes may see an old list of folders
     if not found[0]:
-        return []
-    if writers.rank() == 0:
-        print(f"resumed from {found[0]}", flush=True)
-    history = json.loads(Path(found[0], "training.json").read_text())["history"]
+        return 0, []
+    training = training_of(found[0])
+    step, history = training["step"], training["history"]
+    verify(found[0], training["key"], writers)
     names, state, places, parts = {p: name for name, p in model.named_parameters()}, {}, {}, []
     for unit in model.units:
         moments = {kind: torch.zeros_like(unit.shard) for kind in ("exp_avg", "exp_avg_sq")}
@@ -1324,12 +1396,20 @@ def resume(
                 [len(unit.matrices), len(unit.vectors)]
             )
         for p in (unit.matrices, unit.vectors):
-            optimizer.state[p]["step"] = torch.tensor(float(len(history)), dtype=torch.float32, device=cfg.device)
+            optimizer.state[p]["step"] = torch.tensor(float(step), dtype=torch.float32, device=cfg.device)
     reader = dcp.HuggingFaceStorageReader(found[0])
-    dcp.load(state, storage_reader=reader, planner=LoadSlices(places), process_group=writers)
+    try:
+        dcp.load(state, storage_reader=reader, planner=LoadSlices(places), process_group=writers)
+    except dcp.CheckpointException as error:  # on every rank, what has failed on any
+        reason = str(min(error.failures.items())[1][0])
+        raise SystemExit(f"{found[0]}: {reason}; --resume names an older checkpoint") from None
     for part, read in parts:
         part[: len(read)].copy_(read)
-    return history
+    if writers.rank() == 0:
+        for newer in folders[folders.index(Path(found[0])) + 1 :]:
+            newer.rename(newer.with_suffix(".aside"))
+        print(f"resumed from {found[0]}", flush=True)
+    return step, history
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
@@ -1339,8 +1419,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
     model = build_model(cfg)
     optimizer = make_optimizer(cfg, model)
     writers, thread = dist.new_group(backend="gloo"), ThreadPoolExecutor(1)  # all ranks' threads talk to each other
-    history, writing = resume(cfg, model, optimizer, writers), None
-    first = len(history)
+    (first, history), writing = resume(cfg, model, optimizer, writers), None
+    old = len(history)
     batch = make_batch(cfg, data, first)
     for step in range(first, cfg.steps):
         start = time.perf_counter()
@@ -1349,6 +1429,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
         if step + 1 < cfg.steps:
             batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
         loss, norm = loss.item(), norm.item()  # waits for the GPU
+        if not math.isfinite(loss + norm):
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
         if cfg.validate and (step + 1) % cfg.validate == 0:
@@ -1356,10 +1438,10 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
         if cfg.checkpoint and ((step + 1) % cfg.every == 0 or step + 1 == cfg.steps):
             if writing:
                 writing.result()  # the one before; raises what went wrong
-            writing = write(cfg, model, optimizer, history, writers, thread)
+            writing = write(cfg, model, optimizer, step + 1, history, writers, thread)
     if writing:
         writing.result()
-    if ours := history[first:]:  # of this layout
+    if ours := history[old:]:  # of this layout
         log(cfg, "median", *np.median(ours[min(5, len(ours) // 2) :], axis=0))  # without the slow first steps
     if cfg.save:
         save(cfg, model, history)
@@ -1376,37 +1458,53 @@ def show(cfg: Config) -> None:
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+        description=__doc__, usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, allow_abbrev=False
     )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for field in fields(Config):
-        flag, text = f"--{field.name}", f"default: {field.default}"
-        if field.type is bool:
-            parser.add_argument(flag, action="store_true", help=text)
-        else:
-            choices = get_args(field.type) or None
-            parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
-    given = vars(parser.parse_args())
-    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
-    preset = PRESETS[given.get("preset", "tiny")]
-    return Config(**{**defaults, **preset, **given})
+        value = dict(type=type(field.default), choices=get_args(field.type) or None)
+        kind = dict(action="store_true") if field.type is bool else value
+        parser.add_argument(f"--{field.name}", help=f"default: {field.default}", **kind)
+    given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+
+
+def check_init(cfg: Config) -> None:
+    """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
+    shapes = tensor_shapes(cfg)
+    for path in init_files(cfg):
+        try:
+            file = safe_open(path, "pt")
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {path} is no .safetensors file") from None
+        for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
+            tensor = file.get_slice(name)
+            kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            if f"{kind} {tensor.get_shape()}" != wanted:
+                raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
+    if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
+        raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
 
 
 def check(cfg: Config, world: int) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
-        may_be_zero = flag in "steps validate warmup lr weight_decay eps clip seed compile show".split()
-        least = 0 if may_be_zero else 1
-        if isinstance(value, int | float) and not value >= least:
-            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+        may_be_zero = flag in "steps validate warmup lr weight_decay seed compile show".split()
+        if isinstance(value, int | float) and not (value > 0 or value == 0 and may_be_zero):
+            raise SystemExit(f"--{flag} {value}: must be {'at least' if may_be_zero else 'above'} 0")
+        if value == math.inf and flag != "clip":
+            raise SystemExit(f"--{flag} {value}: must be finite")
     mesh, each, tp = cfg.dp * cfg.cp * cfg.tp * cfg.pp, cfg.batch // cfg.dp, cfg.tp
     tokens = each // cfg.microbatches * cfg.seq // cfg.cp
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
+    large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
     folder = Path(cfg.checkpoint).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())  # which would hold it
     layout = f"--dp {cfg.dp} --cp {cfg.cp} --tp {cfg.tp} --pp {cfg.pp}"
+    writable = os.access(cfg.save if os.path.exists(cfg.save) else Path(cfg.save).parent, os.W_OK)
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node {mesh} {os.path.relpath(__file__)} {layout}"),
         (mesh != world, f"{layout}: {mesh} ranks, must be the number of processes, {world}"),
@@ -1414,6 +1512,10 @@ def check(cfg: Config, world: int) -> None:
         (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a dp rank"),
         (cfg.checkpoint and not existing.is_dir(), f"--checkpoint {cfg.checkpoint}: {existing} is no folder"),
         (cfg.checkpoint and not os.access(existing, os.W_OK), f"--checkpoint {cfg.checkpoint}: no folder to write to"),
+        (
+            cfg.resume and cfg.resume not in [folder.name for folder in whole(cfg)],
+            f"--resume {cfg.resume}: there is none in --checkpoint {cfg.checkpoint}",
+        ),
         (cfg.cp > 1 and cfg.seq % (2 * cfg.cp), f"--seq {cfg.seq}: must be divisible by {2 * cfg.cp}, twice --cp"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
@@ -1425,33 +1527,22 @@ def check(cfg: Config, world: int) -> None:
         (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by --tp {tp}"),
         (tokens % tp, f"--tp {tp}: must divide the {tokens} tokens that a rank has of a micro-batch"),
         (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
-        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
-        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
-        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
-        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
-        (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
+        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and (not writable or Path(cfg.save).is_dir()), f"--save {cfg.save}: cannot write such a file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]
     for wrong, problem in problems:
         if wrong:
             raise SystemExit(problem)
-    for folder in whole(cfg)[-1:]:
-        try:
-            stored = json.loads((folder / "training.json").read_text())["config"]
-        except (OSError, ValueError):
-            raise SystemExit(f"--checkpoint {cfg.checkpoint}: cannot read {folder}/training.json") from None
+    for folder in [folder for folder in whole(cfg) if cfg.resume in ("", folder.name)][-1:]:
+        stored = training_of(folder)["config"]
         for flag in ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "theta", "rope_factor", "dtype", "seed"):
             if getattr(cfg, flag) != stored[flag]:
                 raise SystemExit(
                     f"--{flag} {getattr(cfg, flag)}: must be {stored[flag]}, as in the checkpoint {folder}"
                 )
-    for file in glob(cfg.init):
-        try:
-            names = safe_open(file, "pt").keys()
-        except (OSError, SafetensorError):
-            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
-        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
-            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+    if cfg.init:
+        check_init(cfg)
 
 
 def main() -> None:

@@ -62,10 +62,12 @@ def same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], wh
 
 
 @once
-def uninterrupted(world: int, layout: str, steps: int) -> tuple[str, dict[str, torch.Tensor], list[list[float]]]:
+def uninterrupted(
+    world: int, layout: str, steps: int, file: str = CHECKPOINT
+) -> tuple[str, dict[str, torch.Tensor], list[list[float]]]:
     """A run without an interruption: the folder of its checkpoints, its weights and [loss, norm] per step."""
     folder = tempfile.mkdtemp(dir=run_folder())
-    run = launch(CHECKPOINT, world, f"{FLAGS} {layout} --steps {steps} --checkpoint {folder} --keep {steps}")
+    run = launch(file, world, f"{FLAGS} {layout} --steps {steps} --checkpoint {folder} --keep {steps}")
     return folder, run.weights, [step[:2] for step in run.history]
 
 
@@ -76,11 +78,11 @@ def written_at_once(folder: str):
         resume = module.resume
 
         def read_and_write(cfg, model, optimizer, writers):
-            history = resume(cfg, model, optimizer, writers)
+            step, history = resume(cfg, model, optimizer, writers)
             elsewhere = dataclasses.replace(cfg, checkpoint=folder)
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
-                module.write(elsewhere, model, optimizer, history, writers, thread).result()
-            return history
+                module.write(elsewhere, model, optimizer, step, history, writers, thread).result()
+            return step, history
 
         module.resume = read_and_write
         return lambda: None
@@ -201,6 +203,37 @@ def test_full_weights_out_of_a_checkpoint(tmp_path):
     assert all(path.suffix in (".safetensors", ".json") for path in (tmp_path / "step-4").iterdir())
 
 
+def test_no_checkpoint_of_a_training_that_has_diverged(tmp_path, file=CHECKPOINT):
+    """The run ends with one line, and what is left are finite weights."""
+    flags = (
+        f"{FLAGS} --dtype float32 {ALONE} --checkpoint {tmp_path} --keep 2 --steps 9 --lr 1e30 --warmup 0 --clip inf"
+    )
+    with pytest.raises(RankFailed, match="step . loss (nan|inf)|step .: loss .* gradient norm (nan|inf)"):
+        launch(file, 1, flags, save=False)
+    left = list(tmp_path.glob("step-*"))
+    assert left and all(tensor.isfinite().all() for folder in left for tensor in content(folder).values())
+
+
+def test_the_step_is_an_argument(tmp_path, file=CHECKPOINT):
+    """... and not the length of the history: a trainer may log every second step, or none."""
+
+    def logs_every_second_step(module):
+        write = module.write
+
+        def thinned(cfg, model, optimizer, step, history, *others):
+            return write(cfg, model, optimizer, step, history[1::2], *others)
+
+        module.write = thinned
+        return lambda: None
+
+    _, weights, history = uninterrupted(2, TWO, 4)
+    for steps in 2, 4:
+        flags = f"{FLAGS} {TWO} --steps {steps} --checkpoint {tmp_path}"
+        run = launch(file, 2, flags, probe=logs_every_second_step)
+    assert [step[:2] for step in run.history] == history[1:]  # step 2 is told, step 1 is not
+    same_bits(run.weights, weights, "a thinned history")
+
+
 def refused(flags: str) -> str | None:
     """What one process says of these flags, in one line; None if it would begin to train."""
     line = contract.refusal(load(CHECKPOINT), 1, f"{FLAGS} {ALONE} {flags}")
@@ -232,16 +265,121 @@ def test_what_cannot_be_a_folder_is_refused(tmp_path):
     assert "is no folder" in refused(f"--checkpoint {tmp_path}/file")
     assert "is no folder" in refused(f"--checkpoint {tmp_path}/file/inside")
     line = refused(f"--checkpoint {tmp_path}")
-    assert "cannot read" in line and "step-7/training.json" in line
+    assert "is damaged" in line and "step-7/training.json" in line and "--resume" in line
 
 
-def test_a_missing_file_is_noticed(tmp_path):
-    """Of a checkpoint of four ranks of tp, each has parts that no other has."""
-    folder, *_ = uninterrupted(*SAVED, 4)
-    shutil.copytree(Path(folder, "step-4"), tmp_path / "step-4")
-    sorted((tmp_path / "step-4").glob("*.safetensors"))[-1].unlink()
-    with pytest.raises(RankFailed, match="a file is missing"):
-        launch(CHECKPOINT, 1, f"{FLAGS} {ALONE} --steps 5 --checkpoint {tmp_path}")
+def rewrite(path: Path, change) -> None:
+    """Change the header of a safetensors file, as JSON, and the bytes behind it."""
+    raw = path.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header, data = json.loads(raw[8:end]), bytearray(raw[end:])
+    data = change(header, data) or data
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def in_metadata(header, change) -> None:
+    """Change where the rectangles of a file are said to be."""
+    offsets = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    change(offsets)
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(offsets)
+
+
+def flip(header, data):
+    data[1000] ^= 1
+
+
+def zero(header, data):
+    data[:512] = bytes(512)
+
+
+def swap(header, data):
+    one, other = (header[f"exp_avg model.layers.{i}.self_attn.q_proj.weight"] for i in (0, 1))
+    one["data_offsets"], other["data_offsets"] = other["data_offsets"], one["data_offsets"]
+
+
+def swap_names(header, data):
+    one, other = (f"{kind} model.norm.weight" for kind in ("exp_avg", "weight"))
+    header[one], header[other] = header[other], header[one]
+
+
+def relabel(header, data):
+    header["weight lm_head.weight"]["dtype"] = "I64"
+
+
+def transpose(header, data):
+    header["weight model.layers.0.self_attn.q_proj.weight"]["shape"].reverse()
+
+
+def move(header, data):
+    in_metadata(header, lambda offsets: offsets["weight lm_head.weight"].update(saved_offsets=[1, 0]))
+
+
+def forget(header, data):
+    header["__metadata__"].pop("checksums")
+
+
+def cut(header, data):
+    return data[:-8]
+
+
+def drop(header, data):
+    """The last tensor of the data is in the file no more."""
+    last = max(header.keys() - {"__metadata__"}, key=lambda name: header[name]["data_offsets"])
+    return data[: header.pop(last)["data_offsets"][0]]
+
+
+def history_twice(folder: Path) -> None:
+    training = json.loads((folder / "training.json").read_text())
+    training["history"] *= 2
+    (folder / "training.json").write_text(json.dumps(training))
+
+
+OF_THE_FOLDER = {
+    "another step's file": lambda folder: shutil.copy(folder.parent / "step-3" / "rank-2.safetensors", folder),
+    "a file twice": lambda folder: shutil.copy(folder / "rank-2.safetensors", folder / "rank-9.safetensors"),
+    "no file": lambda folder: (folder / "rank-1.safetensors").unlink(),
+    "one rank's for the other's": lambda folder: shutil.copy(
+        folder / "rank-1.safetensors", folder / "rank-2.safetensors"
+    ),
+    "history": history_twice,
+    "a list": lambda folder: (folder / "training.json").write_text("[]"),
+    "no JSON": lambda folder: (folder / "training.json").write_text("{"),
+    "another number": lambda folder: folder.rename(folder.parent / "step-99"),
+}
+OF_A_FILE = {
+    damage.__name__: damage for damage in (flip, zero, swap, swap_names, relabel, transpose, move, forget, cut, drop)
+}
+PLAIN = "flip", "move", "no file", "history"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [pytest.param(of, marks=() if of in PLAIN else pytest.mark.thorough) for of in (*OF_A_FILE, *OF_THE_FOLDER)],
+)
+def test_damage_is_noticed(damage, tmp_path, file=CHECKPOINT):
+    """Each way to damage a checkpoint of two ranks ends the run with one line that says where; the one before it is
+    still good, and --resume goes on from that.
+    """
+    folder, weights, _ = uninterrupted(2, TWO, 4, file)
+    for step in "step-3", "step-4":
+        shutil.copytree(Path(folder, step), tmp_path / step)
+    if damage in OF_A_FILE:
+        rewrite(tmp_path / "step-4" / "rank-1.safetensors", OF_A_FILE[damage])
+    else:
+        OF_THE_FOLDER[damage](tmp_path / "step-4")
+    flags = f"{FLAGS} {ALONE} --steps 4 --checkpoint {tmp_path}"
+    said = "nothing"
+    try:
+        launch(file, 1, flags)
+    except RankFailed as failure:
+        said = failure.output
+    assert said.count("\n") == 1 and str(tmp_path) in said and "--resume" in said, f"{damage} is not noticed: {said}"
+    run = launch(file, 1, f"{flags} --resume step-3")
+    compare.assert_close(compare.relative_errors(run.weights, weights), 1e-10, "resumed from the one before")
+    assert sorted(path.name for path in tmp_path.glob("*-4*")) == (
+        ["step-4"] if damage == "another number" else ["step-4", "step-4.aside"]
+    )
 
 
 @pytest.mark.parametrize(
