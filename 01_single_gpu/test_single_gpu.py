@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import os
 import subprocess
 import sys
 import time
@@ -318,7 +319,8 @@ def test_weights_do_not_depend_on_the_dtype():
 
 
 def test_flags_that_argparse_refuses():
-    for flags, words in ("--preset gpt5", ["--preset", "gpt5", "llama3_8b"]), ("--layers two", ["--layers", "two"]):
+    cases = [("--preset gpt5", ["--preset", "gpt5", "llama3_8b"]), ("--layers two", ["--layers", "two"])]
+    for flags, words in [*cases, ("--ep 2", ["--ep 2"])]:  # not --eps
         with pytest.raises(RankFailed) as failure:
             launch(TRAIN, 1, flags)
         (line,) = failure.value.output.splitlines()
@@ -334,6 +336,18 @@ def test_init_of_another_shape(tmp_path):
             launch(TRAIN, 1, f"{SMALL} --init {tmp_path}/wrong.safetensors")
         (line,) = failure.value.output.splitlines()
         assert all(word in line for word in ("--init", name, str(list(weights[name].shape))))
+
+
+def test_save_respects_links_modes_and_devices(tmp_path):
+    """The file that a link names is written, with the mode that umask gives; a device stays one."""
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for target in tmp_path / "link", Path("/dev/null"):
+        launch(TRAIN, 1, f"{SMALL} --steps 0 --save {target}", save=False)
+    assert (tmp_path / "link").is_symlink() and Path("/dev/null").is_char_device()
+    assert [path.name for path in tmp_path.iterdir() if path.stat().st_size == 0] == []
+    umask = os.umask(0)
+    os.umask(umask)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_micro_batches_must_divide_the_batch():

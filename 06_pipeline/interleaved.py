@@ -22,7 +22,7 @@ import math
 import os
 import time
 import zlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from glob import glob
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
@@ -211,7 +211,7 @@ class Linear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.weight = nn.Linear(inputs, outputs, bias=False).weight  # initialised, for a trainer that does not
         self.cast: Tensor | None = None  # the weight in the dtype of the matmuls
         self.takes: tuple[Tensor, ...] = ()  # leaves whose gradients will be x and dy, see InputGradient
 
@@ -328,24 +328,33 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x)) if self.after[chunk] is None else x
 
 
-def read_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """Read one tensor from the files of --init. Published models that tie their head store it as the embedding."""
-    tied = ["model.embed_tokens.weight"] if name == "lm_head.weight" else []
-    for stored in [name, *tied]:
-        for path in glob(cfg.init):
-            with safe_open(path, "pt") as file:
-                if stored in file.keys():
-                    tensor = file.get_tensor(stored)
-                    if tensor.shape == shape:
-                        return tensor
-                    raise SystemExit(f"--init {cfg.init}: {stored} has shape {list(tensor.shape)}, not {list(shape)}")
-    raise SystemExit(f"--init {cfg.init}: must hold {name} of shape {list(shape)}")
+def init_files(cfg: Config) -> list[str]:
+    """Return the path of --init, or all paths that match it."""
+    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+
+
+def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
+    """Return the shape of every tensor of the full model by its published name."""
+    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
+    attention = dict(q_proj=[d, d], k_proj=[kv, d], v_proj=[kv, d], o_proj=[d, d])
+    mlp = dict(gate_proj=[f, d], up_proj=[f, d], down_proj=[d, f])
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d])
+    for part, weights in dict(self_attn=attention, mlp=mlp).items():
+        block |= {f"{part}.{name}": shape for name, shape in weights.items()}
+    shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name)."""
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
+
+    Published models that tie their head store it as the embedding.
+    """
     if cfg.init:
-        return read_tensor(cfg, name, shape)
+        files = [safe_open(path, "pt") for path in init_files(cfg)]
+        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
+        return next(file.get_tensor(stored) for file in files if stored in file.keys())
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
@@ -377,16 +386,22 @@ def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
     """
     path = Path(cfg.data)
-    if path.suffix == ".bin" and path.stat().st_size > 1:
+    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
+    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
         ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
         if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
             ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
     else:
-        files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
         documents = [np.fromfile(file, np.uint8) for file in files]
         ids = np.concatenate([np.zeros(0, np.uint8), *documents])
         lengths = np.array([len(document) for document in documents])
         starts = lengths.cumsum() - lengths
+        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+    if wrong:
+        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
     least = (cfg.seq + 1) * (20 if cfg.validate else 1)  # a twentieth is held out
     if len(ids) < least:
         raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
@@ -639,7 +654,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
-        save_file(weights, cfg.save, metadata)
+        Path(cfg.save).write_bytes(to_bytes(weights, metadata))
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
@@ -657,6 +672,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
         if step + 1 < cfg.steps:
             batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
         loss, norm = loss.item(), norm.item()  # waits for the GPU
+        if not math.isfinite(loss + norm):
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
         if cfg.validate and (step + 1) % cfg.validate == 0:
@@ -671,33 +688,49 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+        description=__doc__, usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, allow_abbrev=False
     )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for field in fields(Config):
-        flag, text = f"--{field.name}", f"default: {field.default}"
-        if field.type is bool:
-            parser.add_argument(flag, action="store_true", help=text)
-        else:
-            choices = get_args(field.type) or None
-            parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
-    given = vars(parser.parse_args())
-    defaults = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
-    preset = PRESETS[given.get("preset", "tiny")]
-    return Config(**{**defaults, **preset, **given})
+        value = dict(type=type(field.default), choices=get_args(field.type) or None)
+        kind = dict(action="store_true") if field.type is bool else value
+        parser.add_argument(f"--{field.name}", help=f"default: {field.default}", **kind)
+    given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+
+
+def check_init(cfg: Config) -> None:
+    """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
+    shapes = tensor_shapes(cfg)
+    for path in init_files(cfg):
+        try:
+            file = safe_open(path, "pt")
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {path} is no .safetensors file") from None
+        for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
+            tensor = file.get_slice(name)
+            kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            if f"{kind} {tensor.get_shape()}" != wanted:
+                raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
+    if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
+        raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
 
 
 def check(cfg: Config, world: int) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
-        may_be_zero = flag in "steps validate warmup lr weight_decay eps clip seed compile".split()
-        least = 0 if may_be_zero else 1
-        if isinstance(value, int | float) and not value >= least:
-            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+        may_be_zero = flag in "steps validate warmup lr weight_decay seed compile".split()
+        if isinstance(value, int | float) and not (value > 0 or value == 0 and may_be_zero):
+            raise SystemExit(f"--{flag} {value}: must be {'at least' if may_be_zero else 'above'} 0")
+        if value == math.inf and flag != "clip":
+            raise SystemExit(f"--{flag} {value}: must be finite")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
+    large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
     stages, micro = world * cfg.chunks, cfg.microbatches
+    writable = os.access(cfg.save if os.path.exists(cfg.save) else Path(cfg.save).parent, os.W_OK)
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.layers < stages, f"--layers {cfg.layers}: must be at least --chunks times the processes, {stages}"),
@@ -705,23 +738,15 @@ def check(cfg: Config, world: int) -> None:
         (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (not Path(cfg.data).exists(), f"--data {cfg.data}: no such file or folder"),
-        (cfg.init and not glob(cfg.init), f"--init {cfg.init}: no such file"),
-        (cfg.save and not os.access(Path(cfg.save).parent, os.W_OK), f"--save {cfg.save}: no folder to write to"),
-        (cfg.save and Path(cfg.save).is_dir(), f"--save {cfg.save}: is a folder, must be a file"),
-        (cfg.clip == 0, f"--clip {cfg.clip}: would zero every gradient; must be above 0, or inf to turn clipping off"),
+        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and (not writable or Path(cfg.save).is_dir()), f"--save {cfg.save}: cannot write such a file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]
     for wrong, problem in problems:
         if wrong:
             raise SystemExit(problem)
-    for file in glob(cfg.init):
-        try:
-            names = safe_open(file, "pt").keys()
-        except (OSError, SafetensorError):
-            raise SystemExit(f"--init {cfg.init}: {file} is no .safetensors file") from None
-        if any(name.startswith(f"model.layers.{cfg.layers}.") for name in names):
-            raise SystemExit(f"--layers {cfg.layers}: must be all the layers of --init {cfg.init}, which has more")
+    if cfg.init:
+        check_init(cfg)
 
 
 def main() -> None:

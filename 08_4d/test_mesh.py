@@ -15,7 +15,7 @@ import probes
 import pytest
 import torch
 from equivalence import mesh
-from launch import isolated, launch, load
+from launch import in_a_fork, isolated, launch, load
 from streams import streams
 
 TRAIN, MOE = "08_4d/train.py", "08_4d/moe.py"
@@ -159,7 +159,7 @@ IMPOSSIBLE = "--dp 0", "--tp 3", "--cp 3", "--pp -1", "--batch 9 --dp 2", "--mic
     ],
 )
 def test_what_cannot_be_is_not_shown(file, flags):
-    with pytest.raises(SystemExit, match=r"^--\w+ \S+: must (be (at least|at most|divisible by)|divide) "):
+    with pytest.raises(SystemExit, match=r"^--\w+ \S+: must (be (above|at least|at most|divisible by)|divide) "):
         shown(flags, file)
 
 
@@ -237,3 +237,28 @@ def test_busiest_expert(file=MOE):
     run = launch(file, 8, f"{flags} {layout}", probe=probes.evaluated())  # rows of validations do not count
     ours, theirs = ([step[3] for step in of.history] for of in (run, launch("07_expert/moe.py", 1, flags)))
     assert ours == theirs and len(set(theirs)) == 2, f"the root's load is {theirs}, not {ours}"
+
+
+@in_a_fork
+def test_biases_of_split_layers_are_not_replicated():
+    """Of two ranks of tp each has its own half of a column-parallel bias; that of a row-parallel layer is on both."""
+    module = load(TRAIN)
+    model = torch.nn.Module()
+    model.norm = torch.nn.LayerNorm(4, bias=False)
+    model.q_proj, model.o_proj = torch.nn.Linear(4, 2), torch.nn.Linear(2, 4)
+    model.tp = torch.distributed.ProcessGroup(0, 2)
+    wanted = {"norm.weight": 2, "q_proj.weight": 1, "q_proj.bias": 1, "o_proj.weight": 1, "o_proj.bias": 2}
+    values = {name: float(i) for i, name in enumerate(wanted)}
+    alone = torch.distributed.ProcessGroup(0, 1)
+    unit = module.make_unit(
+        model, ("",), lambda name, shape: torch.full(shape, values[name]), alone, "cpu", torch.float32
+    )
+    model.units = [unit]
+    unit.matrices.grad, unit.vectors.grad = unit.shard.clone().split([len(unit.matrices), len(unit.vectors)])
+    held = [(part, ranks) for part, ranks in module.copies(module.Config(kv_heads=2), model) if len(part)]
+    assert sorted((part[0].item(), ranks) for part, ranks in held) == [
+        (values[name], ranks) for name, ranks in wanted.items()
+    ]
+    for part, _ in held:
+        part.zero_()  # a view of the gradient
+    assert not unit.matrices.grad.any() and not unit.vectors.grad.any()

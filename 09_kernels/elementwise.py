@@ -9,7 +9,7 @@ per operation (clamp, exp, subtract, compare, select), and every one of them rea
 
 Two costs decide the time. A launch takes the CPU some microseconds, however small the tensor: this decides at small
 sizes, and a CUDA graph avoids it. At large sizes the time is bytes divided by bandwidth, and the arithmetic hides
-behind it. In between, tensors that fit into the L2 cache (about 50 MB) move faster than memory allows: the table shows
+behind it. In between, tensors that fit into the L2 cache (50 to 60 MB) move faster than memory allows: the table shows
 shares above 100 %.
 
 Parent:   none

@@ -161,7 +161,7 @@ def multiply_rows(
 
 
 def tile(x: Tensor, columns: int) -> dict[str, int]:
-    """Return the blocks of a program: 128 bytes of k, which is what TMA and tensor cores handle as one.
+    """Return the blocks of a program: 128 bytes of k: a row of TMA's widest swizzle.
 
     float32 is for CUDA cores, which have their operands in registers, too: its tiles are small.
     """

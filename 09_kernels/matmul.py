@@ -188,7 +188,7 @@ def prepare(a: Tensor, b: Tensor) -> Tensor:
 
 
 def tile(x: Tensor, columns: int) -> dict[str, int]:
-    """Return the blocks of a program: 128 bytes of k, which is what TMA and tensor cores handle as one.
+    """Return the blocks of a program: 128 bytes of k: a row of TMA's widest swizzle.
 
     float32 is for CUDA cores, which have their operands in registers, too: its tiles are small.
     """

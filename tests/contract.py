@@ -240,7 +240,7 @@ def check_run(recipe: str, file: str | None = None) -> None:
     flags += " --layers 1" * (recipe == equivalence.KERNELS)  # they are interpreted
     start = time.perf_counter()
     probe = probes.together(
-        probes.calls("save_file"),
+        probes.calls("to_bytes"),
         probes.batches,
         probes.slow_steps(4, 6, 7, SLOW),
         probes.things_in_memory,
@@ -364,36 +364,91 @@ def check_failure(recipe: str, file: str | None = None) -> None:
     raise AssertionError("a rank has failed, and the run ends well")
 
 
-def bad_inputs(folder: Path) -> list[tuple[str, list[str]]]:
+def check_divergence(recipe: str, file: str | None = None) -> None:
+    """A loss that is no number ends the run: on every rank, in the same step, with one line, and nothing is saved."""
+    world, flags = SMALLEST[recipe]
+    flags += " --layers 1" * (recipe == equivalence.KERNELS)  # they are interpreted
+    probe = probes.together(probes.calls("to_bytes"), probes.ends_early)
+    run = launch(file or recipe, world, f"{SMALL} {flags} --steps 20 --lr 1e6 --warmup 0 --clip inf", probe=probe)
+    lines = {line for _, line in run.probes}
+    assert len(lines) == 1, lines
+    line = lines.pop()
+    assert line and line.startswith("step ") and "\n" not in line and ("nan" in line or "inf" in line), line
+    assert not any(saves for (saves,), _ in run.probes)
+
+
+SIZES = dict(layers=16, dim=16, heads=8, kv_heads=8, ffn=16)  # every recipe takes them
+
+
+def small_weights(recipe: str) -> dict[str, torch.Tensor]:
+    """The tensors of a small model by name, as --init has them."""
+    module = load(recipe)
+    return {name: torch.zeros(shape) for name, shape in module.tensor_shapes(module.Config(**SIZES)).items()}
+
+
+def bad_inputs(recipe: str, folder: Path) -> list[tuple[str, list[str]]]:
     """Flags that cannot work, and words that the one line about them must have."""
+    sizes = " ".join(f"--{flag} {size}" for flag, size in SIZES.items())
     np.full(500, 300, np.uint16).tofile(folder / "ids.bin")
+    np.arange(1, 500, dtype=np.int64).tofile(folder / "int64.bin")
+    np.save(folder / "ids.npy", np.arange(500, dtype=np.uint16))
+    for name in "empty", "of_ids":
+        (folder / name).mkdir(exist_ok=True)
+    np.arange(500, dtype=np.uint16).tofile(folder / "of_ids" / "part-0.bin")
     (folder / "short.txt").write_text("too short")
-    (folder / "empty").mkdir(exist_ok=True)
-    save_file({"model.layers.8.mlp.up_proj.weight": torch.zeros(384, 128)}, folder / "deep.safetensors")
     (folder / "text.safetensors").write_text("not weights")
+    weights = small_weights(recipe)
+    norm = "model.norm.weight"
+    wrong = {
+        "deep": weights | {"model.layers.16.input_layernorm.weight": torch.ones(16)},
+        "bias": weights | {"model.layers.0.self_attn.q_proj.bias": torch.ones(16)},
+        "wide": weights | {norm: torch.ones(32)},
+        "lacking": {name: tensor for name, tensor in weights.items() if name != norm},
+        **{str(dtype)[6:]: weights | {norm: torch.ones(16, dtype=dtype)} for dtype in (torch.int64, torch.bool)},
+        "twice-1": weights,
+        "twice-2": {norm: weights[norm]},
+    }
+    for name, tensors in wrong.items():
+        save_file(tensors, folder / f"{name}.safetensors")
+    init = f"{sizes} --init {folder}"
     return [
         ("--heads 7", ["--heads 7", "--dim 128"]),
         ("--heads 128", ["--heads 128", "--dim 128", "even"]),
         ("--kv_heads 3", ["--kv_heads 3", "--heads 8"]),
-        ("--layers 0", ["--layers 0", "at least 1"]),
-        ("--batch 0", ["--batch 0", "at least 1"]),
+        ("--layers 0", ["--layers 0", "above 0"]),
+        ("--batch 0", ["--batch 0", "above 0"]),
         ("--steps -1", ["--steps -1", "at least 0"]),
         ("--lr -1", ["--lr -1", "at least 0"]),
         ("--lr nan", ["--lr nan", "at least 0"]),
+        ("--lr inf", ["--lr inf", "finite"]),
+        ("--weight_decay inf", ["--weight_decay inf", "finite"]),
         ("--warmup -1", ["--warmup -1", "at least 0"]),
-        ("--clip 0", ["--clip 0", "above 0", "inf"]),
-        ("--clip -1", ["--clip -1", "at least 0"]),
-        ("--data nowhere.txt", ["--data nowhere.txt", "no such file"]),
+        ("--clip 0", ["--clip 0", "above 0"]),
+        ("--clip -1", ["--clip -1", "above 0"]),
+        ("--eps 0", ["--eps 0", "above 0"]),  # a weight without a gradient would be 0/0
+        (f"--vocab {10**12}", [f"--vocab {10**12}", "memory"]),
+        (f"--layers {48 * 10**12}", [f"--layers {48 * 10**12}", "memory"]),
+        (f"--batch {48 * 10**12}", [f"--batch {48 * 10**12}", "memory"]),
+        ("--data nowhere.txt", ["--data nowhere.txt", "cannot read"]),
         (f"--data {folder}/short.txt", ["--data", "short.txt", "--seq 128", "has 9"]),
         (f"--data {folder}/empty", [f"--data {folder}/empty", "--seq 128", "has 0"]),
         (f"--data {folder}/ids.bin", ["--vocab 256", "300", "uint16"]),
+        (f"--data {folder}/int64.bin", ["--data", "int64.bin", "astype(np.uint32)"]),
+        (f"--data {folder}/ids.npy", ["--data", "ids.npy", "astype(np.uint32)"]),
+        (f"--data {folder}/of_ids", ["--data", "of_ids", "one .bin file"]),
         ("--vocab 100", ["--vocab 100", "must be above"]),
-        ("--init nowhere.safetensors", ["--init nowhere.safetensors", "no such file"]),
+        ("--init nowhere.safetensors", ["--init nowhere.safetensors", "no file holds"]),
         (f"--init {folder}/text.safetensors", ["--init", "text.safetensors", "no .safetensors file"]),
         (f"--init {folder}", ["--init", "no .safetensors file"]),
-        (f"--layers 8 --init {folder}/deep.safetensors", ["--layers 8", "--init", "more"]),
-        ("--save nowhere/out.safetensors", ["--save nowhere/out.safetensors", "no folder"]),
-        (f"--save {folder}", [f"--save {folder}", "is a folder"]),
+        (f"{init}/deep.safetensors", ["--init", "deep.safetensors", "layers.16.", "no such tensor"]),
+        (f"{init}/bias.safetensors", ["--init", "bias.safetensors", "q_proj.bias", "no such tensor"]),
+        (f"{init}/wide.safetensors", ["--init", "wide.safetensors", f"{norm} is floats [32]", "floats [16]"]),
+        (f"{init}/lacking.safetensors", ["--init", "lacking.safetensors", f"no file holds {norm}"]),
+        (f"{init}/int64.safetensors", ["--init", f"{norm} is I64 [16]", "floats [16]"]),
+        (f"{init}/bool.safetensors", ["--init", f"{norm} is BOOL [16]", "floats [16]"]),
+        (f"{init}/twice-*.safetensors", ["--init", "twice-", norm, "has it already"]),
+        ("--save nowhere/out.safetensors", ["--save nowhere/out.safetensors", "cannot write"]),
+        (f"--save {folder}", [f"--save {folder}", "cannot write"]),
         ("--device cuda", ["--device cuda", f"{torch.cuda.device_count()} GPUs for"]),
     ]
 
@@ -416,7 +471,7 @@ def check_bad_input(recipe: str, file: str | None = None) -> None:
     module, (world, flags) = load(file or recipe), SMALLEST[recipe]
     with tempfile.TemporaryDirectory() as folder:
         uncompiled = [("--compile", ["--compile", "needs a GPU"])] if recipe == equivalence.KERNELS else []
-        for bad, words in bad_inputs(Path(folder)) + uncompiled:
+        for bad, words in bad_inputs(file or recipe, Path(folder)) + uncompiled:
             line = refusal(module, world, f"--device cpu {flags} {bad}")
             assert isinstance(line, str) and "\n" not in line and all(word in line for word in words), (bad, line)
         alone = equivalence.on_one_device(recipe)
@@ -437,16 +492,22 @@ def check_bad_input(recipe: str, file: str | None = None) -> None:
 
 def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
     """(ranks, flags) at the edge of what is possible, for a recipe."""
+    sizes = " ".join(f"--{flag} {size}" for flag, size in SIZES.items())
     (folder / "window.txt").write_bytes(bytes(range(17)))
     np.arange(1, 1001, dtype=np.uint16).tofile(folder / "ids.bin")
     (np.arange(1000, dtype=np.uint32) + 70000).tofile(folder / "wide.bin")
-    save_file({"model.layers.7.mlp.up_proj.weight": torch.zeros(384, 128)}, folder / "deep.safetensors")
+    weights = {
+        name: tensor.half() for name, tensor in small_weights(recipe).items() if name != "lm_head.weight"
+    }  # tied
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)  # of older versions
+    save_file(weights, folder / "tied[1].safetensors")
     everywhere = [
         f"--seq 16 --vocab 17 --data {folder}/window.txt",  # one window, every id of the vocabulary
         f"--vocab 1001 --data {folder}/ids.bin",
         f"--vocab 71000 --data {folder}/wide.bin",
-        f"--init {folder}/deep.safetensors --save {folder}/out.safetensors",  # as many layers as there are
-        "--clip inf --lr 0 --weight_decay 0 --eps 0 --warmup 0 --seed 0",
+        f"{sizes} --init {folder}/tied[1].safetensors --save {folder}/out.safetensors",
+        "--save /dev/null",
+        "--clip inf --lr 0 --weight_decay 0 --eps 1e-300 --warmup 0 --seed 0",
         "--warmup 1000 --steps 3",
         "--steps 0 --save out.safetensors",  # a file beside the reader
         "--heads 64 --kv_heads 64 --dim 128",  # heads of width 2, as many key heads as query heads
@@ -551,7 +612,12 @@ def check_flags(recipe: str, file: str | None = None) -> None:
     assert root.items() <= ours.items() and load(file or recipe).PRESETS == load(files[0]).PRESETS
 
 
-THOROUGH = ("activations", "failure", "evaluation")  # promises that the plain run leaves to the thorough one
+THOROUGH = (
+    "activations",
+    "failure",
+    "divergence",
+    "evaluation",
+)  # promises that the plain run leaves to the thorough one
 CHECKS: dict[str, Callable[..., None]] = {
     name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
 }

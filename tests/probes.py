@@ -395,6 +395,20 @@ def dies_in_the_second_step(module: ModuleType) -> Report:
     return lambda: None
 
 
+def ends_early(module: ModuleType) -> Report:
+    """The line with which train ends, None if it does not."""
+    original, lines = module.train, []
+
+    def train(*args):
+        try:
+            original(*args)
+        except SystemExit as end:
+            lines.append(end.code)
+
+    module.train = train
+    return lambda: lines[0] if lines else None
+
+
 def batches(module: ModuleType) -> Report:
     """How many tokens are trained on and held out; then of each batch that is made its step, and how many it is of."""
     made, hold_out, make_batch = [], module.hold_out, module.make_batch

@@ -8,12 +8,12 @@ import contract
 import pytest
 from equivalence import CASES, HARDEST, KERNELS, MOE, ROOT_RECIPE, SHORTER
 from launch import ROOT, free_port
-from test_lineage import TRAINING
+from test_lineage import FAMILY, TRAINING
 
 
 def kept() -> list:
     """What is tried: each promise of each recipe, but large values only where attention, matmuls or the loss are cut,
-    and bfloat16 where nothing is in fewer bits.
+    bfloat16 where nothing is in fewer bits, and divergence once for each way to sum the loss.
 
     The plain run asks library twins, which start slowly, for gradients and training alone, and for bfloat16 only the
     first recipes of a folder, and those that add up in a way of their own.
@@ -21,6 +21,8 @@ def kept() -> list:
     pairs = [(promise, recipe) for promise in contract.CHECKS for recipe in TRAINING]
     pairs = [(p, r) for p, r in pairs if p != "large_values" or r[:2] in ("04", "05") or r in LARGE_TOO]
     pairs = [(p, r) for p, r in pairs if p != "bfloat16" or r not in SHORTER]
+    # the line that ends a run is the same to the letter, except where train is another; a loss is summed per folder
+    pairs = [(p, r) for p, r in pairs if p != "divergence" or r in DIVERGE or FAMILY[r].lists("train")]
     low = {"02_data_parallel/naive.py", "03_zero/zero1_overlap.py", "06_pipeline/1f1b.py", "06_pipeline/zbv.py", MOE}
     low |= {"03_zero/zero3.py", "07_expert/expert_parallel.py"}
     later = [
@@ -32,6 +34,12 @@ def kept() -> list:
     return [pytest.param(*pair, marks=pytest.mark.thorough if slow else ()) for pair, slow in zip(pairs, later)]
 
 
+DIVERGE = {ROOT_RECIPE} | {  # one for each way to sum the loss
+    f"{name}.py"
+    for name in """02_data_parallel/naive 03_zero/zero3 03_zero/torch_fsdp 04_tensor_sequence/vocab_parallel
+    04_tensor_sequence/torch_dtensor 05_context_ring/zigzag 06_pipeline/1f1b 06_pipeline/zbv
+    06_pipeline/torch_pipelining 07_expert/expert_parallel 08_4d/train 10_mixed_precision/fp8_tensorwise""".split()
+}
 LARGE_TOO = (ROOT_RECIPE, MOE, KERNELS, "03_zero/zero3.py", "06_pipeline/zbv.py")
 
 

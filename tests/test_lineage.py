@@ -33,20 +33,20 @@ COLLECTIVES = re.compile(
     r"dist\.(all_reduce|all_gather\w*|reduce|reduce_scatter\w*|broadcast|gather|scatter|all_to_all\w*|i?send|i?recv"
     r"|batch_isend_irecv|barrier|group\.WORLD\.\w+)\("
 )
-STACKED = 540  # a recipe that stacks several techniques
-LIMITS = {  # lines of code; 480 for a recipe that is not named
-    "01_single_gpu/train.py": 305,
+STACKED = 555  # a recipe that stacks several techniques
+LIMITS = {  # lines of code; 495 for a recipe that is not named
+    "01_single_gpu/train.py": 321,
     "01_single_gpu/memory.py": 570,
     "03_zero/zero3_copy_engines.py": STACKED,
     "04_tensor_sequence/async_tensor_parallel.py": STACKED,
     "05_context_ring/usp.py": STACKED,
     **{f"06_pipeline/{name}.py": STACKED for name in ("zero_bubble", "interleaved", "zbv", "dualpipe")},
     **{f"07_expert/{name}.py": 560 for name in ("expert_parallel", "auxiliary_loss", "bias_balancing", "capacity")},
-    **{f"07_expert/{name}.py": 610 for name in ("overlap", "symmetric_memory")},
+    **{f"07_expert/{name}.py": 625 for name in ("overlap", "symmetric_memory")},
     "08_4d/train.py": 920,
     "08_4d/moe.py": 1150,  # and the experts of 07
-    "08_4d/checkpoint.py": 1050,
-    **{f"10_mixed_precision/fp8_{name}.py": 510 for name in ("blockwise", "delayed_scaling", "stochastic_rounding")},
+    "08_4d/checkpoint.py": 1100,
+    **{f"10_mixed_precision/fp8_{name}.py": 525 for name in ("blockwise", "delayed_scaling", "stochastic_rounding")},
     "09_kernels/train.py": 870,  # the root, and the kernels of five files
     "09_kernels/flash_attention.py": 800,  # three rungs, each with a backward
     "09_kernels/flash_attention_gluon.py": 690,
@@ -282,7 +282,7 @@ def test_form(path):
     lines = source.splitlines()
     sections = [match[1] for line in lines if (match := RULE.match(line))]
     assert sections == [section for section in SECTIONS if section in sections]
-    assert lines_of_code(source) <= LIMITS.get(path, 480)
+    assert lines_of_code(source) <= LIMITS.get(path, 495)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             length = node.end_lineno - node.lineno + 1
@@ -298,9 +298,9 @@ def test_form(path):
 
 @pytest.mark.parametrize("path", TRAINING)
 def test_what_keeps_it_safe_comes_last(path):
-    """Config opens the file, behind the constants that it needs; parse_config and check stand just above main."""
+    """Config opens the file, behind the constants that it needs; the checks of the input stand just above main."""
     names = [name for name in FAMILY[path].definitions if "." not in name]
-    assert names[-3:] == ["parse_config", "check", "main"]
+    assert names[-4:] == ["parse_config", "check_init", "check", "main"]
     assert all(name.isupper() for name in names[: names.index("Config")])
 
 
