@@ -2,9 +2,10 @@
 
 Rank r holds stage r and stage p-1-r, so the model is in memory twice: 36/p bytes per parameter. Half of the
 micro-batches go from the first rank to the last, the others back, and a rank that waits for one direction works for the
-other: it idles for (p/2-1)(F+B-W), with at most p+1 micro-batches in flight. Two ranks hold the same weights, so their
-gradients are summed. Most of the time F of one direction and B of the other take turns. Neither needs the other: with
-experts, the all-to-all of one can overlap with the matmuls of the other. Here they run one after the other.
+other: it idles for (p/2-1)(F+B-W) if F and B take as long, with at most p+1 micro-batches in flight (a longer B adds
+max(0, (p/2-1)(B-F) - F)). Two ranks hold the same weights, so their gradients are summed. Most of the time F of one
+direction and B of the other take turns. Neither needs the other: with experts, the all-to-all of one can overlap with
+the matmuls of the other. Here they run one after the other.
 
 Parent:   06_pipeline/zbv.py
 Lesson:   Model, schedule, sum_replicas, forward_backward, clip_gradients
