@@ -114,6 +114,7 @@ IN_FILES = {
         "dispatch": ("test_rows_go_to_their_experts_and_back", ""),
         "share": ("test_each_rank_holds_its_share", "share the experts|is not 1/|differ", {"edp": 2}),
         "load": ("test_busiest_expert", "the root's load is"),
+        "refusals": ("test_sizes", "None"),
     },
     "07_expert/test_overlap.py": {
         "turns": ("test_halves_take_turns", "transfers without computation", {"layers": 3}),
