@@ -858,7 +858,7 @@ def check(cfg: Config, world: int) -> None:
         may_be_zero = flag in "steps validate warmup lr weight_decay seed compile".split()
         if isinstance(value, int | float) and not (value > 0 or value == 0 and may_be_zero):
             raise SystemExit(f"--{flag} {value}: must be {'at least' if may_be_zero else 'above'} 0")
-        if value == math.inf and flag != "clip":
+        if value == math.inf and flag not in ("clip", "slots"):
             raise SystemExit(f"--{flag} {value}: must be finite")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
