@@ -338,13 +338,13 @@ def test_init_of_another_shape(tmp_path):
         assert all(word in line for word in ("--init", name, str(list(weights[name].shape))))
 
 
-def test_save_respects_links_modes_and_devices(tmp_path):
-    """The file that a link names is written, with the mode that umask gives; a device stays one."""
+def test_save_respects_links_and_modes(tmp_path):
+    """The file that a link names is written, with the mode that umask gives, and nothing is left beside it."""
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    for target in tmp_path / "link", Path("/dev/null"):
-        launch(TRAIN, 1, f"{SMALL} --steps 0 --save {target}", save=False)
-    assert (tmp_path / "link").is_symlink() and Path("/dev/null").is_char_device()
-    assert [path.name for path in tmp_path.iterdir() if path.stat().st_size == 0] == []
+    for _ in range(2):  # over an older one, too
+        launch(TRAIN, 1, f"{SMALL} --steps 0 --save {tmp_path}/link", save=False)
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
     umask = os.umask(0)
     os.umask(umask)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~umask

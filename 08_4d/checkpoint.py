@@ -1162,7 +1162,9 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
-        Path(cfg.save).write_bytes(to_bytes(weights, metadata))
+        part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+        part.write_bytes(to_bytes(weights, metadata))
+        part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
 
 
 class SaveSlices(dcp.DefaultSavePlanner):
@@ -1504,7 +1506,6 @@ def check(cfg: Config, world: int) -> None:
     folder = Path(cfg.checkpoint).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())  # which would hold it
     layout = f"--dp {cfg.dp} --cp {cfg.cp} --tp {cfg.tp} --pp {cfg.pp}"
-    writable = os.access(cfg.save if os.path.exists(cfg.save) else Path(cfg.save).parent, os.W_OK)
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node {mesh} {os.path.relpath(__file__)} {layout}"),
         (mesh != world, f"{layout}: {mesh} ranks, must be the number of processes, {world}"),
@@ -1528,7 +1529,8 @@ def check(cfg: Config, world: int) -> None:
         (tokens % tp, f"--tp {tp}: must divide the {tokens} tokens that a rank has of a micro-batch"),
         (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
         (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
-        (cfg.save and (not writable or Path(cfg.save).is_dir()), f"--save {cfg.save}: cannot write such a file"),
+        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]
     for wrong, problem in problems:

@@ -512,7 +512,9 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
-    Path(cfg.save).write_bytes(to_bytes({name: master.detach() for name, master in model.masters.items()}, metadata))
+    part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+    part.write_bytes(to_bytes({name: master.detach() for name, master in model.masters.items()}, metadata))
+    part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
@@ -588,14 +590,14 @@ def check(cfg: Config, world: int) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
     large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
-    writable = os.access(cfg.save if os.path.exists(cfg.save) else Path(cfg.save).parent, os.W_OK)
     problems = [
         (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
         (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
-        (cfg.save and (not writable or Path(cfg.save).is_dir()), f"--save {cfg.save}: cannot write such a file"),
+        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]
     for wrong, problem in problems:

@@ -666,7 +666,9 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
-    Path(cfg.save).write_bytes(to_bytes({name: master.detach() for name, master in model.masters.items()}, metadata))
+    part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+    part.write_bytes(to_bytes({name: master.detach() for name, master in model.masters.items()}, metadata))
+    part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
@@ -746,7 +748,6 @@ def check(cfg: Config, world: int) -> None:
     fp8 = cfg.device == "cuda" and cfg.dtype == "bfloat16"  # a CPU multiplies any sizes
     # torch wants scales of squares in rows of a multiple of four; one rule for all sizes
     odd = next((name for name, size in sizes.items() if fp8 and size % (4 * BLOCK)), "")
-    writable = os.access(cfg.save if os.path.exists(cfg.save) else Path(cfg.save).parent, os.W_OK)
     problems = [
         (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
@@ -754,7 +755,8 @@ def check(cfg: Config, world: int) -> None:
         (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
         (odd, f"--{odd} {odd and getattr(cfg, odd)}: blocks need multiples of {4 * BLOCK}, not {sizes.get(odd)}"),
         (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
-        (cfg.save and (not writable or Path(cfg.save).is_dir()), f"--save {cfg.save}: cannot write such a file"),
+        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]
     for wrong, problem in problems:
