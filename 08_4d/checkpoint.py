@@ -12,11 +12,11 @@ pickle in it (.metadata), which may run any code on every rank that reads it. Re
 variable below: without it, new ranks look for the addresses of dead ones (pytorch issue 167288).
 
 Parent:   08_4d/train.py
-Lesson:   Config, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, snapshot, whole, training_of, key_of,
-          write_files, write, resume, train
+Lesson:   Config, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, snapshot, whole, chosen, training_of,
+          key_of, write_files, write, resume, train
 Plumbing: check
-Copy:     SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, snapshot, whole, training_of, key_of,
-          write_files, write, resume (train shows their calls)
+Copy:     SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, snapshot, whole, chosen, training_of,
+          key_of, write_files, write, resume (train shows their calls)
 Run:      torchrun --nproc_per_node 8 08_4d/checkpoint.py --checkpoint checkpoints
           (and restarts by itself after a kill with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and torchrun's --max_restarts)
 Source:   torch.distributed.checkpoint, in PyTorch; Wan et al. 2024, ByteCheckpoint, arXiv:2407.20143
@@ -105,7 +105,7 @@ class Config:
     checkpoint: str = ""  # write to this folder, which all ranks see; if there are checkpoints, go on from the newest
     every: int = 5  # steps from one checkpoint to the next; the last step has one, too
     keep: int = 2  # the newest so many checkpoints stay
-    resume: str = ""  # go on from this checkpoint, such as step-10, and set newer ones aside; the newest if empty
+    resume: str = ""  # go on once from this checkpoint, such as step-10, and set newer ones aside; else from the newest
     show: bool = False  # print which ranks form a group and leave, without torchrun
 
 
@@ -1304,6 +1304,15 @@ def whole(cfg: Config) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
+def chosen(cfg: Config) -> list[Path]:
+    """Return the checkpoint to go on from, if there is one: that of --resume, or the newest.
+
+    After a restart by torchrun it is the newest: the named one has been resumed already.
+    """
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return [folder for folder in whole(cfg) if restarted or cfg.resume in ("", folder.name)][-1:]
+
+
 def training_of(folder: Path | str) -> dict:
     """Return step, config, history and key of a checkpoint; exit with one line if they are not those of this folder."""
     try:
@@ -1375,7 +1384,7 @@ def resume(
             # what a kill has interrupted; renamed first, so that a run which still writes there fails
             shutil.rmtree(folder.rename(folder.with_suffix(".removing")))
     folders = whole(cfg)
-    found = [str(folder) for folder in folders if cfg.resume in ("", folder.name)][-1:] or [""]
+    found = [str(folder) for folder in chosen(cfg)] or [""]
     dist.broadcast_object_list(found, group=writers, group_src=0)  # on NFS, nodes may see an old list of folders
     if not found[0]:
         return 0, []
@@ -1513,10 +1522,7 @@ def check(cfg: Config, world: int) -> None:
         (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a dp rank"),
         (cfg.checkpoint and not existing.is_dir(), f"--checkpoint {cfg.checkpoint}: {existing} is no folder"),
         (cfg.checkpoint and not os.access(existing, os.W_OK), f"--checkpoint {cfg.checkpoint}: no folder to write to"),
-        (
-            cfg.resume and cfg.resume not in [folder.name for folder in whole(cfg)],
-            f"--resume {cfg.resume}: there is none in --checkpoint {cfg.checkpoint}",
-        ),
+        (cfg.resume and not chosen(cfg), f"--resume {cfg.resume}: there is none in --checkpoint {cfg.checkpoint}"),
         (cfg.cp > 1 and cfg.seq % (2 * cfg.cp), f"--seq {cfg.seq}: must be divisible by {2 * cfg.cp}, twice --cp"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
@@ -1536,7 +1542,7 @@ def check(cfg: Config, world: int) -> None:
     for wrong, problem in problems:
         if wrong:
             raise SystemExit(problem)
-    for folder in [folder for folder in whole(cfg) if cfg.resume in ("", folder.name)][-1:]:
+    for folder in chosen(cfg):
         stored = training_of(folder)["config"]
         for flag in ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "theta", "rope_factor", "dtype", "seed"):
             if getattr(cfg, flag) != stored[flag]:

@@ -497,9 +497,8 @@ def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
     (folder / "window.txt").write_bytes(bytes(range(17)))
     np.arange(1, 1001, dtype=np.uint16).tofile(folder / "ids.bin")
     (np.arange(1000, dtype=np.uint32) + 70000).tofile(folder / "wide.bin")
-    weights = {
-        name: tensor.half() for name, tensor in small_weights(recipe).items() if name != "lm_head.weight"
-    }  # tied
+    weights = {name: tensor.half() for name, tensor in small_weights(recipe).items()}
+    del weights["lm_head.weight"]  # tied to the embedding
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)  # of older versions
     save_file(weights, folder / "tied[1].safetensors")
     everywhere = [
@@ -612,12 +611,8 @@ def check_flags(recipe: str, file: str | None = None) -> None:
     assert root.items() <= ours.items() and load(file or recipe).PRESETS == load(files[0]).PRESETS
 
 
-THOROUGH = (
-    "activations",
-    "failure",
-    "divergence",
-    "evaluation",
-)  # promises that the plain run leaves to the thorough one
+# promises that the plain run leaves to the thorough one
+THOROUGH = ("activations", "failure", "divergence", "evaluation")
 CHECKS: dict[str, Callable[..., None]] = {
     name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
 }
