@@ -3,8 +3,9 @@
 fp16 ends at 65,504, and what is below 3e-8 becomes 0, as many gradients are. So backward starts from loss · scale, and
 all gradients are scale times as large; they are divided by it again in fp32, and so is their norm, which clips. As
 large as possible is best: after --growth_interval good steps the scale doubles. When a gradient overflows to inf or
-NaN, the step is skipped, as if it had never been, and the scale is halved. The GPU decides all that by itself: a CPU
-that asked would wait for it. Scales are powers of two, so they change no other bit than those of the exponent.
+NaN, the step is skipped, as if it had never been, and the scale is halved; at 1 there is nothing left to halve, and the
+run ends. The GPU decides all that by itself: a CPU that asked would wait for it. Scales are powers of two, so they
+change no other bit than those of the exponent.
 
 Parent:   10_mixed_precision/bf16.py
 Lesson:   Scaling, Model.__init__, build_model, update, AdamW.step, forward_backward, update_scale, train_step,

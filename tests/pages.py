@@ -70,7 +70,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "06_pipeline/zbv.py": "... placed in a V, and backward fills the gaps",
     "06_pipeline/dualpipe.py": "... a pipeline in each direction, weights twice",
     "06_pipeline/torch_pipelining.py": "the same by torch.distributed.pipelining",
-    "07_expert/moe.py": "many MLPs, of which each token takes a few",
+    "07_expert/moe.py": "many MLPs; a router sends each token to a few",
     "07_expert/expert_parallel.py": "experts shared out, tokens travel to them and back",
     "07_expert/auxiliary_loss.py": "... kept equally busy by a loss",
     "07_expert/bias_balancing.py": "... or by biases, without one",
