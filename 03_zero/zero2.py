@@ -18,13 +18,13 @@ Run:      torchrun --nproc_per_node 8 03_zero/zero2.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """
 
-import argparse
 import json
 import math
 import os
 import time
 import weakref
 import zlib
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -298,11 +298,9 @@ def init_files(cfg: Config) -> list[str]:
 def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
     """Return the shape of every tensor of the full model by its published name."""
     d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
-    attention = dict(q_proj=[d, d], k_proj=[kv, d], v_proj=[kv, d], o_proj=[d, d])
-    mlp = dict(gate_proj=[f, d], up_proj=[f, d], down_proj=[d, f])
-    block = dict(input_layernorm=[d], post_attention_layernorm=[d])
-    for part, weights in dict(self_attn=attention, mlp=mlp).items():
-        block |= {f"{part}.{name}": shape for name, shape in weights.items()}
+    attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
+    mlp = {f"mlp.{x}_proj": shape for x, shape in dict(gate=[f, d], up=[f, d], down=[d, f]).items()}
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **mlp)
     shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
     shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
     return {f"{name}.weight": shape for name, shape in shapes.items()}
@@ -374,11 +372,12 @@ def build_model(cfg: Config) -> Model:
 
 
 # -------------------------------------------------------------------------------------------------------------- data
-def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids of all documents end to end, and the offset at which each document starts.
+def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
 
     Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
     --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    --validate holds out the documents that start in the last twentieth; if none does, the end of the last document.
     """
     path = Path(cfg.data)
     files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
@@ -392,28 +391,16 @@ def load_data(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     else:
         documents = [np.fromfile(file, np.uint8) for file in files]
         ids = np.concatenate([np.zeros(0, np.uint8), *documents])
-        lengths = np.array([len(document) for document in documents])
-        starts = lengths.cumsum() - lengths
+        starts = np.cumsum([0, *map(len, documents[:-1])])
         wrong = any(file.suffix in (".bin", ".npy") for file in files)
     if wrong:
         raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
-    least = (cfg.seq + 1) * (20 if cfg.validate else 1)  # a twentieth is held out
-    if len(ids) < least:
+    if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
         raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
     if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
         raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
-    return ids, starts
-
-
-def hold_out(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Return the text to train on, and that for --validate: the documents that start in the last twentieth.
-
-    If none starts there, the end of the last document. Without --validate, all text is trained on.
-    """
-    ids, starts = data
     cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
-    later = starts[(starts >= cut) & (starts < len(ids) - cfg.seq)]
-    cut = later[0] if len(later) else cut
+    cut = min(starts[(starts >= cut) & (starts < len(ids) - cfg.seq)], default=cut)
     return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
 
 
@@ -547,9 +534,8 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
         part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
 
 
-def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
     """Build the model, train it, log every step, save."""
-    data, unseen = hold_out(cfg, data)
     torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
     model = build_model(cfg)
     optimizer = make_optimizer(cfg, model)
@@ -577,10 +563,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray]) -> None:
 # -------------------------------------------------------------------------------------------------------------- main
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, allow_abbrev=False
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
+    parser.formatter_class = RawDescriptionHelpFormatter
     for field in fields(Config):
         value = dict(type=type(field.default), choices=get_args(field.type) or None)
         kind = dict(action="store_true") if field.type is bool else value
@@ -609,12 +593,10 @@ def check_init(cfg: Config) -> None:
 
 def check(cfg: Config, world: int) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
+    edge = dict.fromkeys("steps validate warmup lr weight_decay seed compile".split(), 0) | {"clip": math.inf}
     for flag, value in asdict(cfg).items():
-        may_be_zero = flag in "steps validate warmup lr weight_decay seed compile".split()
-        if isinstance(value, int | float) and not (value > 0 or value == 0 and may_be_zero):
-            raise SystemExit(f"--{flag} {value}: must be {'at least' if may_be_zero else 'above'} 0")
-        if value == math.inf and flag != "clip":
-            raise SystemExit(f"--{flag} {value}: must be finite")
+        if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
+            raise SystemExit(f"--{flag} {value}: must be finite, above 0{f', or {edge[flag]}' if flag in edge else ''}")
     each = cfg.batch // max(1, world)
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
@@ -645,7 +627,7 @@ def main() -> None:
     if cfg.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
-    train(cfg, data)
+    train(cfg, *data)
     dist.destroy_process_group()
 
 
