@@ -195,7 +195,7 @@ def allocated(file, shape, flags):
     torch.backends.mkldnn.set_flags(False)
     module = load(file)
     cfg = module.Config(**shape, device="cpu", **flags)
-    data, model = module.load_data(cfg), module.build_model(cfg)
+    data, model = module.load_data(cfg)[0], module.build_model(cfg)
     if hasattr(module, "local_attention"):
         module.local_attention, module.local_attention_backward = like_cudnn, like_cudnn_backward
     if hasattr(module, "quantize_weights"):

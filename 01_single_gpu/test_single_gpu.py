@@ -62,9 +62,9 @@ def test_batches():
     """(seed, step) alone decides; targets are the next tokens, and none follows from another document."""
     module = load(TRAIN)
     cfg = config(module, f"--data {equivalence.documents()} --seq 100 --batch 64")
-    ids, starts = data = module.load_data(cfg)
+    ids, starts = data = module.load_data(cfg)[0]
     inputs, targets = module.make_batch(cfg, data, 3)
-    again = module.make_batch(cfg, module.load_data(cfg), 3)
+    again = module.make_batch(cfg, module.load_data(cfg)[0], 3)
     other_step = module.make_batch(cfg, data, 4)
     other_seed = module.make_batch(dataclasses.replace(cfg, seed=1), data, 3)
     assert torch.equal(inputs, again[0]) and torch.equal(targets, again[1])
@@ -90,7 +90,7 @@ def test_the_last_window_of_a_text_is_used_and_none_after_it(tmp_path):
             module.load_data(config(module, f"--data {tmp_path}/text.txt {flags}"))
     for seq, windows in (9, [0]), (8, [0, 1]):
         cfg = config(module, f"--data {tmp_path}/text.txt --seq {seq} --batch 100")
-        inputs, targets = module.make_batch(cfg, module.load_data(cfg), 0)
+        inputs, targets = module.make_batch(cfg, module.load_data(cfg)[0], 0)
         assert sorted(set(inputs[:, 0].tolist())) == windows and targets[:, -1].max() == 9
 
 
@@ -99,13 +99,13 @@ def test_documents_come_in_the_order_of_their_names(tmp_path, monkeypatch):
     for name in "abcdefgh":
         (tmp_path / name).write_text(name * 3)
     monkeypatch.setattr(Path, "iterdir", lambda self: sorted(iterdir(self), reverse=True))
-    ids, starts = module.load_data(config(module, f"--data {tmp_path} --seq 8"))
+    (ids, starts), _ = module.load_data(config(module, f"--data {tmp_path} --seq 8"))
     assert bytes(ids).decode() == "aaabbbcccdddeeefffggghhh" and starts.tolist() == list(range(0, 24, 3))
 
 
 def test_default_text_is_the_standard_library():
     module = load(TRAIN)
-    ids, _ = module.load_data(config(module))
+    (ids, _), _ = module.load_data(config(module))
     assert Path(subprocess.__file__).read_bytes() in bytes(ids)
 
 
@@ -118,7 +118,7 @@ def test_token_files(dtype, vocab, tmp_path):
     ids = np.random.default_rng(0).integers(1, vocab, 999).astype(dtype)
     ids[1] = 0
     ids.tofile(tmp_path / "tokens.bin")
-    read, starts = module.load_data(config(module, f"--data {tmp_path}/tokens.bin --vocab {vocab}"))
+    (read, starts), _ = module.load_data(config(module, f"--data {tmp_path}/tokens.bin --vocab {vocab}"))
     assert np.array_equal(read, ids) and starts.tolist() == [0]
 
 
@@ -130,7 +130,7 @@ def test_token_files_are_never_read_whole(tmp_path):
         tokens.truncate(40 * 2**30)
     start = time.perf_counter()
     cfg = config(module, f"--data {file} --vocab 5000 --seq 8")
-    data = module.load_data(cfg)
+    data, _ = module.load_data(cfg)
     module.make_batch(cfg, data, 0)
     assert time.perf_counter() - start < 2 and len(data[0]) == 20 * 2**30 and data[0].dtype == np.uint16
     ids = np.ones(2**21, np.uint16)
@@ -138,7 +138,7 @@ def test_token_files_are_never_read_whole(tmp_path):
     ids.tofile(file)
     cfg = config(module, f"--data {file} --vocab 256 --seq 8 --batch 64")
     with pytest.raises(SystemExit, match="--vocab 256: must be above 300, an id in"):
-        module.make_batch(cfg, module.load_data(cfg), 0)
+        module.make_batch(cfg, module.load_data(cfg)[0], 0)
 
 
 # ------------------------------------------------------------------------------------------- initial weights, optimizer
@@ -240,7 +240,7 @@ def one_pass(recipe, layers, flags=""):
     module = load(recipe)
     cfg = config(module, f"--layers {layers} --batch 4 {flags}")
     model = module.build_model(cfg)
-    inputs, targets = module.make_batch(cfg, module.load_data(cfg), 0)
+    inputs, targets = module.make_batch(cfg, module.load_data(cfg)[0], 0)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with FlopCounterMode(display=False, custom_mapping={kernel: attention_flops}) as counter:
         with torch.profiler.profile(profile_memory=True) as profile:

@@ -1,5 +1,7 @@
 """--validate: what is held out, and what is printed of it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from contract import SMALL, refusal
@@ -18,14 +20,17 @@ ROOT_RECIPE = "01_single_gpu/train.py"
         ([900, 89, 11], 989),
     ],
 )
-def test_what_is_held_out(lengths, cut, file=ROOT_RECIPE):
+def test_what_is_held_out(lengths, cut, tmp_path, file=ROOT_RECIPE):
     """Text that is held out is trained on by nobody, and without --validate nothing is held out."""
     root = load(file)
-    ids, starts = np.arange(1000), np.cumsum([0, *lengths[:-1]])
-    (seen, seen_starts), (unseen, unseen_starts) = root.hold_out(root.Config(seq=10, validate=1), (ids, starts))
+    ids, starts = np.random.default_rng(0).integers(256, size=1000, dtype=np.uint8), np.cumsum([0, *lengths[:-1]])
+    for i, document in enumerate(np.split(ids, starts[1:])):
+        document.tofile(tmp_path / str(i))
+    cfg = root.Config(seq=10, validate=1, data=str(tmp_path))
+    (seen, seen_starts), (unseen, unseen_starts) = root.load_data(cfg)
     assert (seen.tolist(), unseen.tolist()) == (ids[:cut].tolist(), ids[cut:].tolist())
     assert [*seen_starts, *(unseen_starts + cut)] == starts.tolist()
-    (everything, all_starts), _ = root.hold_out(root.Config(seq=10), (ids, starts))
+    (everything, all_starts), _ = root.load_data(dataclasses.replace(cfg, validate=0))
     assert everything.tolist() == ids.tolist() and all_starts.tolist() == starts.tolist()
 
 

@@ -159,14 +159,6 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Loss(nn.Module):
-    """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
-        return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
-
-
 class Model(nn.Module):
     """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
 
@@ -179,7 +171,7 @@ class Model(nn.Module):
         self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
         self.model.norm = RMSNorm(cfg)
         self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
-        self.loss = Loss()
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v]"""
@@ -337,7 +329,7 @@ def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> sum of the losses of the valid targets"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        return model.loss(model(inputs), targets)
+        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def forward_backward(cfg: Config, accelerator: Accelerator, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ is whole on each rank at the end of backward. No head is held by several ranks: 
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
 Lesson:   split, build_model, sum_replicas, forward, forward_backward, clip_gradients, save
-Plumbing: Config, Loss.forward, check, evaluate
+Plumbing: Config, check, evaluate
 Copy:     split, sum_replicas (call sum_replicas after backward; forward_backward shows where loss_parallel stands)
 Run:      torchrun --nproc_per_node 4 04_tensor_sequence/torch_dtensor.py
 Source:   documentation of torch.distributed.tensor.parallel; Korthikanti et al. 2022, arXiv:2205.05198
@@ -169,14 +169,6 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Loss(nn.Module):
-    """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = logits.flatten(0, 1)  # einops would register a new type, and step 2 would compile the blocks again
-        return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
-
-
 class Model(nn.Module):
     """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
 
@@ -188,7 +180,7 @@ class Model(nn.Module):
         self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
         self.model.norm = RMSNorm(cfg)
         self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
-        self.loss = Loss()
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v]"""
@@ -343,7 +335,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
     """inputs, targets [b, s] -> sum of the losses of the valid targets"""
     # three all-reduces of b·s elements: largest logits, sums of exponentials, logits of targets; everyone waits
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"), loss_parallel():
-        return model.loss(model(inputs), targets)
+        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def sum_replicas(model: Model) -> None:

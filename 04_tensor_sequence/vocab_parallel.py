@@ -216,7 +216,7 @@ class Embedding(nn.Module):
 
 
 class Loss(nn.Module):
-    """Cross-entropy of logits [b, s, v/tp], summed over the valid targets [b, s].
+    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t].
 
     Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
     of them has z_y. The gradient needs no communication: like activations, both sums pass through Leave.
@@ -231,8 +231,8 @@ class Loss(nn.Module):
         """Logits in fp32; those of the padding are -inf."""
         return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(ids >= self.vocab, -torch.inf)
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows, targets = rearrange(logits, "b s v -> (b s) v"), targets.flatten().int()  # 64 bits are slower on a GPU
+    def forward(self, rows: Tensor, targets: Tensor) -> Tensor:
+        targets = targets.int()  # 64 bits are slower on a GPU
         ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
         top = self.wide(rows.detach(), ids).amax(1)
         torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
@@ -403,7 +403,7 @@ def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> sum of the losses of the valid targets"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        return model.loss(model(inputs), targets)
+        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def sum_replicas(model: nn.Module) -> None:

@@ -168,14 +168,6 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Loss(nn.Module):
-    """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
-        return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
-
-
 def split_layers(cfg: Config, stages: int) -> list[range]:
     """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
     head = 6 * cfg.dim * cfg.vocab
@@ -212,7 +204,7 @@ class Model(nn.Module):
         if len(self.split) - 1 in self.mine:
             self.model.norm = RMSNorm(cfg)
             self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
-        self.loss = Loss()
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
         self.tokens = torch.ones((), dtype=torch.int64, device="cpu")  # valid tokens of the global batch
         self.schedule = build_schedule(cfg, self)
 
@@ -353,7 +345,7 @@ def build_schedule(cfg: Config, model: Model) -> PipelineScheduleSingle | Pipeli
 
     def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-            return loss(logits, targets) / tokens
+            return loss(logits.flatten(0, 1), targets.flatten()) / tokens
 
     loss, tokens = model.loss, model.tokens  # if it held the model, the two would keep each other, and the group, alive
     device, count = torch.device(cfg.device), len(model.split)

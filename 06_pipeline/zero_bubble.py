@@ -236,14 +236,6 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Loss(nn.Module):
-    """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
-        return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
-
-
 def split_layers(cfg: Config, stages: int) -> list[range]:
     """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
     head = 6 * cfg.dim * cfg.vocab
@@ -274,7 +266,7 @@ class Model(nn.Module):
         if self.stage == self.stages - 1:
             self.model.norm = RMSNorm(cfg)
             self.lm_head = Linear(cfg.dim, cfg.vocab)
-        self.loss = Loss()
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
 
     def forward(self, x: Tensor) -> Tensor:
         """ids [b, s], after the first stage activations [b, s, d] -> activations, on the last stage logits [b, s, v]"""
@@ -413,7 +405,8 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
     """inputs of Model.forward, targets [b, s] -> activations [b, s, d], on the last stage the sum of the losses"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         output = model(inputs)
-        return model.loss(output, targets) if model.stage == model.stages - 1 else output
+        last = model.stage == model.stages - 1
+        return model.loss(output.flatten(0, 1), targets.flatten()) if last else output
 
 
 def prepare(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Linear]:

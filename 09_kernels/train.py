@@ -9,8 +9,8 @@ the argument for fusing. Without a GPU the kernels run in Triton's interpreter: 
 
 Parent:   01_single_gpu/train.py, 09_kernels/rmsnorm.py, 09_kernels/swiglu.py, 09_kernels/rope.py,
           09_kernels/cross_entropy.py, 09_kernels/adamw.py
-Lesson:   Project, project, RMSNorm, Attention.forward, MLP.forward, Block.forward, Loss, Model.hidden,
-          Model.forward, make_optimizer, forward, train_step
+Lesson:   Project, project, RMSNorm, Attention.forward, MLP.forward, Block.forward, Loss, Model.__init__,
+          Model.hidden, Model.forward, make_optimizer, forward, train_step
 Plumbing: Config, build_model, slots_by_name, set_learning_rate, save, train, check
 Copy:     project, rms_norm, add_rms_norm, swiglu, rotate, linear_cross_entropy, AdamW (and what they call: the files of
           the kernels name it)
@@ -887,10 +887,10 @@ class Block(nn.Module):
 
 
 class Loss(nn.Module):
-    """Cross-entropy of the logits x [b, s, d] @ weight [v, d].T, summed over the valid targets [b, s]."""
+    """Cross-entropy of the logits x [t, d] @ weight [v, d].T, summed over the valid targets [t]."""
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(rearrange(x, "b s d -> (b s) d"), weight, targets.flatten())
+        return linear_cross_entropy(x, weight, targets)
 
 
 class Model(nn.Module):
@@ -1049,7 +1049,7 @@ def set_learning_rate(cfg: Config, optimizer: AdamW, step: int) -> None:
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> sum of the losses of the valid targets"""
-    return model.loss(model.hidden(inputs), model.lm_head.weight, targets)
+    return model.loss(model.hidden(inputs).flatten(0, 1), model.lm_head.weight, targets.flatten())
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Bytes per parameter of a matmul: 2 weight + 4 master + 2 gradient + 8 AdamW mome
 micro-batches. Of embedding and norms: 4 weight + 4 gradient + 8 moments = 16.
 
 Parent:   01_single_gpu/train.py, 01_single_gpu/gradient_accumulation.py
-Lesson:   Loss.forward, Model.__init__, build_model, Slot, update, AdamW, make_optimizer, forward,
+Lesson:   Loss, Model.__init__, build_model, Slot, update, AdamW, make_optimizer, forward,
           accumulate_gradients, forward_backward, gradient_norm, train_step
 Plumbing: Config, set_learning_rate, save, check
 Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients (train_step and forward_backward call them), and
@@ -162,12 +162,11 @@ class Block(nn.Module):
 
 
 class Loss(nn.Module):
-    """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
+    """Cross-entropy of logits [t, v], summed over the valid targets [t]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))  # for sums of exponentials
-        return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for sums of exponentials
+        return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
 
 
 class Model(nn.Module):
@@ -382,7 +381,7 @@ def set_learning_rate(cfg: Config, optimizer: AdamW, step: int) -> None:
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> sum of the losses of the valid targets"""
-    return model.loss(model(inputs), targets)
+    return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def accumulate_gradients(model: Model) -> None:

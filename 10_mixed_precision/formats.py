@@ -185,7 +185,7 @@ def observe(steps: int) -> Observed:
     """Train the root, and keep what the last step sees: gradients before they are clipped, zeros left out."""
     root = load(str(ROOT))
     cfg = root.Config(**root.PRESETS["tiny"], **SMALL, steps=steps)
-    data, model = root.load_data(cfg), root.build_model(cfg)
+    data, model = root.load_data(cfg)[0], root.build_model(cfg)
     optimizer, outputs = root.make_optimizer(cfg, model), []
     for step in range(steps):
         if step == steps - 1:

@@ -253,12 +253,11 @@ class Block(nn.Module):
 
 
 class Loss(nn.Module):
-    """Cross-entropy of logits [b, s, v], summed over the valid targets [b, s]."""
+    """Cross-entropy of logits [t, v], summed over the valid targets [t]."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = rearrange(logits, "b s v -> (b s) v")  # contiguous; on logits permuted to b v s it is far slower
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))  # for sums of exponentials
-        return nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for sums of exponentials
+        return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
 
 
 class Model(nn.Module):
@@ -491,7 +490,7 @@ def set_learning_rate(cfg: Config, optimizer: AdamW, step: int) -> None:
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> sum of the losses of the valid targets"""
-    return model.loss(model(inputs), targets)
+    return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def accumulate_gradients(model: Model) -> None:

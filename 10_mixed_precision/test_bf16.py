@@ -18,7 +18,7 @@ def trained(file: str | None, flags: str, steps: int):
     module = load(file or BF16)
     sys.argv = ["recipe", *f"{SMALL} {flags}".split()]
     cfg = module.parse_config()
-    data, model = module.load_data(cfg), module.build_model(cfg)
+    data, model = module.load_data(cfg)[0], module.build_model(cfg)
     optimizer = module.make_optimizer(cfg, model)
     before = {name: (p.detach().clone(), model.masters[name].detach().clone()) for name, p in model.named_parameters()}
     for step in range(steps):
@@ -53,7 +53,7 @@ def gradients(file: str, flags: str) -> dict[str, torch.Tensor]:
         for p in model.parameters():
             if p.ndim == 1:
                 p.add_(0.3 * torch.randn(p.shape, generator=generator))
-    loss = module.forward_backward(cfg, model, *module.make_batch(cfg, module.load_data(cfg), 0))
+    loss = module.forward_backward(cfg, model, *module.make_batch(cfg, module.load_data(cfg)[0], 0))
     masters = getattr(model, "masters", dict(model.named_parameters()))
     found = {name: masters[name].grad if p.grad is None else p.grad for name, p in model.named_parameters()}
     return {"loss": loss} | {name: gradient.float() for name, gradient in found.items()}
@@ -93,7 +93,7 @@ def test_norm_is_added_up_in_fp32(file=None):
     sys.argv = ["recipe", *f"{SMALL} --microbatches 1 --clip 0.1".split()]
     cfg = module.parse_config()
     model = module.build_model(cfg)
-    module.forward_backward(cfg, model, *module.make_batch(cfg, module.load_data(cfg), 0))
+    module.forward_backward(cfg, model, *module.make_batch(cfg, module.load_data(cfg)[0], 0))
     optimizer, gradients = module.make_optimizer(cfg, model), [p.grad for p in model.parameters()]
     assert {g.dtype for g in gradients} == {torch.bfloat16, torch.float32}, "gradients are not where backward left"
     for g in gradients:

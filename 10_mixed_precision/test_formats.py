@@ -175,7 +175,7 @@ def test_update_is_adamws():
     def compute():
         root = load("01_single_gpu/train.py")
         cfg = root.Config(**root.PRESETS["tiny"], **FORMATS.SMALL, steps=3)
-        data, model = root.load_data(cfg), root.build_model(cfg)
+        data, model = root.load_data(cfg)[0], root.build_model(cfg)
         optimizer = root.make_optimizer(cfg, model)
         logits = []
         for step in range(3):

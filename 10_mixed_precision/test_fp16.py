@@ -20,7 +20,7 @@ def start(file: str | None, flags: str) -> tuple[ModuleType, tuple, tuple]:
     sys.argv = ["recipe", *f"{SMALL} {flags}".split()]
     cfg = module.parse_config()
     model = module.build_model(cfg)
-    return module, (cfg, model, module.make_optimizer(cfg, model)), module.make_batch(cfg, module.load_data(cfg), 0)
+    return module, (cfg, model, module.make_optimizer(cfg, model)), module.make_batch(cfg, module.load_data(cfg)[0], 0)
 
 
 def state_of(model: torch.nn.Module, optimizer) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ def start(file: str, flags: str = "", **sizes) -> tuple[ModuleType, tuple, list]
     sys.argv = ["recipe", *f"{given} --device cpu --dtype bfloat16 --warmup 0 {flags}".split()]
     cfg = module.parse_config()
     module.check(cfg, 1)
-    model, data = module.build_model(cfg), module.load_data(cfg)
+    model, data = module.build_model(cfg), module.load_data(cfg)[0]
     return module, (cfg, model, module.make_optimizer(cfg, model)), [module.make_batch(cfg, data, i) for i in range(8)]
 
 

@@ -31,7 +31,7 @@ def start(file: str | None, flags: str) -> tuple[ModuleType, tuple, tuple]:
     sys.argv = ["recipe", *f"{SMALL} --dtype bfloat16 {flags}".split()]
     cfg = module.parse_config()
     model = module.build_model(replace(cfg, compile=False))  # --compile is for the optimizer, here
-    return module, (cfg, model, module.make_optimizer(cfg, model)), module.load_data(cfg)
+    return module, (cfg, model, module.make_optimizer(cfg, model)), module.load_data(cfg)[0]
 
 
 def kept_by(optimizer) -> dict[str, tuple[Tensor, ...]]:

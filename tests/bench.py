@@ -711,7 +711,7 @@ def step_by_kind(file: str, flags: str, attention: str = "") -> dict[str, float]
         torch.nn.functional.scaled_dot_product_attention = lambda q, k, v, **_: ours(q, k, v)  # in this process alone
     sys.argv = [file, *flags.split()]
     cfg = module.parse_config()
-    data, model = module.load_data(cfg), module.build_model(cfg)
+    data, model = module.load_data(cfg)[0], module.build_model(cfg)
     optimizer, batch, steps = module.make_optimizer(cfg, model), module.make_batch(cfg, data, 0), 6
     for _ in range(10):
         module.train_step(cfg, model, optimizer, *batch)[0].item()  # waits for the GPU

@@ -417,13 +417,13 @@ def bad_inputs(recipe: str, folder: Path) -> list[tuple[str, list[str]]]:
         ("--kv_heads 3", ["--kv_heads 3", "--heads 8"]),
         ("--layers 0", ["--layers 0", "above 0"]),
         ("--batch 0", ["--batch 0", "above 0"]),
-        ("--steps -1", ["--steps -1", "at least 0"]),
-        ("--lr -1", ["--lr -1", "at least 0"]),
-        ("--lr nan", ["--lr nan", "at least 0"]),
+        ("--steps -1", ["--steps -1", "above 0, or 0"]),
+        ("--lr -1", ["--lr -1", "above 0, or 0"]),
+        ("--lr nan", ["--lr nan", "finite"]),
         ("--lr inf", ["--lr inf", "finite"]),
         ("--weight_decay inf", ["--weight_decay inf", "finite"]),
-        ("--warmup -1", ["--warmup -1", "at least 0"]),
-        ("--clip 0", ["--clip 0", "above 0"]),
+        ("--warmup -1", ["--warmup -1", "above 0, or 0"]),
+        ("--clip 0", ["--clip 0", "above 0, or inf"]),
         ("--clip -1", ["--clip -1", "above 0"]),
         ("--eps 0", ["--eps 0", "above 0"]),  # a weight without a gradient would be 0/0
         (f"--vocab {10**12}", [f"--vocab {10**12}", "memory"]),
@@ -461,7 +461,7 @@ def refusal(module: ModuleType, world: int, flags: str) -> str | None:
         try:
             cfg = module.parse_config()
             module.check(cfg, world)
-            module.make_batch(cfg, module.load_data(cfg), 0)
+            module.make_batch(cfg, module.load_data(cfg)[0], 0)
         except SystemExit as end:
             return end.code
     return None

@@ -127,20 +127,21 @@ def load(path: Path | str) -> ModuleType:
 
 
 @functools.cache
-def read_folder(folder: str) -> tuple[str, tuple[numpy.ndarray, numpy.ndarray]]:
+def read_folder(folder: str, **sizes: int) -> tuple[str, tuple[tuple[numpy.ndarray, numpy.ndarray], ...]]:
     """The root's definition of load_data, and what it returns for a folder."""
     root = load("01_single_gpu/train.py")
-    return inspect.getsource(root.load_data), root.load_data(root.Config(data=folder, seq=1))
+    return inspect.getsource(root.load_data), root.load_data(root.Config(data=folder, **sizes))
 
 
-def shared_data(recipe: Path | str, flags: str) -> tuple[numpy.ndarray, numpy.ndarray] | None:
+def shared_data(recipe: Path | str, flags: str) -> tuple[tuple[numpy.ndarray, numpy.ndarray], ...] | None:
     """The data of a recipe that reads a folder in the run's folder as the root does, to the letter; else None.
 
     Those of equivalence.py have 2,000 files: each rank would take longer to read them than to train.
     """
     folder = re.search(r"--data (\S+)", flags)
     if folder and Path(folder[1]).parent == run_folder():
-        definition, data = read_folder(folder[1])
+        sizes = {name: int(value) for name, value in re.findall(r"--(seq|validate) (\d+)", flags)}
+        definition, data = read_folder(folder[1], **sizes)
         return data if definition in (ROOT / recipe).read_text() else None
 
 

@@ -38,7 +38,7 @@ def gradient(file: str, dtype: str, of_gradients: torch.dtype | None = None) -> 
     cfg = module.parse_config()
     if cfg.dtype == "float64":
         torch.set_default_dtype(torch.float64)
-    data, model = module.load_data(cfg), module.build_model(cfg)
+    data, model = module.load_data(cfg)[0], module.build_model(cfg)
     optimizer = module.make_optimizer(cfg, model)
     module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, 0))
     module.forward_backward(cfg, model, *module.make_batch(cfg, data, 1))

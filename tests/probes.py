@@ -411,10 +411,10 @@ def ends_early(module: ModuleType) -> Report:
 
 def batches(module: ModuleType) -> Report:
     """How many tokens are trained on and held out; then of each batch that is made its step, and how many it is of."""
-    made, hold_out, make_batch = [], module.hold_out, module.make_batch
+    made, load_data, make_batch = [], module.load_data, module.make_batch
 
-    def split(*args):
-        parts = hold_out(*args)
+    def load(cfg):
+        parts = load_data(cfg)
         made.append(tuple(len(ids) for ids, _ in parts))
         return parts
 
@@ -422,7 +422,7 @@ def batches(module: ModuleType) -> Report:
         made.append((step, len(data[0])))
         return make_batch(cfg, data, step)
 
-    module.hold_out, module.make_batch = split, batch
+    module.load_data, module.make_batch = load, batch
     return lambda: made
 
 

@@ -20,7 +20,7 @@ def simulate(flags: str) -> tuple[compare.Weights, list[list[float]]]:
     root = load(equivalence.root_of(RECIPE))
     torch.set_default_dtype(torch.float64)
     cfg = root.Config(**flags_as_fields(root, flags))
-    data, agreed = root.load_data(cfg), root.build_model(cfg)
+    data, agreed = root.load_data(cfg)[0], root.build_model(cfg)
     workers = [copy.deepcopy(agreed) for _ in range(WORKERS)]
     optimizers = [root.make_optimizer(cfg, worker) for worker in workers]
     velocity = [torch.zeros_like(p) for p in agreed.parameters()]

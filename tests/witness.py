@@ -70,7 +70,7 @@ def loss_of(model, flags: str) -> tuple[torch.Tensor, torch.Tensor]:
     sys.argv = [ROOT_RECIPE, *flags.split()]
     module = load(ROOT_RECIPE)
     cfg = module.parse_config()
-    inputs, targets = module.make_batch(cfg, module.load_data(cfg), 0)
+    inputs, targets = module.make_batch(cfg, module.load_data(cfg)[0], 0)
     logits = model(input_ids=inputs).logits
     losses = -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return logits, losses[targets != module.IGNORE].sum() / (targets != module.IGNORE).sum()
