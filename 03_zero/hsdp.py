@@ -99,6 +99,7 @@ class Unit:
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
     gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
     gradient: Tensor | None = None  # [n/dp] fp32, summed over ranks and micro-batches; the .grad are views of it
+    pending: weakref.ref | None = None  # of the forward that backward has not finished
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
@@ -173,6 +174,7 @@ def reduce(model: nn.Module, i: int) -> None:
         model.sending.clear()
 
 
+@torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Wait for the weights of unit i, which will read x, and prefetch the next unit's.
 
@@ -182,9 +184,17 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
         gather(unit, model.gathers)
     model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
     if x.requires_grad:  # not under torch.no_grad(), and not the ids
-        x.register_hook(lambda gradient: after_backward(model, i))
+        if model.units[i].pending and model.units[i].pending():
+            raise RuntimeError("run backward after each forward: it frees the weights that another backward needs")
+
+        def hook(gradient: Tensor) -> None:
+            after_backward(model, i)
+
+        model.units[i].pending = weakref.ref(hook)  # dead if the graph goes without a backward
+        x.register_hook(hook)
 
 
+@torch.compiler.disable  # also where the model around it is compiled
 def after_forward(model: nn.Module, i: int) -> None:
     """Free the weights of unit i after its forward. Those of the last two units stay: backward needs them first."""
     if i < len(model.units) - 2:
@@ -193,7 +203,8 @@ def after_forward(model: nn.Module, i: int) -> None:
 
 def after_backward(model: nn.Module, i: int) -> None:
     """Free the weights of unit i, which backward has finished; wait for those of i - 1; prefetch those of i - 2."""
-    if i > 1:  # the embedding's backward needs no weights
+    model.units[i].pending = None
+    if i > 1:  # unit 0 must be an embedding: its backward needs no weights
         model.units[i - 1].gathering.wait()
     free(model.units[i])
     reduce(model, i)
@@ -347,21 +358,19 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 @torch.no_grad()
 def make_unit(
-    model: nn.Module,
-    names: tuple[str, ...],
+    named: list[tuple[str, nn.Parameter]],
     initial: Callable[[str, torch.Size], Tensor],
     dp: dist.ProcessGroup,
     replicas: dist.ProcessGroup,
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from the parameters whose names start with `names`. initial(name, shape) returns a full tensor."""
-    named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    """Build a unit from parameters, which come with their names. initial(name, shape) returns a full tensor."""
     if not named:
-        raise ValueError(f"no parameter has a name that starts with one of {names}")
-    if not all(p.requires_grad for _, p in named):
-        raise ValueError(f"a frozen parameter in {names}: every element of a unit is trained")
-    named.sort(key=lambda item: -item[1].ndim)  # matrices first
+        raise ValueError("a unit needs at least one parameter")
+    if frozen := [name for name, p in named if not p.requires_grad]:
+        raise ValueError(f"{frozen[0]} is frozen: every element of a unit is trained")
+    named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
     sizes.append(dp.size() * each - sum(sizes))  # the padding
@@ -379,6 +388,14 @@ def make_unit(
     return Unit(dp, replicas, [p for _, p in named], sizes, full, shard, matrices, vectors)
 
 
+def check_units(model: nn.Module) -> None:
+    """Raise unless each parameter that is trained is in one unit: outside of them nothing is trained, nor saved."""
+    held = [p for unit in model.units for p in unit.parameters]
+    for name, p in model.named_parameters():
+        if p.requires_grad and sum(p is other for other in held) != 1:
+            raise ValueError(f"{name} must be in exactly one unit")
+
+
 def build_model(cfg: Config) -> Model:
     """Build the model unit by unit, filled tensor by tensor: no rank ever has all weights."""
     dp = dist.group.WORLD
@@ -387,11 +404,13 @@ def build_model(cfg: Config) -> Model:
     with torch.device("meta"):
         model = Model(cfg, dp)
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
+    dtype = getattr(torch, cfg.dtype)
     for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
         groups = mesh["shard"].get_group(), mesh["replicas"].get_group()
-        dtype = getattr(torch, cfg.dtype)
-        model.units.append(make_unit(model, names, partial(full_tensor, cfg), *groups, cfg.device, dtype))
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+        model.units.append(make_unit(named, partial(full_tensor, cfg), *groups, cfg.device, dtype))
         free(model.units[-1])
+    check_units(model)
     owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
     model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(owner, 0))  # the last gradient
     if cfg.compile:

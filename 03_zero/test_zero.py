@@ -444,14 +444,77 @@ def has_a_block_less(module):
     return lambda: None
 
 
+def has_one_more_norm(module):
+    """A probe: as in a model whose units are lists of names that lack one."""
+    init = module.Model.__init__
+
+    def larger(self, cfg, *args):
+        init(self, cfg, *args)
+        self.model.extra = module.RMSNorm(cfg)
+
+    module.Model.__init__ = larger
+    return lambda: None
+
+
+def has_two_losses(module):
+    """A probe: two forwards, then backward of both, as where two answers are compared."""
+    forward = module.forward
+    module.forward = lambda *args: forward(*args) + forward(*args)
+    return lambda: None
+
+
+def zeroes_gradients_as_usual(module):
+    """A probe: model.zero_grad(), which takes the gradients from the parameters."""
+    step = module.forward_backward
+    module.forward_backward = lambda cfg, model, *batch: model.zero_grad() or step(cfg, model, *batch)
+    return lambda: None
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "recipe, probe, words",
     [
-        *((recipe, freezes_the_embedding, "a frozen parameter") for recipe in (ZERO1, OVERLAP, HSDP, OFFLOAD)),
-        *((recipe, has_a_block_less, "no parameter has a name") for recipe in (OVERLAP, HSDP, OFFLOAD)),
+        (ZERO1, freezes_the_embedding, "a frozen parameter"),
+        (ZERO1, zeroes_gradients_as_usual, "a .grad is no view"),
+        *((recipe, freezes_the_embedding, "embed_tokens.weight is frozen") for recipe in (OVERLAP, HSDP, OFFLOAD)),
+        *((recipe, has_a_block_less, "at least one parameter") for recipe in (OVERLAP, HSDP, OFFLOAD)),
+        (OVERLAP, has_one_more_norm, "model.extra.weight must be in exactly one unit"),
+        *((recipe, has_two_losses, "run backward after each forward") for recipe in (ZERO3, COPY_ENGINES)),
     ],
 )
 def test_a_silent_misuse_is_refused(recipe, probe, words):  # others share these definitions
     with pytest.raises(RankFailed, match=words):
         launch(recipe, 1, f"{SMALL} {'--shard 1' * (recipe == HSDP)} --steps 1", probe=probe)
+
+
+def compiles_the_model(module):
+    """A probe: the model as a whole is compiled, with the calls around its blocks."""
+    build_model = module.build_model
+
+    def build(cfg):
+        model = build_model(cfg)
+        model.compile(backend="eager")
+        return model
+
+    module.build_model = build
+    return lambda: None
+
+
+def leaves_a_graph(module):
+    """A probe: a forward whose loss nobody reads, before the step's."""
+    step = module.forward_backward
+
+    def wasteful(cfg, model, inputs, targets):
+        module.forward(cfg, model, inputs[:1], targets[:1])
+        return step(cfg, model, inputs, targets)
+
+    module.forward_backward = wasteful
+    return lambda: None
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("probe", [compiles_the_model, leaves_a_graph])
+def test_other_ways_to_call_a_model(probe, file=ZERO3):
+    runs = [launch(file, 2, f"{SMALL} --steps 2 --dtype float64", probe=probe) for probe in (None, probe)]
+    for name, weight in runs[0].weights.items():
+        assert torch.equal(weight, runs[1].weights[name]), name

@@ -85,7 +85,8 @@ class Unit:
     """Parameters whose weights lie end to end in one tensor: n elements, zeros at the end so that dp divides n."""
 
     dp: dist.ProcessGroup  # the ranks that share the unit; each owns, and updates, n/dp elements
-    full: Tensor  # [n] the weights. The parameters are views of it: matrices first, then vectors
+    parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
+    full: Tensor  # [n] the weights
     gradients: Tensor  # [n] what backward adds to: the parameters' .grad are views of it
     shard: Tensor  # [n/dp] this rank's part of `full`
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
@@ -100,6 +101,9 @@ def gather(unit: Unit) -> None:
 
 def reduce_scatter(unit: Unit) -> None:
     """Sum the gradients over the ranks. Each rank gets the sums of its shard, in .grad of `matrices` and `vectors`."""
+    memory = unit.gradients.untyped_storage().data_ptr()
+    if any(p.grad is None or p.grad.untyped_storage().data_ptr() != memory for p in unit.parameters):
+        raise RuntimeError("a .grad is no view of unit.gradients any more: zero these, not the .grad")
     gradient = torch.empty_like(unit.shard)
     # (dp-1)/dp of the bytes of `gradients` out and in per rank; everyone waits. A method of the group: the function
     # around it, dist.reduce_scatter_tensor, has another name in torch 2.13
@@ -242,11 +246,11 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 
 @torch.no_grad()
-def make_unit(model: nn.Module, dp: dist.ProcessGroup) -> Unit:
-    """Move the parameters of a model into one tensor, and give them gradients in another."""
-    if not all(p.requires_grad for p in model.parameters()):
+def make_unit(parameters: list[nn.Parameter], dp: dist.ProcessGroup) -> Unit:
+    """Move parameters into one tensor, and give them gradients in another."""
+    parameters = sorted(parameters, key=lambda p: -p.ndim)  # matrices first
+    if not all(p.requires_grad for p in parameters):
         raise ValueError("a frozen parameter: every element of a unit is trained")
-    parameters = sorted(model.parameters(), key=lambda p: -p.ndim)  # matrices first
     sizes = [p.numel() for p in parameters]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
     sizes.append(dp.size() * each - sum(sizes))  # the padding
@@ -260,7 +264,7 @@ def make_unit(model: nn.Module, dp: dist.ProcessGroup) -> Unit:
     shard = full.chunk(dp.size())[dp.rank()]
     end = sum(p.numel() for p in parameters if p.ndim > 1) - dp.rank() * each  # of the matrices, in the shard
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(dp, full, gradients, shard, matrices, vectors)
+    return Unit(dp, parameters, full, gradients, shard, matrices, vectors)
 
 
 def build_model(cfg: Config) -> Model:
@@ -272,7 +276,7 @@ def build_model(cfg: Config) -> Model:
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(full_tensor(cfg, name, p.shape))
-    model.units.append(make_unit(model, dp))
+    model.units.append(make_unit(list(model.parameters()), dp))
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()

@@ -9,7 +9,7 @@ the unit that backward is at and for at most two in flight; with several micro-b
 
 Parent:   03_zero/zero1.py, 01_single_gpu/gradient_accumulation.py, 02_data_parallel/overlap.py
 Lesson:   Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, Model.forward, make_unit,
-          forward_backward
+          check_units, forward_backward
 Plumbing: Config, Model.__init__, build_model, train_step, save, check, evaluate
 Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit (give the model the attributes
           of Model.__init__; put each parameter into exactly one unit; call before_forward before each unit; hook unit 0
@@ -168,6 +168,7 @@ def reduce(model: nn.Module, i: int) -> None:
         model.sending.clear()
 
 
+@torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Wait for the weights of unit i, which will read x. Backward has finished the unit when x has its gradient."""
     for unit in model.units[i:]:
@@ -321,20 +322,18 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 @torch.no_grad()
 def make_unit(
-    model: nn.Module,
-    names: tuple[str, ...],
+    named: list[tuple[str, nn.Parameter]],
     initial: Callable[[str, torch.Size], Tensor],
     dp: dist.ProcessGroup,
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from the parameters whose names start with `names`. initial(name, shape) returns a full tensor."""
-    named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    """Build a unit from parameters, which come with their names. initial(name, shape) returns a full tensor."""
     if not named:
-        raise ValueError(f"no parameter has a name that starts with one of {names}")
-    if not all(p.requires_grad for _, p in named):
-        raise ValueError(f"a frozen parameter in {names}: every element of a unit is trained")
-    named.sort(key=lambda item: -item[1].ndim)  # matrices first
+        raise ValueError("a unit needs at least one parameter")
+    if frozen := [name for name, p in named if not p.requires_grad]:
+        raise ValueError(f"{frozen[0]} is frozen: every element of a unit is trained")
+    named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
     sizes.append(dp.size() * each - sum(sizes))  # the padding
@@ -352,15 +351,25 @@ def make_unit(
     return Unit(dp, [p for _, p in named], sizes, full, shard, matrices, vectors)
 
 
+def check_units(model: nn.Module) -> None:
+    """Raise unless each parameter that is trained is in one unit: outside of them nothing is trained, nor saved."""
+    held = [p for unit in model.units for p in unit.parameters]
+    for name, p in model.named_parameters():
+        if p.requires_grad and sum(p is other for other in held) != 1:
+            raise ValueError(f"{name} must be in exactly one unit")
+
+
 def build_model(cfg: Config) -> Model:
     """Build the model unit by unit, filled tensor by tensor: no rank ever has all weights in fp32."""
     dp = dist.group.WORLD
     with torch.device("meta"):
         model = Model(cfg, dp)
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
+    dtype = getattr(torch, cfg.dtype)
     for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
-        dtype = getattr(torch, cfg.dtype)
-        model.units.append(make_unit(model, names, partial(full_tensor, cfg), dp, cfg.device, dtype))
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+        model.units.append(make_unit(named, partial(full_tensor, cfg), dp, cfg.device, dtype))
+    check_units(model)
     owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
     model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(owner, 0))  # the last gradient
     if cfg.compile:

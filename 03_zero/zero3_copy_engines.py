@@ -102,6 +102,7 @@ class Unit:
     rounded: tuple[Tensor, ...] = ()  # by rank, [n/dp]: its shard in the dtype of `full`, in its symmetric memory
     gathered: bool = False  # whether `full` is up to date, or on its way
     gradient: Tensor | None = None  # [n/dp] fp32, summed over ranks and micro-batches; the .grad are views of it
+    pending: weakref.ref | None = None  # of the forward that backward has not finished
 
 
 def share(
@@ -206,6 +207,7 @@ def reduce(model: nn.Module, i: int) -> None:
         wait(model.stream)
 
 
+@torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Wait for the weights of unit i, which will read x, and prefetch the next unit's.
 
@@ -216,9 +218,17 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     for unit in model.units[i + 1 : i + 2]:
         gather(unit, model.gathers)
     if x.requires_grad:  # not under torch.no_grad(), and not the ids
-        x.register_hook(lambda gradient: after_backward(model, i))
+        if model.units[i].pending and model.units[i].pending():
+            raise RuntimeError("run backward after each forward: it frees the weights that another backward needs")
+
+        def hook(gradient: Tensor) -> None:
+            after_backward(model, i)
+
+        model.units[i].pending = weakref.ref(hook)  # dead if the graph goes without a backward
+        x.register_hook(hook)
 
 
+@torch.compiler.disable  # also where the model around it is compiled
 def after_forward(model: nn.Module, i: int) -> None:
     """Free the weights of unit i after its forward. Those of the last two units stay: backward needs them first."""
     if i < len(model.units) - 2:
@@ -227,7 +237,8 @@ def after_forward(model: nn.Module, i: int) -> None:
 
 def after_backward(model: nn.Module, i: int) -> None:
     """Free the weights of unit i, which backward has finished; wait for those of i - 1; prefetch those of i - 2."""
-    if i > 1:  # the embedding's backward needs no weights
+    model.units[i].pending = None
+    if i > 1:  # unit 0 must be an embedding: its backward needs no weights
         wait(model.gathers)
     free(model.units[i])
     reduce(model, i)
@@ -381,20 +392,18 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 @torch.no_grad()
 def make_unit(
-    model: nn.Module,
-    names: tuple[str, ...],
+    named: list[tuple[str, nn.Parameter]],
     initial: Callable[[str, torch.Size], Tensor],
     dp: dist.ProcessGroup,
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from the parameters whose names start with `names`. initial(name, shape) returns a full tensor."""
-    named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    """Build a unit from parameters, which come with their names. initial(name, shape) returns a full tensor."""
     if not named:
-        raise ValueError(f"no parameter has a name that starts with one of {names}")
-    if not all(p.requires_grad for _, p in named):
-        raise ValueError(f"a frozen parameter in {names}: every element of a unit is trained")
-    named.sort(key=lambda item: -item[1].ndim)  # matrices first
+        raise ValueError("a unit needs at least one parameter")
+    if frozen := [name for name, p in named if not p.requires_grad]:
+        raise ValueError(f"{frozen[0]} is frozen: every element of a unit is trained")
+    named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
     sizes.append(dp.size() * each - sum(sizes))  # the padding
@@ -412,21 +421,31 @@ def make_unit(
     return Unit(dp, [p for _, p in named], sizes, full, shard, matrices, vectors)
 
 
+def check_units(model: nn.Module) -> None:
+    """Raise unless each parameter that is trained is in one unit: outside of them nothing is trained, nor saved."""
+    held = [p for unit in model.units for p in unit.parameters]
+    for name, p in model.named_parameters():
+        if p.requires_grad and sum(p is other for other in held) != 1:
+            raise ValueError(f"{name} must be in exactly one unit")
+
+
 def build_model(cfg: Config) -> Model:
     """Build the model unit by unit, filled tensor by tensor: no rank ever has all weights."""
     dp = dist.group.WORLD
     with torch.device("meta"):
         model = Model(cfg, dp)
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
+    dtype = getattr(torch, cfg.dtype)
     for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
-        dtype = getattr(torch, cfg.dtype)
-        model.units.append(make_unit(model, names, partial(full_tensor, cfg), dp, cfg.device, dtype))
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+        model.units.append(make_unit(named, partial(full_tensor, cfg), dp, cfg.device, dtype))
         free(model.units[-1])
     each, largest = [len(unit.shard) for unit in model.units], max(len(unit.full) for unit in model.units)
     model.memory, model.barrier = share(largest + sum(each), dtype, cfg.device, dp)
     for unit, rounded in zip(model.units, zip(*(memory[largest:].split(each) for memory in model.memory))):
         unit.rounded = rounded
     publish(model)
+    check_units(model)
     owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
     model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(owner, 0))  # the last gradient
     if cfg.compile:

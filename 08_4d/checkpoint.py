@@ -216,6 +216,7 @@ def reduce(model: nn.Module, i: int) -> None:
         model.sending.clear()
 
 
+@torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Wait for the weights of unit i, which will read x. Backward has finished the unit when x has its gradient."""
     for unit in model.units[i:]:
@@ -817,20 +818,18 @@ def local_tensor(cfg: Config, tp: dist.ProcessGroup, name: str, shape: torch.Siz
 
 @torch.no_grad()
 def make_unit(
-    model: nn.Module,
-    names: tuple[str, ...],
+    named: list[tuple[str, nn.Parameter]],
     initial: Callable[[str, torch.Size], Tensor],
     dp: dist.ProcessGroup,
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from the parameters whose names start with `names`. initial(name, shape) returns a full tensor."""
-    named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    """Build a unit from parameters, which come with their names. initial(name, shape) returns a full tensor."""
     if not named:
-        raise ValueError(f"no parameter has a name that starts with one of {names}")
-    if not all(p.requires_grad for _, p in named):
-        raise ValueError(f"a frozen parameter in {names}: every element of a unit is trained")
-    named.sort(key=lambda item: -item[1].ndim)  # matrices first
+        raise ValueError("a unit needs at least one parameter")
+    if frozen := [name for name, p in named if not p.requires_grad]:
+        raise ValueError(f"{frozen[0]} is frozen: every element of a unit is trained")
+    named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
     sizes.append(dp.size() * each - sum(sizes))  # the padding
@@ -848,6 +847,14 @@ def make_unit(
     return Unit(dp, [p for _, p in named], sizes, full, shard, matrices, vectors)
 
 
+def check_units(model: nn.Module) -> None:
+    """Raise unless each parameter that is trained is in one unit: outside of them nothing is trained, nor saved."""
+    held = [p for unit in model.units for p in unit.parameters]
+    for name, p in model.named_parameters():
+        if p.requires_grad and sum(p is other for other in held) != 1:
+            raise ValueError(f"{name} must be in exactly one unit")
+
+
 def build_model(cfg: Config) -> Model:
     """Build this rank's part of the model unit by unit, filled tensor by tensor: no rank ever has all weights."""
     torch.compiler.set_stance("default" if cfg.compile else "force_eager")  # for @torch.compile
@@ -857,8 +864,9 @@ def build_model(cfg: Config) -> Model:
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
     initial, dtype = partial(local_tensor, cfg, model.tp), getattr(torch, cfg.dtype)
     for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
-        if any(name.startswith(names) for name, _ in model.named_parameters()):  # of this stage
-            model.units.append(make_unit(model, names, initial, model.dp_cp, cfg.device, dtype))
+        if named := [(name, p) for name, p in model.named_parameters() if name.startswith(names)]:  # of this stage
+            model.units.append(make_unit(named, initial, model.dp_cp, cfg.device, dtype))
+    check_units(model)
     if model.stage == 0:
         owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
         model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(owner, 0))  # the last one

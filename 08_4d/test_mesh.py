@@ -159,7 +159,9 @@ IMPOSSIBLE = "--dp 0", "--tp 3", "--cp 3", "--pp -1", "--batch 9 --dp 2", "--mic
     ],
 )
 def test_what_cannot_be_is_not_shown(file, flags):
-    with pytest.raises(SystemExit, match=r"^--\w+ \S+: must (be (above|at least|at most|divisible by)|divide) "):
+    with pytest.raises(
+        SystemExit, match=r"^--\w+ \S+: must (be (finite,|above|at least|at most|divisible by)|divide) "
+    ):
         shown(flags, file)
 
 
@@ -250,9 +252,8 @@ def test_biases_of_split_layers_are_not_replicated():
     wanted = {"norm.weight": 2, "q_proj.weight": 1, "q_proj.bias": 1, "o_proj.weight": 1, "o_proj.bias": 2}
     values = {name: float(i) for i, name in enumerate(wanted)}
     alone = torch.distributed.ProcessGroup(0, 1)
-    unit = module.make_unit(
-        model, ("",), lambda name, shape: torch.full(shape, values[name]), alone, "cpu", torch.float32
-    )
+    named = list(model.named_parameters())
+    unit = module.make_unit(named, lambda name, shape: torch.full(shape, values[name]), alone, "cpu", torch.float32)
     model.units = [unit]
     unit.matrices.grad, unit.vectors.grad = unit.shard.clone().split([len(unit.matrices), len(unit.vectors)])
     held = [(part, ranks) for part, ranks in module.copies(module.Config(kv_heads=2), model) if len(part)]

@@ -267,7 +267,8 @@ def zero3(cfg: Config):
     model.dp, model.units, model.sending, model.gathers, model.stream = dist.group.WORLD, [], [], None, None
     dtype = getattr(torch, cfg.dtype)
     for names in [("wte.", "wpe."), *((f"blocks.{i}.",) for i in range(cfg.layers)), ("ln_f.",)]:
-        unit = make_unit(model, names, lambda name, _: start[name], model.dp, cfg.device, dtype)
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+        unit = make_unit(named, lambda name, _: start[name], model.dp, cfg.device, dtype)
         free(unit)
         model.units.append(unit)
     optimizer = make_optimizer(cfg, *shards(model))

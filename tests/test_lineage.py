@@ -34,7 +34,7 @@ COLLECTIVES = re.compile(
     r"|batch_isend_irecv|barrier|group\.WORLD\.\w+)\("
 )
 STACKED = 545  # a recipe that stacks several techniques
-LIMITS = {  # lines of code; 485 for a recipe that is not named
+LIMITS = {  # lines of code; 490 for a recipe that is not named
     "01_single_gpu/train.py": 305,
     "01_single_gpu/memory.py": 570,
     "03_zero/zero3_copy_engines.py": STACKED,
@@ -282,7 +282,7 @@ def test_form(path):
     lines = source.splitlines()
     sections = [match[1] for line in lines if (match := RULE.match(line))]
     assert sections == [section for section in SECTIONS if section in sections]
-    assert lines_of_code(source) <= LIMITS.get(path, 485)
+    assert lines_of_code(source) <= LIMITS.get(path, 490)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             length = node.end_lineno - node.lineno + 1
