@@ -3,10 +3,11 @@
 Everything but attention looks at one token at a time, so a rank computes it for its own tokens alone, and keeps 1/cp of
 the activations. Attention needs the keys and values of all earlier tokens: each rank gathers them while it attends to
 its own; where query heads share key heads, they are small. Backward gathers them again, and reduce-scatters their
-gradients in fp32, for which it waits. Per layer a rank sends (cp-1)·2·b·s/cp·kv elements in forward, as many again in
-backward, and as many fp32 gradients, with kv the width of all key heads. A batch of one sequence is enough. But late
-tokens see more than early ones: the last rank has (2·cp-1)/cp times the average work, for which all wait. Weights are
-replicated: their gradients are summed.
+gradients in fp32, for which it waits. During a layer's attention the 2·b·s·kv gathered elements are in memory, and a
+copy of the earlier ranks' in attention's layout: on the last rank (2·cp-1)/cp times as many in all. Per layer a rank
+sends (cp-1)·2·b·s/cp·kv elements in forward, as many again in backward, and as many fp32 gradients, with kv the width
+of all key heads. A batch of one sequence is enough. But late tokens see more than early ones: the last rank has
+(2·cp-1)/cp times the average work, for which all wait. Weights are replicated: their gradients are summed.
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
 Lesson:   shard, gather, masked_scores, local_attention, local_attention_backward, pack, unpack, merge, GatherKV,
@@ -17,7 +18,7 @@ Copy:     shard, gather, masked_scores, local_attention, local_attention_backwar
           do; call attention with rotated q and k, and backward once per step; merge compiles itself, unless set_stance
           forbids it, as in build_model)
 Run:      torchrun --nproc_per_node 8 05_context_ring/all_gather_kv.py
-Source:   Llama 3, arXiv:2407.21783, section 3.3.2, "Context parallelism for long sequences"
+Source:   Llama 3, arXiv:2407.21783, section 3.3.2, paragraph "Context parallelism for long sequences"
 """
 
 import json
