@@ -110,7 +110,7 @@ def round_to(x: Tensor, f: Format, saturate: bool = False) -> Tensor:
     """Round x to the nearest number of a format, ties to even, and return it in float64.
 
     What overflows, inf included, becomes inf; or NaN, where the format has no inf; or the largest number, where it has
-    neither. With `saturate` it is always the largest number: so torch casts to e4m3, and to no other format.
+    neither. With `saturate` it is always the largest number: so torch casts to e4m3, since 2.12, and to no other.
     NaN stays NaN: in MX formats that have none, the scale of the block has it. e8m0 takes the absolute value.
     """
     x = x.double()

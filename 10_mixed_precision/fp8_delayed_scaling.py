@@ -3,8 +3,8 @@
 The scale of a tensor follows from its amax, so it must be read to the end before its first element can be cast. But
 amax changes slowly. Here the scale is that of the last --history steps' largest, and the kernel that casts also finds
 the amax of this step, for the steps to come. What is larger than anything in the history saturates. Micro-batches of a
-step share its scale. The first step has no history, and takes amax of each tensor itself. Weights are quantized once
-per step, with their own amax.
+step share a scale, which changes after the step. The first step has no history: there each micro-batch is scaled by its
+own amax. Weights are quantized once per step, with their own amax.
 inf and NaN become NaN, which is seen in the loss, and do not enter the history, where they would stay for --history
 steps.
 
