@@ -117,7 +117,7 @@ def launch(kernel: Callable, x: Tensor, y: Tensor, programs: int, block: int) ->
 
 
 def copy(kernel: Callable, x: Tensor) -> Tensor:
-    """Return a contiguous copy of x, of any shape and dtype, by copy_near, copy_far or copy_spread; no gradient."""
+    """Return a contiguous copy of x, of any shape, by copy_near, copy_far or copy_spread; no gradient, not complex."""
     flat = x.contiguous().view(-1)
     y = torch.empty_like(flat)
     launch(kernel, flat, y, programs_of(kernel, flat.shape, block_of(kernel)), block_of(kernel))
@@ -125,7 +125,7 @@ def copy(kernel: Callable, x: Tensor) -> Tensor:
 
 
 def transpose(kernel: Callable, x: Tensor) -> Tensor:
-    """Return x [rows, columns], of any dtype, as [columns, rows], made by transpose_far or transpose_tiled.
+    """Return x [rows, columns], not complex, as [columns, rows], made by transpose_far or transpose_tiled.
 
     There is no gradient. Raises ValueError if x has not two dimensions.
     """

@@ -14,16 +14,17 @@ A group's scale follows its largest element. amax counts as at least 2^-100, so 
 makes the scale NaN or inf, and all of the group NaN once it is multiplied out: what has diverged is seen. Finite values
 saturate, none becomes NaN.
 
-Tensor cores add up fp8 products in fewer bits than fp32 has. Blockwise takes what 128 of k sum up to, scales it, and
-adds it in fp32 registers: more exact, but in Triton all warps wait for their product, and then all of them scale. In
-Gluon, one warp loads, and three groups of four warps multiply and scale: while one scales, the others multiply.
+Hopper's tensor cores add up fp8 products in about 14 bits, not in fp32. Blockwise takes what 128 of k sum up to, scales
+it, and adds it in fp32 registers: more exact, but in Triton all warps wait for their product, and then all of them
+scale. In Gluon, one warp loads, and three groups of four warps multiply and scale: while one scales, the others
+multiply.
 
 Parent:   none
 Copy:     the config but for PEAK, all from magnitude to matmul_blockwise (call quantize_tensor and matmul_tensorwise,
           quantize_rows and matmul_rowwise, or quantize_blocks and matmul_blockwise). None has a gradient: call them
           in an autograd.Function. torch.compile breaks its graph there.
 Run:      python 09_kernels/fp8_matmul.py
-Source:   Micikevicius et al. 2022, arXiv:2209.05433; DeepSeek-AI 2024, arXiv:2412.19437, section 3.3
+Source:   Micikevicius et al. 2022, arXiv:2209.05433; DeepSeek-AI 2024, arXiv:2412.19437, section 3.3 (3.3.2: 14 bits)
 """
 
 import argparse
@@ -533,7 +534,7 @@ def matmul_blockwise_gluon(
 def matmul_blockwise(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """a [m, k], b [n, k] in fp8 -> their product [m, n] in bfloat16 or float32, added up in float32.
+    """a [m, k], b [n, k] in fp8 -> their product [m, n] in bfloat16 or float32; sums of 128 of k are added in fp32.
 
     a_scale [m, k/128]; b_scale [n/128, k/128] (forward, gradient of the input) or [n, k/128] (gradient of the weight).
     """
@@ -617,7 +618,7 @@ def ladder() -> dict[str, tuple[Callable[..., Tensor], str, str]]:
 
 
 def inputs(device: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what is quantized: in the interpreter, which does not round to fp8, powers of two, whose fp8 is exact."""
+    """Yield what is quantized: in the interpreter, which rounds wrongly to fp8, powers of two, whose fp8 is exact."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:

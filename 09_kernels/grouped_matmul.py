@@ -372,7 +372,7 @@ def check(device: str) -> None:
 
     The first dtype tries everything, the others the first three cases.
     """
-    dtypes = [x for x in DTYPES if x != torch.bfloat16 or device != "cpu"]  # where the interpreter cuts bits off
+    dtypes = [x for x in DTYPES if x != torch.bfloat16 or device != "cpu"]  # which is integers to the interpreter
     for dtype in dtypes:
         worst = dict.fromkeys(("y", "dx", "dw"), (0.0, 0.0, 0.0, ""))
         for what, ours, plain, inputs in list(cases(device))[: None if dtype == dtypes[0] else 3]:

@@ -10,7 +10,7 @@ blocks: tiling.py's `dot` without its pipeline: row after row of tiles, and tens
 ordered: programs that run at the same time compute a block of tiles, not a row: GROUP rows of tiles high. 132 tiles
 in one row load 1 + 132 rows and columns of blocks; 12 x 11 of them load 23, and find the rest in L2.
 pipelined: the blocks of the next steps of k are copied to shared memory while tensor cores work (num_stages).
-tuned: Triton measures a few block sizes, orders and depths for each size of problem, and keeps the best.
+tuned: Triton measures a few block sizes and orders for each size of problem, and keeps the best.
 descriptors: one thread asks the Tensor Memory Accelerator for a whole block; the others compute no addresses and no
 masks, and their registers hold a larger tile. TMA fills with zeros what lies beyond the tensor.
 persistent: as many programs as there are SMs; each computes one tile after the other. flatten=True makes one loop of
@@ -445,7 +445,7 @@ def check(device: str) -> None:
     A sum of k terms has k roundings, in whichever order; they add up to about √k of them. The first dtype tries every
     rung and every view, the others what matmul chooses.
     """
-    dtypes = [x for x in DTYPES if x != torch.bfloat16 or device != "cpu"]  # where the interpreter cuts bits off
+    dtypes = [x for x in DTYPES if x != torch.bfloat16 or device != "cpu"]  # which is integers to the interpreter
     for dtype in dtypes:
         first, found = dtype == dtypes[0], []
         for rung, ours in (ladder() if first else {"matmul": matmul}).items():

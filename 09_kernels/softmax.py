@@ -9,7 +9,7 @@ block) has a maximum m and a sum s of its own. A new element x changes them to
 
 with one exponential, and lanes exchange nothing before the end of the row. Then they take the largest m of all lanes,
 multiply each s by e^(own m - largest m), and add up. The second sweep goes from the end of the row to its start: what
-was read last is most likely in the L2 cache still.
+was read last may be in the L2 cache still.
 
 Backward, dx = y·(dy - sum of y·dy), reads y and dy and writes dx: 3 passes, or 5 for a long row.
 
@@ -132,7 +132,7 @@ def softmax_rows(x: Tensor) -> Tensor:
     n, d = x.shape
     y = torch.empty(n, d, dtype=x.dtype, device=x.device)
     if d > LONGEST_BLOCK:
-        # 32 warps: an SM works on one row at a time, so that the rows under way fit into the L2 cache
+        # 32 warps: an SM works on one row at a time, so that few rows share the L2 cache
         stages = 8 // x.element_size()  # in shared memory
         lowest = torch.finfo(torch.promote_types(x.dtype, torch.float32)).min
         softmax_forward_long[(n,)](x, y, d, x.stride(0), LOWEST=lowest, COLUMNS=BLOCK, STAGES=stages, num_warps=32)

@@ -132,7 +132,10 @@ def tiles(a: Tensor, b: Tensor) -> Tensor:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k], b [k, n], float32 or bfloat16 -> their product [m, n], added up in float32; a tile, in blocks of k."""
+    """a [m, k], b [k, n], float32, on GPUs also bfloat16 -> their product [m, n]; a tile, in blocks of k.
+
+    It is added up in float32. Triton's interpreter would multiply the bits of bfloat16 as if they were integers.
+    """
     a, b, c = prepare(a, b, (torch.float32, torch.bfloat16))
     (m, n), (block_m, block_n) = c.shape, TILES["dot"]
     if c.numel():
@@ -200,7 +203,7 @@ def check(device: str) -> None:
 
     A sum of k terms has k roundings, in whichever order; they add up to about √k of them.
     """
-    for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):  # the interpreter: no bf16
+    for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):  # see dot
         for rung, ours in ladder(dtype).items():
             worst = (0.0, 0.0, 0.0, "")
             for what, a, b in cases(device, dtype):

@@ -2,9 +2,9 @@
 
 The interpreter holds bfloat16 as integers of 16 bits. It makes them of float32 by cutting the lower bits off, where a
 GPU rounds to nearest even, and it adds, multiplies and compares the integers. Here float32 is rounded as torch does,
-and bfloat16 is computed in float32 and rounded. Fp8, of which the interpreter cuts bits off, and which it reads as if
-it had no NaN, is rounded to nearest even, too, and saturates. And where a kernel promises an alignment that is none
-(`tl.multiple_of`), it fails: the interpreter would not care, and a GPU would read something else.
+and bfloat16 is computed in float32 and rounded. Fp8, which the interpreter rounds without a carry into an odd exponent,
+and reads as if it had no NaN, is rounded to nearest even, too, and saturates. And where a kernel promises an alignment
+that is none (`tl.multiple_of`), it fails: the interpreter would not care, and a GPU would read something else.
 """
 
 from collections.abc import Callable
