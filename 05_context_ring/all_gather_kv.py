@@ -15,8 +15,7 @@ Lesson:   shard, gather, masked_scores, local_attention, local_attention_backwar
 Plumbing: Config, Block, build_model, check, evaluate
 Copy:     shard, gather, masked_scores, local_attention, local_attention_backward, pack, unpack, merge, GatherKV,
           attention, backward (use shard for inputs, targets and positions alike, as forward_backward and Model.forward
-          do; call attention with rotated q and k, and backward once per step; merge compiles itself, unless set_stance
-          forbids it, as in build_model)
+          do; call attention with rotated q and k, and backward once per step)
 Run:      torchrun --nproc_per_node 8 05_context_ring/all_gather_kv.py
 Source:   Llama 3, arXiv:2407.21783, section 3.3.2, paragraph "Context parallelism for long sequences"
 """
@@ -163,7 +162,7 @@ def unpack(kv: Tensor) -> Tensor:
     return rearrange(kv, "n b s g k -> n b g s k")
 
 
-@torch.compile(dynamic=False)  # where --compile is given: one pass over memory
+@torch.compile(dynamic=False, disable=not torch.cuda.is_available())  # one pass over memory
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: of each the queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
@@ -360,7 +359,6 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 def build_model(cfg: Config) -> Model:
     """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice."""
-    torch.compiler.set_stance("default" if cfg.compile else "force_eager")  # for @torch.compile
     with torch.device("meta"):
         model = Model(cfg, dist.group.WORLD)
     model.to_empty(device=cfg.device)

@@ -271,7 +271,6 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 def build_model(cfg: Config) -> Model:
     """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice."""
-    torch.compiler.set_stance("default" if cfg.compile else "force_eager")  # for @torch.compile
     with torch.device("meta"):
         model = Model(cfg, dist.group.WORLD)
     model.to_empty(device=cfg.device)

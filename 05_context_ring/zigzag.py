@@ -172,7 +172,7 @@ def unpack(kv: Tensor) -> Tensor:
     return rearrange(kv, "n b s g k -> n b g s k")
 
 
-@torch.compile(dynamic=False)  # where --compile is given: one pass over memory
+@torch.compile(dynamic=False, disable=not torch.cuda.is_available())  # one pass over memory
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: of each the queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
@@ -188,7 +188,7 @@ def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tupl
     return o.to(dtype), lse
 
 
-@torch.compile(dynamic=False)
+@torch.compile(dynamic=False, disable=not torch.cuda.is_available())
 def sum_parts(parts: list[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
     """Add up gradients of queries in fp32 or above, of each the queries that it has; the first [b, h, s, k] has all."""
     (_, x), *others = parts
@@ -398,7 +398,6 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 def build_model(cfg: Config) -> Model:
     """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice."""
-    torch.compiler.set_stance("default" if cfg.compile else "force_eager")  # for @torch.compile
     with torch.device("meta"):
         model = Model(cfg, dist.group.WORLD)
     model.to_empty(device=cfg.device)

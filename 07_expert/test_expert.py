@@ -202,7 +202,7 @@ def there_and_back(module):
     """
     wrong = []
 
-    def exchange(cfg, data):
+    def exchange(cfg, *data):
         ep = module.dist.group.WORLD
         for number, route in enumerate(ROUTES):
             counts = torch.tensor(route[ep.rank()])

@@ -135,7 +135,7 @@ def slots_of_rows(module):
     """
     found = []
 
-    def exchange(cfg, data):
+    def exchange(cfg, *data):
         ep = module.dist.group.WORLD
         for experts, slots in chosen_experts():
             _, t, k = experts.shape
@@ -262,7 +262,7 @@ def grown(module):
     """A probe: instead of training, dispatch rows that all go to the first of two ranks, and then twice as many."""
     found = []
 
-    def exchange(cfg, data):
+    def exchange(cfg, *data):
         memory = module.Memory(module.dist.group.WORLD, 6, 1.0)
         for t, chosen in (4, [0]), (8, [0, 3]):  # of the second half of the experts, which rank 1 holds: the fourth
             experts = torch.tensor(chosen).repeat(t // len(chosen))[:, None]

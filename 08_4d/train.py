@@ -309,7 +309,10 @@ def row_parallel(x: Tensor, tp: dist.ProcessGroup, weight: Tensor) -> Tensor:
 
 
 class Scatter(torch.autograd.Function):
-    """The sum of the ranks' tokens, of which each rank gets its own: [n, d] -> [n/tp, d]."""
+    """The sum of the ranks' tokens, of which each rank gets its own: [n, d] -> [n/tp, d].
+
+    In front of it each rank has the gradient of all tokens. That of learned positions is whole: do not sum it over tp.
+    """
 
     @staticmethod
     @torch.compiler.disable
@@ -420,7 +423,7 @@ def unpack(kv: Tensor) -> Tensor:
     return rearrange(kv, "n b s g k -> n b g s k")
 
 
-@torch.compile(dynamic=False)  # where --compile is given: one pass over memory
+@torch.compile(dynamic=False, disable=not torch.cuda.is_available())  # one pass over memory
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: of each the queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
@@ -436,7 +439,7 @@ def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tupl
     return o.to(dtype), lse
 
 
-@torch.compile(dynamic=False)
+@torch.compile(dynamic=False, disable=not torch.cuda.is_available())
 def sum_parts(parts: list[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
     """Add up gradients of queries in fp32 or above, of each the queries that it has; the first [b, h, s, k] has all."""
     (_, x), *others = parts
@@ -846,7 +849,6 @@ def check_units(model: nn.Module) -> None:
 
 def build_model(cfg: Config) -> Model:
     """Build this rank's part of the model unit by unit, filled tensor by tensor: no rank ever has all weights."""
-    torch.compiler.set_stance("default" if cfg.compile else "force_eager")  # for @torch.compile
     groups = make_groups(cfg)
     with torch.device("meta"):
         model = Model(cfg, groups)

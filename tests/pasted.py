@@ -501,7 +501,6 @@ def evaluate_context(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> T
 
 
 def zigzag(cfg: Config):
-    torch.compiler.set_stance("force_eager")  # merge and sum_parts need a C++ compiler on CPUs otherwise
     model = SplitGPT(cfg)
     model.cp = dist.group.WORLD
     for block in model.blocks:
