@@ -5,15 +5,17 @@ reads the logits once: it keeps a running maximum and a running sum of exponenti
 grows. Backward reads them again and writes the gradient, softmax - one_hot, in their place: 3 passes over
 n·v elements in all, and no memory.
 
-linear_cross_entropy goes further: the head's matmul, the loss, and both matmuls of its backward, for `chunk` tokens at
-a time, all in forward. There one kernel does both sweeps of a row, the second one backwards, since the L2 still holds
-the end of it. Memory: chunk·v elements, a copy of an fp32 weight in the dtype of x, and the gradients; that of the
-weight is added up over the chunks in fp32. No matmul runs twice. What backward has left to do is to multiply by the
+linear_cross_entropy_sum goes further: the head's matmul, the loss, and both matmuls of its backward, for `chunk` tokens
+at a time, all in forward. There one kernel does both sweeps of a row, the second one backwards, since the L2 still
+holds the end of it. Memory: chunk·v elements, a copy of an fp32 weight in the dtype of x, and the gradients; that of
+the weight is added up over the chunks in fp32. No matmul runs twice. What backward has left to do is to multiply by the
 gradient of the loss.
 
 Parent:   none
 Copy:     IGNORE, place, check_free, loss_kernel, gradient_kernel, scale_kernel, losses, write_gradient, rescale,
-          CrossEntropy, add_product, LinearCrossEntropy (call cross_entropy or linear_cross_entropy)
+          CrossEntropy, cross_entropy_sum, add_product, LinearCrossEntropy, linear_cross_entropy_sum (call
+          cross_entropy_sum or linear_cross_entropy_sum: unlike torch's, they return a sum, not a mean, and the logits
+          are overwritten by their gradient)
 Run:      python 09_kernels/cross_entropy.py
 Source:   online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867; in chunks, Hsu et al. 2024, arXiv:2410.10989
 """
@@ -137,8 +139,8 @@ def scale_kernel(x_ptr, scale_ptr, n, BLOCK: tl.constexpr):
         tl.store(x_ptr + i, (x * scale).to(x_ptr.dtype.element_ty), i < n)
 
 
-def losses(logits: Tensor, targets: Tensor, gradient: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [n, v], targets [n] -> loss [n], 0 where the target is IGNORE; maximum m [n]; log(sum(exp(x - m))) [n]
+def losses(logits: Tensor, targets: Tensor, ignored: int, gradient: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [n, v], targets [n] -> loss [n], 0 where the target is ignored; maximum m [n]; log(sum(exp(x - m))) [n]
 
     With `gradient`, that of the sum of the losses is written over the logits.
     """
@@ -150,12 +152,14 @@ def losses(logits: Tensor, targets: Tensor, gradient: bool = False) -> tuple[Ten
     if n:
         loss_kernel[(triton.cdiv(n, rows),)](
             logits, targets, loss, top, log, n, v, logits.stride(0),
-            IGNORED=IGNORE, GRADIENT=gradient, ROWS=rows, STEPS=steps, LANES=lanes, num_warps=max(lanes // 256, 1),
+            IGNORED=ignored, GRADIENT=gradient, ROWS=rows, STEPS=steps, LANES=lanes, num_warps=max(lanes // 256, 1),
         )  # fmt: skip
     return loss, top, log
 
 
-def write_gradient(logits: Tensor, targets: Tensor, top: Tensor, log: Tensor, scale: Tensor, out: Tensor) -> None:
+def write_gradient(
+    logits: Tensor, targets: Tensor, ignored: int, top: Tensor, log: Tensor, scale: Tensor, out: Tensor
+) -> None:
     """Write the gradient of scale [] times the sum of the losses to out [n, v], which may be the logits."""
     n, v = logits.shape
     columns = min(triton.next_power_of_2(v), 2048 if logits.is_cuda else 8192)  # wider tiles took longer
@@ -163,7 +167,7 @@ def write_gradient(logits: Tensor, targets: Tensor, top: Tensor, log: Tensor, sc
     if n:
         gradient_kernel[(triton.cdiv(v, columns) * triton.cdiv(n, rows),)](
             logits, targets, top, log, scale, out, n, v, logits.stride(0), out.stride(0),
-            IGNORED=IGNORE, ROWS=rows, COLUMNS=columns, num_warps=4,
+            IGNORED=ignored, ROWS=rows, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
 
 
@@ -178,33 +182,35 @@ class CrossEntropy(torch.autograd.Function):
     """logits [n, v], targets [n] -> sum of the losses; the gradient is written over the logits"""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
-        loss, top, log = losses(logits, targets)
+    def forward(ctx, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        loss, top, log = losses(logits, targets, ignored)
         ctx.save_for_backward(logits, targets, top, log)
+        ctx.ignored = ignored
         return loss.sum()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        logits, *saved = ctx.saved_tensors
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets, top, log = ctx.saved_tensors
         out = torch.empty_like(logits) if torch.compiler.is_compiling() else logits  # which plans memory itself
-        write_gradient(logits, *saved, gradient, out)
+        write_gradient(logits, targets, ctx.ignored, top, log, gradient, out)
         if out is logits:  # an operation that has saved the logits gets an error instead of gradients
             torch.autograd.graph.increment_version(logits)
-        return out, None
+        return out, None, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy_sum(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE) -> Tensor:
     """Sum the losses of logits [n, v] for the targets [n]; backward writes the gradient over the logits.
 
-    A target of IGNORE counts nothing; one that is no column of the logits makes the loss NaN. Computed in float32, in
-    float64 for float64. The logits must come from an operation that does not need them in backward, as a matmul does
-    not; autograd raises RuntimeError if one does, or if backward runs twice. Raises ValueError for leaves, and for
-    shapes that do not fit.
+    A target of ignore_index counts nothing; any other that is no column of the logits makes the loss NaN. Computed in
+    float32, in float64 for float64. The logits must come from an operation that does not need them in backward, as a
+    matmul does not; autograd raises RuntimeError if one does, or if backward runs twice. Raises ValueError for leaves,
+    and for shapes that do not fit.
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"logits are {list(logits.shape)}, targets {list(targets.shape)}: must be [n, v] and [n]")
     check_free(logits)
-    return CrossEntropy.apply(logits if logits.stride(1) == 1 else logits.contiguous(), targets.contiguous())
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    return CrossEntropy.apply(logits, targets.contiguous(), ignore_index)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -221,7 +227,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """x [n, d], weight [v, d], targets [n] -> sum of the losses of x @ weight.T, with all gradients"""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, training: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignored: int, training: bool) -> Tensor:
         low, buffer = weight.to(x.dtype), x.new_empty(min(chunk, len(x)), len(weight))  # chunk v
         loss = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
         if training:
@@ -229,7 +235,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), chunk):
             part = slice(start, start + chunk)
             logits = torch.mm(x[part], low.T, out=buffer[: len(x[part])])
-            loss += losses(logits, targets[part], gradient=training)[0].sum()
+            loss += losses(logits, targets[part], ignored, training)[0].sum()
             if training:  # logits are their gradient from here on
                 torch.mm(logits, low, out=dx[part])
                 add_product(dweight, logits.T, x[part])
@@ -238,29 +244,31 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         dx, dweight = ctx.saved_tensors
         rescale(dx, gradient)
         rescale(dweight, gradient)
         torch.autograd.graph.increment_version((dx, dweight))  # backward must not run twice
-        return dx, dweight.to(ctx.dtype), None, None, None
+        return dx, dweight.to(ctx.dtype), None, None, None, None
 
 
 @torch.compiler.disable  # nothing here is left to fuse, and it may not see memory that is written twice
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
+def linear_cross_entropy_sum(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0, ignore_index: int = IGNORE
+) -> Tensor:
     """Sum the losses of the logits x [n, d] @ weight [v, d].T for the targets [n], of `chunk` tokens at a time.
 
     By default the logits of a chunk are at most 2^29 elements, 1 GiB in bf16: matmuls need some thousand tokens.
     The matmuls run in the dtype of x. The gradient of the weight is added up in float32 (float64 for float64) and
-    returned in the dtype of the weight: give fp32 weights to lose nothing. A target of IGNORE counts nothing; one
-    that is no row of the weight makes the loss NaN. Backward can run once; RuntimeError otherwise.
+    returned in the dtype of the weight: give fp32 weights to lose nothing. A target of ignore_index counts nothing;
+    any other that is no row of the weight makes the loss NaN. Backward can run once; RuntimeError otherwise.
     """
     if x.ndim != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:
         shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(targets.shape)}"
         raise ValueError(f"x, weight and targets are {shapes}: must be [n, d], [v, d] and [n]")
     training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chunk = chunk or max(2**29 // len(weight) // 256, 1) * 256
-    return LinearCrossEntropy.apply(x, weight, targets.contiguous(), chunk, training)
+    return LinearCrossEntropy.apply(x, weight, targets.contiguous(), chunk, ignore_index, training)
 
 
 # --------------------------------------------------------------------------------------------------------- reference
@@ -292,7 +300,7 @@ def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]
         return targets.masked_fill(torch.arange(n, device=device) % 5 == 1, IGNORE)
 
     def ours(logits: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(logits * 1, targets)  # a leaf must not be written over
+        return cross_entropy_sum(logits * 1, targets)  # a leaf must not be written over
 
     sizes = [(7, 1000), (130, 37), (3, 20011), (0, 9), *([(4096, 128256)] if device == "cuda" else [])]
     for n, v in sizes:
@@ -308,7 +316,7 @@ def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]
     yield "a view", lambda x, t: ours(x[:, 10:30], t), lambda x, t: reference(x[:, 10:30], t), view
     yield "transposed", lambda x, t: ours(x.T, t), lambda x, t: reference(x.T, t), [random(20, 9), some(9, 20)]
     for n, d, v, chunk in (50, 24, 300, 16), (19, 8, 40, 19), (25, 5, 7, 4), (0, 8, 9, 4):
-        fused = lambda x, w, t, chunk=chunk: 0.25 * linear_cross_entropy(x * 1, w, t, chunk)  # noqa: E731
+        fused = lambda x, w, t, chunk=chunk: 0.25 * linear_cross_entropy_sum(x * 1, w, t, chunk)  # noqa: E731
         plain = lambda x, w, t: 0.25 * linear_reference(x, w, t)  # noqa: E731
         yield f"{n} x {d} x {v}, with the head", fused, plain, [random(n, d), random(v, d), some(n, v)]
 
@@ -410,7 +418,7 @@ def measure() -> list[dict]:
     free, one = torch.empty_like(logits), torch.ones((), device="cuda")
 
     def ours(out: Tensor, logits: Tensor = logits) -> None:
-        write_gradient(logits, targets, *losses(logits, targets)[1:], one, out)
+        write_gradient(logits, targets, IGNORE, *losses(logits, targets, IGNORE)[1:], one, out)
 
     runs = {"eager": step(reference, logits), "torch.compile": step(torch.compile(reference), logits)}
     runs["ours"] = partial(ours, free)  # to other memory, so that every repeat reads the same logits
@@ -422,7 +430,7 @@ def measure() -> list[dict]:
     weight = torch.randn(v, d, dtype=torch.bfloat16, device="cuda").mul_(0.02).requires_grad_()
     compiled = torch.compile(reference)
     runs = {"matmul, then torch.compile": step(lambda x, w, t: compiled(x @ w.T, t), x, weight)}
-    runs["ours"] = step(linear_cross_entropy, x, weight)
+    runs["ours"] = step(linear_cross_entropy_sum, x, weight)
     fused = compare("with the head, forward and backward", milliseconds(runs), flops, 989.5e12, "TFLOP/s")
     add_peaks(fused, runs)
     return rows + fused

@@ -104,7 +104,7 @@ def test_many_rows_of_cross_entropy(file=None):
     module = load(file or CROSS_ENTROPY)
     targets = (torch.arange(5000) * 7 % 37).masked_fill(torch.arange(5000) % 3 == 0, module.IGNORE)
     pairs = module.errors(
-        lambda x, t: module.cross_entropy(x * 1, t), module.reference, [random(5000, 37), targets], torch.float64
+        lambda x, t: module.cross_entropy_sum(x * 1, t), module.reference, [random(5000, 37), targets], torch.float64
     )
     assert all(mine <= 1e-12 for mine, _ in pairs), pairs
 
@@ -114,7 +114,7 @@ def test_wide_head(file=None):
     """20,000 columns: several blocks per row, of which the second sweep makes gradients."""
     module, targets = load(file or CROSS_ENTROPY), torch.tensor([0, 19_999, -100, 16_384, 5, 16_383, 9])
     pairs = module.errors(
-        lambda x, w: module.linear_cross_entropy(x, w, targets, 4),
+        lambda x, w: module.linear_cross_entropy_sum(x, w, targets, 4),
         lambda x, w: module.linear_reference(x, w, targets),
         [random(7, 5), 3 * random(20_000, 5)],
         torch.float64,
@@ -183,9 +183,9 @@ FAR = {  # file: results for a tensor [3, 40], and what has been written into it
         module.rotate(x[:, None], module.table(3, 8, "cpu")) * 1,
     ],
     CROSS_ENTROPY: lambda module, x: [
-        *module.losses(x, torch.arange(3), True),
+        *module.losses(x, torch.arange(3), module.IGNORE, True),
         x * 1,
-        module.write_gradient(x, torch.arange(3), x[:, 0].float(), x[:, 1].float(), torch.ones(()), x),
+        module.write_gradient(x, torch.arange(3), module.IGNORE, *x[:, :2].T.float(), torch.ones(()), x),
         x * 1,
     ],
     "09_kernels/matmul.py": lambda module, x: [module.pipelined(x, x.T), module.pipelined(x.T, x)],
@@ -256,7 +256,7 @@ def test_cross_entropy_writes_over_the_logits(file=None):
     x = random(5, 7).requires_grad_()
     logits = x * 1
     place = logits.data_ptr()
-    (arrived,) = torch.autograd.grad(module.cross_entropy(logits, torch.arange(5)), logits)
+    (arrived,) = torch.autograd.grad(module.cross_entropy_sum(logits, torch.arange(5)), logits)
     assert arrived.data_ptr() == place, "the gradient has memory of its own"
 
 
@@ -264,13 +264,13 @@ def test_cross_entropy_writes_over_the_logits(file=None):
 def test_cross_entropy_raises_where_logits_are_needed(file=None):
     module, targets = load(file or CROSS_ENTROPY), torch.arange(5)
     x, weight = random(5, 7).requires_grad_(), random(9, 7).requires_grad_()
-    raises(ValueError, "leaves", lambda: module.cross_entropy(x, targets))
-    raises(RuntimeError, MODIFIED, module.cross_entropy(x.exp(), targets).backward)
-    for loss in module.cross_entropy(x * 1, targets), module.linear_cross_entropy(x * 1, weight, targets, 2):
+    raises(ValueError, "leaves", lambda: module.cross_entropy_sum(x, targets))
+    raises(RuntimeError, MODIFIED, module.cross_entropy_sum(x.exp(), targets).backward)
+    for loss in module.cross_entropy_sum(x * 1, targets), module.linear_cross_entropy_sum(x * 1, weight, targets, 2):
         loss.backward(retain_graph=True)
         raises(RuntimeError, MODIFIED, loss.backward)
     with torch.no_grad():
-        module.cross_entropy(x, targets)
+        module.cross_entropy_sum(x, targets)
 
 
 @in_a_fork
@@ -341,15 +341,15 @@ def test_memory_of_others_is_not_written_over(file=None):
             raises(ValueError, "writes over its inputs", lambda: function(gate, up, *more))  # noqa: B023
         raises(ValueError, "must be alike", lambda: function(y, row, *more))  # noqa: B023
     for logits in p[:, :5], row.expand(6, 8):
-        raises(ValueError, "writes over its inputs", lambda: cross_entropy.cross_entropy(logits, targets))  # noqa: B023
-    raises(ValueError, r"\[n\]", lambda: cross_entropy.cross_entropy(y, targets[:5]))
-    raises(ValueError, r"\[v, d\]", lambda: cross_entropy.linear_cross_entropy(x, weight[:, :5], targets))
+        raises(ValueError, "writes over its inputs", lambda: cross_entropy.cross_entropy_sum(logits, targets))  # noqa: B023
+    raises(ValueError, r"\[n\]", lambda: cross_entropy.cross_entropy_sum(y, targets[:5]))
+    raises(ValueError, r"\[v, d\]", lambda: cross_entropy.linear_cross_entropy_sum(x, weight[:, :5], targets))
     expanded = row.view(1, 1, 8).expand(1, 5, 8)
     raises(ValueError, "expanded", lambda: rope.rotate(expanded, rope.table(5, 4, "cpu")))
     exact = cross_entropy.reference(y, targets)
-    assert torch.allclose(cross_entropy.cross_entropy(y * 1, targets), exact), "targets have a stride"
+    assert torch.allclose(cross_entropy.cross_entropy_sum(y * 1, targets), exact), "targets have a stride"
     exact = cross_entropy.linear_reference(x, weight, targets)
-    assert torch.allclose(cross_entropy.linear_cross_entropy(x, weight, targets), exact), "targets have a stride"
+    assert torch.allclose(cross_entropy.linear_cross_entropy_sum(x, weight, targets), exact), "targets have a stride"
 
 
 @in_a_fork
@@ -372,7 +372,7 @@ def test_rows_of_the_least_logits(file=None):
     """float32's most negative number everywhere: the loss is log v."""
     module = load(file or CROSS_ENTROPY)
     logits = torch.full((2, 50), torch.finfo(torch.float32).min)
-    assert abs(module.cross_entropy(logits, torch.tensor([3, 4])).item() / (2 * np.log(50)) - 1) < 1e-6
+    assert abs(module.cross_entropy_sum(logits, torch.tensor([3, 4])).item() / (2 * np.log(50)) - 1) < 1e-6
 
 
 @in_a_fork
@@ -380,19 +380,38 @@ def test_targets_of_cross_entropy(file=None):
     """IGNORE counts nothing, and its row of the gradient is 0, even where logits are inf; no column gives NaN."""
     module = load(file or CROSS_ENTROPY)
     x, targets = random(6, 9).requires_grad_(), torch.tensor([3, module.IGNORE, 8, module.IGNORE, 0, 1])
-    (dx,) = torch.autograd.grad(module.cross_entropy(x * 1, targets), x)
+    (dx,) = torch.autograd.grad(module.cross_entropy_sum(x * 1, targets), x)
     assert (dx[targets == module.IGNORE] == 0).all() and (dx[targets != module.IGNORE] != 0).all()
-    whole = torch.autograd.grad(module.cross_entropy(x * 1, torch.full((6,), module.IGNORE)), x)[0]
+    whole = torch.autograd.grad(module.cross_entropy_sum(x * 1, torch.full((6,), module.IGNORE)), x)[0]
     assert (whole == 0).all()
     for wrong in 9, -1, -99, 2**40:
         targets[2] = wrong
-        assert module.cross_entropy(x.detach() * 1, targets).isnan(), f"target {wrong} of 9 columns"
-        assert module.linear_cross_entropy(x.detach(), random(9, 9), targets, 4).isnan(), f"target {wrong} of 9 rows"
+        assert module.cross_entropy_sum(x.detach() * 1, targets).isnan(), f"target {wrong} of 9 columns"
+        assert module.linear_cross_entropy_sum(x.detach(), random(9, 9), targets).isnan(), f"target {wrong} of 9 rows"
     with torch.no_grad():
         low = x.clone()
         low[:, 2:5] = -torch.inf
         exact = nn.functional.cross_entropy(low, targets.clamp(0, 1), reduction="sum")
-        assert torch.allclose(module.cross_entropy(low, targets.clamp(0, 1)), exact)
+        assert torch.allclose(module.cross_entropy_sum(low, targets.clamp(0, 1)), exact)
+
+
+@in_a_fork
+def test_ignore_index(file=None):
+    """As torch's: another index than -100 may be ignored, a column of the logits, too; -100 is then a wrong target."""
+    module, targets = load(file or CROSS_ENTROPY), torch.tensor([3, 5, 8, 5, 0])
+    exact = nn.functional.cross_entropy
+    for ours, plain, inputs in [
+        (lambda x, **more: module.cross_entropy_sum(x * 1, **more), exact, [random(5, 9)]),
+        (module.linear_cross_entropy_sum, lambda x, w, **more: exact(x @ w.T, **more), [random(5, 4), random(9, 4)]),
+    ]:
+        pairs = module.errors(
+            lambda *x, ours=ours: ours(*x, targets=targets, ignore_index=5),
+            lambda *x, plain=plain: plain(*x, target=targets, ignore_index=5, reduction="sum"),
+            inputs,
+            torch.float64,
+        )
+        assert all(mine <= 1e-12 for mine, _ in pairs), pairs
+        assert ours(*inputs, targets=targets.masked_fill(targets == 0, -100), ignore_index=5).isnan()
 
 
 @in_a_fork
@@ -404,13 +423,13 @@ def test_linear_cross_entropy_without_gradients(file=None):
     torch.zeros_like = lambda y, **more: made.append(y.shape) or zeros(y, **more)
     torch.empty_like = lambda y, **more: made.append(y.shape) or empty(y, **more)
     with torch.no_grad():
-        loss = module.linear_cross_entropy(x, weight, targets, 16)
+        loss = module.linear_cross_entropy_sum(x, weight, targets, 16)
     assert not made and loss.grad_fn is None and not loss.requires_grad, f"made {made}"
     exact = module.linear_reference(x, weight, targets)
     assert torch.allclose(loss, exact)
     for leaf in x, weight:
         others = [y if y is leaf else y.detach() for y in (x, weight)]
-        (alone,) = torch.autograd.grad(module.linear_cross_entropy(*others, targets, 16), leaf)
+        (alone,) = torch.autograd.grad(module.linear_cross_entropy_sum(*others, targets, 16), leaf)
         (right,) = torch.autograd.grad(exact, leaf, retain_graph=True)
         assert torch.allclose(alone, right)
 
@@ -424,7 +443,7 @@ def test_linear_cross_entropy_adds_up_in_float32(file=None):
 
     def error(chunk: int) -> float:
         leaf = weight.clone().requires_grad_()
-        (found,) = torch.autograd.grad(module.linear_cross_entropy(x, leaf, targets, chunk), leaf)
+        (found,) = torch.autograd.grad(module.linear_cross_entropy_sum(x, leaf, targets, chunk), leaf)
         assert found.dtype == torch.float32
         return module.relative_error(found, exact)
 

@@ -126,8 +126,8 @@ def launch_all(recipe: str, module: ModuleType) -> None:
     elif recipe.endswith("cross_entropy.py"):
         module.add_product = lambda *_: None  # cuBLAS
         targets = torch.zeros(4, dtype=torch.int64)
-        module.cross_entropy(tensor(4, 1000, dtype=torch.float64), targets).backward()
-        module.linear_cross_entropy(tensor(4, 256), tensor(128256, 256), targets).backward()
+        module.cross_entropy_sum(tensor(4, 1000, dtype=torch.float64), targets).backward()
+        module.linear_cross_entropy_sum(tensor(4, 256), tensor(128256, 256), targets).backward()
     elif recipe.endswith("adamw.py"):
         make = torch.tensor
         torch.tensor = lambda *values, pin_memory=False, **options: make(*values, **options)  # there is none to pin for

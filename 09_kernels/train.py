@@ -12,8 +12,8 @@ Parent:   01_single_gpu/train.py, 09_kernels/rmsnorm.py, 09_kernels/swiglu.py, 0
 Lesson:   Project, project, RMSNorm, Attention.forward, MLP.forward, Block.forward, Loss, Model.__init__,
           Model.hidden, Model.forward, make_optimizer, forward, train_step
 Plumbing: Config, build_model, slots_by_name, set_learning_rate, save, train, check
-Copy:     project, rms_norm, add_rms_norm, swiglu, rotate, linear_cross_entropy, AdamW (and what they call: the files of
-          the kernels name it)
+Copy:     project, rms_norm, add_rms_norm, swiglu, rotate, linear_cross_entropy_sum, AdamW (and what they call: the
+          files of the kernels name it)
 Run:      python 09_kernels/train.py
 Source:   Llama 3, arXiv:2407.21783; Liger Kernel, Hsu et al. 2024, arXiv:2410.10989
 """
@@ -523,8 +523,8 @@ def scale_kernel(x_ptr, scale_ptr, n, BLOCK: tl.constexpr):
         tl.store(x_ptr + i, (x * scale).to(x_ptr.dtype.element_ty), i < n)
 
 
-def losses(logits: Tensor, targets: Tensor, gradient: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [n, v], targets [n] -> loss [n], 0 where the target is IGNORE; maximum m [n]; log(sum(exp(x - m))) [n]
+def losses(logits: Tensor, targets: Tensor, ignored: int, gradient: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [n, v], targets [n] -> loss [n], 0 where the target is ignored; maximum m [n]; log(sum(exp(x - m))) [n]
 
     With `gradient`, that of the sum of the losses is written over the logits.
     """
@@ -536,7 +536,7 @@ def losses(logits: Tensor, targets: Tensor, gradient: bool = False) -> tuple[Ten
     if n:
         loss_kernel[(triton.cdiv(n, rows),)](
             logits, targets, loss, top, log, n, v, logits.stride(0),
-            IGNORED=IGNORE, GRADIENT=gradient, ROWS=rows, STEPS=steps, LANES=lanes, num_warps=max(lanes // 256, 1),
+            IGNORED=ignored, GRADIENT=gradient, ROWS=rows, STEPS=steps, LANES=lanes, num_warps=max(lanes // 256, 1),
         )  # fmt: skip
     return loss, top, log
 
@@ -562,7 +562,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """x [n, d], weight [v, d], targets [n] -> sum of the losses of x @ weight.T, with all gradients"""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, training: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignored: int, training: bool) -> Tensor:
         low, buffer = weight.to(x.dtype), x.new_empty(min(chunk, len(x)), len(weight))  # chunk v
         loss = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
         if training:
@@ -570,7 +570,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), chunk):
             part = slice(start, start + chunk)
             logits = torch.mm(x[part], low.T, out=buffer[: len(x[part])])
-            loss += losses(logits, targets[part], gradient=training)[0].sum()
+            loss += losses(logits, targets[part], ignored, training)[0].sum()
             if training:  # logits are their gradient from here on
                 torch.mm(logits, low, out=dx[part])
                 add_product(dweight, logits.T, x[part])
@@ -579,29 +579,31 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         dx, dweight = ctx.saved_tensors
         rescale(dx, gradient)
         rescale(dweight, gradient)
         torch.autograd.graph.increment_version((dx, dweight))  # backward must not run twice
-        return dx, dweight.to(ctx.dtype), None, None, None
+        return dx, dweight.to(ctx.dtype), None, None, None, None
 
 
 @torch.compiler.disable  # nothing here is left to fuse, and it may not see memory that is written twice
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
+def linear_cross_entropy_sum(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0, ignore_index: int = IGNORE
+) -> Tensor:
     """Sum the losses of the logits x [n, d] @ weight [v, d].T for the targets [n], of `chunk` tokens at a time.
 
     By default the logits of a chunk are at most 2^29 elements, 1 GiB in bf16: matmuls need some thousand tokens.
     The matmuls run in the dtype of x. The gradient of the weight is added up in float32 (float64 for float64) and
-    returned in the dtype of the weight: give fp32 weights to lose nothing. A target of IGNORE counts nothing; one
-    that is no row of the weight makes the loss NaN. Backward can run once; RuntimeError otherwise.
+    returned in the dtype of the weight: give fp32 weights to lose nothing. A target of ignore_index counts nothing;
+    any other that is no row of the weight makes the loss NaN. Backward can run once; RuntimeError otherwise.
     """
     if x.ndim != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:
         shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(targets.shape)}"
         raise ValueError(f"x, weight and targets are {shapes}: must be [n, d], [v, d] and [n]")
     training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chunk = chunk or max(2**29 // len(weight) // 256, 1) * 256
-    return LinearCrossEntropy.apply(x, weight, targets.contiguous(), chunk, training)
+    return LinearCrossEntropy.apply(x, weight, targets.contiguous(), chunk, ignore_index, training)
 
 
 @triton.jit
@@ -890,7 +892,7 @@ class Loss(nn.Module):
     """Cross-entropy of the logits x [t, d] @ weight [v, d].T, summed over the valid targets [t]."""
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, targets)
+        return linear_cross_entropy_sum(x, weight, targets)
 
 
 class Model(nn.Module):
