@@ -7,7 +7,7 @@ one row of partial sums, which are then added in a fixed order. No atomics: two 
 
 Parent:   none
 Copy:     LONGEST_ROW, widen, rms_norm_forward, rms_norm_backward, elements, rows_of, normalize, normalize_backward,
-          Norm, AddNorm, check_norm (call rms_norm or add_rms_norm)
+          Norm, AddNorm, check_norm, rms_norm, add_rms_norm (call rms_norm or add_rms_norm)
 Run:      python 09_kernels/rmsnorm.py
 Source:   Zhang and Sennrich 2019, arXiv:1910.07467
 """

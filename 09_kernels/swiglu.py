@@ -8,7 +8,8 @@ From forward to backward that is 2·n·f elements instead of 3·n·f, in the lar
 
 Parent:   none
 Copy:     widen, rows_of, place, silu_mul_forward, silu_mul_backward, sigmoid, tile, silu_mul_rows, silu_mul_gradients,
-          SiluMul, SwiGLU, check_free, check_swiglu (call silu_mul, or swiglu with the weight of the matmul)
+          SiluMul, SwiGLU, check_free, check_swiglu, silu_mul, swiglu (call silu_mul, or swiglu with the weight of the
+          matmul)
 Run:      python 09_kernels/swiglu.py
 Source:   Shazeer 2020, arXiv:2002.05202
 """

@@ -5,17 +5,21 @@ this red until the glue in pasted.py follows; then the Copy line has to say so t
 """
 
 import ast
+import builtins
 import functools
 import re
+import symtable
 import tempfile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import compare
 import pytest
 import torch
 import torch.distributed.device_mesh  # noqa: F401  imported once, before the ranks are forked
-from launch import ROOT, launch, load
-from test_lineage import RULE, copied, read
+from launch import ROOT, in_a_fork, launch, load
+from test_lineage import FAMILY, RULE, copied, read
+from torch import Tensor, nn
 
 TOLERANCE = 1e-10
 TRAINER = ROOT / "tests" / "pasted.py"
@@ -43,21 +47,21 @@ BUGS = [  # what a reader may get wrong: technique, what stands in the trainer, 
 
 
 def definitions(path: str) -> tuple[str, str]:
-    """Return a recipe's imports, and the definitions that its Copy line lists, with the comments above them."""
+    """Return a recipe's imports, and the definitions that its Copy line lists, in its order, with their comments."""
     recipe = read(path)
-    lines, imports, listed, wanted = recipe.source.splitlines(), [], [], set(copied(recipe))
+    lines, imports, found = recipe.source.splitlines(), [], {}
     for node in ast.parse(recipe.source).body:
         name = node.targets[0].id if isinstance(node, ast.Assign) else getattr(node, "name", None)
         start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
         if isinstance(node, ast.Import | ast.ImportFrom):
             imports += lines[start : node.end_lineno]
-        elif name in wanted:
-            wanted.remove(name)
+        elif name:
             while lines[start - 1].startswith("#") and not RULE.match(lines[start - 1]):
                 start -= 1
-            listed += [*lines[start : node.end_lineno], "", ""]
-    assert not wanted, f"{path} does not define {wanted}, which its Copy line lists"
-    return "\n".join(imports), "\n".join(listed)
+            found[name] = "\n".join(lines[start : node.end_lineno])
+    unknown = [name for name in copied(recipe) if name not in found]
+    assert not unknown, f"{path} does not define {unknown}, which its Copy line lists"
+    return "\n".join(imports), "\n\n\n".join(found[name] for name in copied(recipe))
 
 
 def paste(path: str) -> str:
@@ -117,3 +121,104 @@ def test_trains_as_before(technique):
 def test_a_bug_is_seen(technique, old, new):
     name, error = compare.worst(errors(technique, old, new))
     assert error > 1e-4, f"{name} is off by {error:.2e} at most"
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+COPIED = {path: " ".join(FAMILY[path].header["Copy"]) for path in FAMILY if "Copy" in FAMILY[path].header}
+# those of 09_kernels/train.py name what they call in files of their own
+KERNELS = [path for path in COPIED if path[:2] == "09" and path != "09_kernels/train.py"]
+
+
+def globals_in(source: str) -> set[str]:
+    """Return the global names that a source loads, in whatever function."""
+    top = symtable.symtable(source, "pasted", "exec")
+    tables, loaded = [top], set()
+    for table in tables:  # which grows
+        tables += table.get_children()
+        loaded |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (s.is_global() or table is top)}
+    return loaded
+
+
+def into_an_empty_file(folder: Path, *paths: str) -> ModuleType:
+    """Import a file that holds the imports of these recipes, and what their Copy lines list, but nothing else."""
+    file = folder / Path(paths[0]).name
+    file.write_text("\n".join(part for both in zip(*map(definitions, paths)) for part in both))
+    return load(file)
+
+
+@pytest.mark.parametrize("path", KERNELS)
+@in_a_fork
+def test_a_kernel_needs_nothing_else(path, tmp_path):
+    """What Copy lists can be run in that order; all that it calls, and all that Copy says to call, is there."""
+    names = vars(into_an_empty_file(tmp_path, path)).keys() | vars(builtins).keys()
+    assert not (missing := globals_in("\n".join(definitions(path))) - names), f"Copy does not list {missing}"
+    to_call = set(re.findall(r"\w+", COPIED[path].partition("(call ")[2])) & FAMILY[path].definitions.keys()
+    assert to_call <= names, f"Copy does not list {to_call - names}, which it says to call"
+
+
+class Llama(nn.Module):
+    """A block, a norm and a head of one's own, which call torch's functions, or kernels in place of them."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = dict(q=(32, 24), k=(16, 24), v=(16, 24), o=(24, 32), gate=(40, 24), up=(40, 24), down=(24, 40))
+        shapes |= dict(first=(24,), second=(24,), last=(24,), head=(37, 24))
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator) / shape[-1] ** 0.5))
+
+    def attend(self, f: SimpleNamespace, x: Tensor) -> Tensor:
+        angle = torch.outer(torch.arange(x.shape[1]), 10.0 ** -torch.arange(4)).repeat(1, 2)  # s k
+        rope = angle.cos(), angle.sin()
+        q, k, v = (nn.functional.linear(x, weight) for weight in (self.q, self.k, self.v))
+        q, k, v = (y.unflatten(2, (-1, 8)).transpose(1, 2) for y in (f.rotate(q, rope), f.rotate(k, rope), v))
+        return f.flash_attention(q, k, v).transpose(1, 2).flatten(2) @ self.o.T
+
+    def forward(self, f: SimpleNamespace, x: Tensor, targets: Tensor) -> Tensor:
+        x = x + self.attend(f, f.rms_norm(x, self.first))
+        x, y = f.add_rms_norm(x, self.attend(f, f.rms_norm(x, self.second)), self.last)
+        x = x + f.swiglu(y @ self.gate.T, y @ self.up.T, self.down)
+        x = x + f.silu_mul(x @ self.gate.T, x @ self.up.T) @ self.down.T
+        x = f.rms_norm(x, self.last).flatten(0, 1)
+        loss = f.cross_entropy_sum(x @ self.head.T, targets, ignore_index=5)
+        return loss + 2 * f.linear_cross_entropy_sum(x, self.head, targets, ignore_index=5)
+
+
+def of_torch() -> SimpleNamespace:
+    """What the kernels replace."""
+    f, total = nn.functional, dict(reduction="sum")
+
+    def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x.unflatten(2, (-1, rope[0].shape[1]))
+        turned = torch.cat((-x[..., 4:], x[..., :4]), dim=-1)
+        return (x * rope[0][:, None] + turned * rope[1][:, None]).flatten(2)
+
+    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return f.rms_norm(x, weight.shape, weight, 1e-5)
+
+    return SimpleNamespace(
+        rotate=rotate,
+        rms_norm=rms_norm,
+        add_rms_norm=lambda x, branch, weight: (x + branch, rms_norm(x + branch, weight)),
+        silu_mul=lambda gate, up: f.silu(gate) * up,
+        swiglu=lambda gate, up, weight: (f.silu(gate) * up) @ weight.T,
+        flash_attention=lambda q, k, v: f.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        cross_entropy_sum=lambda x, y, **more: f.cross_entropy(x, y, **more, **total),
+        linear_cross_entropy_sum=lambda x, weight, y, **more: f.cross_entropy(x @ weight.T, y, **more, **total),
+    )
+
+
+@pytest.mark.thorough
+@in_a_fork
+def test_kernels_in_place_of_torchs_functions(tmp_path):
+    """In float32, loss and gradients are torch's but for rounding: 6e-8, in sums of up to a hundred elements."""
+    names = "rmsnorm", "swiglu", "rope", "cross_entropy"
+    kernels = into_an_empty_file(tmp_path, *(f"09_kernels/{name}.py" for name in names))
+    kernels.flash_attention = into_an_empty_file(tmp_path, "09_kernels/flash_attention.py").flash_attention
+    model, x = Llama(), torch.randn(2, 19, 24, generator=torch.Generator().manual_seed(1))
+    targets, found = torch.arange(38) * 7 % 37, []
+    for functions in kernels, of_torch():
+        loss = model(functions, x.requires_grad_(), targets)
+        gradients = torch.autograd.grad(loss, [x, *model.parameters()])
+        found.append(dict(zip(["loss", "x", *dict(model.named_parameters())], [loss.detach(), *gradients])))
+    compare.assert_close(compare.relative_errors(*found), 1e-5, "kernels")
