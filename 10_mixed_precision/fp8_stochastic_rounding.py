@@ -400,11 +400,12 @@ def random_bits(index: Tensor, key: Tensor) -> Tensor:
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """Round x (fp32) to bf16, given 16 random bits each (int32): up with the probability of how far x is on its way.
+    """Round x (fp32) to bf16, up with the probability of how far x is on its way.
 
-    bf16 is the upper half of fp32. What is added to the lower half carries as often as it is large. inf and NaN stay.
+    bits: integers whose lowest 16 bits are random. bf16 is the upper half of fp32. What is added to the lower half
+    carries as often as it is large. inf and NaN stay.
     """
-    rounded = (x.view(torch.int32) + bits & -0x10000).view(torch.float32)
+    rounded = (x.view(torch.int32) + (bits.int() & 0xFFFF) & -0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).bfloat16()
 
 
@@ -426,8 +427,7 @@ def update(weight: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbe
     if weight.dtype == torch.bfloat16:
         index = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).view_as(weight)
         first, second = (random_bits(index, key) for key in keys)
-        bits = first & 0xFFFF, first >> 16 & 0xFFFF, second & 0xFFFF
-        new = [round_stochastically(x, chance) for x, chance in zip(new, bits)]
+        new = [round_stochastically(x, bits) for x, bits in zip(new, (first, first >> 16, second))]
     for old, x in zip(kept, new):
         old.copy_(x)
 

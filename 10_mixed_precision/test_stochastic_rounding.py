@@ -64,11 +64,17 @@ def some_values(count: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------ rounding
 @in_a_fork
 def test_every_chance_counts(file=None):
-    """Of the 65,536 values of the random bits, exactly as many round up as x is 65,536ths of the way up."""
+    """Of the 65,536 values of the random bits, exactly as many round up as x is 65,536ths of the way up.
+
+    Of larger integers, the lowest 16 bits count.
+    """
     module, x = load(file or SR), some_values(20)
     low, high = neighbours(x)
     bits = torch.arange(2**16, dtype=torch.int32)[:, None]
     found = module.round_stochastically(x.expand(2**16, -1), bits)
+    for more in bits | bits << 16, bits.long() << 40 | bits, bits.short():
+        same = torch.equal(module.round_stochastically(x.expand(2**16, -1), more), found)
+        assert same, f"others of {more.dtype} round up, not those of their lowest 16 bits"
     away = (found.double() == high).sum(0)
     assert found.dtype == torch.bfloat16 and ((found.double() == low).sum(0) == 2**16 - away).all(), "no neighbour"
     wanted = (x.double() - low) / (high - low) * 2**16
