@@ -220,13 +220,18 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Linear(inputs, outputs, bias=False).weight  # initialised, for a trainer that does not
         self.quantized: tuple[Tensor, ...] = ()  # by quantize; no buffers, whose dtype Model.to would change
+        self.version = -1  # of the weight that is in fp8: each change of a tensor counts it up
         self.amax: tuple[Tensor, ...] = ()  # of x and of dy in this step, each []
         self.past: tuple[Tensor | None, ...] = (None, None)  # in earlier ones, each [n]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> [..., f]"""
         if self.weight.dtype != torch.bfloat16:
-            return nn.functional.linear(x, self.weight)
+            y = nn.functional.linear(x, self.weight)
+            if y.dtype == self.weight.dtype:  # else by autocast
+                return y
+        if not torch.compiler.is_compiling() and self.version != self.weight._version:  # unknown to a compiler
+            raise RuntimeError("Linear needs bfloat16 weights and quantize_weights(model) after each optimizer step")
         x_amax, dy_amax = self.amax if torch.is_grad_enabled() else map(torch.zeros_like, self.amax)  # only of training
         amaxes = x_amax, self.past[0], dy_amax, self.past[1]
         rows = Multiply.apply(x.reshape(-1, x.shape[-1]), self.weight, *amaxes, *self.quantized)
@@ -363,9 +368,6 @@ def build_model(cfg: Config) -> Model:
             p.copy_(full)
             model.masters[name] = p if p.dtype == wide else full.to(p.device, wide)
     quantize_weights(model)
-    for linear in model.modules():
-        if isinstance(linear, Linear):
-            linear.amax = tuple(torch.zeros((), dtype=torch.float32, device=cfg.device) for _ in range(2))
     if cfg.compile:
         for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
             part.compile()
@@ -559,10 +561,12 @@ def quantize_weights(model: Model) -> None:
         for linear, amax in zip(linears, torch._foreach_norm([m.weight for m in linears], math.inf)):
             scale = amax.float().clamp(min=LEAST) * (1 / torch.finfo(E4M3).max)
             w, w_t = cast(linear.weight, scale, torch.zeros_like(scale), E4M3)
+            linear.amax = linear.amax or (torch.zeros_like(scale), torch.zeros_like(scale))
             linear.quantized = w, scale, w_t, scale.clone()  # the compiler wants different tensors as arguments
+            linear.version = linear.weight._version
 
 
-def shift_histories(cfg: Config, model: Model) -> None:
+def shift_histories(cfg: Config, model: nn.Module) -> None:
     """Move amax of this step into the history, and begin the next step's at 0. The first one is all there is so far."""
     for linear in model.modules():
         if isinstance(linear, Linear) and linear.weight.dtype == torch.bfloat16:

@@ -81,8 +81,6 @@ def quantized_linear(module: ModuleType, weight: Tensor) -> torch.nn.Module:
     linear.weight.data.copy_(weight)
     model = torch.nn.ModuleList([linear])
     module.quantize_weights(model)
-    if hasattr(linear, "amax"):
-        linear.amax = tuple(torch.zeros(()) for _ in range(2))
     return linear
 
 
@@ -153,6 +151,43 @@ def test_forward_has_the_newest_weights(recipe, file=None):
             fresh = quantized_linear(module, linear.weight.data).quantized
             same = [torch.equal(x.float(), y.float()) for x, y in zip(fresh, linear.quantized, strict=True)]
             assert all(same), f"weights in fp8 are not those of the weights: {same}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@in_a_fork
+def test_a_layer_that_would_not_be_in_fp8_is_noticed(recipe):
+    """It starts as nn.Linear does, and refuses fp32 weights under autocast, and weights that are not those in fp8."""
+    module, x = load(recipe), uneven(16, 32, 0)
+    linear, same = (torch.manual_seed(0) and kind(32, 16) for kind in (module.Linear, torch.nn.Linear))
+    assert torch.equal(linear.weight, same.weight)
+    linear(x.float())  # fp32, as the whole model is
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="needs bfloat16 weights"):
+        linear(x.float())
+    linear.bfloat16()
+    module.quantize_weights(linear)
+    linear(x), linear(x)  # of two micro-batches
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"quantize_weights\(model\) after each optimizer step"):
+        linear(x)
+    with pytest.raises(RuntimeError, match=r"quantize_weights\(model\) after each optimizer step"):
+        module.Linear(32, 16).bfloat16()(x)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", RECIPES)
+@in_a_fork
+def test_the_check_is_not_compiled(recipe):
+    """One graph, which serves the weights of all steps."""
+    module = load(recipe)
+    linear, x = quantized_linear(module, uneven(16, 32, 1)), uneven(16, 32, 0)
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            assert torch.equal(compiled(x), linear(x))
+            with torch.no_grad():
+                linear.weight.mul_(2)
+            module.quantize_weights(linear)
 
 
 def linears(module: ModuleType, model: torch.nn.Module) -> list[torch.nn.Module]:
