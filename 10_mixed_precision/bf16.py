@@ -13,8 +13,9 @@ Parent:   01_single_gpu/train.py, 01_single_gpu/gradient_accumulation.py
 Lesson:   Loss, Model.__init__, build_model, Slot, update, AdamW, make_optimizer, forward,
           accumulate_gradients, forward_backward, gradient_norm, train_step
 Plumbing: Config, set_learning_rate, save, check
-Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients (train_step and forward_backward call them), and
-          from build_model the lines on masters
+Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients (build_model makes model.masters, make_optimizer the
+          slots; with several micro-batches call accumulate_gradients after each backward, as forward_backward does;
+          step as train_step does; of Config it reads clip, eps, lr, device and compile)
 Run:      python 10_mixed_precision/bf16.py --dtype bfloat16
 Source:   Micikevicius et al. 2018, arXiv:1710.03740; AdamW, arXiv:1711.05101
 """
@@ -325,7 +326,11 @@ def update(
 
 
 class AdamW:
-    """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU."""
+    """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU.
+
+    It takes the "lr" of its param_groups anew in each step. A scheduler of torch wants an optimizer of torch, of any
+    tensor; copy what its get_last_lr returns.
+    """
 
     def __init__(self, cfg: Config, groups: list[dict]):
         self.clip, self.eps = cfg.clip, cfg.eps
@@ -384,7 +389,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
     return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def accumulate_gradients(model: Model) -> None:
+def accumulate_gradients(model: nn.Module) -> None:
     """Add the gradients of a micro-batch to those of the masters, in fp32: in bf16 later ones would be rounded away.
 
     Those of embedding and norms are fp32, and have been added up by backward.

@@ -11,7 +11,9 @@ Parent:   10_mixed_precision/bf16.py
 Lesson:   Scaling, Model.__init__, build_model, update, AdamW.step, forward_backward, update_scale, train_step,
           train
 Plumbing: Config
-Copy:     Scaling, update_scale (train_step shows in which order), and what skips a step: update, AdamW.step
+Copy:     Scaling, Slot, update, AdamW, gradient_norm, accumulate_gradients, update_scale (build_model makes Scaling;
+          multiply the loss by its scale before backward, as forward_backward does, and call update_scale after each
+          step, as train_step does; of Config they read growth_interval, and otherwise what bf16.py says)
 Run:      python 10_mixed_precision/fp16_loss_scaling.py --dtype float16
 Source:   Micikevicius et al. 2018, arXiv:1710.03740, section 3.2
 """
@@ -336,7 +338,11 @@ def update(
 
 
 class AdamW:
-    """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU."""
+    """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU.
+
+    It takes the "lr" of its param_groups anew in each step. A scheduler of torch wants an optimizer of torch, of any
+    tensor; copy what its get_last_lr returns.
+    """
 
     def __init__(self, cfg: Config, groups: list[dict]):
         self.clip, self.eps = cfg.clip, cfg.eps
@@ -399,7 +405,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
     return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def accumulate_gradients(model: Model) -> None:
+def accumulate_gradients(model: nn.Module) -> None:
     """Add the gradients of a micro-batch to those of the masters, in fp32: in bf16 later ones would be rounded away.
 
     Those of embedding and norms are fp32, and have been added up by backward.

@@ -12,7 +12,8 @@ Lesson:   GRADIENT, quantize_reference, quantize_tiles, shapes_of_tiles, quantiz
 Plumbing: check
 Copy:     E4M3, GRADIENT, BLOCK, LEAST, magnitude, scale_of, to_fp8, read_tile, write_tile, blocks_kernel,
           quantize_reference, quantize_tiles, shapes_of_tiles, quantize, dequantize, multiply, Multiply,
-          Linear, quantize_weights (train_step calls it)
+          Linear, quantize_weights (call it before the first forward and after each optimizer step; otherwise as
+          fp8_tensorwise.py says)
 Run:      python 10_mixed_precision/fp8_blockwise.py --dtype bfloat16 --dim 512 --kv_heads 8 --ffn 512 --layers 1
 Source:   DeepSeek-AI 2024, arXiv:2412.19437, section 3.3
 """
@@ -498,7 +499,11 @@ def update(
 
 
 class AdamW:
-    """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU."""
+    """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU.
+
+    It takes the "lr" of its param_groups anew in each step. A scheduler of torch wants an optimizer of torch, of any
+    tensor; copy what its get_last_lr returns.
+    """
 
     def __init__(self, cfg: Config, groups: list[dict]):
         self.clip, self.eps = cfg.clip, cfg.eps
@@ -557,7 +562,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
     return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def accumulate_gradients(model: Model) -> None:
+def accumulate_gradients(model: nn.Module) -> None:
     """Add the gradients of a micro-batch to those of the masters, in fp32: in bf16 later ones would be rounded away.
 
     Those of embedding and norms are fp32, and have been added up by backward.
@@ -602,7 +607,7 @@ def gradient_norm(optimizer: AdamW) -> Tensor:
 
 
 @torch.no_grad()
-def quantize_weights(model: Model) -> None:
+def quantize_weights(model: nn.Module) -> None:
     """Write the weights of the linears in fp8, as they are and transposed: for all micro-batches of the next step."""
     for module in model.modules():
         if isinstance(module, Linear) and module.weight.dtype == torch.bfloat16:

@@ -9,11 +9,12 @@ inf and NaN become NaN, which is seen in the loss, and do not enter the history,
 steps.
 
 Parent:   10_mixed_precision/fp8_tensorwise.py
-Lesson:   cast_kernel, cast, shapes_of_cast, quantize, Multiply, Linear, build_model, quantize_weights,
-          shift_histories, train_step
+Lesson:   cast_kernel, cast, shapes_of_cast, quantize, Multiply, Linear, quantize_weights, shift_histories,
+          train_step
 Plumbing: Config
 Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
-          quantize_weights, shift_histories (train_step calls both)
+          quantize_weights, shift_histories (call both after each optimizer step, and quantize_weights before the first
+          forward, too; of Config they read history; otherwise as fp8_tensorwise.py says)
 Run:      python 10_mixed_precision/fp8_delayed_scaling.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; Transformer Engine's DelayedScaling
 """
@@ -450,7 +451,11 @@ def update(
 
 
 class AdamW:
-    """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU."""
+    """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU.
+
+    It takes the "lr" of its param_groups anew in each step. A scheduler of torch wants an optimizer of torch, of any
+    tensor; copy what its get_last_lr returns.
+    """
 
     def __init__(self, cfg: Config, groups: list[dict]):
         self.clip, self.eps = cfg.clip, cfg.eps
@@ -509,7 +514,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
     return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def accumulate_gradients(model: Model) -> None:
+def accumulate_gradients(model: nn.Module) -> None:
     """Add the gradients of a micro-batch to those of the masters, in fp32: in bf16 later ones would be rounded away.
 
     Those of embedding and norms are fp32, and have been added up by backward.
@@ -554,7 +559,7 @@ def gradient_norm(optimizer: AdamW) -> Tensor:
 
 
 @torch.no_grad()
-def quantize_weights(model: Model) -> None:
+def quantize_weights(model: nn.Module) -> None:
     """Write the weights of the linears in fp8, as they are and transposed: for all micro-batches of the next step."""
     linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16]
     if linears:

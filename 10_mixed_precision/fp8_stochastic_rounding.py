@@ -7,7 +7,10 @@ moments = 10; of all others 8. Several micro-batches need 4 more.
 
 Parent:   10_mixed_precision/stochastic_rounding.py, 10_mixed_precision/fp8_tensorwise.py
 Lesson:   build_model
-Copy:     Linear, quantize_weights, AdamW, train_step (and what they call: the parents name it)
+Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
+          random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, quantize_weights
+          (call it before the first forward and after each optimizer step; of Config, and otherwise, what both parents
+          say)
 Run:      python 10_mixed_precision/fp8_stochastic_rounding.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; Gupta et al. 2015, arXiv:1502.02551
 """
@@ -438,7 +441,11 @@ def update(weight: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbe
 
 
 class AdamW:
-    """AdamW that clips gradients, and rounds weights and moments stochastically. Its decisions are made on the GPU."""
+    """AdamW that clips gradients, and rounds weights and moments stochastically. Its decisions are made on the GPU.
+
+    It takes the "lr" of its param_groups anew in each step. A scheduler of torch wants an optimizer of torch, of any
+    tensor; copy what its get_last_lr returns.
+    """
 
     def __init__(self, cfg: Config, groups: list[dict], sums: dict[str, Tensor]):
         self.clip, self.eps, self.sums = cfg.clip, cfg.eps, sums
@@ -498,7 +505,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
     return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def accumulate_gradients(model: Model) -> None:
+def accumulate_gradients(model: nn.Module) -> None:
     """Add the gradients of a micro-batch to sums in fp32: in bf16 the later ones would be rounded away."""
     for name, p in model.named_parameters():
         if p.grad is not None:
@@ -539,7 +546,7 @@ def gradient_norm(optimizer: AdamW) -> Tensor:
 
 
 @torch.no_grad()
-def quantize_weights(model: Model) -> None:
+def quantize_weights(model: nn.Module) -> None:
     """Write the weights of the linears in fp8, as they are and transposed: for all micro-batches of the next step."""
     linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16]
     if linears:

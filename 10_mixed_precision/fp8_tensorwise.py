@@ -14,7 +14,8 @@ Lesson:   E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, am
           Linear, Attention.__init__, MLP.__init__, build_model, quantize_weights, train_step
 Plumbing: Config, check
 Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply,
-          Linear, quantize_weights (train_step calls it)
+          Linear, quantize_weights (call it before the first forward and after each optimizer step; Linear takes
+          weights in bfloat16 in place of autocast, and bf16.py has the optimizer for them)
 Run:      python 10_mixed_precision/fp8_tensorwise.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433
 """
@@ -429,7 +430,11 @@ def update(
 
 
 class AdamW:
-    """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU."""
+    """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU.
+
+    It takes the "lr" of its param_groups anew in each step. A scheduler of torch wants an optimizer of torch, of any
+    tensor; copy what its get_last_lr returns.
+    """
 
     def __init__(self, cfg: Config, groups: list[dict]):
         self.clip, self.eps = cfg.clip, cfg.eps
@@ -488,7 +493,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
     return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def accumulate_gradients(model: Model) -> None:
+def accumulate_gradients(model: nn.Module) -> None:
     """Add the gradients of a micro-batch to those of the masters, in fp32: in bf16 later ones would be rounded away.
 
     Those of embedding and norms are fp32, and have been added up by backward.
@@ -533,7 +538,7 @@ def gradient_norm(optimizer: AdamW) -> Tensor:
 
 
 @torch.no_grad()
-def quantize_weights(model: Model) -> None:
+def quantize_weights(model: nn.Module) -> None:
     """Write the weights of the linears in fp8, as they are and transposed: for all micro-batches of the next step."""
     linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16]
     if linears:

@@ -9,7 +9,10 @@ Bytes per parameter: 2 weight + 2 gradient + 4 AdamW moments = 8, and 4 more wit
 Parent:   10_mixed_precision/bf16.py, 01_single_gpu/train.py
 Lesson:   Model.__init__, build_model, Slot, random_bits, round_stochastically, update, AdamW, make_optimizer,
           accumulate_gradients, forward_backward
-Copy:     random_bits, round_stochastically, Slot, update, AdamW (the first two are enough beside another optimizer)
+Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients (the first two are
+          enough beside another optimizer; make_optimizer makes the slots; with several micro-batches call
+          accumulate_gradients after each backward, as forward_backward does; step as train_step does; of Config it
+          reads clip, eps, lr, seed, device and compile)
 Run:      python 10_mixed_precision/stochastic_rounding.py --dtype bfloat16
 Source:   Gupta et al. 2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192
 """
@@ -336,7 +339,11 @@ def update(weight: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbe
 
 
 class AdamW:
-    """AdamW that clips gradients, and rounds weights and moments stochastically. Its decisions are made on the GPU."""
+    """AdamW that clips gradients, and rounds weights and moments stochastically. Its decisions are made on the GPU.
+
+    It takes the "lr" of its param_groups anew in each step. A scheduler of torch wants an optimizer of torch, of any
+    tensor; copy what its get_last_lr returns.
+    """
 
     def __init__(self, cfg: Config, groups: list[dict], sums: dict[str, Tensor]):
         self.clip, self.eps, self.sums = cfg.clip, cfg.eps, sums
@@ -396,7 +403,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
     return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def accumulate_gradients(model: Model) -> None:
+def accumulate_gradients(model: nn.Module) -> None:
     """Add the gradients of a micro-batch to sums in fp32: in bf16 the later ones would be rounded away."""
     for name, p in model.named_parameters():
         if p.grad is not None:

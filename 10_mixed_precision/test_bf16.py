@@ -1,13 +1,23 @@
 """bf16 weights and their fp32 masters: what one has and the other has not, and that gradients are autocast's.
 
+And what can be pasted of the folder's recipes.
+
 Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
+import ast
+import builtins
+import dis
+import re
 import sys
+from dataclasses import replace
+from types import CodeType
 
+import equivalence
 import pytest
 import torch
 from launch import in_a_fork, isolated, load
+from test_lineage import TRAINING, copied
 
 BF16 = "10_mixed_precision/bf16.py"
 SMALL = "--layers 2 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 4 --device cpu --dtype bfloat16"
@@ -106,3 +116,57 @@ def test_norm_is_added_up_in_fp32(file=None):
     for slot in optimizer.slots:
         clipped = slot.parameter.grad.double() * 0.1 / exact
         assert (slot.mean - 0.1 * clipped).norm() < 1e-5 * slot.mean.norm(), "what the norm clips is rounded"
+
+
+@pytest.mark.parametrize("flags", ["", pytest.param("--compile", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("recipe", [BF16, "10_mixed_precision/stochastic_rounding.py"])
+@in_a_fork
+def test_learning_rate_comes_from_a_scheduler(recipe, flags):
+    """Each step has that of its scheduler, in the same compiled code: with a rate of 0 nothing moves."""
+    module = load(recipe)
+    equivalence.without_kernels(module)
+    sys.argv = ["recipe", *f"{SMALL} --microbatches 1 {flags}".split()]
+    cfg = module.parse_config()
+    model = module.build_model(replace(cfg, compile=False))  # --compile is for the optimizer, here
+    optimizer, batch = module.make_optimizer(cfg, model), module.make_batch(cfg, module.load_data(cfg)[0], 0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        torch.optim.SGD([torch.zeros(())], lr=0.1), lambda step: (0.1, 0, 0.3, 0)[step]
+    )
+    for rate in 0.01, 0, 0.03:
+        for group in optimizer.param_groups:
+            (group["lr"],) = scheduler.get_last_lr()
+        before = [slot.parameter.detach().clone() for slot in optimizer.slots]
+        with torch._dynamo.config.patch(error_on_recompile=rate != 0.01):
+            module.train_step(cfg, model, optimizer, *batch)
+        moved = max((slot.parameter - x).abs().max() for slot, x in zip(optimizer.slots, before))
+        assert rate / 2 <= moved <= 2 * rate, f"weights have moved by {moved}, with a learning rate of {rate}"
+        scheduler.optimizer.step()
+        scheduler.step()
+
+
+def globals_of(code: CodeType) -> set[str]:
+    """Names that code, or the functions and classes in it, read and do not define."""
+    read = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for inner in code.co_consts:
+        read |= globals_of(inner) if isinstance(inner, CodeType) else set()
+    return {name for name in read if not name.startswith("__")}
+
+
+@pytest.mark.parametrize("path", [path for path in TRAINING if path.startswith("10_mixed_precision/")])
+@in_a_fork
+def test_what_to_copy_is_complete(path, tmp_path):
+    """It can be pasted below the imports in the order of the Copy line, which names all else that it reads."""
+    recipe, names = TRAINING[path], copied(TRAINING[path])
+    prose = ", ".join(recipe.header["Copy"]).split("(", 1)[1]
+    imports, found = [], {}
+    for node in ast.parse(recipe.source).body:
+        name = node.targets[0].id if isinstance(node, ast.Assign) else getattr(node, "name", None)
+        found[name] = ast.unparse(node)
+        imports += [found[name]] * isinstance(node, ast.Import | ast.ImportFrom)
+    assert [name.isupper() for name in names] == sorted((name.isupper() for name in names), reverse=True)
+    pasted = "\n".join(imports + [found[name] for name in names])
+    provided = {name for line in imports for name in re.findall(r"\w+", line)} | set(dir(builtins)) | set(names)
+    missing = globals_of(compile(pasted, path, "exec")) - provided
+    assert missing <= set(re.findall(r"\w+", prose)), f"{missing} are read, and neither listed nor named"
+    (tmp_path / "pasted.py").write_text("".join(f"{name} = object\n" for name in missing) + pasted)
+    load(tmp_path / "pasted.py")
