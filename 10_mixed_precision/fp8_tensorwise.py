@@ -432,8 +432,8 @@ def update(
 class AdamW:
     """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU.
 
-    It takes the "lr" of its param_groups anew in each step. A scheduler of torch wants an optimizer of torch, of any
-    tensor; copy what its get_last_lr returns.
+    Set "lr" in its param_groups before a step. torch's schedulers take only torch's optimizers: give them one of any
+    tensor, and copy what get_last_lr returns.
     """
 
     def __init__(self, cfg: Config, groups: list[dict]):

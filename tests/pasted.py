@@ -513,6 +513,62 @@ def zigzag(cfg: Config):
 ulysses = zigzag
 
 
+# ----------------------------------------------------------------------------------- 10_mixed_precision/fp8_tensorwise
+
+
+def in_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    scale = x.abs().max().float() * (1 / torch.finfo(dtype).max)
+    return (x.float() * (1 / scale)).to(dtype).double() * scale
+
+
+class Rounded(torch.autograd.Function):
+    """The products of fp8 by hand, in float64."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        x, weight = in_fp8(x, torch.float8_e4m3fn), in_fp8(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(x, weight)
+        return (x @ weight.T).bfloat16()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
+        (x, weight), dy = ctx.saved_tensors, in_fp8(dy, torch.float8_e5m2)
+        return (dy @ weight).bfloat16(), (dy.flatten(0, 1).T @ x.flatten(0, 1)).bfloat16()
+
+
+class RoundedLinear(nn.Module):
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Rounded.apply(x, self.weight) + self.bias
+
+
+def replace_linears(cfg: Config, layer) -> GPT:
+    """Return the model with other linears in its blocks, whose weights are bf16; nothing else is."""
+    model = initialize(cfg, GPT(cfg))
+    for part in model.blocks.modules():
+        for name, child in list(part.named_children()):
+            if isinstance(child, nn.Linear):
+                child.weight.data = child.weight.bfloat16()
+                setattr(part, name, layer(child))
+    return model
+
+
+def rounded(cfg: Config):
+    model = replace_linears(cfg, RoundedLinear)
+    return model, optimizer_of(cfg, model), forward_backward, clip, evaluate, tensors
+
+
+def fp8(cfg: Config):
+    model = replace_linears(cfg, replaced)
+    quantize_weights(model)
+    optimizer = optimizer_of(cfg, model)
+    optimizer.register_step_post_hook(lambda *_: quantize_weights(model))
+    return model, optimizer, forward_backward, clip, evaluate, tensors
+
+
 def main() -> dict[str, Tensor]:
     cfg, technique = Config(), globals()[sys.argv[1]]
     if technique is not single:
