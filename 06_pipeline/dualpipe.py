@@ -17,17 +17,19 @@ Run:      torchrun --nproc_per_node 8 06_pipeline/dualpipe.py
 Source:   DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437, figure 5; the order is that of deepseek-ai/DualPipe
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
 import time
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from glob import glob
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -695,10 +697,10 @@ def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
     parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
     parser.formatter_class = RawDescriptionHelpFormatter
-    for field in fields(Config):
-        value = dict(type=type(field.default), choices=get_args(field.type) or None)
-        kind = dict(action="store_true") if field.type is bool else value
-        parser.add_argument(f"--{field.name}", help=f"default: {field.default}", **kind)
+    for name, hint in get_type_hints(Config).items():
+        value = dict(type=type(getattr(Config, name)), choices=get_args(hint) or None)
+        kind = dict(action="store_true") if hint is bool else value
+        parser.add_argument(f"--{name}", help=f"default: {getattr(Config, name)}", **kind)
     given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
     return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
 
@@ -743,9 +745,8 @@ def check(cfg: Config, world: int) -> None:
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]
-    for wrong, problem in problems:
-        if wrong:
-            raise SystemExit(problem)
+    if found := [problem for wrong, problem in problems if wrong]:
+        raise SystemExit(found[0])
     if cfg.init:
         check_init(cfg)
 

@@ -263,6 +263,13 @@ def test_imports(path):
         assert all(module.split(".")[0] in allowed for module in modules), f"{path} imports {modules}"
 
 
+@pytest.mark.parametrize("path", TRAINING)
+def test_annotations_are_not_evaluated(path):
+    """A copied `model: Model` works in a file that has no Model."""
+    first = next(node for node in ast.parse(FAMILY[path].source).body if isinstance(node, ast.Import | ast.ImportFrom))
+    assert ast.unparse(first) == "from __future__ import annotations"
+
+
 @pytest.mark.parametrize("path", FAMILY)
 def test_nothing_runs_at_import(path):
     *body, last = ast.parse(FAMILY[path].source).body
