@@ -8,9 +8,10 @@ start early, or a single larger gradient, such as the head's of a large model.
 Parent:   02_data_parallel/overlap.py
 Lesson:   make_buckets, flatten, backward
 Plumbing: Config, forward_backward, check
-Copy:     make_buckets, flatten, backward (call it instead of loss.backward(), once per step, no_sync.py accumulates;
-          gradients are summed, so divide the loss by the valid tokens of all ranks, and start with the same weights on
-          all ranks)
+Copy:     make_buckets, flatten, backward, evaluate (call backward instead of loss.backward(), once per step, no_sync.py
+          accumulates; gradients are summed, so divide the loss by the valid tokens of all ranks, and start with the
+          same weights on all ranks)
+Needs:    cfg.device, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/bucketed.py
 Source:   Li et al. 2020, PyTorch Distributed, arXiv:2006.15704
 """

@@ -9,7 +9,9 @@ an outer step takes the place of the gradients. The log shows the first worker; 
 Parent:   02_data_parallel/naive.py
 Lesson:   make_outer_optimizer, forward_backward, outer_step, train
 Plumbing: Config, check
-Copy:     make_outer_optimizer, outer_step (after every --inner_steps steps, and before weights are saved)
+Copy:     make_outer_optimizer, outer_step, evaluate (call outer_step after every --inner_steps steps, and before
+          weights are saved)
+Needs:    cfg.device, cfg.outer_lr, cfg.outer_momentum, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/diloco.py
 Source:   Douillard et al. 2023, DiLoCo, arXiv:2311.08105
 """

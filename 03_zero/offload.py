@@ -9,9 +9,11 @@ norm of the whole gradient first, and moves 28 bytes per parameter of the shard 
 Parent:   03_zero/zero2.py
 Lesson:   Unit, gather, reduce_scatter, pinned, make_unit, clip_gradients
 Plumbing: build_model, train_step, save, main
-Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, pinned, make_unit, clip_gradients (as
-          zero2.py says, but after a step set unit.norm to None instead of unit.gradient, and clip before every step:
-          clip_gradients waits until the gradients have reached the CPU)
+Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, pinned, make_unit, check_units,
+          clip_gradients, evaluate (as zero2.py says, but after a step set unit.norm to None instead of unit.gradient,
+          and clip before every step: clip_gradients waits until the gradients have reached the CPU)
+Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
+          IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/offload.py
 Source:   Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840
 """

@@ -8,12 +8,14 @@ at most two in flight. With one micro-batch, stage 1 does the same.
 Parent:   03_zero/zero1_overlap.py
 Lesson:   Unit, reduce_scatter, reduce
 Plumbing: Model.__init__, forward_backward, train_step
-Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit (give the model the attributes
-          of Model.__init__; put each parameter into exactly one unit; call before_forward before each unit; hook unit 0
-          as build_model does, or, if it is several tensors, call reduce(model, 0) after each backward; the optimizer,
-          clip_gradients and save take the shards, never model.parameters(); after a step set unit.gathering and
-          unit.gradient to None; gradients are summed, so divide the loss by the valid tokens of all ranks. If embedding
-          and head are one tensor, put it into unit 0)
+Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit, check_units, clip_gradients,
+          evaluate (give the model the attributes of Model.__init__; put each parameter into exactly one unit, and call
+          check_units; call before_forward before each unit; hook unit 0 as build_model does, or, if it is several
+          tensors, call reduce(model, 0) after each backward; the optimizer, clip_gradients and save take the shards,
+          never model.parameters(); after a step set unit.gathering and unit.gradient to None; gradients are summed, so
+          divide the loss by the valid tokens of all ranks. If embedding and head are one tensor, put it into unit 0)
+Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
+          IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero2.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """

@@ -11,8 +11,11 @@ Lesson:   Unit, publish, wait, gather, free, reduce_scatter, reduce, before_forw
           build_model
 Plumbing: take_gradients, train_step, check
 Copy:     Unit, share, publish, wait, gather, free, reduce_scatter, take_gradients, reduce, before_forward,
-          after_forward, after_backward, make_unit (as zero3.py says, but build_model shows how to make the memory;
-          publish before the first forward and after each step, and then set unit.gathered to False)
+          after_forward, after_backward, make_unit, check_units, clip_gradients, evaluate (as zero3.py says, but
+          build_model shows how to make the memory; publish before the first forward and after each step, and then set
+          unit.gathered to False)
+Needs:    cfg.clip, cfg.device, cfg.microbatches, model.barrier, model.dp, model.gathers, model.memory, model.stream,
+          model.units, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero3_copy_engines.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """

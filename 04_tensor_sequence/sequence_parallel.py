@@ -13,8 +13,9 @@ Parent:   04_tensor_sequence/vocab_parallel.py
 Lesson:   gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, Attention, MLP, Model,
           sum_replicas
 Plumbing: check
-Copy:     SPLIT, gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, placement, sum_replicas
-          (Attention, MLP and Model show their calls)
+Copy:     SPLIT, gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, placement, sum_replicas,
+          clip_gradients (Attention, MLP and Model show their calls)
+Needs:    cfg.clip, cfg.kv_heads, model.model.layers, model.replicas, model.tp, "k_proj", "v_proj"
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/sequence_parallel.py
 Source:   Korthikanti et al. 2022, arXiv:2205.05198
 """

@@ -10,10 +10,11 @@ rank, with their gradients and AdamW's moments; so do the activations between sp
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
 Lesson:   SPLIT, Enter, Leave, Attention, MLP, placement, build_model, sum_replicas, clip_gradients, save
 Plumbing: Config, Block.__init__, Model.__init__, forward_backward, check
-Copy:     SPLIT, Enter, Leave, placement, sum_replicas (name your layers in SPLIT; Attention and MLP show where Enter
-          and Leave stand, build_model how weights are cut, clip_gradients what counts in the norm. With as many key
-          heads as ranks or more, sum_replicas is not needed; else tp must be neighbours, or make the replicas a mesh
-          axis)
+Copy:     SPLIT, Enter, Leave, placement, sum_replicas, clip_gradients (name your layers in SPLIT; Attention and MLP
+          show where Enter and Leave stand, build_model how weights are cut, clip_gradients what counts in the norm.
+          With as many key heads as ranks or more, sum_replicas is not needed; else tp must be neighbours, or make the
+          replicas a mesh axis)
+Needs:    cfg.clip, cfg.kv_heads, model.model.layers, model.replicas, model.tp, "k_proj", "v_proj"
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/tensor_parallel.py
 Source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """

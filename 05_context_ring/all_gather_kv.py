@@ -14,8 +14,9 @@ Lesson:   shard, gather, masked_scores, local_attention, local_attention_backwar
           attention, Attention, Model, backward, forward_backward
 Plumbing: Config, Block, build_model, check, evaluate
 Copy:     shard, gather, masked_scores, local_attention, local_attention_backward, pack, unpack, merge, GatherKV,
-          attention, backward (use shard for inputs, targets and positions alike, as forward_backward and Model.forward
-          do; call attention with rotated q and k, and backward once per step)
+          attention, backward, evaluate (use shard for inputs, targets and positions alike, as forward_backward and
+          Model.forward do; call attention with rotated q and k, and backward once per step)
+Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/all_gather_kv.py
 Source:   Llama 3, arXiv:2407.21783, section 3.3.2, paragraph "Context parallelism for long sequences"
 """

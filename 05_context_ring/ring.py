@@ -11,7 +11,8 @@ counted from 0, ranks below i have only later keys, and idle. The last rank comp
 Parent:   05_context_ring/all_gather_kv.py
 Lesson:   pass_on, visible, sum_parts, RingAttention, attention
 Copy:     shard, pass_on, visible, masked_scores, local_attention, local_attention_backward, pack, unpack, merge,
-          sum_parts, RingAttention, attention, backward (as all_gather_kv.py says)
+          sum_parts, RingAttention, attention, backward, evaluate (as all_gather_kv.py says)
+Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/ring.py
 Source:   Liu et al. 2023, Ring Attention, arXiv:2310.01889
 """

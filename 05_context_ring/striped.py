@@ -10,7 +10,8 @@ Parent:   05_context_ring/ring.py
 Lesson:   shard, visible
 Plumbing: check
 Copy:     shard, pass_on, visible, masked_scores, local_attention, local_attention_backward, pack, unpack, merge,
-          sum_parts, RingAttention, attention, backward (as all_gather_kv.py says)
+          sum_parts, RingAttention, attention, backward, evaluate (as all_gather_kv.py says)
+Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/striped.py
 Source:   Brandon et al. 2023, Striped Attention, arXiv:2311.09431
 """

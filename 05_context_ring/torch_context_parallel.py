@@ -10,8 +10,9 @@ with shared key heads need --dtype bfloat16; on CPUs this file adds theirs.
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py, 05_context_ring/all_gather_kv.py
 Lesson:   ring_on_cpu, Model, build_model, forward, forward_backward
 Plumbing: Config, check, evaluate
-Copy:     backward (forward_backward shows the context, which must reach around forward and backward; call
+Copy:     backward, evaluate (forward_backward shows the context, which must reach around forward and backward; call
           set_rotate_method once, before)
+Needs:    cfg.device, cfg.seq, model.cp, model.mesh, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/torch_context_parallel.py --dtype bfloat16
 Source:   documentation of torch.distributed.tensor.experimental.context_parallel
 """

@@ -10,7 +10,8 @@ kv as often.
 Parent:   05_context_ring/all_gather_kv.py
 Lesson:   AllToAll, to_heads, to_tokens, attention
 Plumbing: check
-Copy:     shard, AllToAll, to_heads, to_tokens, attention, backward (as all_gather_kv.py says)
+Copy:     shard, AllToAll, to_heads, to_tokens, attention, backward, evaluate (as all_gather_kv.py says)
+Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/ulysses.py
 Source:   Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509
 """

@@ -12,8 +12,9 @@ Lesson:   Mesh, shard, attention
 Plumbing: Config, Attention.__init__, Block.__init__, Model.__init__, build_model, backward, forward_backward, check,
           evaluate
 Copy:     Mesh, shard, AllToAll, to_heads, to_tokens, pass_on, visible, masked_scores, local_attention,
-          local_attention_backward, pack, unpack, merge, sum_parts, RingAttention, attention, backward (as
+          local_attention_backward, pack, unpack, merge, sum_parts, RingAttention, attention, backward, evaluate (as
           all_gather_kv.py says; build_model shows the groups)
+Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/usp.py
 Source:   Fang and Zhao 2024, USP, arXiv:2405.07719
 """

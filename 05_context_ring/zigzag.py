@@ -9,7 +9,8 @@ Parent:   05_context_ring/ring.py
 Lesson:   shard, visible
 Plumbing: check
 Copy:     shard, pass_on, visible, masked_scores, local_attention, local_attention_backward, pack, unpack, merge,
-          sum_parts, RingAttention, attention, backward (as all_gather_kv.py says)
+          sum_parts, RingAttention, attention, backward, evaluate (as all_gather_kv.py says)
+Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/zigzag.py
 Source:   Ultra-Scale Playbook, "Zig-Zag Ring Attention"; zhuzilin/ring-flash-attention, issue 2
 """

@@ -11,8 +11,10 @@ Parent:   06_pipeline/zbv.py
 Lesson:   Model, schedule, sum_replicas, forward_backward, clip_gradients
 Plumbing: Config, build_model, save, check
 Copy:     InputGradient, Linear, place, connect, receive, send, finish, prepare, backward_input, backward_weights,
-          schedule, run_schedule, sum_replicas (they need what 06_pipeline/interleaved.py lists, and of the model the
-          attribute mirror)
+          schedule, run_schedule, sum_replicas, clip_gradients, evaluate (they need what 06_pipeline/interleaved.py
+          lists, and of the model the attribute mirror)
+Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.after, model.before, model.links,
+          model.mirror, model.pp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/dualpipe.py
 Source:   DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437, figure 5; the order is that of deepseek-ai/DualPipe
 """

@@ -10,8 +10,11 @@ Parent:   06_pipeline/split_backward.py
 Lesson:   place, connect, receive, send, Model, schedule, run_schedule
 Plumbing: Config, build_model, forward, forward_backward, save, check, evaluate
 Copy:     InputGradient, Linear, place, connect, receive, send, finish, prepare, backward_input, backward_weights,
-          schedule, run_schedule (give the model the attributes pp, links, before and after, see Model, and write
-          forward(cfg, model, x, targets, chunk) as here; what it needs else is what split_backward.py lists)
+          schedule, run_schedule, clip_gradients, evaluate (give the model the attributes pp, links, before and after,
+          see Model, and write forward(cfg, model, x, targets, chunk) as here; what it needs else is what
+          split_backward.py lists)
+Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.after, model.before,
+          model.links, model.pp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/interleaved.py
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 2.2
 """

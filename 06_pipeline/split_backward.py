@@ -9,9 +9,11 @@ of all layers of a stage, from B to W.
 Parent:   06_pipeline/1f1b.py
 Lesson:   InputGradient, Linear, schedule, prepare, backward_input, backward_weights, run_schedule
 Plumbing: Attention.__init__, MLP.__init__, Model.__init__
-Copy:     InputGradient, Linear, prepare, backward_input, backward_weights, schedule, run_schedule (use Linear for every
-          nn.Linear; what it needs else is what 06_pipeline/1f1b.py lists. Gradients arrive in .grad without the hooks
-          of DDP or FSDP: sum them over replicas after run_schedule)
+Copy:     InputGradient, Linear, prepare, backward_input, backward_weights, schedule, run_schedule, clip_gradients,
+          evaluate (use Linear for every nn.Linear; what it needs else is what 06_pipeline/1f1b.py lists. Gradients
+          arrive in .grad without the hooks of DDP or FSDP: sum them over replicas after run_schedule)
+Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.pp, model.stage, model.stages, IGNORE,
+          receive, send, finish, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/split_backward.py
 Source:   Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, figure 1
 """

@@ -8,9 +8,11 @@ backward it walks the autograd graph in Python for every micro-batch, which comp
 Parent:   06_pipeline/1f1b.py
 Lesson:   ONE, LOOP, V, SPLIT, place, Model, Stage, build_schedule, run_schedule, forward_backward
 Plumbing: Config, build_model, save, check, evaluate
-Copy:     build_schedule, run_schedule (Stage is your own module of a stage: autocast belongs in its forward, which the
-          library calls. forward_backward calls run_schedule; so does a validation loop, under torch.no_grad() and with
-          a schedule of its own)
+Copy:     ONE, build_schedule, run_schedule, clip_gradients, evaluate (Stage is your own module of a stage: autocast
+          belongs in its forward, which the library calls. forward_backward calls run_schedule; so does a validation
+          loop, under torch.no_grad() and with a schedule of its own)
+Needs:    cfg.clip, cfg.device, cfg.dtype, cfg.microbatches, cfg.schedule, model.loss, model.mine, model.pp,
+          model.split, model.tokens, IGNORE, Stage
 Run:      torchrun --nproc_per_node 8 06_pipeline/torch_pipelining.py
 Source:   documentation of torch.distributed.pipelining
 """

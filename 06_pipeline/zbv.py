@@ -10,7 +10,9 @@ Parent:   06_pipeline/interleaved.py, 06_pipeline/zero_bubble.py
 Lesson:   place, schedule
 Plumbing: Config, build_model, forward_backward, check, evaluate
 Copy:     InputGradient, Linear, place, connect, receive, send, finish, prepare, backward_input, backward_weights,
-          schedule, run_schedule (what they need is what 06_pipeline/interleaved.py lists)
+          schedule, run_schedule, clip_gradients, evaluate (what they need is what 06_pipeline/interleaved.py lists)
+Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.after, model.before, model.links, model.pp,
+          IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/zbv.py
 Source:   Qi et al. 2023, arXiv:2401.10241, section 6; the order is that of torch's ScheduleZBVZeroBubble
 """

@@ -8,8 +8,10 @@ have been clipped. Not done here.)
 
 Parent:   06_pipeline/split_backward.py
 Lesson:   schedule
-Copy:     InputGradient, Linear, prepare, backward_input, backward_weights, schedule, run_schedule (use Linear for every
-          nn.Linear; what it needs else is what 06_pipeline/split_backward.py lists)
+Copy:     InputGradient, Linear, prepare, backward_input, backward_weights, schedule, run_schedule, clip_gradients,
+          evaluate (use Linear for every nn.Linear; what it needs else is what 06_pipeline/split_backward.py lists)
+Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.pp, model.stage, model.stages, IGNORE,
+          receive, send, finish, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/zero_bubble.py
 Source:   Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, figure 3
 """

@@ -11,7 +11,8 @@ moved by a rank's own counts would differ from rank to rank.
 Parent:   07_expert/expert_parallel.py, 01_single_gpu/gradient_accumulation.py
 Lesson:   Config, Router, move_biases, train_step
 Plumbing: forward_backward, save, check, evaluate
-Copy:     Router, move_biases (after each optimizer step; save the biases with the weights)
+Copy:     Router, move_biases (call move_biases after each optimizer step; save the biases with the weights)
+Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.top_k, model.model.layers
 Run:      torchrun --nproc_per_node 8 07_expert/bias_balancing.py
 Source:   Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, section 2.1.2
 """

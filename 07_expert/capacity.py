@@ -13,8 +13,11 @@ Parent:   07_expert/expert_parallel.py
 Lesson:   Config, AllToAll, dispatch, combine, assign_slots, Permute, Unpermute, Experts.forward, MLP,
           count_rows, busiest
 Plumbing: train_step, log, save, train, check
-Copy:     AllToAll, dispatch, combine, Router, sort_by_expert, assign_slots, Permute, Unpermute, Experts, MLP (in place
-          of a block's MLP; which ranks sum which gradients is as in expert_parallel.py)
+Copy:     AllToAll, dispatch, combine, Router, sort_by_expert, assign_slots, Permute, Unpermute, Experts, MLP,
+          clip_gradients, evaluate (MLP in place of a block's MLP; which ranks sum which gradients is as in
+          expert_parallel.py)
+Needs:    cfg.capacity, cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp,
+          ".experts.", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 07_expert/capacity.py
 Source:   Lepikhin et al. 2020, GShard, arXiv:2006.16668; Fedus et al. 2021, Switch, arXiv:2101.03961
 """

@@ -13,8 +13,10 @@ Lesson:   Config, AllToAll, Route, dispatch, combine, Experts.__init__, MLP, bui
           clip_gradients, count_rows
 Plumbing: Block, Model, published, save, log, check, evaluate
 Copy:     AllToAll, Route, dispatch, combine, Router, sort_by_expert, Permute, Unpermute, grouped_matmul, one_by_one,
-          Experts, MLP (in place of a block's MLP; forward_backward says which ranks sum which gradients, clip_gradients
-          how their norm is found)
+          Experts, MLP, clip_gradients, evaluate (MLP in place of a block's MLP; forward_backward says which ranks sum
+          which gradients, clip_gradients how their norm is found)
+Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, ".experts.", IGNORE,
+          forward
 Run:      torchrun --nproc_per_node 8 07_expert/expert_parallel.py
 Source:   Lepikhin et al. 2020, GShard, arXiv:2006.16668; Fedus et al. 2021, Switch, arXiv:2101.03961
 """

@@ -12,6 +12,7 @@ Lesson:   PRESETS, Config, Router, sort_by_expert, Permute, Unpermute, grouped_m
 Plumbing: Model, tensor_shapes, published, build_model, train_step, flops_per_token, log, save, train, check
 Copy:     Router, sort_by_expert, Permute, Unpermute, grouped_matmul, one_by_one, Experts, MLP (in place of a block's
           MLP)
+Needs:    cfg.dim, cfg.experts, cfg.ffn, cfg.top_k
 Run:      python 07_expert/moe.py
 Source:   Shazeer et al. 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088; grouped matmul: MegaBlocks, arXiv:2211.15841
 """

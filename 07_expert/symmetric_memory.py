@@ -13,8 +13,10 @@ Lesson:   Config, Shared, Memory, allocate, push_kernel, push, Route, places, se
           dispatch, combine, one_by_one, MLP
 Plumbing: Block.__init__, Model.__init__, check_slots, train, check, evaluate
 Copy:     Router, sort_by_expert, share, Shared, Memory, allocate, push_kernel, push, Route, places, send, bring_back,
-          ToExperts, ToTokens, dispatch, combine, grouped_matmul, one_by_one, Experts, MLP (Model.__init__ shows how to
-          make Memory, check_slots what to check after a step)
+          ToExperts, ToTokens, dispatch, combine, grouped_matmul, one_by_one, Experts, MLP, check_slots, clip_gradients,
+          evaluate (Model.__init__ shows how to make Memory, check_slots what to check after a step)
+Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.slots, cfg.top_k, model.dp, model.edp, model.ep,
+          model.memory, ".experts.", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 07_expert/symmetric_memory.py
 Source:   DeepEP, github.com/deepseek-ai/DeepEP; torch.distributed._symmetric_memory
 """

@@ -15,8 +15,10 @@ Parent:   08_4d/train.py
 Lesson:   Config, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, snapshot, whole, chosen, training_of,
           key_of, write_files, write, resume, train
 Plumbing: check
-Copy:     SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, snapshot, whole, chosen, training_of,
-          key_of, write_files, write, resume (train shows their calls)
+Copy:     SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, snapshot, whole, chosen, training_of, key_of,
+          write_files, write, resume (train shows their calls)
+Needs:    cfg.checkpoint, cfg.device, cfg.keep, cfg.kv_heads, cfg.resume, cfg.vocab, model.tp, model.units, VOCABULARY,
+          placement, pieces
 Run:      torchrun --nproc_per_node 8 08_4d/checkpoint.py --checkpoint checkpoints
           (and restarts by itself after a kill with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and torchrun's --max_restarts)
 Source:   torch.distributed.checkpoint, in PyTorch; Wan et al. 2024, ByteCheckpoint, arXiv:2407.20143

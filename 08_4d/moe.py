@@ -11,7 +11,14 @@ and gradients, whatever ep is. For t tokens of an ep rank, 4(ep-1)/ep·t·top_k�
 Parent:   08_4d/train.py, 07_expert/expert_parallel.py
 Lesson:   Config, SPLIT, group_ranks, Gather, Experts.__init__, MLP, Block.__init__, Model, local_parameter, build_model
 Plumbing: count_rows, train_step, unshard, save, check
-Copy:     group_ranks, Gather, MLP, local_parameter, build_model, unshard (beside what the parents' Copy lines say)
+Copy:     group_ranks, Gather, MLP, local_parameter, build_model, clip_gradients, evaluate, unshard (beside what the
+          parents' Copy lines say)
+Needs:    cfg.clip, cfg.compile, cfg.cp, cfg.device, cfg.dp, cfg.dtype, cfg.ep, cfg.experts, cfg.kv_heads,
+          cfg.microbatches, cfg.order, cfg.pp, cfg.top_k, cfg.tp, cfg.vocab, model.cp, model.dp, model.dp_cp, model.edp,
+          model.first_expert, model.loss, model.model.embed_tokens, model.model.layers, model.pp, model.stage,
+          model.stages, model.tp, model.units, model.world, IGNORE, VOCABULARY, make_groups, reduce, gather_tokens,
+          reduce_scatter_tokens, Scatter, shard, dispatch, combine, Router, sort_by_expert, Permute, Unpermute, Experts,
+          Model, published, placement, local_tensor, make_unit, check_units, schedule, run_schedule, copies
 Run:      torchrun --nproc_per_node 8 08_4d/moe.py --dp 1 --cp 2 --tp 2 --pp 2 --ep 2
 Source:   Liu et al. 2025, MoE parallel folding, arXiv:2504.14960; Lepikhin et al. 2020, GShard, arXiv:2006.16668
 """

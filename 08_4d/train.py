@@ -16,8 +16,11 @@ Lesson:   Config, group_ranks, make_groups, ColumnParallel, column_parallel, row
           Block.__init__, Model, local_tensor, build_model, run_schedule, pieces, copies, sum_replicas,
           forward_backward, clip_gradients
 Plumbing: unshard, save, show, check, main, evaluate
-Copy:     group_ranks, make_groups, local_tensor, pieces, copies, sum_replicas, clip_gradients (and from each
+Copy:     group_ranks, make_groups, local_tensor, pieces, copies, sum_replicas, clip_gradients, evaluate (and from each
           parent what its own Copy line says; build_model and forward_backward show how they meet)
+Needs:    cfg.clip, cfg.cp, cfg.device, cfg.dp, cfg.kv_heads, cfg.microbatches, cfg.order, cfg.pp, cfg.tp, cfg.vocab,
+          model.cp, model.dp, model.dp_cp, model.pp, model.replicas, model.stage, model.stages, model.tp, model.units,
+          model.world, IGNORE, VOCABULARY, shard, full_tensor, placement, schedule, run_schedule
 Run:      torchrun --nproc_per_node 8 08_4d/train.py --dp 1 --cp 2 --tp 2 --pp 2
 Source:   Llama 3, arXiv:2407.21783, section 3.3; Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473
 """

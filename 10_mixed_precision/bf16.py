@@ -16,6 +16,7 @@ Plumbing: Config, set_learning_rate, save, check
 Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients (build_model makes model.masters, make_optimizer the
           slots; with several micro-batches call accumulate_gradients after each backward, as forward_backward does;
           step as train_step does; of Config it reads clip, eps, lr, device and compile)
+Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, model.masters
 Run:      python 10_mixed_precision/bf16.py --dtype bfloat16
 Source:   Micikevicius et al. 2018, arXiv:1710.03740; AdamW, arXiv:1711.05101
 """

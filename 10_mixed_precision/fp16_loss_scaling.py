@@ -14,6 +14,7 @@ Plumbing: Config
 Copy:     Scaling, Slot, update, AdamW, gradient_norm, accumulate_gradients, update_scale (build_model makes Scaling;
           multiply the loss by its scale before backward, as forward_backward does, and call update_scale after each
           step, as train_step does; of Config they read growth_interval, and otherwise what bf16.py says)
+Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.growth_interval, cfg.lr, model.masters
 Run:      python 10_mixed_precision/fp16_loss_scaling.py --dtype float16
 Source:   Micikevicius et al. 2018, arXiv:1710.03740, section 3.2
 """

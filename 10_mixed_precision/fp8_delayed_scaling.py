@@ -15,6 +15,7 @@ Plumbing: Config
 Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
           quantize_weights, shift_histories (call both after each optimizer step, and quantize_weights before the first
           forward, too; of Config they read history; otherwise as fp8_tensorwise.py says)
+Needs:    cfg.history
 Run:      python 10_mixed_precision/fp8_delayed_scaling.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; Transformer Engine's DelayedScaling
 """

@@ -11,6 +11,7 @@ Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, am
           random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, quantize_weights
           (call it before the first forward and after each optimizer step; of Config, and otherwise, what both parents
           say)
+Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, cfg.seed, model.sums
 Run:      python 10_mixed_precision/fp8_stochastic_rounding.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; Gupta et al. 2015, arXiv:1502.02551
 """

@@ -13,6 +13,7 @@ Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm,
           enough beside another optimizer; make_optimizer makes the slots; with several micro-batches call
           accumulate_gradients after each backward, as forward_backward does; step as train_step does; of Config it
           reads clip, eps, lr, seed, device and compile)
+Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, cfg.seed, model.sums
 Run:      python 10_mixed_precision/stochastic_rounding.py --dtype bfloat16
 Source:   Gupta et al. 2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192
 """

@@ -23,10 +23,11 @@ class Config:
     layers: int = 5
     dim: int = 24
     heads: int = 4
+    kv_heads: int = 4
     vocab: int = 37
     seq: int = 16
     batch: int = 10
-    validation_batch: int = 4
+    validation_batch: int = 12
     microbatches: int = 4
     steps: int = 3
     lr: float = 1e-2
@@ -129,12 +130,16 @@ def optimizer_of(cfg: Config, model: nn.Module) -> torch.optim.Optimizer:
     return make_optimizer(cfg, [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1])
 
 
-def evaluate(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-    return sum_of_losses(model(ids), targets) / (targets != IGNORE).sum()
+def forward(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    return sum_of_losses(model(ids), targets)
+
+
+def mean_loss(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    return forward(cfg, model, ids, targets) / (targets != IGNORE).sum()
 
 
 def forward_backward(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-    loss = evaluate(cfg, model, ids, targets)
+    loss = mean_loss(cfg, model, ids, targets)
     loss.backward()
     return loss.detach()
 
@@ -165,7 +170,7 @@ def train(cfg, model, optimizer, forward_backward, clip, evaluate, tensors) -> d
 
 def single(cfg: Config):
     model = initialize(cfg, GPT(cfg))
-    return model, optimizer_of(cfg, model), forward_backward, clip, evaluate, tensors
+    return model, optimizer_of(cfg, model), forward_backward, clip, mean_loss, tensors
 
 
 # ------------------------------------------------------------------------------------------------------- pasted here
@@ -178,23 +183,12 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
-def clip_together(cfg: Config, parameters: list[Tensor], squares: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Clip by the norm of which the ranks of a group have the squares of a part each."""
-    norm = summed(squares, group).sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, cfg.clip, norm)
-    return norm
-
-
 def share(model: GPT, batch: Tensor) -> Tensor:
     return batch.tensor_split(model.dp.size())[model.dp.rank()]
 
 
 def loss_of_share(model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
     return sum_of_losses(model(share(model, ids)), share(model, targets)) / (targets != IGNORE).sum()
-
-
-def evaluate_shares(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-    return summed(loss_of_share(model, ids, targets), model.dp)
 
 
 def forward_backward_bucketed(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
@@ -206,7 +200,7 @@ def forward_backward_bucketed(cfg: Config, model: GPT, ids: Tensor, targets: Ten
 def bucketed(cfg: Config):
     model = initialize(cfg, GPT(cfg))
     model.dp = dist.group.WORLD
-    return model, optimizer_of(cfg, model), forward_backward_bucketed, clip, evaluate_shares, tensors
+    return model, optimizer_of(cfg, model), forward_backward_bucketed, clip, evaluate, tensors
 
 
 # ------------------------------------------------------------------------------------------------------ 03_zero/zero3
@@ -246,11 +240,6 @@ def forward_backward_zero3(cfg: Config, model: ShardedGPT, ids: Tensor, targets:
     return summed(total, model.dp)
 
 
-def clip_zero3(cfg: Config, model: ShardedGPT) -> Tensor:
-    parameters = sum(shards(model), [])
-    return clip_together(cfg, parameters, nn.utils.get_total_norm([p.grad for p in parameters]) ** 2, model.dp)
-
-
 def tensors_zero3(model: ShardedGPT, gradients: bool) -> dict[str, Tensor]:
     names, full = {p: name for name, p in model.named_parameters()}, {}
     for unit in model.units:
@@ -273,7 +262,7 @@ def zero3(cfg: Config):
         model.units.append(unit)
     optimizer = make_optimizer(cfg, *shards(model))
     optimizer.register_step_post_hook(lambda *_: after_step(model))
-    return model, optimizer, forward_backward_zero3, clip_zero3, evaluate_shares, tensors_zero3
+    return model, optimizer, forward_backward_zero3, clip_gradients, evaluate, tensors_zero3
 
 
 # --------------------------------------------------------------------------------------------------- 06_pipeline/1f1b
@@ -287,36 +276,30 @@ class Stage(GPT):
         return self.head(self.ln_f(x)) if self.stage == self.stages - 1 else x
 
 
-def forward(cfg: Config, model: Stage, x: Tensor, targets: Tensor) -> Tensor:
-    """Return activations, on the last stage the sum of the losses: run_schedule calls it by this name."""
+def forward_1f1b(cfg: Config, model: Stage, x: Tensor, targets: Tensor) -> Tensor:
+    """Return activations, on the last stage the sum of the losses."""
     output = model(x)
     return sum_of_losses(output, targets) if model.stage == model.stages - 1 else output
 
 
-def run_microbatches(cfg: Config, model: Stage, operations: list, count: int, ids: Tensor, targets: Tensor) -> Tensor:
-    tokens = (targets != IGNORE).sum()
-    loss = run_schedule(cfg, model, operations, ids.tensor_split(count), targets.tensor_split(count), tokens)
-    return summed(loss, model.pp)
-
-
 def forward_backward_1f1b(cfg: Config, model: Stage, ids: Tensor, targets: Tensor) -> Tensor:
-    operations = schedule(model.stage, model.stages, cfg.microbatches)
-    loss = run_microbatches(cfg, model, operations, cfg.microbatches, ids, targets)
+    operations, tokens = schedule(model.stage, model.stages, cfg.microbatches), (targets != IGNORE).sum()
+    micro = (x.tensor_split(cfg.microbatches) for x in (ids, targets))
+    loss = summed(run_schedule(cfg, model, operations, *micro, tokens), model.pp)
     if model.stage in (0, model.stages - 1):
         dist.all_reduce(model.wte.weight.grad, group=model.tied)
     return loss
 
 
-def evaluate_1f1b(cfg: Config, model: Stage, ids: Tensor, targets: Tensor) -> Tensor:
-    return run_microbatches(cfg, model, [("F", 0), ("F", 1)], 2, ids, targets)
-
-
 def clip_1f1b(cfg: Config, model: Stage) -> Tensor:
     counted = [p.grad for name, p in model.named_parameters() if name != "wte.weight" or model.stage == 0]
-    return clip_together(cfg, model.parameters(), nn.utils.get_total_norm(counted) ** 2, model.pp)
+    norm = summed(nn.utils.get_total_norm(counted) ** 2, model.pp).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
+    return norm
 
 
 def one_f_one_b(cfg: Config):
+    globals()["forward"] = forward_1f1b  # run_schedule calls it by this name
     pp = dist.group.WORLD
     model = initialize(cfg, Stage(cfg))
     model.pp, model.stage, model.stages = pp, pp.rank(), pp.size()
@@ -331,7 +314,7 @@ def one_f_one_b(cfg: Config):
         del model.ln_f
     if 0 < model.stage < model.stages - 1:
         del model.wte, model.head
-    return model, optimizer_of(cfg, model), forward_backward_1f1b, clip_1f1b, evaluate_1f1b, tensors
+    return model, optimizer_of(cfg, model), forward_backward_1f1b, clip_1f1b, evaluate, tensors
 
 
 # ---------------------------------------------------------------------------------------------------- 06_pipeline/zbv
@@ -365,27 +348,13 @@ def forward_zbv(cfg: Config, model: Chunks, x: Tensor, targets: Tensor, chunk: i
     return sum_of_losses(output, targets) if model.after[chunk] is None else output
 
 
-def run_chunks(cfg: Config, model: Chunks, operations: list, count: int, ids: Tensor, targets: Tensor) -> Tensor:
-    globals()["forward"] = forward_zbv  # run_schedule calls it by this name
-    tokens = (targets != IGNORE).sum()
-    return summed(run_schedule(cfg, model, operations, ids.chunk(count), targets.chunk(count), tokens), model.pp)
-
-
 def forward_backward_zbv(cfg: Config, model: Chunks, ids: Tensor, targets: Tensor) -> Tensor:
-    return run_chunks(cfg, model, schedule(model.pp.rank(), model.pp.size(), 5), 5, ids, targets)
-
-
-def evaluate_zbv(cfg: Config, model: Chunks, ids: Tensor, targets: Tensor) -> Tensor:
-    forwards = [operation for operation in schedule(model.pp.rank(), model.pp.size(), 2) if operation[0] == "F"]
-    return run_chunks(cfg, model, forwards, 2, ids, targets)
-
-
-def clip_zbv(cfg: Config, model: Chunks) -> Tensor:
-    squares = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
-    return clip_together(cfg, model.parameters(), squares, model.pp)
+    operations, tokens = schedule(model.pp.rank(), model.pp.size(), 5), (targets != IGNORE).sum()
+    return summed(run_schedule(cfg, model, operations, ids.chunk(5), targets.chunk(5), tokens), model.pp)
 
 
 def zbv(cfg: Config):
+    globals()["forward"] = forward_zbv  # run_schedule calls it by this name
     pp = dist.group.WORLD
     model = initialize(cfg, Chunks(cfg))
     for part in list(model.modules()):
@@ -403,7 +372,7 @@ def zbv(cfg: Config):
         model.blocks[i] = nn.Identity()
     if pp.rank() > 0:
         del model.wte, model.wpe, model.ln_f, model.head
-    return model, optimizer_of(cfg, model), forward_backward_zbv, clip_zbv, evaluate_zbv, tensors
+    return model, optimizer_of(cfg, model), forward_backward_zbv, clip_gradients, evaluate, tensors
 
 
 # ----------------------------------------------------------------------------------- 04_tensor_sequence/tensor_parallel
@@ -436,13 +405,6 @@ def forward_backward_tensor_parallel(cfg: Config, model: GPT, ids: Tensor, targe
     return summed(loss.detach(), model.dp)
 
 
-def clip_tensor_parallel(cfg: Config, model: GPT) -> Tensor:
-    squares = torch.zeros((), dtype=torch.float64)
-    for name, p in model.named_parameters():
-        squares += p.grad.norm() ** 2 * placement(name, model.tp.size(), cfg.heads)[1] / model.tp.size()
-    return clip_together(cfg, model.parameters(), squares, model.tp)
-
-
 def tensors_tensor_parallel(model: GPT, gradients: bool) -> dict[str, Tensor]:
     full = {}
     for name, part in tensors(model, gradients).items():
@@ -467,7 +429,7 @@ def tensor_parallel(cfg: Config):
         block.attn.tp = block.mlp.tp = model.tp
     for name, p in initialize(cfg, model).named_parameters():
         p.data = cut(cfg, model, name, p.data).contiguous()
-    functions = forward_backward_tensor_parallel, clip_tensor_parallel, evaluate_shares, tensors_tensor_parallel
+    functions = forward_backward_tensor_parallel, clip_gradients, mean_loss, tensors_tensor_parallel
     return model, optimizer_of(cfg, model), *functions
 
 
@@ -496,10 +458,6 @@ def forward_backward_context(cfg: Config, model: GPT, ids: Tensor, targets: Tens
     return summed(loss.detach(), model.cp)
 
 
-def evaluate_context(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-    return summed(loss_of_tokens(cfg, model, ids, targets), model.cp)
-
-
 def zigzag(cfg: Config):
     model = SplitGPT(cfg)
     model.cp = dist.group.WORLD
@@ -507,7 +465,7 @@ def zigzag(cfg: Config):
         block.attn = SplitAttention(cfg)
         block.attn.cp = model.cp
     initialize(cfg, model)
-    return model, optimizer_of(cfg, model), forward_backward_context, clip, evaluate_context, tensors
+    return model, optimizer_of(cfg, model), forward_backward_context, clip, evaluate, tensors
 
 
 ulysses = zigzag

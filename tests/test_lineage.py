@@ -2,10 +2,14 @@
 
 python tests/test_lineage.py                      print the map: recipe, parent, size of the difference
 python tests/test_lineage.py --propagate NAME     carry a definition bettered in a parent to all that inherit it
+python tests/test_lineage.py --needs              write the headers' Needs lines
 """
+
+import __future__
 
 import argparse
 import ast
+import dis
 import functools
 import io
 import re
@@ -17,11 +21,14 @@ import tokenize
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import CodeType
 
 import pytest
+from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 RULE = re.compile(r"# -{20,} (.+)$")
+KEYS = ["Parent", "Lesson", "Plumbing", "Copy", "Needs", "Run", "Source"]  # of a header, in this order
 SECTIONS = ["config", "communication", "kernels", "model", "data", "training", "reference", "measure", "main"]
 LIBRARIES = {"torch", "triton", "einops", "numpy", "safetensors"}
 DRAWING = {"memory.py", "profiling.py", "plan.py", "formats.py"}
@@ -77,7 +84,7 @@ def read(path: str, source: str | None = None) -> Recipe:
     source = source if source is not None else (ROOT / path).read_text()
     tree = ast.parse(source)
     docstring = ast.get_docstring(tree) or ""
-    fields = re.findall(r"^(Parent|Lesson|Plumbing|Copy|Run|Source):\s+(.+(?:\n {10}.+)*)", docstring, re.M)
+    fields = re.findall(rf"^({'|'.join(KEYS)}):\s+(.+(?:\n {{10}}.+)*)", docstring, re.M)
     header = {key: re.sub(r"\s+", " ", value).split(", ") for key, value in fields}
     return Recipe(path, source, header, definitions(source, tree))
 
@@ -87,12 +94,51 @@ def copied(recipe: Recipe) -> list[str]:
     return re.findall(r"\w+", ", ".join(recipe.header.get("Copy", [])).split("(")[0])
 
 
+def loaded(code: CodeType) -> set[str]:
+    """Global names that compiled code reads; annotations, which are not evaluated, do not count."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return names.union(*(loaded(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def needs(recipe: Recipe) -> list[str]:
+    """What the definitions on the Copy line read from outside.
+
+    Fields of Config, attributes of the model, strings that select parameters or layers, and the recipe's other names.
+    """
+    nodes = {named(node): node for node in ast.parse(recipe.source).body}
+    listed = [nodes[name] for name in copied(recipe)]
+    inside = [node for definition in listed for node in ast.walk(definition)]
+    read = {ast.unparse(node) for node in inside if isinstance(node, ast.Attribute)}
+    fields = {text for text in read if re.fullmatch(r"cfg\.\w+", text)}
+    attributes = {text for text in read if re.fullmatch(r"model\.(model\.)?(?!model$)\w+", text)}
+    attributes = {text for text in attributes if not hasattr(nn.Module, text.split(".")[-1])}
+    compared = [n for n in inside if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.In | ast.NotIn)]
+    constants = {n.value for compare in compared for n in ast.walk(compare) if isinstance(n, ast.Constant)}
+    strings = {f'"{value}"' for value in constants if value and isinstance(value, str)}
+    code = compile(ast.Module(listed, []), recipe.path, "exec", __future__.annotations.compiler_flag)
+    others = [name for name in nodes if name in loaded(code) - set(copied(recipe))]
+    return [*sorted(fields), *sorted(attributes), *sorted(strings), *others]
+
+
+def with_needs(recipe: Recipe) -> str:
+    """The recipe's source, with what its copied definitions need in its header."""
+    source = re.sub(r"^Needs: .+\n( {10}.+\n)*", "", recipe.source, count=1, flags=re.M)
+    words = dict(break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(", ".join(needs(recipe)), 110, **words)
+    line = "".join(f"{key:10}{text}\n" for key, text in zip(["Needs:", *[""] * len(lines)], lines))
+    return source.replace("\nRun:  ", f"\n{line}Run:  ", 1)
+
+
+def named(node: ast.stmt) -> str | None:
+    """The name that a statement defines."""
+    return getattr(node, "name", None) or (node.targets[0].id if isinstance(node, ast.Assign) else None)
+
+
 def definitions(source: str, tree: ast.Module) -> dict[str, str]:
     """Text of every definition, in order."""
     lines, found, last = source.splitlines(), {}, 0
     for node in tree.body:
-        name = getattr(node, "name", None) or (node.targets[0].id if isinstance(node, ast.Assign) else None)
-        if name:
+        if name := named(node):
             start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
             comments = [line for line in lines[last:start] if line.startswith("#") and not RULE.match(line)]
             body = lines[start : node.end_lineno]
@@ -217,6 +263,7 @@ def propagate(name: str, family: dict[str, Recipe]) -> list[str]:
 FAMILY = recipes()
 TRAINING = {path: recipe for path, recipe in FAMILY.items() if "train_step" in recipe.definitions}  # not tools
 CHILDREN = [path for path, recipe in FAMILY.items() if parents(recipe)]
+PASTED = [path for path, recipe in FAMILY.items() if copied(recipe) and path[:2] != "09"]  # kernels need nothing
 
 
 @pytest.mark.parametrize("path", CHILDREN)
@@ -229,6 +276,7 @@ def test_header(path):
     recipe = FAMILY[path]
     needed = {"Parent", "Run", "Source"} | ({"Lesson"} if parents(recipe) else set())
     assert needed <= set(recipe.header), "the header lacks a line"
+    assert list(recipe.header) == [key for key in KEYS if key in recipe.header], "the header's lines are out of order"
     assert path in " ".join(recipe.header["Run"]), "Run is the command line of another file"
     assert all(parent in FAMILY for parent in parents(recipe))
 
@@ -338,6 +386,38 @@ def test_says_what_to_copy(path):
         assert names, "the header lacks a Copy line"
 
 
+@pytest.mark.parametrize("path", [path for path in PASTED if path in TRAINING and path[:2] < "09"])
+def test_copies_the_norm_and_the_validation_loss(path):
+    """A trainer's own would see one shard, one stage, or one rank's tokens. It may be copied with a parent, too."""
+    for name in "clip_gradients", "evaluate":
+        ours = FAMILY[path].definitions[name]
+        listing = [FAMILY[of] for of in (path, *parents(FAMILY[path])) if name in copied(FAMILY[of])]
+        known = [FAMILY["01_single_gpu/train.py"], *listing]
+        assert any(ours == recipe.definitions[name] for recipe in known), f"{name} is on no Copy line"
+
+
+@pytest.mark.parametrize("path", PASTED)
+def test_says_what_copies_need(path):
+    recipe = FAMILY[path]
+    assert recipe.header.get("Needs", []) == needs(recipe), "python tests/test_lineage.py --needs"
+    assert with_needs(recipe) == recipe.source
+
+
+def test_what_a_copy_needs_is_seen():
+    """Neither annotations, nor locals with the name of a global, nor what every module has."""
+    source = '''
+"""
+Copy:     step (calls it)
+"""
+def place(model): ...
+def norm(x): ...
+def step(cfg: Config, model: Model, place: Callable[..., Tensor] = None) -> Tensor:
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    return norm(experts) + place(model.stage, cfg.seq) + model.model.norm.weight.numel() + model.dp.size()
+'''
+    assert needs(read("", source)) == ["cfg.seq", "model.dp", "model.model.norm", "model.stage", '".experts."', "norm"]
+
+
 SHARED = (
     "widen place rows_of check_free outputs_and_gradients relative_error errors forward_and_backward copy_rate compare"
 )
@@ -399,7 +479,12 @@ def test_propagate(monkeypatch, tmp_path):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--propagate", metavar="NAME")
+    parser.add_argument("--needs", action="store_true")
     args = parser.parse_args()
+    if args.needs:
+        for path in PASTED:
+            (ROOT / path).write_text(with_needs(FAMILY[path]))
+        return
     if args.propagate:
         if not any(args.propagate in recipe.definitions for recipe in FAMILY.values()):
             raise SystemExit(f"--propagate {args.propagate}: no recipe defines it")

@@ -37,8 +37,8 @@ RECIPES = {  # technique: recipe, ranks
 BUGS = [  # what a reader may get wrong: technique, what stands in the trainer, what would be wrong
     # each rank divides by its own tokens
     ("bucketed", "targets)) / (targets != IGNORE).sum()", "targets)) / (share(model, targets) != IGNORE).sum()"),
-    # each rank clips by the norm of its own shards
-    ("zero3", "summed(squares, group).sqrt()", "squares.sqrt()"),
+    # the trainer keeps its own clip: the shards' gradients are in no .grad of its parameters
+    ("zero3", "forward_backward_zero3, clip_gradients", "forward_backward_zero3, clip"),
     # the gradients of a tied embedding and head are not summed
     ("one_f_one_b", "dist.all_reduce(model.wte.weight.grad, group=model.tied)", "pass"),
     # a row-parallel bias is added before the sum
