@@ -19,7 +19,7 @@ from pathlib import Path
 
 import schedules
 from launch import load, once
-from test_lineage import FAMILY, ROOT, TRAINING, lines_of_code, parents, shared
+from test_lineage import FAMILY, ROOT, TRAINING, clashes, lines_of_code, parents, shared
 from test_lineage import difference as count_difference
 
 RESULTS = ROOT / "tests" / "results"
@@ -170,6 +170,10 @@ OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which o
 WRITTEN_HERE = "ours", "Triton", "Gluon"  # contenders of a kernel file that are the file's own
 ROUNDED = "gradients of weights", "gradients of matmul outputs", "updates"  # tables of formats.py
 LONG = "coalescing", "tiling", "coarsening"  # kernels that are compared with each other: a row for each
+TOGETHER = """02_data_parallel/bucketed 03_zero/zero3 04_tensor_sequence/sequence_parallel 05_context_ring/zigzag
+06_pipeline/1f1b 06_pipeline/zbv 07_expert/expert_parallel 08_4d/checkpoint 09_kernels/rmsnorm 09_kernels/swiglu
+09_kernels/cross_entropy 09_kernels/flash_attention 09_kernels/adamw 10_mixed_precision/fp8_tensorwise""".split()
+EVERYWHERE = {"clip_gradients", "evaluate"}  # each layout has its own
 MORE = {  # what else a row of a kernel may hold: the column, and how it is written
     "GiB": ("peak, GiB", "{:.2f}"),
     "steps": ("steps per useful one", "{}"),
@@ -657,6 +661,21 @@ def inheritance() -> str:
     return table(["file", "parents", "lines of code", "of them in a parent"], rows)
 
 
+def together() -> str:
+    """Names that two recipes' Copy lines give to different code, for every two of the folders' main recipes."""
+    rows = []
+    for a in TOGETHER:
+        cells = []
+        for b in TOGETHER:
+            names = clashes([f"{a}.py", f"{b}.py"])
+            marks = ["†"] if EVERYWHERE & names.keys() else []
+            cells.append(
+                "—" if a == b else "<br>".join([f"`{name}`" for name in names if name not in EVERYWHERE] + marks)
+            )
+        rows.append([f"`{Path(a).name}`", *cells])
+    return table(["", *(f"`{Path(path).name}`" for path in TOGETHER)], rows)
+
+
 def published() -> str:
     """Llama 3's published layouts: model FLOPs utilisation as it was measured, and as plan.py predicts it."""
     plan, rows = load("08_4d/plan.py"), []
@@ -800,7 +819,7 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
     if page.parent == ROOT:
         return {"recipes": all_folders}
     if folder == "tests":
-        return {"equivalence": equivalence}
+        return {"equivalence": equivalence, "together": together}
     here = {Path(path).name: functools.partial(commands, path) for path in recipes_of(folder)}
     tables = {"recipes": folder_table, "speed": speed, "bugs": bugs}
     here |= {name: functools.partial(make, folder) for name, make in tables.items()}

@@ -3,6 +3,7 @@
 python tests/test_lineage.py                      print the map: recipe, parent, size of the difference
 python tests/test_lineage.py --propagate NAME     carry a definition bettered in a parent to all that inherit it
 python tests/test_lineage.py --needs              write the headers' Needs lines
+python tests/test_lineage.py --clashes            print names on Copy lines that are defined in several ways
 """
 
 import __future__
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import textwrap
 import tokenize
+from collections.abc import Iterable
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -127,6 +129,17 @@ def with_needs(recipe: Recipe) -> str:
     lines = textwrap.wrap(", ".join(needs(recipe)), 110, **words)
     line = "".join(f"{key:10}{text}\n" for key, text in zip(["Needs:", *[""] * len(lines)], lines))
     return source.replace("\nRun:  ", f"\n{line}Run:  ", 1)
+
+
+def clashes(paths: Iterable[str]) -> dict[str, list[list[str]]]:
+    """Names that the Copy lines of recipes share, but not their code: name -> the recipes with each version."""
+    found = {}
+    for path in paths:
+        texts = FAMILY[path].definitions
+        for name in (name for name in texts if name in copied(FAMILY[path])):
+            code = [statements(text) for n, text in texts.items() if n.split(".")[0] == name]
+            found.setdefault(name, {}).setdefault(str(code), []).append(path)
+    return {name: [*versions.values()] for name, versions in found.items() if len(versions) > 1}
 
 
 def named(node: ast.stmt) -> str | None:
@@ -449,6 +462,14 @@ def test_an_unnamed_difference_is_seen():
     assert "order" in " ".join(faults(both, swapped))
 
 
+def test_a_clash_is_seen():
+    """All three have one `finish`, two share `receive`, each has its own `schedule`."""
+    found = clashes(["06_pipeline/1f1b.py", "06_pipeline/afab.py", "06_pipeline/zbv.py"])
+    assert "finish" not in found
+    assert found["schedule"] == [["06_pipeline/1f1b.py"], ["06_pipeline/afab.py"], ["06_pipeline/zbv.py"]]
+    assert found["receive"] == [["06_pipeline/1f1b.py", "06_pipeline/afab.py"], ["06_pipeline/zbv.py"]]
+
+
 @pytest.mark.thorough
 def test_propagate(monkeypatch, tmp_path):
     """A change in the root reaches every copy, except where the header says that the recipe has its own."""
@@ -480,10 +501,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--propagate", metavar="NAME")
     parser.add_argument("--needs", action="store_true")
+    parser.add_argument("--clashes", action="store_true")
     args = parser.parse_args()
     if args.needs:
         for path in PASTED:
             (ROOT / path).write_text(with_needs(FAMILY[path]))
+        return
+    if args.clashes:
+        for name, versions in sorted(clashes(FAMILY).items(), key=lambda item: -len(item[1])):
+            print(f"{name:26} {len(versions):>2} versions: {' | '.join(' '.join(paths) for paths in versions)}")
         return
     if args.propagate:
         if not any(args.propagate in recipe.definitions for recipe in FAMILY.values()):
