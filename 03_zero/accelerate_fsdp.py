@@ -251,8 +251,9 @@ def build_model(cfg: Config, accelerator: Accelerator) -> Model:
     with torch.device("meta"):
         model = Model(cfg, dp)
     if cfg.compile:
-        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
-            part.compile()
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
     # a block's weights are gathered before forward and before backward, its gradients summed after backward: (dp-1)/dp
     # of their bytes out and in per rank each time, while other blocks compute; nothing hides those of the other tensors
     fsdp2_prepare_model(accelerator, model)

@@ -244,8 +244,9 @@ def build_model(cfg: Config) -> Model:
     with torch.device("meta"):
         model = Model(cfg, dp)
     if cfg.compile:
-        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
-            part.compile()
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
     shard(cfg, model)
     sum_gradients(model)
     model.to_empty(device=cfg.device)

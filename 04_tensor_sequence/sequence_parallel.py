@@ -405,8 +405,9 @@ def build_model(cfg: Config) -> Model:
                 full = nn.functional.pad(full, (0, 0, 0, shape[0] - rows))
             p.copy_(full.chunk(parts, axis)[tp.rank() * parts // tp.size()])
     if cfg.compile:
-        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
-            part.compile()
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
     return model
 
 

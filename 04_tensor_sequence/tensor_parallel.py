@@ -288,8 +288,9 @@ def build_model(cfg: Config) -> Model:
             shape = torch.Size(n * parts if i == axis else n for i, n in enumerate(p.shape))
             p.copy_(full_tensor(cfg, name, shape).chunk(parts, axis)[tp.rank() * parts // tp.size()])
     if cfg.compile:
-        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
-            part.compile()
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
     return model
 
 

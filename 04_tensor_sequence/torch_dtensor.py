@@ -265,8 +265,9 @@ def build_model(cfg: Config) -> Model:
     if cfg.compile:
         # the keys of this cache do not tell ranks apart: torch 2.13 would compute a rank's loss with another's ids
         torch._functorch.config.enable_autograd_cache = False
-        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
-            part.compile()
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
     return model
 
 

@@ -274,8 +274,9 @@ def build_model(cfg: Config) -> Model:
         for name, p in model.named_parameters():
             p.copy_(full_tensor(cfg, name, p.shape))
     if cfg.compile:
-        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
-            part.compile()
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
     return model
 
 

@@ -438,8 +438,9 @@ def build_model(cfg: Config) -> Model:
         for buffer in model.buffers():
             buffer.zero_()
     if cfg.compile:
-        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
-            part.compile()
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
     return model
 
 

@@ -515,7 +515,7 @@ def build_model(cfg: Config) -> Model:
         for block in model.model.layers.children():  # they share one compilation
             for part in (block, block.mlp.experts, block.mlp.collect):
                 part.compile()
-        model.loss.compile()
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
     return model
 
 

@@ -877,8 +877,9 @@ def build_model(cfg: Config) -> Model:
         owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
         model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(owner, 0))  # the last one
     if cfg.compile:
-        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
-            part.compile()
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
     return model
 
 

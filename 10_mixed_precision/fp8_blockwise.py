@@ -420,8 +420,9 @@ def build_model(cfg: Config) -> Model:
             model.masters[name] = p if p.dtype == wide else full.to(p.device, wide)
     quantize_weights(model)
     if cfg.compile:
-        for part in (*model.model.layers.children(), model.loss):  # the blocks share one compilation
-            part.compile()
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
     return model
 
 

@@ -534,7 +534,12 @@ def compiled(module: ModuleType) -> Report:
     module.build_model = lambda *args: models.append(build_model(*args)) or models[0]
 
     def kinds(is_compiled):
-        return {kind_of(part) for part in models[0].modules() if bool(part._compiled_call_impl) == is_compiled}
+        model, wrapper = models[0], torch._dynamo.OptimizedModule
+        inside = {part._orig_mod: True for part in model.modules() if isinstance(part, wrapper)}
+        # .compile() of a module of torch.nn compiles nothing
+        own = {part: not type(part).__module__.startswith("torch.nn.") for part in model.modules()}
+        known = {part: inside.get(part, own[part] and bool(part._compiled_call_impl)) for part in model.modules()}
+        return {kind_of(part) for part, yes in known.items() if yes == is_compiled and not isinstance(part, wrapper)}
 
     return lambda: [kinds(True), kinds(False)]
 
