@@ -177,7 +177,8 @@ def check_bfloat16(recipe: str, file: str | None = None) -> None:
         halves = dict.fromkeys(("Block", "Attention", "MLP", "RMSNorm"), ["torch.bfloat16"])
         assert halves.items() <= seen.items(), seen
         assert seen.get("Linear", halves["MLP"]) == halves["MLP"]  # it is not called where functions take its weight
-    losses = [seen["Loss"] for seen, _ in run.probes if "Loss" in seen]  # not every stage of a pipeline has one
+    kinds = "Loss", "CrossEntropyLoss"  # not every stage of a pipeline has one
+    losses = [seen[kind] for seen, _ in run.probes for kind in kinds if kind in seen]
     assert losses and all(loss == ["torch.float32"] for loss in losses), losses
     for what, logged in zip(("loss", "norm"), run.history[0]):
         assert torch.tensor(logged).bfloat16().item() != logged, f"the {what} that is logged has 16 bits"
