@@ -516,7 +516,7 @@ def replace_linears(cfg: Config, layer) -> GPT:
 
 def rounded(cfg: Config):
     model = replace_linears(cfg, RoundedLinear)
-    return model, optimizer_of(cfg, model), forward_backward, clip, evaluate, tensors
+    return model, optimizer_of(cfg, model), forward_backward, clip, mean_loss, tensors
 
 
 def fp8(cfg: Config):
@@ -524,7 +524,7 @@ def fp8(cfg: Config):
     quantize_weights(model)
     optimizer = optimizer_of(cfg, model)
     optimizer.register_step_post_hook(lambda *_: quantize_weights(model))
-    return model, optimizer, forward_backward, clip, evaluate, tensors
+    return model, optimizer, forward_backward, clip, mean_loss, tensors
 
 
 def main() -> dict[str, Tensor]:
