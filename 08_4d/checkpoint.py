@@ -1399,7 +1399,7 @@ def resume(
         moments = {kind: torch.zeros_like(unit.shard) for kind in ("exp_avg", "exp_avg_sq")}
         for kind, shard in {"weight": unit.shard, **moments}.items():
             for p, first, part in pieces(unit, shard):
-                width = p[0].numel()
+                width = math.prod(p.shape[1:])
                 rows = range(first // width, -(-(first + len(part)) // width))  # whole rows around the piece
                 where, name = place(cfg, model.tp, names[p], p, rows), f"{kind} {names[p]}"
                 if len(part) and where.chunk.sizes[0]:  # not in the padding
