@@ -1,19 +1,21 @@
 """A trainer of one's own: test_pasted.py pastes into it what the recipes' Copy lines list, and it must train as before.
 
 Up to the line "pasted here" it trains in one process, and is what somebody may have who does not know the recipes:
-GPT-2, with position embeddings, LayerNorm, biases, one matrix for q, k and v, and one tensor for embedding and head.
+GPT-2, with position embeddings, LayerNorm, biases, one matrix for q, k and v, and one tensor for embedding and head; or
+transformers' Llama, all of it or, as with LoRA, two matrices per block, while the rest is frozen.
 After that line stands, recipe by recipe, the glue: what its Copy line leaves to the reader.
 """
 
 # ruff: noqa: F821  the glue calls what is pasted
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 IGNORE = -100
 
@@ -23,7 +25,7 @@ class Config:
     layers: int = 5
     dim: int = 24
     heads: int = 4
-    kv_heads: int = 4
+    kv_heads: int = 2  # of Llama
     vocab: int = 37
     seq: int = 16
     batch: int = 10
@@ -53,7 +55,7 @@ class Attention(nn.Module):
         return self.proj(self.attend(self.qkv(x)))
 
 
-class MLP(nn.Module):
+class FeedForward(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
         self.up = nn.Linear(cfg.dim, 4 * cfg.dim)
@@ -69,7 +71,7 @@ class Block(nn.Module):
         self.ln_1 = nn.LayerNorm(cfg.dim)
         self.attn = Attention(cfg)
         self.ln_2 = nn.LayerNorm(cfg.dim)
-        self.mlp = MLP(cfg)
+        self.mlp = FeedForward(cfg)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -97,13 +99,38 @@ class GPT(nn.Module):
         return self.head(self.ln_f(x))
 
 
-def initialize(cfg: Config, model: GPT) -> GPT:
+class Llama(nn.Module):
+    """transformers' Llama, as a function from ids to logits."""
+
+    def __init__(self, cfg: Config, attention: str = "sdpa"):
+        from transformers import LlamaConfig, LlamaForCausalLM  # here: GPT does without
+
+        super().__init__()
+        sizes = dict(vocab_size=cfg.vocab, hidden_size=cfg.dim, intermediate_size=40, num_hidden_layers=cfg.layers)
+        heads = dict(num_attention_heads=cfg.heads, num_key_value_heads=cfg.kv_heads)
+        self.lm = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False, attn_implementation=attention))
+        for part in [self.lm.model, *self.lm.model.layers]:
+            for name, child in part.named_children():
+                if "RMSNorm" in type(child).__name__:  # it computes in float32 whatever it gets
+                    setattr(part, name, nn.RMSNorm(cfg.dim, 1e-6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.lm(ids).logits
+
+
+def freeze(model: Llama) -> Llama:
+    for name, p in model.named_parameters():
+        p.requires_grad_(".q_proj." in name or ".o_proj." in name)
+    return model
+
+
+def initialize(cfg: Config, model: nn.Module) -> nn.Module:
     """Draw all weights, and biases, none of which is 0 or 1: a forgotten one is seen."""
     generator = torch.Generator().manual_seed(0)
     model.to(getattr(torch, cfg.dtype))
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.normal_(1.0 if "ln_" in name and name.endswith("weight") else 0.0, 0.1, generator=generator)
+            p.normal_(1.0 if p.ndim == 1 and name.endswith("weight") else 0.0, 0.1, generator=generator)
     return model
 
 
@@ -149,8 +176,9 @@ def clip(cfg: Config, model: GPT) -> Tensor:
 
 
 def tensors(model: nn.Module, gradients: bool) -> dict[str, Tensor]:
-    """Return copies of the weights, or of their gradients, by name."""
-    return {name: (p.grad if gradients else p).detach().clone() for name, p in model.named_parameters()}
+    """Return copies of the weights that are trained, or of their gradients, by name."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return {name: (p.grad if gradients else p).detach().clone() for name, p in trained}
 
 
 def train(cfg, model, optimizer, forward_backward, clip, evaluate, tensors) -> dict[str, Tensor]:
@@ -168,9 +196,20 @@ def train(cfg, model, optimizer, forward_backward, clip, evaluate, tensors) -> d
     return record | tensors(model, gradients=False)
 
 
-def single(cfg: Config):
-    model = initialize(cfg, GPT(cfg))
+def in_one_process(cfg: Config, model: nn.Module):
     return model, optimizer_of(cfg, model), forward_backward, clip, mean_loss, tensors
+
+
+def single(cfg: Config):
+    return in_one_process(cfg, initialize(cfg, GPT(cfg)))
+
+
+def llama(cfg: Config):
+    return in_one_process(cfg, initialize(cfg, Llama(cfg)))
+
+
+def lora(cfg: Config):
+    return in_one_process(cfg, freeze(initialize(cfg, Llama(cfg))))
 
 
 # ------------------------------------------------------------------------------------------------------- pasted here
@@ -181,6 +220,12 @@ def single(cfg: Config):
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     dist.all_reduce(x, group=group)
     return x
+
+
+def parts_of(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part, group=group)
+    return parts
 
 
 def share(model: GPT, batch: Tensor) -> Tensor:
@@ -228,10 +273,15 @@ def after_step(model: ShardedGPT) -> None:
         unit.gradient = None
 
 
-def forward_backward_zero3(cfg: Config, model: ShardedGPT, ids: Tensor, targets: Tensor) -> Tensor:
-    tokens, total = (targets != IGNORE).sum(), 0
+def losses_of_share(model: nn.Module, ids: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    """Yield the losses of two micro-batches, one after another."""
     for x, y in zip(share(model, ids).tensor_split(2), share(model, targets).tensor_split(2)):
-        loss = sum_of_losses(model(x), y) / tokens
+        yield sum_of_losses(model(x), y) / (targets != IGNORE).sum()
+
+
+def forward_backward_zero3(cfg: Config, model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    total = 0
+    for loss in losses_of_share(model, ids, targets):
         loss.backward()
         reduce(model, 0)
         total += loss.detach()
@@ -250,19 +300,45 @@ def tensors_zero3(model: ShardedGPT, gradients: bool) -> dict[str, Tensor]:
     return full
 
 
-def zero3(cfg: Config):
-    model = initialize(cfg, ShardedGPT(cfg))
+def in_units(cfg: Config, model: nn.Module, units: list[tuple[str, ...]]):
+    """Shard what is trained; the units are given by how the names of their parameters begin."""
     start = tensors(model, gradients=False)
     model.dp, model.units, model.sending, model.gathers, model.stream = dist.group.WORLD, [], [], None, None
-    dtype = getattr(torch, cfg.dtype)
-    for names in [("wte.", "wpe."), *((f"blocks.{i}.",) for i in range(cfg.layers)), ("ln_f.",)]:
-        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
-        unit = make_unit(named, lambda name, _: start[name], model.dp, cfg.device, dtype)
+    for names in units:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and name.startswith(names)]
+        unit = make_unit(named, lambda name, _: start[name], model.dp, cfg.device, getattr(torch, cfg.dtype))
         free(unit)
         model.units.append(unit)
     optimizer = make_optimizer(cfg, *shards(model))
     optimizer.register_step_post_hook(lambda *_: after_step(model))
     return model, optimizer, forward_backward_zero3, clip_gradients, evaluate, tensors_zero3
+
+
+def zero3(cfg: Config):
+    units = [("wte.", "wpe."), *((f"blocks.{i}.",) for i in range(cfg.layers)), ("ln_f.",)]
+    return in_units(cfg, initialize(cfg, ShardedGPT(cfg)), units)
+
+
+def call_around(model: Llama, parts: list[nn.Module]) -> None:
+    """Unit i begins where parts[i] does. Unit 0 is not freed: nothing would gather it again for its backward."""
+    for i, part in enumerate(parts):
+        part.register_forward_pre_hook(lambda _, inputs, i=i: before_forward(model, i, inputs[0]))
+        if i > 0:
+            part.register_forward_hook(lambda *_, i=i: after_forward(model, i))
+
+
+def llama_zero3(cfg: Config):
+    model = initialize(cfg, Llama(cfg))
+    call_around(model, [model.lm.model.embed_tokens, *model.lm.model.layers, model.lm.model.norm])
+    blocks = [(f"lm.model.layers.{i}.",) for i in range(cfg.layers)]
+    return in_units(cfg, model, [("lm.model.embed_tokens.",), *blocks, ("lm.model.norm.", "lm.lm_head.")])
+
+
+def lora_zero3(cfg: Config):
+    """Frozen parameters are in no unit: they stay whole on all ranks. As the embedding is frozen, unit 0 is a block."""
+    model = freeze(initialize(cfg, Llama(cfg)))
+    call_around(model, model.lm.model.layers)
+    return in_units(cfg, model, [(f"lm.model.layers.{i}.",) for i in range(cfg.layers)])
 
 
 # --------------------------------------------------------------------------------------------------- 06_pipeline/1f1b
@@ -384,7 +460,7 @@ class ParallelAttention(Attention):
         return Leave.apply(nn.functional.linear(x, self.proj.weight), self.tp) + self.proj.bias
 
 
-class ParallelMLP(MLP):
+class ParallelFeedForward(FeedForward):
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.gelu(self.up(Enter.apply(x, self.tp)))
         return Leave.apply(nn.functional.linear(x, self.down.weight), self.tp) + self.down.bias
@@ -408,8 +484,7 @@ def forward_backward_tensor_parallel(cfg: Config, model: GPT, ids: Tensor, targe
 def tensors_tensor_parallel(model: GPT, gradients: bool) -> dict[str, Tensor]:
     full = {}
     for name, part in tensors(model, gradients).items():
-        parts = [torch.empty_like(part) for _ in range(model.tp.size())]
-        dist.all_gather(parts, part, group=model.tp)
+        parts = parts_of(part, model.tp)
         axis, count = placement(name, model.tp.size(), Config().heads)
         if count > 1:
             thirds = zip(*(p.chunk(3) for p in parts)) if ".qkv." in name else [parts]
@@ -418,19 +493,36 @@ def tensors_tensor_parallel(model: GPT, gradients: bool) -> dict[str, Tensor]:
     return full
 
 
+def split(cfg: Config, model: nn.Module, mesh: DeviceMesh):
+    model.dp, model.tp = mesh.get_group("dp"), mesh.get_group("tp")
+    for name, p in initialize(cfg, model).named_parameters():
+        p.data = cut(cfg, model, name, p.data).contiguous()
+    functions = forward_backward_tensor_parallel, clip_gradients, mean_loss, tensors_tensor_parallel
+    return model, optimizer_of(cfg, model), *functions
+
+
 def tensor_parallel(cfg: Config):
     global SPLIT
     SPLIT = dict(qkv=0, proj=1, up=0, down=1)
     mesh = init_device_mesh(cfg.device, (2, dist.get_world_size() // 2), mesh_dim_names=("tp", "dp"))
     model = GPT(cfg)
-    model.dp, model.tp = mesh.get_group("dp"), mesh.get_group("tp")
     for block in model.blocks:
-        block.attn, block.mlp = ParallelAttention(cfg), ParallelMLP(cfg)
-        block.attn.tp = block.mlp.tp = model.tp
-    for name, p in initialize(cfg, model).named_parameters():
-        p.data = cut(cfg, model, name, p.data).contiguous()
-    functions = forward_backward_tensor_parallel, clip_gradients, mean_loss, tensors_tensor_parallel
-    return model, optimizer_of(cfg, model), *functions
+        block.attn, block.mlp = ParallelAttention(cfg), ParallelFeedForward(cfg)
+        block.attn.tp = block.mlp.tp = mesh.get_group("tp")
+    return split(cfg, model, mesh)
+
+
+def llama_tensor_parallel(cfg: Config):
+    global SPLIT
+    SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1)
+    mesh = init_device_mesh(cfg.device, (2, dist.get_world_size() // 2), mesh_dim_names=("tp", "dp"))
+    model, tp = Llama(cfg), mesh.get_group("tp")
+    for block in model.lm.model.layers:
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            norm.register_forward_hook(lambda module, inputs, output: Enter.apply(output, tp))
+        for linear in (block.self_attn.o_proj, block.mlp.down_proj):
+            linear.register_forward_hook(lambda module, inputs, output: Leave.apply(output, tp))
+    return split(cfg, model, mesh)
 
 
 # ------------------------------------------------------------------ 05_context_ring/zigzag and 05_context_ring/ulysses
@@ -469,6 +561,63 @@ def zigzag(cfg: Config):
 
 
 ulysses = zigzag
+
+
+class SplitLlama(Llama):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.lm(ids, position_ids=shard(Config(), self.cp)[None]).logits
+
+
+def llama_zigzag(cfg: Config):
+    from transformers import AttentionInterface
+
+    def ring(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **more):
+        return attention(q, k, v, model.cp).transpose(1, 2), None
+
+    AttentionInterface.register("ring", ring)
+    model = initialize(cfg, SplitLlama(cfg, "ring"))
+    model.cp = dist.group.WORLD
+    return model, optimizer_of(cfg, model), forward_backward_context, clip, evaluate, tensors
+
+
+# -------------------------------------------------------------------------- 07_expert/moe and 07_expert/expert_parallel
+
+
+def with_experts(cfg: Config, model: GPT, *groups: dist.ProcessGroup) -> GPT:
+    vars(cfg).update(experts=4, ffn=20, top_k=2)
+    for block in model.blocks:
+        block.mlp = MLP(cfg, *groups)
+    return initialize(cfg, model)
+
+
+def moe(cfg: Config):
+    return in_one_process(cfg, with_experts(cfg, GPT(cfg)))
+
+
+def forward_backward_experts(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    total = 0
+    for loss in losses_of_share(model, ids, targets):
+        loss.backward()
+        total += loss.detach()
+    for name, p in model.named_parameters():
+        dist.all_reduce(p.grad, group=model.edp if ".experts." in name else model.dp)
+    return summed(total, model.dp)
+
+
+def tensors_experts(model: GPT, gradients: bool) -> dict[str, Tensor]:
+    held = tensors(model, gradients).items()
+    return {name: torch.cat(parts_of(x, model.ep)) if ".experts." in name else x for name, x in held}
+
+
+def experts(cfg: Config):
+    mesh = init_device_mesh(cfg.device, (2, 2, 1), mesh_dim_names=("edp", "ep", "alone"))
+    model = with_experts(cfg, GPT(cfg), mesh.get_group("alone"))  # draws all experts; keeps a part below
+    model.dp, model.ep, model.edp = dist.group.WORLD, mesh.get_group("ep"), mesh.get_group("edp")
+    for block in model.blocks:
+        block.mlp.ep = model.ep
+        for p in block.mlp.experts.parameters():
+            p.data = p.data.chunk(model.ep.size())[model.ep.rank()].clone()
+    return model, optimizer_of(cfg, model), forward_backward_experts, clip_gradients, evaluate, tensors_experts
 
 
 # ----------------------------------------------------------------------------------- 10_mixed_precision/fp8_tensorwise
@@ -515,8 +664,7 @@ def replace_linears(cfg: Config, layer) -> GPT:
 
 
 def rounded(cfg: Config):
-    model = replace_linears(cfg, RoundedLinear)
-    return model, optimizer_of(cfg, model), forward_backward, clip, mean_loss, tensors
+    return in_one_process(cfg, replace_linears(cfg, RoundedLinear))
 
 
 def fp8(cfg: Config):

@@ -1,4 +1,4 @@
-"""What a recipe's Copy line lists works in a trainer that shares nothing else with the recipe: that of pasted.py.
+"""What a recipe's Copy line lists works in trainers that share nothing else with the recipe: those of pasted.py.
 
 The definitions are taken from the recipe as it is now. A change of a signature, or of what has to be called when, turns
 this red until the glue in pasted.py follows; then the Copy line has to say so too.
@@ -7,6 +7,7 @@ this red until the glue in pasted.py follows; then the Copy line has to say so t
 import ast
 import builtins
 import functools
+import importlib
 import re
 import symtable
 import tempfile
@@ -24,15 +25,20 @@ from torch import Tensor, nn
 TOLERANCE = 1e-10
 ROUNDED = 2.0**-8  # of bf16: sums in fp32 round a few elements otherwise than those in float64
 TRAINER = ROOT / "tests" / "pasted.py"
-RECIPES = {  # technique: recipe, ranks
+RECIPES = {  # technique: recipe, ranks, what it equals in one process, if it is not `single`: technique, recipe
     "bucketed": ("02_data_parallel/bucketed.py", 3),
     "zero3": ("03_zero/zero3.py", 4),
+    "llama_zero3": ("03_zero/zero3.py", 2, "llama"),
+    "lora_zero3": ("03_zero/zero3.py", 2, "lora"),
     "one_f_one_b": ("06_pipeline/1f1b.py", 4),
     "zbv": ("06_pipeline/zbv.py", 2),
     "tensor_parallel": ("04_tensor_sequence/tensor_parallel.py", 4),
+    "llama_tensor_parallel": ("04_tensor_sequence/tensor_parallel.py", 2, "llama"),
     "zigzag": ("05_context_ring/zigzag.py", 4),
+    "llama_zigzag": ("05_context_ring/zigzag.py", 2, "llama"),
     "ulysses": ("05_context_ring/ulysses.py", 4),
-    "fp8": ("10_mixed_precision/fp8_tensorwise.py", 1),
+    "fp8": ("10_mixed_precision/fp8_tensorwise.py", 1, "rounded"),
+    "experts": ("07_expert/expert_parallel.py", 4, "moe", "07_expert/moe.py"),
 }
 BUGS = [  # what a reader may get wrong: technique, what stands in the trainer, what would be wrong
     # each rank divides by its own tokens
@@ -45,32 +51,41 @@ BUGS = [  # what a reader may get wrong: technique, what stands in the trainer, 
     ("tensor_parallel", "self.proj.weight), self.tp) + self.proj.bias", "self.proj.weight, self.proj.bias), self.tp)"),
     # position embeddings are those of the first tokens
     ("zigzag", "self.wpe(shard(Config(), self.cp))", "self.wpe(torch.arange(ids.shape[1]))"),
+    # and so are the rotations
+    ("llama_zigzag", "self.lm(ids, position_ids=shard(Config(), self.cp)[None])", "self.lm(ids)"),
     # weights are not bf16, so that nothing is in fp8
     ("fp8", "child.weight.data = child.weight.bfloat16()", "pass"),
+    # the gradient of what the MLP reads is not summed
+    ("llama_tensor_parallel", "(block.input_layernorm, block.post_attention_layernorm)", "[block.input_layernorm]"),
+    # gradients of different experts are summed
+    ("experts", 'group=model.edp if ".experts." in name else model.dp)', "group=model.dp)"),
 ]
 
 
-def definitions(path: str) -> tuple[str, str]:
-    """Return a recipe's imports, and the definitions that its Copy line lists, in its order, with their comments."""
-    recipe = read(path)
-    lines, imports, found = recipe.source.splitlines(), [], {}
-    for node in ast.parse(recipe.source).body:
-        name = node.targets[0].id if isinstance(node, ast.Assign) else getattr(node, "name", None)
-        start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            imports += lines[start : node.end_lineno]
-        elif name:
-            while lines[start - 1].startswith("#") and not RULE.match(lines[start - 1]):
-                start -= 1
-            found[name] = "\n".join(lines[start : node.end_lineno])
-    unknown = [name for name in copied(recipe) if name not in found]
-    assert not unknown, f"{path} does not define {unknown}, which its Copy line lists"
-    return "\n".join(imports), "\n\n\n".join(found[name] for name in copied(recipe))
+def definitions(*paths: str) -> tuple[str, str]:
+    """Return recipes' imports, and the definitions that their Copy lines list, in their order, with their comments."""
+    imports, listed = [], []
+    for recipe in map(read, paths):
+        lines, found = recipe.source.splitlines(), {}
+        for node in ast.parse(recipe.source).body:
+            name = node.targets[0].id if isinstance(node, ast.Assign) else getattr(node, "name", None)
+            start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                imports += lines[start : node.end_lineno]
+            elif name:
+                while lines[start - 1].startswith("#") and not RULE.match(lines[start - 1]):
+                    start -= 1
+                found[name] = "\n".join(lines[start : node.end_lineno])
+        unknown = [name for name in copied(recipe) if name not in found]
+        assert not unknown, f"{recipe.path} does not define {unknown}, which its Copy line lists"
+        listed += [found[name] for name in copied(recipe)]
+    imports.sort(key=lambda line: not line.startswith("from __future__"))  # these have to come first
+    return "\n".join(imports), "\n\n\n".join(listed)
 
 
-def paste(path: str) -> str:
-    """Return the source of the trainer with a recipe's definitions pasted in, and the recipe's imports above it."""
-    imports, listed = definitions(path)
+def paste(*paths: str) -> str:
+    """Return the source of the trainer with recipes' definitions pasted in, and the recipes' imports above it."""
+    imports, listed = definitions(*paths)
     trainer = TRAINER.read_text()
     (marker,) = re.findall(r"^# -+ pasted here$", trainer, re.M)
     source = imports + "\n" + trainer.replace(marker, f"{marker}\n{listed}")
@@ -86,28 +101,34 @@ def what_main_returns(module):
     return lambda: records[0]
 
 
+def records(technique: str, recipes: str, world: int, old: str = "", new: str = "") -> list[dict[str, Tensor]]:
+    """What the ranks of the trainer have recorded, with recipes pasted in; `old` becomes `new` before."""
+    source = paste(*recipes.split())
+    if old:
+        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in what is run"
+        source = source.replace(old, new)
+    if technique.startswith(("llama", "lora")):  # imported once, before the ranks are forked
+        importlib.import_module("transformers.models.llama.modeling_llama")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{technique}.py"
+        path.write_text(source)
+        return launch(path, world, technique, probe=what_main_returns, save=False).probes
+
+
 @functools.cache
-def reference(technique: str) -> dict[str, torch.Tensor]:
-    """The record of the trainer in one process, with nothing pasted in; the clip acts."""
-    record = launch(TRAINER, 1, technique, probe=what_main_returns, save=False).probes[0]
+def reference(technique: str = "single", recipe: str = "") -> dict[str, Tensor]:
+    """The record of the trainer in one process; the clip acts."""
+    (record,) = records(technique, recipe, 1)
     assert min(norm for name, norm in record.items() if "gradient norm" in name) > 0.6 > load(TRAINER).Config.clip
     return record
 
 
 def errors(technique: str, old: str = "", new: str = "") -> dict[str, float]:
     """Relative error of all that the ranks have recorded, each the largest of any rank; `old` becomes `new` before."""
-    recipe, world = RECIPES[technique]
-    source = paste(recipe)
-    if old:
-        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in what is run"
-        source = source.replace(old, new)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{technique}.py"
-        path.write_text(source)
-        records = launch(path, world, technique, probe=what_main_returns, save=False).probes
-    theirs, largest = reference("rounded" if technique == "fp8" else "single"), {}
-    assert {name for record in records for name in record} == set(theirs), "not all has been trained, or recorded"
-    for record in records:
+    recipes, world, *of_one = RECIPES[technique]
+    ours, theirs, largest = records(technique, recipes, world, old, new), reference(*of_one), {}
+    assert {name for record in ours for name in record} == set(theirs), "not all has been trained, or recorded"
+    for record in ours:
         for name, error in compare.relative_errors(record, {name: theirs[name] for name in record}).items():
             largest[name] = max(largest.get(name, 0), error if error == error else float("inf"))
     return largest
@@ -147,7 +168,7 @@ def globals_in(source: str) -> set[str]:
 def into_an_empty_file(folder: Path, *paths: str) -> ModuleType:
     """Import a file that holds the imports of these recipes, and what their Copy lines list, but nothing else."""
     file = folder / Path(paths[0]).name
-    file.write_text("\n".join(part for both in zip(*map(definitions, paths)) for part in both))
+    file.write_text("\n".join(definitions(*paths)))
     return load(file)
 
 
