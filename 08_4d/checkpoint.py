@@ -15,10 +15,10 @@ Parent:   08_4d/train.py
 Lesson:   Config, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, snapshot, whole, chosen, training_of,
           key_of, write_files, write, resume, train
 Plumbing: check
-Copy:     SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, snapshot, whole, chosen, training_of, key_of,
-          write_files, write, resume (train shows their calls)
-Needs:    cfg.checkpoint, cfg.device, cfg.keep, cfg.kv_heads, cfg.resume, cfg.vocab, model.tp, model.units, VOCABULARY,
-          placement, pieces
+Copy:     pieces, placement, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, snapshot, whole, chosen,
+          training_of, key_of, write_files, write, resume (train shows their calls)
+Needs:    cfg.checkpoint, cfg.device, cfg.keep, cfg.kv_heads, cfg.resume, cfg.vocab, model.tp, model.units, "k_proj",
+          "v_proj", VOCABULARY, SPLIT
 Run:      torchrun --nproc_per_node 8 08_4d/checkpoint.py --checkpoint checkpoints
           (and restarts by itself after a kill with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and torchrun's --max_restarts)
 Source:   torch.distributed.checkpoint, in PyTorch; Wan et al. 2024, ByteCheckpoint, arXiv:2407.20143
@@ -1274,7 +1274,7 @@ def place(cfg: Config, tp: dist.ProcessGroup, name: str, p: Tensor, rows: range)
 
 
 def snapshot(
-    cfg: Config, model: Model, optimizer: torch.optim.Optimizer
+    cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, TensorWriteData]]:
     """Copy this rank's share of weights and moments to the CPU: by name, tensors and the rectangles that they are.
 
@@ -1356,7 +1356,7 @@ def write_files(
 
 def write(
     cfg: Config,
-    model: Model,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     step: int,
     history: list[tuple[float, float, float]],
@@ -1379,7 +1379,7 @@ def write(
 
 
 def resume(
-    cfg: Config, model: Model, optimizer: torch.optim.Optimizer, writers: dist.ProcessGroup
+    cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, writers: dist.ProcessGroup
 ) -> tuple[int, list[tuple[float, float, float]]]:
     """Read a whole checkpoint, if there is one, into weights and moments; return its step and history."""
     if cfg.checkpoint and writers.rank() == 0:
@@ -1399,7 +1399,7 @@ def resume(
         moments = {kind: torch.zeros_like(unit.shard) for kind in ("exp_avg", "exp_avg_sq")}
         for kind, shard in {"weight": unit.shard, **moments}.items():
             for p, first, part in pieces(unit, shard):
-                width = math.prod(p.shape[1:])
+                width = math.prod(p.shape[1:])  # of a row; the memory of p may be freed (ZeRO-3)
                 rows = range(first // width, -(-(first + len(part)) // width))  # whole rows around the piece
                 where, name = place(cfg, model.tp, names[p], p, rows), f"{kind} {names[p]}"
                 if len(part) and where.chunk.sizes[0]:  # not in the padding

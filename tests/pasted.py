@@ -10,7 +10,8 @@ After that line stands, recipe by recipe, the glue: what its Copy line leaves to
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -181,10 +182,10 @@ def tensors(model: nn.Module, gradients: bool) -> dict[str, Tensor]:
     return {name: (p.grad if gradients else p).detach().clone() for name, p in trained}
 
 
-def train(cfg, model, optimizer, forward_backward, clip, evaluate, tensors) -> dict[str, Tensor]:
+def train(cfg, model, optimizer, forward_backward, clip, evaluate, tensors, first=0, record=()) -> dict[str, Tensor]:
     """Return losses, gradient norms, gradients and validation losses of all steps, and the weights after the last."""
-    record = {}
-    for step in range(cfg.steps):
+    record = dict(record)
+    for step in range(first, cfg.steps):
         record[f"loss of step {step}"] = forward_backward(cfg, model, *make_batch(cfg, cfg.batch, step))
         record[f"gradient norm of step {step}"] = clip(cfg, model)
         record |= {f"gradient of {name} in step {step}": g for name, g in tensors(model, gradients=True).items()}
@@ -339,6 +340,28 @@ def lora_zero3(cfg: Config):
     model = freeze(initialize(cfg, Llama(cfg)))
     call_around(model, model.lm.model.layers)
     return in_units(cfg, model, [(f"lm.model.layers.{i}.",) for i in range(cfg.layers)])
+
+
+# ------------------------------------------------------------------------------ 08_4d/checkpoint, beside 03_zero/zero3
+
+
+def checkpoint(cfg: Config):
+    """Train two steps, write a checkpoint, start anew and resume; the third step is left to train."""
+    global SPLIT, VOCABULARY
+    SPLIT, VOCABULARY = {}, ("wte.weight",)
+    vars(cfg).update(checkpoint=str(Path(__file__).parent / "checkpoints"), keep=1, resume="")
+    tp = init_device_mesh(cfg.device, (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp")).get_group("tp")
+    model, optimizer, *functions = zero3(cfg)
+    model.tp, writers = tp, dist.new_group(backend="gloo")
+    record = train(replace(cfg, steps=2), model, optimizer, *functions)
+    log = [record["loss of step 1"].item()]  # of every second step
+    with ThreadPoolExecutor(1) as thread:
+        write(cfg, model, optimizer, 2, log, writers, thread).result()
+    model, optimizer, *functions = zero3(cfg)
+    model.tp = tp
+    first, history = resume(cfg, model, optimizer, writers)
+    assert history == log, f"read {history}, written was {log}"
+    return model, optimizer, *functions, first, record
 
 
 # --------------------------------------------------------------------------------------------------- 06_pipeline/1f1b

@@ -30,6 +30,7 @@ RECIPES = {  # technique: recipe, ranks, what it equals in one process, if it is
     "zero3": ("03_zero/zero3.py", 4),
     "llama_zero3": ("03_zero/zero3.py", 2, "llama"),
     "lora_zero3": ("03_zero/zero3.py", 2, "lora"),
+    "checkpoint": ("03_zero/zero3.py 08_4d/checkpoint.py", 2),
     "one_f_one_b": ("06_pipeline/1f1b.py", 4),
     "zbv": ("06_pipeline/zbv.py", 2),
     "tensor_parallel": ("04_tensor_sequence/tensor_parallel.py", 4),
@@ -59,6 +60,8 @@ BUGS = [  # what a reader may get wrong: technique, what stands in the trainer, 
     ("llama_tensor_parallel", "(block.input_layernorm, block.post_attention_layernorm)", "[block.input_layernorm]"),
     # gradients of different experts are summed
     ("experts", 'group=model.edp if ".experts." in name else model.dp)', "group=model.dp)"),
+    # the step is taken to be the number of logged ones
+    ("checkpoint", "optimizer, 2, log,", "optimizer, len(log), log,"),
 ]
 
 
