@@ -164,9 +164,9 @@ class RowParallel(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """The sum of the ranks' tokens, of which each rank gets its own: [n, d] -> [n/tp, d].
+    """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
-    In front of it each rank has the gradient of all tokens. That of learned positions is whole: do not sum it over tp.
+    Each rank has the gradient of all n tokens. So that of learned positions is whole: do not sum it over tp.
     """
 
     @staticmethod

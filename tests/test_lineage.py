@@ -103,7 +103,7 @@ def loaded(code: CodeType) -> set[str]:
 
 
 def needs(recipe: Recipe) -> list[str]:
-    """What the definitions on the Copy line read from outside.
+    """List what the definitions on the Copy line read from outside.
 
     Fields of Config, attributes of the model, strings that select parameters or layers, and the recipe's other names.
     """

@@ -178,7 +178,7 @@ def into_an_empty_file(folder: Path, *paths: str) -> ModuleType:
 @pytest.mark.parametrize("path", KERNELS)
 @in_a_fork
 def test_a_kernel_needs_nothing_else(path, tmp_path):
-    """What Copy lists can be run in that order; all that it calls, and all that Copy says to call, is there."""
+    """The definitions on the Copy line can be run in its order, and need no others; what it says to call is there."""
     names = vars(into_an_empty_file(tmp_path, path)).keys() | vars(builtins).keys()
     assert not (missing := globals_in("\n".join(definitions(path))) - names), f"Copy does not list {missing}"
     to_call = set(re.findall(r"\w+", COPIED[path].partition("(call ")[2])) & FAMILY[path].definitions.keys()
@@ -214,7 +214,7 @@ class Llama(nn.Module):
 
 
 def of_torch() -> SimpleNamespace:
-    """What the kernels replace."""
+    """Return the functions of torch that the kernels replace."""
     f, total = nn.functional, dict(reduction="sum")
 
     def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
