@@ -406,7 +406,7 @@ def test_a_step(recipe, world, flags, tmp_path, monkeypatch):
         *((recipe, 2, "--microbatches 3", ["--microbatches 3", "8 sequences"]) for recipe in IN_UNITS),
         (HSDP, 4, "--shard 3", ["--shard 3", "processes, 4"]),
         (HSDP, 2, "--shard 4", ["--shard 4", "processes, 2"]),
-        (HSDP, 2, "--shard 0", ["--shard 0", "above 0"]),
+        (HSDP, 2, "--shard 0", ["--shard 0", "> 0"]),
         (COPY_ENGINES, 4, "", ["--nnodes 2"]),
     ],
 )

@@ -375,7 +375,7 @@ REFUSED = [  # recipes, ranks, flags, what the one line must have
     ((ULYSSES,), 4, f"{WIDE} --kv_heads 6", ["--kv_heads 6", "4"]),
     ((USP,), 4, "--ulysses 3", ["--ulysses 3", "4"]),
     ((USP,), 2, "--ulysses 4", ["--ulysses 4", "2"]),
-    ((USP,), 4, "--ulysses 0", ["--ulysses 0", "above 0"]),
+    ((USP,), 4, "--ulysses 0", ["--ulysses 0", "> 0"]),
     ((USP,), 8, f"{WIDE} --kv_heads 4 --ulysses 8", ["--heads 12", "--ulysses 8"]),
     ((USP,), 4, f"{WIDE} --kv_heads 6 --ulysses 4", ["--kv_heads 6", "--ulysses 4"]),
     ((USP,), 8, "--seq 24 --ulysses 1", ["--seq 24", "16"]),

@@ -706,7 +706,7 @@ def check(cfg: Config, world: int) -> None:
     edge = dict.fromkeys("steps validate warmup lr weight_decay seed compile".split(), 0) | {"clip": math.inf}
     for flag, value in asdict(cfg).items():
         if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
-            raise SystemExit(f"--{flag} {value}: must be finite, above 0{f', or {edge[flag]}' if flag in edge else ''}")
+            raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids

@@ -344,7 +344,7 @@ def test_stages_are_balanced():
 REFUSED = [  # recipes, ranks, flags, what the one line must have
     (RECIPES, 4, "--layers 3", ("--layers 3", "processes, ")),
     (RECIPES, 2, "--microbatches 6", ("--microbatches 6", "--batch 16")),
-    (RECIPES, 2, "--microbatches 0", ("--microbatches 0", "above 0")),
+    (RECIPES, 2, "--microbatches 0", ("--microbatches 0", "> 0")),
     ([INTERLEAVED], 4, "--microbatches 2", ("--microbatches 2", "multiple", "processes, 4")),
     ([INTERLEAVED], 2, "--layers 5 --chunks 3", ("--layers 5", "--chunks", "processes, 6")),
     ([ZBV], 4, "--layers 7", ("--layers 7", "twice", "processes, 8")),

@@ -523,7 +523,7 @@ def check(cfg: Config, world: int) -> None:
     edge = dict.fromkeys("steps validate warmup lr weight_decay seed compile".split(), 0) | {"clip": math.inf}
     for flag, value in asdict(cfg).items():
         if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
-            raise SystemExit(f"--{flag} {value}: must be finite, above 0{f', or {edge[flag]}' if flag in edge else ''}")
+            raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
     stages = world if cfg.schedule in ONE else 2 * world
     rounds = max(1, cfg.microbatches // max(1, world))  # of the interleaved schedules, all of one size
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()

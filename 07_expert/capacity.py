@@ -12,7 +12,7 @@ the batch, so this trains as on one GPU only while nothing is dropped. The log s
 Parent:   07_expert/expert_parallel.py
 Lesson:   Config, AllToAll, dispatch, combine, assign_slots, Permute, Unpermute, Experts.forward, MLP,
           count_rows, busiest
-Plumbing: train_step, log, save, train, check
+Plumbing: train_step, log, save, train
 Copy:     AllToAll, dispatch, combine, Router, sort_by_expert, assign_slots, Permute, Unpermute, Experts, MLP,
           clip_gradients, evaluate (MLP in place of a block's MLP; which ranks sum which gradients is as in
           expert_parallel.py)
@@ -663,10 +663,10 @@ def check_init(cfg: Config) -> None:
 
 def check(cfg: Config, world: int) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
-    edge = dict.fromkeys("steps validate warmup lr weight_decay seed compile capacity".split(), 0) | {"clip": math.inf}
+    edge = dict.fromkeys("steps validate warmup lr weight_decay seed compile".split(), 0) | {"clip": math.inf}
     for flag, value in asdict(cfg).items():
         if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
-            raise SystemExit(f"--{flag} {value}: must be finite, above 0{f', or {edge[flag]}' if flag in edge else ''}")
+            raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
@@ -679,7 +679,6 @@ def check(cfg: Config, world: int) -> None:
             cfg.experts % max(1, world // cfg.edp),
             f"--experts {cfg.experts}: must be divisible by the ranks that share them, {world // cfg.edp}",
         ),
-        (not 0 < cfg.capacity < math.inf, f"--capacity {cfg.capacity}: must be above 0, and finite"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.top_k > cfg.experts, f"--top_k {cfg.top_k}: must be at most --experts {cfg.experts}"),

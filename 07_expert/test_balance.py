@@ -227,10 +227,10 @@ def test_flags():
     ]:
         assert refusal(module, world, f"--device cpu {flags}") is None, flags
     for module, world, flags, words in [
-        (auxiliary, 8, "--balance -1", ["--balance -1.0", "above 0, or 0"]),
-        (auxiliary, 8, "--z nan", ["--z nan", "above 0, or 0"]),
-        (bias, 8, "--bias_rate -0.1", ["--bias_rate -0.1", "above 0, or 0"]),
-        (bias, 8, "--microbatches 0", ["--microbatches 0", "above 0"]),
+        (auxiliary, 8, "--balance -1", ["--balance -1.0", "> 0 and finite, or 0"]),
+        (auxiliary, 8, "--z nan", ["--z nan", "> 0 and finite, or 0"]),
+        (bias, 8, "--bias_rate -0.1", ["--bias_rate -0.1", "> 0 and finite, or 0"]),
+        (bias, 8, "--microbatches 0", ["--microbatches 0", "> 0"]),
         (bias, 8, "--batch 8", ["--microbatches 2", "1 sequences"]),
         (bias, 8, "--batch 12", ["--batch 12", "8"]),
     ]:

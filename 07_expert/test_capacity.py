@@ -186,7 +186,7 @@ def test_the_parent_waits():
 
 # ---------------------------------------------------------------------------------------------------------------- sizes
 def test_sizes():
-    """Any capacity above 0 works; others end with one line."""
+    """Any finite capacity above 0 works; others end with one line."""
     module = load(CAPACITY)
     for bad in ("0", "-1", "nan", "inf"):
         line = refusal(module, 2, f"--device cpu --capacity {bad}")

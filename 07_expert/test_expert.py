@@ -359,12 +359,12 @@ def roots_loads():
 
 # --------------------------------------------------------------------------------------------------------------- sizes
 REFUSED = [  # recipes, ranks, flags, what the one line must have
-    ((MOE, PARALLEL), 1, "--experts 0", ["--experts 0", "above 0"]),
-    ((MOE, PARALLEL), 1, "--top_k 0", ["--top_k 0", "above 0"]),
+    ((MOE, PARALLEL), 1, "--experts 0", ["--experts 0", "> 0"]),
+    ((MOE, PARALLEL), 1, "--top_k 0", ["--top_k 0", "> 0"]),
     ((MOE, PARALLEL), 1, "--top_k 9", ["--top_k 9", "at most", "--experts 8"]),
     ((MOE, PARALLEL), 1, "--device cuda --dtype bfloat16 --ffn 100", ["--ffn 100", "--dim 128", "multiples of 8"]),
     ((MOE, PARALLEL), 1, "--experts 1", ["--top_k 2", "at most", "--experts 1"]),
-    ((PARALLEL,), 4, "--edp 0", ["--edp 0", "above 0"]),
+    ((PARALLEL,), 4, "--edp 0", ["--edp 0", "> 0"]),
     ((PARALLEL,), 4, "--edp 3", ["--edp 3", "divide", "4"]),
     ((PARALLEL,), 2, "--edp 4", ["--edp 4", "divide", "2"]),
     ((PARALLEL,), 3, "--batch 12", ["--experts 8", "divisible", "3"]),

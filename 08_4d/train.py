@@ -1229,7 +1229,7 @@ def check(cfg: Config, world: int) -> None:
     edge = dict.fromkeys("steps validate warmup lr weight_decay seed compile show".split(), 0) | {"clip": math.inf}
     for flag, value in asdict(cfg).items():
         if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
-            raise SystemExit(f"--{flag} {value}: must be finite, above 0{f', or {edge[flag]}' if flag in edge else ''}")
+            raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
     mesh, each, tp = cfg.dp * cfg.cp * cfg.tp * cfg.pp, cfg.batch // cfg.dp, cfg.tp
     tokens = each // cfg.microbatches * cfg.seq // cfg.cp
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
