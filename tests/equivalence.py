@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2}  # the last in multiples of the root's own error
 SHAPE = "--layers 5 --dim 48 --heads 6 --kv_heads 2 --ffn 64 --seq 24 --batch 12"
-GPU_SHAPE = "--layers 5 --dim 384 --heads 6 --kv_heads 2 --ffn 512 --seq 128 --batch 12"
+GPU_SHAPE = "--layers 5 --dim 384 --heads 6 --kv_heads 2 --ffn 512 --seq 192 --batch 12"
 # AdamW as gradient descent with rate lr / eps = 1
 GRADIENT = "--steps 1 --eps 1e12 --lr 1e12 --clip 1e9 --weight_decay 0 --warmup 0"
 LOW_GRADIENT = GRADIENT.replace("--lr 1e12", "--lr 1e14")  # rate 100: float32 weights must not round the change away
@@ -59,6 +59,7 @@ SHORTER = [  # recipes that round more than that in bfloat16, and whose own test
     for name in "fp8_tensorwise fp8_delayed_scaling fp8_blockwise stochastic_rounding fp8_stochastic_rounding".split()
 ]
 CONTEXT_TWIN = "05_context_ring/torch_context_parallel.py"  # on GPUs, its library has no attention in float32
+KEYS = "recipe", "ranks", "flags", "device"
 RESULTS = ROOT / "tests" / "results" / "equivalence.json"
 
 
@@ -395,12 +396,13 @@ def check_low_precision(recipe: str, world: int, flags: str) -> dict[str, float]
     return worst
 
 
-def measured(recipe: str, device: str) -> list[dict[str, object]]:
-    """Run the checks of all cases of a recipe that fit, and return what is stored of each."""
+def measured(recipe: str, device: str, ranks: list[int]) -> list[dict[str, object]]:
+    """Run the checks of all cases of a recipe that fit, on one of `ranks` if any, and return what is stored of each."""
     entries = []
-    for name, world, flags in CASES:
-        if name == recipe and (device == "cpu" or world <= torch.cuda.device_count()):
-            case = name, world, flags
+    for case in CASES:
+        name, world, flags = case
+        fits = device == "cpu" or world <= torch.cuda.device_count()
+        if name == recipe and fits and world in (ranks or [world]):
             errors = check(*case) if device == "cpu" else check_low_precision(*case)
             numbers = (f"{key} {error:.1e}" for key, error in errors.items())
             print(f"{recipe:45} {world} ranks {flags:30}", *numbers, flush=True)
@@ -412,19 +414,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="all if none is given")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, nargs="*", help="cases of so many ranks; all if none is given")
     parser.add_argument("--jobs", type=int, default=1, help="recipes that are checked at the same time")
     args = parser.parse_args()
     recipes = args.recipes or list(dict.fromkeys(recipe for recipe, *_ in CASES))
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     run_folder()  # of this process, for those of the pool
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as jobs:
-        futures = {jobs.submit(measured, recipe, args.device): recipe for recipe in recipes}
+        futures = {jobs.submit(measured, recipe, args.device, args.ranks): recipe for recipe in recipes}
         for future in as_completed(futures):
             if problem := future.exception():
                 print(f"{futures[future]}: {problem}", flush=True)
                 continue
-            kept = [entry for entry in kept if (entry["recipe"], entry["device"]) != (futures[future], args.device)]
-            kept += future.result()
+            entries = {tuple(entry[key] for key in KEYS): entry for entry in [*kept, *future.result()]}
+            kept = [entry for (*case, _), entry in entries.items() if tuple(case) in CASES]  # some are of older cases
             RESULTS.parent.mkdir(exist_ok=True)
             RESULTS.write_text("[\n" + ",\n".join(sorted(json.dumps(entry) for entry in kept)) + "\n]\n")
     if any(future.exception() for future in futures):
