@@ -249,6 +249,56 @@ def bucketed(cfg: Config):
     return model, optimizer_of(cfg, model), forward_backward_bucketed, clip, evaluate, tensors
 
 
+# ------------------------------------------------------------------------------------------------------ 03_zero/zero1
+
+
+def shards(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    return [unit.matrices for unit in model.units], [unit.vectors for unit in model.units]
+
+
+def losses_of_share(model: nn.Module, ids: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    """Yield the losses of two micro-batches, one after another."""
+    for x, y in zip(share(model, ids).tensor_split(2), share(model, targets).tensor_split(2)):
+        yield sum_of_losses(model(x), y) / (targets != IGNORE).sum()
+
+
+def forward_backward_zero1(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    total = 0
+    for loss in losses_of_share(model, ids, targets):
+        loss.backward()
+        total += loss.detach()
+    for unit in model.units:
+        reduce_scatter(unit)
+    return summed(total, model.dp)
+
+
+def after_step_zero1(model: GPT) -> None:
+    for unit in model.units:
+        gather(unit)
+        unit.gradients.zero_()
+
+
+def tensors_zero1(model: GPT, gradients: bool) -> dict[str, Tensor]:
+    if not gradients:
+        return tensors(model, gradients)
+    names, full = {p: name for name, p in model.named_parameters()}, {}
+    for unit in model.units:
+        whole = torch.cat(parts_of(torch.cat([unit.matrices.grad, unit.vectors.grad]), unit.dp))
+        for p in unit.parameters:
+            part, whole = whole.tensor_split([p.numel()])
+            full[names[p]] = part.view(p.shape)
+    return full
+
+
+def zero1(cfg: Config):
+    model = initialize(cfg, GPT(cfg))
+    model.dp, parts = dist.group.WORLD, [model.wte, model.wpe, *model.blocks, model.ln_f]
+    model.units = [make_unit(list(part.parameters()), model.dp) for part in parts]
+    optimizer = make_optimizer(cfg, *shards(model))
+    optimizer.register_step_post_hook(lambda *_: after_step_zero1(model))
+    return model, optimizer, forward_backward_zero1, clip_gradients, evaluate, tensors_zero1
+
+
 # ------------------------------------------------------------------------------------------------------ 03_zero/zero3
 
 
@@ -264,20 +314,10 @@ class ShardedGPT(GPT):
         return self.head(self.ln_f(x))
 
 
-def shards(model: ShardedGPT) -> tuple[list[Tensor], list[Tensor]]:
-    return [unit.matrices for unit in model.units], [unit.vectors for unit in model.units]
-
-
 def after_step(model: ShardedGPT) -> None:
     for unit in model.units:
         unit.gathering = None
         unit.gradient = None
-
-
-def losses_of_share(model: nn.Module, ids: Tensor, targets: Tensor) -> Iterator[Tensor]:
-    """Yield the losses of two micro-batches, one after another."""
-    for x, y in zip(share(model, ids).tensor_split(2), share(model, targets).tensor_split(2)):
-        yield sum_of_losses(model(x), y) / (targets != IGNORE).sum()
 
 
 def forward_backward_zero3(cfg: Config, model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
@@ -385,7 +425,7 @@ def forward_backward_1f1b(cfg: Config, model: Stage, ids: Tensor, targets: Tenso
     operations, tokens = schedule(model.stage, model.stages, cfg.microbatches), (targets != IGNORE).sum()
     micro = (x.tensor_split(cfg.microbatches) for x in (ids, targets))
     loss = summed(run_schedule(cfg, model, operations, *micro, tokens), model.pp)
-    if model.stage in (0, model.stages - 1):
+    if model.tied and model.stage in (0, model.stages - 1):
         dist.all_reduce(model.wte.weight.grad, group=model.tied)
     return loss
 
@@ -414,6 +454,36 @@ def one_f_one_b(cfg: Config):
     if 0 < model.stage < model.stages - 1:
         del model.wte, model.head
     return model, optimizer_of(cfg, model), forward_backward_1f1b, clip_1f1b, evaluate, tensors
+
+
+class LlamaStage(Llama):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lm.model.embed_tokens(x) if self.stage == 0 else x
+        x = self.lm.model(inputs_embeds=x).last_hidden_state
+        return self.lm.lm_head(x) if self.stage == self.stages - 1 else x
+
+
+class Elsewhere(nn.Module):
+    """A block of another stage."""
+
+    def forward(self, x: Tensor, **_) -> Tensor:
+        return x
+
+
+def llama_one_f_one_b(cfg: Config):
+    globals()["forward"] = forward_1f1b  # run_schedule calls it by this name
+    pp = dist.group.WORLD
+    model = initialize(cfg, LlamaStage(cfg))
+    model.pp, model.stage, model.stages = pp, pp.rank(), pp.size()
+    model.links, model.tied = connect(pp, dist.new_group(), cfg.device), None
+    own = torch.arange(cfg.layers).tensor_split(model.stages)[model.stage]
+    for i in set(range(cfg.layers)) - set(own.tolist()):
+        model.lm.model.layers[i] = Elsewhere()
+    if model.stage > 0:
+        model.lm.model.embed_tokens = None
+    if model.stage < model.stages - 1:
+        model.lm.model.norm, model.lm.lm_head = nn.Identity(), None
+    return model, optimizer_of(cfg, model), forward_backward_1f1b, clip_gradients, evaluate, tensors
 
 
 # ---------------------------------------------------------------------------------------------------- 06_pipeline/zbv

@@ -27,11 +27,13 @@ ROUNDED = 2.0**-8  # of bf16: sums in fp32 round a few elements otherwise than t
 TRAINER = ROOT / "tests" / "pasted.py"
 RECIPES = {  # technique: recipe, ranks, what it equals in one process, if it is not `single`: technique, recipe
     "bucketed": ("02_data_parallel/bucketed.py", 3),
+    "zero1": ("03_zero/zero1.py", 3),
     "zero3": ("03_zero/zero3.py", 4),
     "llama_zero3": ("03_zero/zero3.py", 2, "llama"),
     "lora_zero3": ("03_zero/zero3.py", 2, "lora"),
     "checkpoint": ("03_zero/zero3.py 08_4d/checkpoint.py", 2),
     "one_f_one_b": ("06_pipeline/1f1b.py", 4),
+    "llama_one_f_one_b": ("06_pipeline/1f1b.py", 2, "llama"),
     "zbv": ("06_pipeline/zbv.py", 2),
     "tensor_parallel": ("04_tensor_sequence/tensor_parallel.py", 4),
     "llama_tensor_parallel": ("04_tensor_sequence/tensor_parallel.py", 2, "llama"),
