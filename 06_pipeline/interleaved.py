@@ -655,8 +655,7 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         start = time.perf_counter()
         set_learning_rate(cfg, optimizer, step)
         loss, norm = train_step(cfg, model, optimizer, *batch)
-        if step + 1 < cfg.steps:
-            batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
+        batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         if not math.isfinite(loss + norm):
             raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")

@@ -525,8 +525,7 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         start = time.perf_counter()
         set_learning_rate(cfg, optimizer, step)
         loss, norm = train_step(cfg, model, optimizer, *batch)
-        if step + 1 < cfg.steps:
-            batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy with the step
+        batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         # a lower scale helps a gradient that overflows; there is none below 1, and none helps the loss itself
         if not math.isfinite(loss) or not math.isfinite(norm) and model.scaling.scale == 1:

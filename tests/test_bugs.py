@@ -155,6 +155,7 @@ IN_FILES = {
         ),
         "targets": ("test_targets_of_cross_entropy", ""),
         "wide head": ("test_wide_head", "errors of"),
+        "another index": ("test_ignore_index", ""),
         "no_grad": ("test_linear_cross_entropy_without_gradients", "made"),
         "sums in float32": ("test_linear_cross_entropy_adds_up_in_float32", "sums over chunks are rounded"),
     },
