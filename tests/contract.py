@@ -253,7 +253,7 @@ def check_run(recipe: str, file: str | None = None) -> None:
     for rank, ((saves,), batches, _, alive, (initialised, threads)) in enumerate(run.probes):
         assert saves == (rank == 0), "one rank saves"
         (text, unseen), *made = batches
-        wanted = [(step, text) for step in range(STEPS)]
+        wanted = [(step, text) for step in range(STEPS + 1)]  # and one that is not trained on
         for step in 4, 8:
             wanted.insert(wanted.index((step, text)) + 1, (0, unseen))  # when the next step's batch is there
         assert 18 * unseen < text < 20 * unseen, "not a twentieth of the text is held out"
