@@ -619,18 +619,22 @@ def waiting(pipeline: dict) -> str:
 def predictions() -> str:
     """Tokens per second of every schedule for several numbers of ranks, from what one GPU needs for every operation."""
     stored, rows, near = results("speed.json"), [], []
-    measured_rows = {row["file"]: row for name in ("pipeline", "pipeline_more") for row in stored[name]["rows"]}
-    gpus = int(stored["pipeline"]["gpu"].split()[0])
+    measured_rows = {
+        row["file"]: (row, int(stored[name]["gpu"].split()[0]))
+        for name in ("pipeline_more", "pipeline")  # what both have is of the second
+        for row in stored[name]["rows"]
+    }
     sizes = [(ranks, each * ranks) for ranks in schedules.PREDICTED_RANKS for each in (2, 4)]
     for path in schedules.CLAIMS:
         found = [schedules.tokens_per_second(path, ranks, m) for ranks, m in sizes]
         rows.append([section(path), *(f"{tokens / 1000:.0f}k ({1 - busy:.0%})" for tokens, busy in found)])
         if path in measured_rows:
+            row, gpus = measured_rows[path]
             guess = 16 * 4096 / schedules.predict(path, gpus, 16, 24)[1] * 1e3 / gpus
-            tokens = statistics.median(measured(measured_rows[path], "tokens"))
-            near.append([section(path), f"{guess:,.0f}", f"{tokens:,.0f}", f"{guess / tokens - 1:+.1%}"])
+            tokens = statistics.median(measured(row, "tokens"))
+            near.append([section(path), f"{gpus}", f"{guess:,.0f}", f"{tokens:,.0f}", f"{guess / tokens - 1:+.1%}"])
     predicted = table(["file", *(f"{ranks} ranks, m {m}" for ranks, m in sizes)], rows)
-    check = table(["file", "predicted, tokens/s/GPU", f"measured on {gpus} GPUs", "difference"], near)
+    check = table(["file", "GPUs", "predicted, tokens/s/GPU", "measured", "difference"], near)
     return f"{about(stored['pipeline_parts'])}\n\n{predicted}\n\n{check}"
 
 
