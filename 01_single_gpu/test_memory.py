@@ -294,7 +294,6 @@ def allocated_on_rank(file, rank, ranks, shape):
 @pytest.mark.parametrize(
     "name, ranks, kv_heads, moment",
     [
-        ("zigzag", 2, 2, "last norm"),
         ("zigzag", 4, 4, "last norm"),
         ("all_gather_kv", 2, 2, "last norm"),
         ("all_gather_kv", 2, 4, "last block"),

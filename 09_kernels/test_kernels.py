@@ -7,6 +7,7 @@ bugs with them.
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -45,6 +46,8 @@ def check(recipe: str, file: str | None, few: bool) -> None:
     module, out = load(file or recipe), io.StringIO()
     if torch.float64 in getattr(module, "DTYPES", ()):
         module.DTYPES = [x for x in module.DTYPES if (x in (torch.bfloat16, torch.float64)) == few]
+        if not few and (cases := getattr(module, "cases", None)):  # in these dtypes a third of the cases
+            module.cases = lambda *args: itertools.islice(cases(*args), 0, None, 3)
     with contextlib.redirect_stdout(out):
         module.check(torch.device("cpu"))  # which is not "cpu", whose bfloat16 the file leaves out
     lines = out.getvalue().splitlines()

@@ -16,9 +16,6 @@ from test_lineage import FAMILY
 
 FIRST = "06_pipeline/1f1b.py"  # the README's first command
 AT_THE_END = {  # what there is when the interpreter ends
-    "01_single_gpu/train.py": "no process group",
-    "02_data_parallel/no_sync.py": "hooks on gradients",
-    "02_data_parallel/copy_engines.py": "memory of all ranks of a host",
     "02_data_parallel/accelerate_ddp.py": "DistributedDataParallel, by the launcher of accelerate",
     "03_zero/zero3.py": "storages without memory",
     "03_zero/offload.py": "threads of an optimizer",
@@ -29,7 +26,6 @@ AT_THE_END = {  # what there is when the interpreter ends
     "06_pipeline/zbv.py": "four communicators per rank",
     "06_pipeline/torch_pipelining.py": "the library's stages",
     "07_expert/symmetric_memory.py": "Triton's interpreter",
-    "08_4d/moe.py": "a mesh of groups",
     "08_4d/checkpoint.py": "a thread that writes, with a group of its own",
     "10_mixed_precision/fp8_delayed_scaling.py": "operators of its own",
 }
@@ -42,8 +38,7 @@ def command(recipe: str) -> list[str]:
     (run,) = FAMILY[recipe].header["Run"][:1]
     run = run.replace("accelerate launch", "accelerate launch --main_process_port 0")  # any: two tests may run at once
     words = re.sub(r"(--nproc_per_node|--num_processes) \d+", r"\1 2", run).split()
-    dp, pp = ("2", "1") if recipe == "08_4d/moe.py" else ("1", "2")
-    layout = ["--dp", dp, "--cp", "1", "--tp", "1", "--pp", pp] if recipe[:2] == "08" else []  # of two ranks
+    layout = "--dp 1 --cp 1 --tp 1 --pp 2".split() if recipe[:2] == "08" else []  # of two ranks
     return [*words[: words.index(recipe) + 1], *SMALL.split(), *layout]
 
 
