@@ -128,10 +128,9 @@ def free(unit: Unit) -> None:
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, last: bool) -> dist.Work:
     """Start to sum the gradients flat [n] over the ranks; each rank adds the sums of its shard to unit.gradient.
 
-    Keep flat until the returned work is done. Gradients are sent in the dtype in which backward computed them and added
-    in fp32: a bf16 reduce-scatter would round after every addition, an fp32 one would send twice the bytes. This pays
-    inside one host, which is where unit.dp should be. With the last micro-batch the shard is summed over the replicas
-    too, by an all-reduce in fp32.
+    Keep flat until the returned work is done. A reduce-scatter in two steps: an all-to-all in the dtype in which
+    backward computed the gradients, then a local sum in fp32. It pays inside one host, which is where unit.dp should
+    be. With the last micro-batch the shard is summed over the replicas too, by an all-reduce in fp32.
     """
     if first := unit.gradient is None:
         unit.gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it

@@ -21,8 +21,9 @@ ROOT_RECIPE = "01_single_gpu/train.py"
 ZERO1, OVERLAP, ZERO2, ZERO3, HSDP, OFFLOAD = (
     f"03_zero/{name}.py" for name in ("zero1", "zero1_overlap", "zero2", "zero3", "hsdp", "offload")
 )
-COPY_ENGINES = "03_zero/zero3_copy_engines.py"
+MASTERS, COPY_ENGINES = "03_zero/zero1_masters.py", "03_zero/zero3_copy_engines.py"
 TORCH_FSDP, ACCELERATE_FSDP = "03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py"
+WHOLE = (ZERO1, MASTERS)  # one unit, which is gathered and reduced at once
 FREEING = (ZERO3, HSDP, COPY_ENGINES)  # whole weights are in memory for a while only
 IN_UNITS = (OVERLAP, ZERO2, *FREEING, OFFLOAD)
 LAYERS = 4
@@ -77,7 +78,7 @@ def test_gradients_in_the_order_of_a_compiled_block():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", [ZERO1, *IN_UNITS])
+@pytest.mark.parametrize("recipe", [*WHOLE, *IN_UNITS])
 def test_parameters_without_gradient_on_some_ranks(recipe):
     """... count as zero there; all ranks reduce in the same order."""
     load("02_data_parallel/test_data_parallel.py").check_one_sequence_alone(recipe, "--shard 3" * (recipe == HSDP))
@@ -179,6 +180,19 @@ def bytes_held(most):
         return lambda: seen[-3:]
 
     return probe
+
+
+def while_gradients_are_sent(module):
+    """A probe: bytes of all tensors when an all-to-all has brought this rank its gradients, in the last step."""
+    seen, all_to_all = [], module.dist.all_to_all_single
+
+    def sent(*args, **options):
+        work = all_to_all(*args, **options)
+        seen.append(probes.bytes_of_tensors())
+        return work
+
+    module.dist.all_to_all_single = sent
+    return lambda: seen[-1:]
 
 
 def while_it_is_built(module):
@@ -308,10 +322,10 @@ def check_communication(recipe, sizes, shards, world, seen):
     for kind, _, elements, group in seen:
         sent[kind] += SENT[kind](group) * elements
     one = ("torch.float32", 1, world)
-    if recipe == ZERO1:  # gradients and weights once each, in fp32 whatever the matmuls have
-        everything = -(-everything // world) * world
-        wanted = ("reduce_scatter", everything), ("allreduce", 1), ("allreduce", 1), ("allgather", everything // world)
-        assert seen == [(kind, "torch.float32", elements, world) for kind, elements in wanted]
+    if recipe in WHOLE:  # gradients and weights once each, of zero1.py in fp32 whatever the matmuls have
+        reduction, dtype = ("reduce_scatter", one[0]) if recipe == ZERO1 else ("alltoall", "torch.bfloat16")
+        weights = ("allgather", dtype, everything // world, world)
+        assert seen == [(reduction, dtype, everything, world), ("allreduce", *one), ("allreduce", *one), weights]
         return
     share, micro = (shards - 1) / shards, 1 if recipe == OVERLAP else 2  # overlapped, stage 1 communicates once
     gathered = micro * (2 * everything - kept) if recipe in FREEING else everything
@@ -332,14 +346,13 @@ def memory_by_hand(recipe, sizes, shards, world):
     if recipe == COPY_ENGINES:  # shared memory: each rank has mapped all of it
         weights += 2 * (world * largest + everything)
     original, moments, gradient = (times * everything // shards for times in (4, 8, 4))
-    if recipe == ZERO1:  # one unit, weights and gradients in fp32
-        everything = -(-everything // shards) * shards
+    if recipe == ZERO1:  # weights and gradients in fp32
         weights, original, moments, gradient = 8 * everything, 0, 8 * everything // shards, 4 * everything // shards
     state = weights + original + moments
     between = 4 * everything if recipe == OVERLAP else gradient  # whole gradients, in fp32, or shards of them
     formula = [state + between, state + gradient, state + (gradient if recipe == OFFLOAD else 0)]
-    if recipe == ZERO1:
-        formula[0] = state  # it has no micro-batches: this is when forward begins
+    if recipe in WHOLE:
+        formula[0] = state  # they have no micro-batches: this is when forward begins
     rest = 3 * BATCH + 100 * (LAYERS + 2)  # batches and a part of them, the optimizer's steps, and what is logged
     assert rest < gradient / 2  # nothing of the formula would fit
     return formula, rest
@@ -356,28 +369,31 @@ def check_building(recipe, run, sizes, shards, whole, peak, after):
     weights = 2 * everything * (recipe not in FREEING)
     shared = 2 * (3 * max(sizes) + everything) * (recipe == COPY_ENGINES)
     assert whole == 1 and shard + weights + shared <= after < shard + weights + shared + 1000
-    assert peak - shared <= shard + weights + 2 * max(sizes) + 2 * largest
+    assert peak - shared <= shard + weights + 2 * max(sizes) * (recipe != MASTERS) + 2 * largest
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "recipe, world, flags", [(ZERO1, 3, ""), *((r, 3, "") for r in IN_UNITS if r != HSDP), (HSDP, 6, "--shard 3")]
+    "recipe, world, flags", [*((r, 3, "") for r in (*WHOLE, *IN_UNITS) if r != HSDP), (HSDP, 6, "--shard 3")]
 )
 def test_a_step(recipe, world, flags, tmp_path, monkeypatch):
     """A step sends, holds and overlaps as the header says, on 3 ranks, which divide no block. No file is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     nothing = lambda module: lambda: None  # noqa: E731
-    own = [gradients_alive, timeline] if recipe != ZERO1 else [nothing, nothing]
+    own = [nothing, nothing] if recipe in WHOLE else [gradients_alive, timeline]
     own += [probes.gathered_at_a_time if recipe in FREEING else nothing]
+    own += [while_gradients_are_sent if recipe == MASTERS else nothing]
     with torch.device("meta"):
         module = load(ROOT_RECIPE)
         weights = dict(module.Model(module.Config(**SIZES)).named_parameters())
-    sizes = sizes_by_hand(weights, 1 if recipe == ZERO1 else 3)
+    sizes = sizes_by_hand(weights, 3)
+    if recipe in WHOLE:
+        sizes = [-(-sum(sizes_by_hand(weights, 1)) // 3) * 3]
     formula, rest = memory_by_hand(recipe, sizes, 3, world)
     held = bytes_held([size + rest for size in formula])
     probe = probes.together(while_it_is_built, held, communication, copied_from_others, *own)
     run = launch(recipe, world, f"{SMALL} {flags} --dtype bfloat16 --steps 2", probe=probe)
-    for rank, (building, memory, steps, copied, alive, order, gathered) in enumerate(run.probes):
+    for rank, (building, memory, steps, copied, alive, order, gathered, sending) in enumerate(run.probes):
         check_building(recipe, run, sizes, 3, *building)
         beside = [ours - wanted for ours, wanted in zip(memory, formula, strict=True)]
         assert all(0 < more < rest for more in beside), f"{beside} bytes beside those of the formulas"
@@ -388,7 +404,9 @@ def test_a_step(recipe, world, flags, tmp_path, monkeypatch):
             assert copied == len(steps) * 2 * numbers // 3
         if recipe in FREEING:  # of blocks and of embedding and head; none between the steps
             assert gathered == [2, 1, 0]
-        if recipe != ZERO1:
+        if recipe == MASTERS:  # bf16 gradients as they are sent and as they arrive, and room for their sums
+            assert 0 < sending[0] - (formula[1] + 4 * sum(sizes)) < rest
+        if recipe not in WHOLE:
             check_order(recipe, order[0])
             assert order[1] == run.probes[rank % 3][5][1], "replicas of hsdp.py do not agree to the bit"
             assert alive == [1, 0, 0 if recipe == COPY_ENGINES else 1]
@@ -401,7 +419,7 @@ def test_a_step(recipe, world, flags, tmp_path, monkeypatch):
     [
         *(
             (recipe, 3, "--batch 16", ["--batch 16", "processes, 3"])
-            for recipe in [ZERO1, *IN_UNITS, TORCH_FSDP, ACCELERATE_FSDP]
+            for recipe in [*WHOLE, *IN_UNITS, TORCH_FSDP, ACCELERATE_FSDP]
         ),
         *((recipe, 2, "--microbatches 3", ["--microbatches 3", "8 sequences"]) for recipe in IN_UNITS),
         (HSDP, 4, "--shard 3", ["--shard 3", "processes, 4"]),
@@ -476,7 +494,7 @@ def zeroes_gradients_as_usual(module):
     [
         (ZERO1, freezes_the_embedding, "a frozen parameter"),
         (ZERO1, zeroes_gradients_as_usual, "a .grad is no view"),
-        *((recipe, freezes_the_embedding, "embed_tokens.weight is frozen") for recipe in (OVERLAP, HSDP, OFFLOAD)),
+        *((recipe, freezes_the_embedding, "embed_tokens.weight is frozen") for recipe in (MASTERS, HSDP, OFFLOAD)),
         *((recipe, has_a_block_less, "at least one parameter") for recipe in (OVERLAP, HSDP, OFFLOAD)),
         (OVERLAP, has_one_more_norm, "model.extra.weight must be in exactly one unit"),
         *((recipe, has_two_losses, "run backward after each forward") for recipe in (ZERO3, COPY_ENGINES)),

@@ -1,16 +1,17 @@
-"""ZeRO stage 1, overlapped: low-precision weights over fp32 master shards; communication overlaps with compute.
+"""ZeRO stage 1, overlapped: the model is cut into units, which are gathered and reduced while others compute.
 
-The model is cut into units: the embedding, each block, final norm with head. A unit's new weights are gathered while
-units before it are in forward, and its gradients are reduced while units before it are in backward. The weights have
-the dtype of the matmuls; the shards that AdamW updates are fp32. Micro-batches add up their gradients on each rank, and
-only the last one communicates: per step a rank sends 2·(dp-1)/dp·Ψ elements, of 2 bytes in bf16 instead of 4. Memory:
-2Ψ bytes of weights, 4Ψ/dp + 8Ψ/dp of master weights and moments, 4Ψ/dp of summed gradients. Whole gradients exist for
-the unit that backward is at and for at most two in flight; with several micro-batches their fp32 sums take 4Ψ.
+1. The units are the embedding, each block, and final norm with head. Forward starts all gathers of new weights; a unit
+   waits for its own while the next ones are in flight.
+2. Backward reduces the gradients of a unit while the units before it are in backward. At most two are in flight.
+3. Micro-batches add up their gradients on each rank, in fp32. Only the last one communicates.
 
-Parent:   03_zero/zero1.py, 01_single_gpu/gradient_accumulation.py, 02_data_parallel/overlap.py
-Lesson:   Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, Model.forward, make_unit,
-          check_units, forward_backward
-Plumbing: Config, Model.__init__, build_model, train_step, save, check, evaluate
+Per step a rank sends as much as in zero1_masters.py: 2·(dp-1)/dp·Ψ elements, of 2 bytes in bf16. Memory: 2Ψ bytes of
+weights, 4Ψ/dp + 8Ψ/dp of master weights and moments, 4Ψ/dp of summed gradients. Whole gradients exist for the unit that
+backward is at and for at most two in flight; with several micro-batches their fp32 sums take 4Ψ.
+
+Parent:   03_zero/zero1_masters.py, 01_single_gpu/gradient_accumulation.py, 02_data_parallel/overlap.py
+Lesson:   Unit, gather, reduce_scatter, reduce, before_forward, Model.forward, forward_backward
+Plumbing: Config, Model.__init__, build_model, train_step, check, evaluate
 Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit, check_units, clip_gradients,
           evaluate (give the model the attributes of Model.__init__; put each parameter into exactly one unit, and call
           check_units; call before_forward before each unit; hook unit 0 as build_model does, or, if it is several
@@ -123,10 +124,9 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
     """Start to sum the gradients flat [n] over the ranks; each rank gets the sums of its shard.
 
-    Keep flat until the returned work is done. Gradients are sent in the dtype in which backward computed them and added
-    in fp32: a bf16 reduce-scatter would round after every addition, an fp32 one would send twice the bytes. This pays
-    inside one host. With N ranks on hosts of G GPUs it sends G·(N-G)/N·Ψ bf16 elements out of every host, G/4 to G/2
-    times the bytes of an fp32 ring: across hosts use hsdp.py.
+    Keep flat until the returned work is done. A reduce-scatter in two steps: an all-to-all in the dtype in which
+    backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
+    G/4 to G/2 times the bytes of an fp32 ring.
     """
     gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])

@@ -130,10 +130,9 @@ def free(unit: Unit) -> None:
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
     """Start to sum the gradients flat [n] over the ranks; each rank adds the sums of its shard to unit.gradient.
 
-    Keep flat until the returned work is done. Gradients are sent in the dtype in which backward computed them and added
-    in fp32: a bf16 reduce-scatter would round after every addition, an fp32 one would send twice the bytes. This pays
-    inside one host. With N ranks on hosts of G GPUs it sends G·(N-G)/N·Ψ bf16 elements out of every host, G/4 to G/2
-    times the bytes of an fp32 ring: across hosts use hsdp.py.
+    Keep flat until the returned work is done. A reduce-scatter in two steps: an all-to-all in the dtype in which
+    backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
+    G/4 to G/2 times the bytes of an fp32 ring.
     """
     if first := unit.gradient is None:
         unit.gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it

@@ -47,7 +47,8 @@ MODEL = "--layers --batch --seq --vocab --dim --heads --kv_heads --ffn --experts
 LARGE = {"lm_head": 1000, "q_proj": 15, "k_proj": 15, "embed_tokens": 50}  # times the weights, by their names
 LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
     f"03_zero/{name}.py"
-    for name in "zero1_overlap zero2 zero3 zero3_copy_engines hsdp offload torch_fsdp accelerate_fsdp".split()
+    for name in """zero1_masters zero1_overlap zero2 zero3 zero3_copy_engines hsdp offload torch_fsdp
+    accelerate_fsdp""".split()
 ] + [
     "08_4d/train.py",
     "08_4d/checkpoint.py",
@@ -95,6 +96,7 @@ SIZES = """
 02_data_parallel/accelerate_ddp.py: 2 | *4 --bucket_mb 0.05
 # units of which 5 shards need padding
 03_zero/zero1.py: 2 | 3 | 4 | *5 --batch 10 | 8 --batch 16
+03_zero/zero1_masters.py: 2 | 3 | *5 --batch 10
 03_zero/zero1_overlap.py: 2 --microbatches 1 | 2 --microbatches 3 | 3 --microbatches 2 | *4 --microbatches 3
 03_zero/zero1_overlap.py: 5 --batch 10 | 8 --batch 16
 03_zero/zero2.py: 2 --microbatches 1 | 3 --microbatches 2 | *4 --microbatches 3 | 5 --batch 10 | 8 --batch 16

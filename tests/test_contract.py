@@ -24,7 +24,7 @@ def kept() -> list:
     # the line that ends a run is the same to the letter, except where train is another; a loss is summed per folder
     pairs = [(p, r) for p, r in pairs if p != "divergence" or r in DIVERGE or FAMILY[r].lists("train")]
     low = {"02_data_parallel/naive.py", "03_zero/zero1_overlap.py", "06_pipeline/1f1b.py", "06_pipeline/zbv.py", MOE}
-    low |= {"03_zero/zero3.py", "07_expert/expert_parallel.py"}
+    low |= {"03_zero/zero1_masters.py", "03_zero/zero3.py", "07_expert/expert_parallel.py"}
     later = [
         p in contract.THOROUGH
         or (is_twin(r) and p not in ("gradient", "training"))
