@@ -318,7 +318,7 @@ def check_order(recipe, events):
 
 def check_communication(recipe, sizes, shards, world, seen):
     """Elements that leave a rank, by the formulas of the headers; and the loss and the norm, each one element."""
-    sent, everything, kept = dict.fromkeys(SENT, 0), sum(sizes), sizes[0] + sizes[-2] + sizes[-1]
+    sent, everything = dict.fromkeys(SENT, 0), sum(sizes)
     for kind, _, elements, group in seen:
         sent[kind] += SENT[kind](group) * elements
     one = ("torch.float32", 1, world)
@@ -328,6 +328,7 @@ def check_communication(recipe, sizes, shards, world, seen):
         assert seen == [(reduction, dtype, everything, world), ("allreduce", *one), ("allreduce", *one), weights]
         return
     share, micro = (shards - 1) / shards, 1 if recipe == OVERLAP else 2  # overlapped, stage 1 communicates once
+    kept = sizes[0] + sizes[-2] + sizes[-1]
     gathered = micro * (2 * everything - kept) if recipe in FREEING else everything
     copied = recipe == COPY_ENGINES
     assert sent["alltoall"] == pytest.approx(0 if copied else micro * share * everything, rel=1e-12)
@@ -404,7 +405,7 @@ def test_a_step(recipe, world, flags, tmp_path, monkeypatch):
             assert copied == len(steps) * 2 * numbers // 3
         if recipe in FREEING:  # of blocks and of embedding and head; none between the steps
             assert gathered == [2, 1, 0]
-        if recipe == MASTERS:  # bf16 gradients as they are sent and as they arrive, and room for their sums
+        if recipe == MASTERS:  # bf16 gradients as they are sent and as they arrive; the sums are in the formula
             assert 0 < sending[0] - (formula[1] + 4 * sum(sizes)) < rest
         if recipe not in WHOLE:
             check_order(recipe, order[0])
