@@ -20,7 +20,7 @@ Copy:     Unit, gather, reduce_scatter, take_gradients, make_unit, check_units, 
           the optimizer, clip_gradients and save take the shards, never model.parameters(); gradients are summed, so
           divide the loss by the valid tokens of all ranks. If embedding and head are one tensor, list it once)
 Needs:    cfg.clip, cfg.device, model.dp, model.units, IGNORE, forward
-Run:      torchrun --nproc_per_node 8 03_zero/zero1_masters.py
+Run:      torchrun --nproc_per_node 8 03_zero/zero1_masters.py --dtype bfloat16
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054; Micikevicius et al. 2017, arXiv:1710.03740
 """
 

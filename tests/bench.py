@@ -89,12 +89,12 @@ strong_scaling: 4, 7, {SMOLLM} --steps 15
     02_data_parallel: torch_ddp --batch 4 --bucket_mb 100
     02_data_parallel: naive bucketed coalesced copy_engines --batch 4
     01_single_gpu: train --batch 1
-zero: 4, 7, {SMOLLM} --steps 15 --batch 16
-    03_zero: torch_fsdp zero1
+zero: 4, 8, {SMOLLM} --steps 15 --batch 16
+    03_zero: torch_fsdp zero1 zero1_masters
     03_zero: zero1_overlap zero2 zero3 zero3_copy_engines --microbatches 1
     03_zero: hsdp --microbatches 1 --shard 2
-zero_two: 2, 7, {SMOLLM} --steps 15 --batch 8
-    03_zero: torch_fsdp zero1
+zero_two: 2, 8, {SMOLLM} --steps 15 --batch 8
+    03_zero: torch_fsdp zero1 zero1_masters
     03_zero: zero1_overlap zero2 zero3 zero3_copy_engines --microbatches 1
     03_zero: hsdp --microbatches 1 --shard 2
 one_gpu: 1, 5, {SMOLLM} --steps 15 --batch 4

@@ -299,6 +299,27 @@ def zero1(cfg: Config):
     return model, optimizer, forward_backward_zero1, clip_gradients, evaluate, tensors_zero1
 
 
+# ---------------------------------------------------------------------------------------------- 03_zero/zero1_masters
+
+
+def forward_backward_masters(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    loss = loss_of_share(model, ids, targets)
+    loss.backward()
+    reduce_scatter(model.units[0], take_gradients(model.units[0]))
+    return summed(loss.detach(), model.dp)
+
+
+def zero1_masters(cfg: Config):
+    model = initialize(cfg, GPT(cfg))
+    start, model.dp, dtype = tensors(model, gradients=False), dist.group.WORLD, getattr(torch, cfg.dtype)
+    model.units = [make_unit(list(model.named_parameters()), lambda name, _: start[name], model.dp, cfg.device, dtype)]
+    check_units(model)
+    gather(model.units[0])
+    optimizer = make_optimizer(cfg, *shards(model))
+    optimizer.register_step_post_hook(lambda *_: gather(model.units[0]))
+    return model, optimizer, forward_backward_masters, clip_gradients, evaluate, tensors_zero1
+
+
 # ------------------------------------------------------------------------------------------------------ 03_zero/zero3
 
 

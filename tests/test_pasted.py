@@ -28,6 +28,7 @@ TRAINER = ROOT / "tests" / "pasted.py"
 RECIPES = {  # technique: recipe, ranks, what it equals in one process, if it is not `single`: technique, recipe
     "bucketed": ("02_data_parallel/bucketed.py", 3),
     "zero1": ("03_zero/zero1.py", 3),
+    "zero1_masters": ("03_zero/zero1_masters.py", 3),
     "zero3": ("03_zero/zero3.py", 4),
     "llama_zero3": ("03_zero/zero3.py", 2, "llama"),
     "lora_zero3": ("03_zero/zero3.py", 2, "lora"),
