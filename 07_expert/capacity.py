@@ -102,7 +102,7 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class AllToAll(torch.autograd.Function):
-    """Send the i-th of ep equal parts of x [e, C, d] to rank i; return what arrives, by rank. Backward is the same."""
+    """Send the i-th of ep equal parts of x to rank i; return what arrives, by rank. Backward is the same."""
 
     @staticmethod
     def forward(ctx, x: Tensor, ep: dist.ProcessGroup) -> Tensor:

@@ -1,22 +1,25 @@
-"""Expert parallelism over symmetric memory: a kernel writes each row straight to where its expert reads it.
+"""Static slots in symmetric memory: a kernel writes each row straight to where its expert reads it.
 
-All ranks of a host can write into each other's memory. They tell each other how many rows they have for each expert;
-then each knows, on the GPU, in which slot of which rank its rows belong: slots are in the order of experts. One kernel
-does what were three steps: copy tokens to rows, send them, sort what arrives. The same kernel brings rows back, and
-backward of the way there is the way back. A rank sends (ep-1)/ep·t·top_k·d elements four times per layer, as before,
-but the CPU never waits for sizes: shapes are those of the slots, of which the grouped matmul reads as many as are full.
-Memory: (slots + 1)·t·top_k·d elements for all layers together, and activations of --slots times as many rows as equally
-busy experts have. If a rank gets more rows, training ends with an error. The ep ranks must be on one host.
+1. All ranks of a host can write into each other's memory. They write how many rows they have for each expert; then each
+   knows, on the GPU, in which slot of which rank its rows belong. A rank's slots are in the order of experts.
+2. One kernel does what were three steps: copy tokens to slots, send them, sort what arrives. The same kernel brings
+   rows back, and backward of the way there is the way back. No padding travels: a rank sends (ep-1)/ep·t·top_k·d
+   elements four times per layer, if experts are equally busy.
+3. Slots are not reserved for the rows of one rank: only if a rank gets more than slots·t·top_k rows in all, the step is
+   repeated with more slots. Then all ranks allocate anew; the old memory goes back to torch's pool first.
 
-Parent:   07_expert/expert_parallel.py, 02_data_parallel/copy_engines.py
-Lesson:   Config, Shared, Memory, allocate, push_kernel, push, Route, places, send, bring_back, ToExperts, ToTokens,
-          dispatch, combine, one_by_one, MLP
-Plumbing: Block.__init__, Model.__init__, check_slots, train, check, evaluate
+Memory: (slots + 1)·t·top_k·d elements for all layers together, and activations of slots·t·top_k rows. The ep ranks must
+be on one host.
+
+Parent:   07_expert/slots.py, 02_data_parallel/copy_engines.py
+Lesson:   Shared, Memory, allocate, push_kernel, push, Route, places, send, bring_back, ToExperts, ToTokens, dispatch,
+          combine
+Plumbing: check
 Copy:     Router, sort_by_expert, share, Shared, Memory, allocate, push_kernel, push, Route, places, send, bring_back,
-          ToExperts, ToTokens, dispatch, combine, grouped_matmul, one_by_one, Experts, MLP, check_slots, clip_gradients,
-          evaluate (Model.__init__ shows how to make Memory, check_slots what to check after a step)
-Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.slots, cfg.top_k, model.dp, model.edp, model.ep,
-          model.memory, ".experts.", IGNORE, forward
+          ToExperts, ToTokens, dispatch, combine, grouped_matmul, one_by_one, Experts, MLP, clip_gradients, overflow,
+          grow, evaluate (Model.__init__ shows how to make Memory, train_step and train how to repeat a step)
+Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, model.ep, model.memory,
+          ".experts.", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 07_expert/symmetric_memory.py
 Source:   DeepEP, github.com/deepseek-ai/DeepEP; torch.distributed._symmetric_memory
 """
@@ -102,7 +105,7 @@ class Config:
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
     compile: bool = False
     edp: int = 1  # ranks that hold a copy of each expert; the others share out the experts
-    slots: float = 4.0  # slots of a rank, over the rows that it gets if experts are equally busy
+    slots: float = 4.0  # slots of a rank, over the rows that it gets if experts are equally busy; more when too few
 
 
 # ----------------------------------------------------------------------------------------------------- communication
@@ -143,8 +146,8 @@ class Memory:
     """What the ranks of ep write into each other's memory. All layers use it in turn; n is t·top_k."""
 
     ep: dist.ProcessGroup
-    experts: int  # of all ranks
-    slots: float  # --slots, at most ep: then all rows of all ranks could come to this one
+    slots: float  # slots of a rank, over n; at most ep: then all rows of all ranks could come to this one
+    missing: Tensor  # [] the most that slots should have been where they were too few, since grow; else 0
     rows: int = 0  # n, of the largest batch so far: what follows is made by allocate
     there: Shared | None = None  # [slots·n, d] rows for this rank's experts, in the order of experts
     gates: Shared | None = None  # [slots·n, 1] their gates
@@ -152,18 +155,17 @@ class Memory:
     back: Shared | None = None  # [n, d] what comes back for this rank's rows, in the order of its tokens
     gates_back: Shared | None = None  # [n, 1]
     counts: Shared | None = None  # [ep, e] rows of every rank for every expert
-    missing: Tensor | None = None  # [] the most rows for which this rank had too few slots, over n; 0 if it had enough
     barrier: Callable[[], None] | None = None  # returns once all ranks have called it; on GPUs the stream waits instead
 
 
-def allocate(memory: Memory, x: Tensor, gates: Tensor) -> None:
-    """Make room for tokens like x [t, d] with gates [t, top_k]. All ranks must have equally many tokens."""
-    n, d, ep = gates.numel(), x.shape[1], memory.ep.size()
+def allocate(memory: Memory, x: Tensor, gates: Tensor, experts: int) -> None:
+    """Make buffers for tokens like x [t, d] with gates [t, top_k]. All ranks must have equally many tokens."""
+    n, d, ep = max(gates.numel(), memory.rows), x.shape[1], memory.ep.size()
     slots = math.ceil(memory.slots * n)
     sizes = dict(there=(slots, d, x.dtype), back=(n, d, x.dtype), gates=(slots, 1, gates.dtype))
-    sizes |= dict(
-        gates_back=(n, 1, gates.dtype), origins=(slots, 1, torch.long), counts=(ep, memory.experts, torch.long)
-    )
+    sizes |= dict(gates_back=(n, 1, gates.dtype), origins=(slots, 1, torch.long), counts=(ep, experts, torch.long))
+    for name in [*sizes, "barrier"]:  # what held the old ones, which go back to torch's pool before there are new ones
+        setattr(memory, name, None)
     bytes_of = {name: rows * width * dtype.itemsize for name, (rows, width, dtype) in sizes.items()}
     padded = [-(-size // 256) * 256 for size in bytes_of.values()]  # each begins at a multiple of 256 bytes
     buffers, memory.barrier = share(sum(padded), torch.uint8, x.device.type, memory.ep)
@@ -172,7 +174,6 @@ def allocate(memory: Memory, x: Tensor, gates: Tensor) -> None:
         addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], device=x.device)
         setattr(memory, name, Shared(tensors, addresses))
     memory.rows = n
-    memory.missing = torch.zeros((), device=x.device) if memory.missing is None else memory.missing
 
 
 @triton.jit
@@ -316,9 +317,9 @@ def dispatch(
     Returns what has come from all ranks for this rank's experts, [slots·n, d], by expert, of which the first rows are
     full; its gates [slots·n, 1]; the ends [e/ep] of the experts' blocks in it; and the way back.
     """
-    if gates.numel() > memory.rows:
-        allocate(memory, x, gates)
     slots = math.ceil(memory.slots * gates.numel())
+    if gates.numel() > memory.rows or slots > len(memory.there.tensors[0]):  # on all ranks at once
+        allocate(memory, x, gates, len(ends))
     there, ends = places(inverse, ends, slots, memory)
     route = Route(there, slots, gates.shape[1])
     return *ToExperts.apply(x, gates, ends, route, memory), ends, route
@@ -497,7 +498,7 @@ class Model(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.dp, self.ep, self.edp = dp, ep, edp
-        self.memory = Memory(ep, cfg.experts, min(cfg.slots, ep.size()))  # of all blocks; the first forward allocates
+        self.memory = Memory(ep, min(cfg.slots, ep.size()), torch.zeros((), device=cfg.device))  # of all blocks
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleList(Block(cfg, self.memory) for _ in range(cfg.layers))
@@ -699,10 +700,26 @@ def busiest(rows: Tensor) -> Tensor:
     return (rows.amax(1) / rows.mean(1)).amax()
 
 
+def overflow(model: Model) -> Tensor:
+    """Return 1, on all ranks, if any of them had too few slots since the last call of grow; else 0."""
+    dist.all_reduce(model.memory.missing, dist.ReduceOp.MAX, group=model.dp)  # one element; everyone waits
+    return (model.memory.missing > 0).float()
+
+
+def grow(model: Model, when: str) -> None:
+    """Have slots for what was missing, rounded up to the next quarter, and print that. All ranks grow alike."""
+    slots, missing = model.memory.slots, model.memory.missing.item()
+    model.memory.slots = min(model.ep.size(), missing // 0.25 * 0.25 + 0.25)
+    model.memory.missing.zero_()
+    if model.dp.rank() == 0:
+        print(f"{when}: --slots {slots:g} held too few rows, grown to {model.memory.slots:g}", flush=True)
+
+
 def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
     """Run one optimizer step on the global batch [b, s]; return loss, gradient norm and the busiest expert's load."""
     loss = forward_backward(cfg, model, inputs, targets)
     norm = clip_gradients(cfg, model)
+    optimizer.found_inf = overflow(model)  # where it is 1, fused AdamW does nothing; the CPU need not know yet
     optimizer.step()
     optimizer.zero_grad()
     return loss, norm, busiest(count_rows(model))
@@ -712,10 +729,12 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    own = [x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets)]  # b/dp s
     loss = forward(cfg, model, *own)
+    while overflow(model):  # waits for the GPU
+        grow(model, "validation")
+        loss = forward(cfg, model, *own)
     dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
-    check_slots(cfg, model)
     return loss / tokens
 
 
@@ -769,14 +788,6 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float, flo
         part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
 
 
-def check_slots(cfg: Config, model: Model) -> None:
-    """Exit, on all ranks, if any of them was to get more rows than it has slots for."""
-    dist.all_reduce(model.memory.missing, dist.ReduceOp.MAX, group=model.dp)  # one element; everyone waits
-    if needed := model.memory.missing.item():
-        least, enough = math.ceil(100 * needed) / 100, min(model.ep.size(), cfg.experts / cfg.top_k)
-        raise SystemExit(f"--slots {cfg.slots}: {least:.2f} was needed in this step, {enough:g} always suffices")
-
-
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
     """Build the model, train it, log every step, save."""
     torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
@@ -788,11 +799,13 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         start = time.perf_counter()
         set_learning_rate(cfg, optimizer, step)
         loss, norm, load = train_step(cfg, model, optimizer, *batch)
-        batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
+        trained, batch = batch, make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
+        while model.memory.missing:  # waits for the GPU; no weight has changed
+            grow(model, f"step {step + 1}")
+            loss, norm, load = train_step(cfg, model, optimizer, *trained)
         loss, norm, load = loss.item(), norm.item(), load.item()  # waits for the GPU
         if not math.isfinite(loss + norm):
             raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
-        check_slots(cfg, model)
         history.append((loss, norm, time.perf_counter() - start, load))
         log(cfg, f"step {step + 1}", *history[-1])
         if cfg.validate and (step + 1) % cfg.validate == 0:

@@ -50,8 +50,11 @@ LIMITS = {  # lines of code; 490 for a recipe that is not named
     "04_tensor_sequence/async_tensor_parallel.py": STACKED,
     "05_context_ring/usp.py": STACKED,
     **{f"06_pipeline/{name}.py": STACKED for name in ("zero_bubble", "interleaved", "zbv", "dualpipe")},
-    **{f"07_expert/{name}.py": 560 for name in ("expert_parallel", "auxiliary_loss", "bias_balancing", "capacity")},
-    **{f"07_expert/{name}.py": 610 for name in ("overlap", "symmetric_memory")},
+    **{
+        f"07_expert/{name}.py": 560
+        for name in ("expert_parallel", "auxiliary_loss", "bias_balancing", "capacity", "slots")
+    },
+    **{f"07_expert/{name}.py": 620 for name in ("overlap", "symmetric_memory")},
     "08_4d/train.py": 920,
     "08_4d/moe.py": 1150,  # and the experts of 07
     "08_4d/checkpoint.py": 1095,

@@ -1,0 +1,776 @@
+"""Static slots: each rank has a fixed number of slots for rows, so that the CPU never waits to learn their number.
+
+1. A rank has ceil(slots·n/ep) slots for the rows from each rank, n = t·top_k: --slots times what equally busy experts
+   would get. Ranks exchange counts, and the CPU never reads them: the slot of each row is computed on the GPU.
+2. An ordinary all-to-all moves all slots, full or empty, in equal parts: (ep-1)/ep·slots·t·top_k·d elements, twice in
+   forward and twice in backward. Padding costs slots - 1 times the bytes of equally busy experts.
+3. What arrives is sorted by expert, the empty slots behind the last. The grouped matmul reads the full ones alone.
+   Memory: activations of slots·t·top_k rows.
+4. If a row finds no slot, a flag says so, on all ranks. The optimizer skips the step where it is set, on the GPU. The
+   CPU reads the flag with the loss, adds slots, and repeats the step. So all rows count, as if there had been enough.
+
+Parent:   07_expert/expert_parallel.py, 07_expert/capacity.py
+Lesson:   Config, Memory, Route, dispatch, combine, one_by_one, MLP, overflow, grow, train_step, train
+Plumbing: Block.__init__, Model.__init__, evaluate, check
+Copy:     AllToAll, Memory, Route, dispatch, combine, Router, sort_by_expert, Permute, Unpermute, grouped_matmul,
+          one_by_one, Experts, MLP, clip_gradients, overflow, grow, evaluate (Model.__init__ shows how to make Memory,
+          train_step and train how to repeat a step)
+Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, model.ep, model.memory,
+          ".experts.", IGNORE, forward
+Run:      torchrun --nproc_per_node 8 07_expert/slots.py
+Source:   Gale et al. 2022, MegaBlocks, arXiv:2211.15841 (no row is dropped); torch.optim.AdamW's found_inf (the skip)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import zlib
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args, get_type_hints
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+# Shapes of Mixtral 8x7B, OLMoE-1B-7B and Qwen3-30B-A3B. Attention stays Llama's: OLMoE and Qwen3 also normalise queries
+# and keys, and Qwen3's heads are 128 wide, not dim / heads. OLMoE does not renormalise its gates; here all do.
+PRESETS = {
+    "tiny": dict(warmup=10),  # otherwise the defaults below: for laptops
+    "mixtral_8x7b": dict(
+        layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, experts=8, top_k=2, vocab=32000, theta=1e6, lr=3e-4
+    ),
+    "olmoe_1b_7b": dict(
+        layers=16, dim=2048, heads=16, kv_heads=16, ffn=1024, experts=64, top_k=8, vocab=50304, theta=1e4, lr=3e-4
+    ),
+    "qwen3_30b_a3b": dict(
+        layers=48, dim=2048, heads=32, kv_heads=4, ffn=768, experts=128, top_k=8, vocab=151936, theta=1e6, lr=3e-4
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 192  # of one expert
+    experts: int = 8
+    top_k: int = 2  # experts per token
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
+    seq: int = 128
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 12
+    validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
+    warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
+    compile: bool = False
+    edp: int = 1  # ranks that hold a copy of each expert; the others share out the experts
+    slots: float = 4.0  # slots of a rank, over the rows that it gets if experts are equally busy; more when too few
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+class AllToAll(torch.autograd.Function):
+    """Send the i-th of ep equal parts of x to rank i; return what arrives, by rank. Backward is the same."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, ep: dist.ProcessGroup) -> Tensor:
+        ctx.ep = ep
+        arrived = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(arrived, x.contiguous(), group=ep)  # (ep-1)/ep of its bytes out and in; everyone waits
+        return arrived
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return AllToAll.apply(gradient, ctx.ep), None
+
+
+@dataclass
+class Memory:
+    """How many rows a rank has slots for, in all layers alike; n is t·top_k."""
+
+    ep: dist.ProcessGroup
+    slots: float  # slots of a rank, over n; at most ep: then all rows of all ranks could come to this one
+    missing: Tensor  # [] the most that slots should have been where they were too few, since grow; else 0
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the rows of one layer travel. Each rank's send buffer has as many slots for every rank."""
+
+    order: Tensor  # [slots·n] the row in each slot of the send buffer; any row in an empty one
+    there: Tensor  # [n] the slot of each row
+    by_expert: Tensor  # [slots·n] sorts what has come into blocks of this rank's experts, with empty slots behind them
+    back: Tensor  # [slots·n] its inverse permutation
+    k: int  # rows per token
+
+
+@torch.compiler.disable  # torch 2.11 loses the gradient of the all-to-all
+def dispatch(
+    x: Tensor, gates: Tensor, inverse: Tensor, ends: Tensor, memory: Memory
+) -> tuple[Tensor, Tensor, Tensor, Route]:
+    """Send tokens x [t, d] and their gates [t, top_k] to the ranks of their experts. inverse, ends: sort_by_expert.
+
+    Returns what has come from all ranks for this rank's experts, [slots·n, d], by expert, of which the first rows are
+    full; its gates [slots·n, 1]; the ends [e/ep] of the experts' blocks in it; and the way back.
+    """
+    ep, n, k = memory.ep.size(), gates.numel(), gates.shape[1]
+    size = math.ceil(memory.slots * n / ep)  # slots for the rows from one rank to another
+    counts = ends.diff(prepend=ends.new_zeros(1)).view(ep, -1)  # ep e/ep, of the rows that go there
+    counts_here = torch.empty_like(counts)  # ep e/ep, of the rows that come from there
+    dist.all_to_all_single(counts_here, counts, group=memory.ep)  # 4 bytes per expert; everyone waits
+    sent, last = counts.sum(1), counts.sum(1).cumsum(0)  # ep
+    most = sent.max()
+    memory.missing = torch.maximum(memory.missing, torch.where(most > size, most * ep / n, 0))
+    rank = torch.searchsorted(last, inverse, right=True)  # n
+    slot = inverse - (last - sent)[rank]
+    there = rank * size + slot.clamp(max=size - 1)  # rows without a slot share the last: this step will be repeated
+    order = torch.zeros(ep * size, dtype=torch.long, device=x.device)
+    order.scatter_(0, there, torch.arange(n, device=x.device))
+    x, gates = Permute.apply(x, order, there, k), Permute.apply(gates.view(-1, 1), order, there, 1)
+    x, gates = AllToAll.apply(x, memory.ep), AllToAll.apply(gates, memory.ep)
+    slot = torch.arange(size, device=x.device).repeat(ep, 1)
+    experts = torch.searchsorted(counts_here.cumsum(1), slot, right=True)  # ep size; e/ep where nothing has come
+    by_expert, back, ends = sort_by_expert(experts, counts.shape[1])
+    x, gates = Permute.apply(x, by_expert, back, 1), Permute.apply(gates, by_expert, back, 1)
+    return x, gates, ends, Route(order, there, by_expert, back, k)
+
+
+@torch.compiler.disable
+def combine(y: Tensor, route: Route, memory: Memory) -> Tensor:
+    """Send the experts' outputs y [slots·n, d] back to their tokens, and add those of each: [t, d]."""
+    y = AllToAll.apply(Unpermute.apply(y, route.by_expert, route.back, 1), memory.ep)
+    return Unpermute.apply(y, route.order, route.there, route.k)
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.k = cfg.dim // cfg.heads
+        self.q_proj = nn.Linear(cfg.dim, cfg.heads * self.k, bias=False)
+        self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.o_proj = nn.Linear(cfg.heads * self.k, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
+
+
+# More axes: e experts, t tokens of all sequences, n = t·top_k rows: each is a token for one of its experts.
+class Router(nn.Module):
+    """Choose top_k experts for each token, and the gates by which their outputs are weighted."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.top_k = cfg.top_k
+        self.weight = nn.Linear(cfg.dim, cfg.experts, bias=False).weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [t, d] -> gates [t, top_k], which are differentiable and add up to 1 if top_k > 1; experts [t, top_k]"""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
+        with torch.autocast(x.device.type, enabled=False):
+            probabilities = nn.functional.linear(wide, self.weight.to(wide.dtype)).softmax(-1)  # t e
+        gates, experts = probabilities.topk(self.top_k)
+        if self.top_k == 1:
+            return gates, experts  # as Switch: renormalised it would always be 1, and the router would not learn
+        return gates / gates.sum(-1, keepdim=True), experts
+
+
+def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the rows n = (t top_k) of experts [t, top_k] by expert, without waiting for the GPU.
+
+    Returns order [n]: sorted row i is row order[i]; inverse [n], its inverse permutation; and ends [e], int32: where
+    the block of each of the `count` experts ends.
+    """
+    expert, order = experts.flatten().sort(stable=True)
+    ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return order, inverse, ends
+
+
+class Permute(torch.autograd.Function):
+    """Copy each token to its k rows, in sorted order: x [t, d] -> [n, d], where row i is token order[i] // k.
+
+    Backward is Unpermute; that of plain indexing would sort the indices again, or add row by row with atomics.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        ctx.k = k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return Unpermute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+
+
+class Unpermute(torch.autograd.Function):
+    """Add the k rows of each token: y [n, d], in sorted order -> [t, d]. Backward is Permute."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        ctx.k = k
+        wide = torch.promote_types(y.dtype, torch.float32)
+        # k terms written out compile to one kernel that reads whole rows; .sum() over an axis of k is far slower
+        total = sum(y[rows].to(wide) for rows in inverse.view(-1, k).unbind(1))
+        # torch 2.11 compiles a .to that changes nothing, at the end of a Function, to gradients of 0
+        return total if total.dtype == y.dtype else total.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return Permute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+
+
+def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each block of rows by the matrix of its expert: x [n, d], w [e, f, d] -> [n, f]. ends: sort_by_expert.
+
+    An expert without rows has a gradient of zeros.
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return nn.functional.grouped_mm(x, w.to(x.dtype).mT, offs=ends)  # one kernel; the sizes stay on the GPU
+    return one_by_one(x, w, ends)
+
+
+@torch.compiler.disable  # the number of rows of an expert is known only when it runs
+def one_by_one(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Do what grouped_matmul does with a matmul per expert, in any dtype and on any device."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()  # waits for the GPU
+    empty = len(x) - sum(sizes)
+    blocks = [rows @ matrix.T for rows, matrix in zip(x.split([*sizes, empty]), w)]
+    return torch.cat([*blocks, blocks[0].new_zeros(empty, w.shape[1])])
+
+
+class Experts(nn.Module):
+    """One SwiGLU per expert (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config, ep: dist.ProcessGroup):
+        super().__init__()
+        here = cfg.experts // ep.size()
+        self.gate_up_proj = nn.Parameter(torch.empty(here, 2 * cfg.ffn, cfg.dim))  # both in one matmul
+        self.down_proj = nn.Parameter(torch.empty(here, cfg.dim, cfg.ffn))
+        for p in self.parameters():  # each expert as nn.Linear would
+            nn.init.uniform_(p, -(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor, gates: Tensor, ends: Tensor) -> Tensor:
+        """x [n, d] and gates [n, 1], sorted by expert -> the experts' outputs times the gates, [n, d]
+
+        down_proj is linear: what it reads may be multiplied as well. Then backward does not need the outputs.
+        """
+        gate, up = grouped_matmul(x, self.gate_up_proj, ends).chunk(2, dim=-1)
+        hidden = (nn.functional.silu(gate) * up * gates).to(x.dtype)  # n f
+        return grouped_matmul(hidden, self.down_proj, ends)
+
+
+class MLP(nn.Module):
+    """The experts, of which each token goes through top_k; this rank holds e/ep of them."""
+
+    def __init__(self, cfg: Config, memory: Memory):
+        super().__init__()
+        self.memory = memory
+        self.top_k = cfg.top_k
+        self.gate = Router(cfg)
+        self.experts = Experts(cfg, memory.ep)
+        self.register_buffer("rows", torch.zeros(cfg.experts, dtype=torch.long), persistent=False)  # of each, this step
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = rearrange(x, "b s d -> (b s) d")
+        gates, experts = self.gate(tokens)
+        _, inverse, ends = sort_by_expert(experts, len(self.rows))
+        if torch.is_grad_enabled():  # not in a validation
+            self.rows += ends.diff(prepend=ends.new_zeros(1))
+        rows, gates, ends, route = dispatch(tokens, gates, inverse, ends, self.memory)
+        y = self.experts(rows, gates, ends)
+        return combine(y, route, self.memory).view_as(x)
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config, memory: Memory):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg, memory)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Model(nn.Module):
+    """Llama 3 with experts. Parameters have the names and shapes of transformers.MixtralForCausalLM in memory."""
+
+    def __init__(self, cfg: Config, dp: dist.ProcessGroup, ep: dist.ProcessGroup, edp: dist.ProcessGroup):
+        super().__init__()
+        self.cfg = cfg
+        self.dp, self.ep, self.edp = dp, ep, edp
+        self.memory = Memory(ep, min(cfg.slots, ep.size()), torch.zeros((), device=cfg.device))  # of all blocks
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleList(Block(cfg, self.memory) for _ in range(cfg.layers))
+        self.model.norm = RMSNorm(cfg)
+        self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> logits [b, s, v]"""
+        rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
+        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        for block in self.model.layers:
+            x = block(x, rope)
+        return self.lm_head(self.model.norm(x))
+
+
+def init_files(cfg: Config) -> list[str]:
+    """Return the path of --init, or all paths that match it."""
+    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+
+
+def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
+    """Return the shape of every tensor of the full model by its published name."""
+    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
+    attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
+    expert = dict(w1=[f, d], w2=[d, f], w3=[f, d])  # gate, down, up
+    moe = {f"experts.{i}.{name}": shape for i in range(cfg.experts) for name, shape in expert.items()}
+    moe = {f"block_sparse_moe.{name}": shape for name, shape in dict(gate=[cfg.experts, d], **moe).items()}
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **moe)
+    shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
+
+    Published models that tie their head store it as the embedding.
+    """
+    if cfg.init:
+        files = [safe_open(path, "pt") for path in init_files(cfg)]
+        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
+        return next(file.get_tensor(stored) for file in files if stored in file.keys())
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
+
+    first: the number of the first expert in these weights.
+    """
+    for name, tensor in weights.items():
+        module, _, last = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
+        parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=-2))) if last == "gate_up_proj" else {"w2": tensor}
+        if not module.endswith(".experts"):
+            yield f"{module}.{last}", tensor
+            continue
+        for part, matrices in parts.items():
+            yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices, first))
+
+
+def build_model(cfg: Config) -> Model:
+    """Build the model with this rank's experts, tensor by tensor, so that at most one full tensor is held twice.
+
+    dp is all ranks: they train what is not an expert. ep shares out the experts, edp holds copies of the same.
+    """
+    ep_size = dist.get_world_size() // cfg.edp
+    mesh = init_device_mesh(cfg.device, (cfg.edp, ep_size), mesh_dim_names=("edp", "ep"))
+    ep, edp = mesh["ep"].get_group(), mesh["edp"].get_group()
+    with torch.device("meta"):
+        model = Model(cfg, dist.group.WORLD, ep, edp)
+    model.to_empty(device=cfg.device)
+    with torch.no_grad():
+        for name, tensor in published(dict(model.named_parameters()), ep.rank() * cfg.experts // ep.size()):
+            tensor.copy_(full_tensor(cfg, name, tensor.shape))
+        for buffer in model.buffers():
+            buffer.zero_()
+    if cfg.compile:
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    --validate holds out the documents that start in the last twentieth; if none does, the end of the last document.
+    """
+    path = Path(cfg.data)
+    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
+    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
+    else:
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        starts = np.cumsum([0, *map(len, documents[:-1])])
+        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+    if wrong:
+        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
+    if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
+        raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
+    cut = min(starts[(starts >= cut) & (starts < len(ids) - cfg.seq)], default=cut)
+    return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW, with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    loss = forward(cfg, model, inputs, targets) / tokens
+    loss.backward()
+    for name, p in model.named_parameters():
+        if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
+            p.grad = torch.zeros_like(p)
+        # a gradient of an expert has the tokens of all ep ranks in it already: only copies of the expert are summed
+        group = model.edp if ".experts." in name else model.dp
+        dist.all_reduce(p.grad, group=group)  # 2 (n-1)/n of its bytes out and in, for n ranks; everyone waits
+    loss = loss.detach()
+    dist.all_reduce(loss, group=model.dp)  # one element, for the log; everyone waits
+    return loss
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    experts = [p.grad for name, p in model.named_parameters() if ".experts." in name]
+    others = [p.grad for name, p in model.named_parameters() if ".experts." not in name]  # the same on all ranks
+    squares = nn.utils.get_total_norm(experts) ** 2 / model.edp.size()  # edp ranks have the same experts
+    # one element; everyone waits. Not over ep: if groups rounded differently, they would also clip differently
+    dist.all_reduce(squares, group=model.dp)
+    norm = (nn.utils.get_total_norm(others) ** 2 + squares).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
+    return norm
+
+
+def count_rows(model: Model) -> Tensor:
+    """Return the rows of each expert in this step, [layers, e]; count from 0 again."""
+    rows = torch.stack([block.mlp.rows for block in model.model.layers]).float()  # layers e
+    dist.all_reduce(rows, group=model.dp)  # 4 bytes per layer and expert; everyone waits
+    for block in model.model.layers:
+        block.mlp.rows.zero_()
+    return rows
+
+
+def busiest(rows: Tensor) -> Tensor:
+    """Return the rows of the busiest expert over the mean of its layer, in the worst layer."""
+    return (rows.amax(1) / rows.mean(1)).amax()
+
+
+def overflow(model: Model) -> Tensor:
+    """Return 1, on all ranks, if any of them had too few slots since the last call of grow; else 0."""
+    dist.all_reduce(model.memory.missing, dist.ReduceOp.MAX, group=model.dp)  # one element; everyone waits
+    return (model.memory.missing > 0).float()
+
+
+def grow(model: Model, when: str) -> None:
+    """Have slots for what was missing, rounded up to the next quarter, and print that. All ranks grow alike."""
+    slots, missing = model.memory.slots, model.memory.missing.item()
+    model.memory.slots = min(model.ep.size(), missing // 0.25 * 0.25 + 0.25)
+    model.memory.missing.zero_()
+    if model.dp.rank() == 0:
+        print(f"{when}: --slots {slots:g} held too few rows, grown to {model.memory.slots:g}", flush=True)
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss, gradient norm and the busiest expert's load."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.found_inf = overflow(model)  # where it is 1, fused AdamW does nothing; the CPU need not know yet
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm, busiest(count_rows(model))
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    own = [x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets)]  # b/dp s
+    loss = forward(cfg, model, *own)
+    while overflow(model):  # waits for the GPU
+        grow(model, "validation")
+        loss = forward(cfg, model, *own)
+    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    return loss / tokens
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    Of the experts those count through which a token goes.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float, load: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  busiest expert {load:.2f}x  {tail}", flush=True)
+
+
+def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Print the mean loss of a batch of unseen text, the same one each time."""
+    loss = evaluate(cfg, model, *make_batch(cfg, unseen, 0)).item()
+    if dist.get_rank() == 0:
+        print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, norm, seconds, load] per step.
+
+    All ranks take part: each tensor of experts is gathered on all of them, one after another; rank 0 collects them on
+    its CPU.
+    """
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if ".experts." in name:
+            full = tensor.new_empty(model.ep.size() * len(tensor), *tensor.shape[1:])
+            model.ep._allgather_base(full, tensor).wait()  # 1/ep of its bytes out, the rest in; everyone waits
+            tensor = full
+        if dist.get_rank() == 0:
+            weights[name] = tensor.cpu()
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    if dist.get_rank() == 0:
+        part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+        part.write_bytes(to_bytes(dict(published(weights)), metadata))
+        part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, train it, log every step, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm, load = train_step(cfg, model, optimizer, *batch)
+        trained, batch = batch, make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
+        while model.memory.missing:  # waits for the GPU; no weight has changed
+            grow(model, f"step {step + 1}")
+            loss, norm, load = train_step(cfg, model, optimizer, *trained)
+        loss, norm, load = loss.item(), norm.item(), load.item()  # waits for the GPU
+        if not math.isfinite(loss + norm):
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
+        history.append((loss, norm, time.perf_counter() - start, load))
+        log(cfg, f"step {step + 1}", *history[-1])
+        if cfg.validate and (step + 1) % cfg.validate == 0:
+            validate(cfg, model, unseen)
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    for name, hint in get_type_hints(Config).items():
+        value = dict(type=type(getattr(Config, name)), choices=get_args(hint) or None)
+        kind = dict(action="store_true") if hint is bool else value
+        parser.add_argument(f"--{name}", help=f"default: {getattr(Config, name)}", **kind)
+    given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+
+
+def check_init(cfg: Config) -> None:
+    """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
+    shapes = tensor_shapes(cfg)
+    for path in init_files(cfg):
+        try:
+            file = safe_open(path, "pt")
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {path} is no .safetensors file") from None
+        for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
+            tensor = file.get_slice(name)
+            kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            if f"{kind} {tensor.get_shape()}" != wanted:
+                raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
+    if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
+        raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
+
+
+def check(cfg: Config, world: int) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    edge = dict.fromkeys("steps validate warmup lr weight_decay seed compile".split(), 0)
+    edge |= {"clip": math.inf, "slots": math.inf}
+    for flag, value in asdict(cfg).items():
+        if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
+            raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
+    large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
+        (max(1, world) % cfg.edp, f"--edp {cfg.edp}: must divide the number of processes, {world}"),
+        (
+            cfg.experts % max(1, world // cfg.edp),
+            f"--experts {cfg.experts}: must be divisible by the ranks that share them, {world // cfg.edp}",
+        ),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.top_k > cfg.experts, f"--top_k {cfg.top_k}: must be at most --experts {cfg.experts}"),
+        (
+            cfg.dtype == "bfloat16" and cfg.device == "cuda" and math.gcd(cfg.dim, cfg.ffn) % 8,
+            f"--ffn {cfg.ffn}: it and --dim {cfg.dim} must be multiples of 8, for matmuls of bfloat16",
+        ),
+        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    if found := [problem for wrong, problem in problems if wrong]:
+        raise SystemExit(found[0])
+    if cfg.init:
+        check_init(cfg)
+
+
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
+    data = load_data(cfg)
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    train(cfg, *data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
