@@ -31,7 +31,11 @@ SIZES = [  # that may fail where the hardest of each recipe, which the contract 
     ("07_expert/capacity.py", 3, "--experts 9 --top_k 4 --capacity 2.25"),
     ("07_expert/overlap.py", 3, "--experts 9 --top_k 4"),
     ("07_expert/overlap.py", 2, "--batch 2"),  # a sequence on each rank: there are no halves to take turns
+    ("07_expert/slots.py", 3, "--experts 9 --top_k 4"),
+    ("07_expert/slots.py", 2, "--slots 1"),  # too few: the step is repeated
+    ("07_expert/slots.py", 8, "--batch 16 --top_k 1 --slots inf"),
     ("07_expert/symmetric_memory.py", 3, "--experts 9 --top_k 4"),
+    ("07_expert/symmetric_memory.py", 2, "--slots 1"),
     ("07_expert/symmetric_memory.py", 8, "--batch 16 --top_k 1 --slots inf"),  # no more than all rows ever come
 ]
 
@@ -89,7 +93,8 @@ def test_unpermute_rounds_once(recipe, file=None):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["moe", "expert_parallel", "auxiliary_loss", "bias_balancing", "capacity", "overlap", "symmetric_memory"]
+    "recipe",
+    ["moe", "expert_parallel", "auxiliary_loss", "bias_balancing", "capacity", "overlap", "slots", "symmetric_memory"],
 )
 def test_gates_are_not_rounded(recipe, file=None):
     """Experts multiply their hidden units by gates of fp32, and round the product once."""

@@ -165,8 +165,8 @@ SIZES = """
 07_expert/capacity.py: 8 --batch 16 --top_k 1 --capacity 8
 07_expert/overlap.py: 2 | 2 --compile | 3 --experts 9 --top_k 4 | *4 --edp 2 | 8 --batch 16 --top_k 1
 # too few slots at first: steps are repeated
-07_expert/slots.py: 2 | 2 --slots 1 | 2 --compile | 3 --experts 9 --top_k 4 | *4 --edp 2 --slots 1
-07_expert/symmetric_memory.py: 2 | 2 --compile | 3 --experts 9 --top_k 4 | *4 --edp 2 --slots 1
+07_expert/slots.py: 2 | 2 --slots 1 | 2 --compile | 3 --experts 9 --top_k 4 | *4 --edp 2
+07_expert/symmetric_memory.py: 2 | 2 --slots 1 | 2 --compile | 3 --experts 9 --top_k 4 | *4 --edp 2
 07_expert/symmetric_memory.py: 8 --batch 16 --top_k 1 --slots 8
 09_kernels/train.py: *1 | 1 --kv_heads 6 --vocab 259
 10_mixed_precision/bf16.py: 1 --microbatches 1 | *1 --microbatches 3 | 1 --compile

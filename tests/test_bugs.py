@@ -120,10 +120,13 @@ IN_FILES = {
         "turns": ("test_halves_take_turns", "transfers without computation", {"layers": 3}),
         "late ranks": ("check_late_ranks", "is off by|IndexError|out of bounds|No such file"),
         "slots": ("test_every_row_has_its_slot", "case|split_with_sizes"),
-        "too few slots": ("test_too_few_slots", "not on every rank", {"world": 3, "edp": 1}),
-        "worst layer": ("test_the_worst_layer_counts", "2.00 was needed"),
-        "forgotten slots": ("test_too_few_slots_before_memory_grows", "forgotten"),
-        "other sizes": ("test_validation_of_another_size", "allocated in steps|must match the size|out of bounds"),
+        "too few slots": ("check_too_few_slots", "is off by|out of bounds|IndexError"),
+        "one rank lacks slots": ("test_one_rank_has_too_few_slots", "do not grow alike"),
+        "worst layer": ("test_the_worst_layer_counts", "begins with"),
+        "other sizes": (
+            "test_validation_of_another_size",
+            "allocated in steps|still held|must match the size|out of bounds",
+        ),
         "bytes written": (
             "test_bytes_written",
             "the CPU waits for",
