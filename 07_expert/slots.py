@@ -1,13 +1,15 @@
 """Static slots: each rank has a fixed number of slots for rows, so that the CPU never waits to learn their number.
 
-1. A rank has ceil(slots·n/ep) slots for the rows from each rank, n = t·top_k: --slots times what equally busy experts
-   would get. Ranks exchange counts, and the CPU never reads them: the slot of each row is computed on the GPU.
-2. An ordinary all-to-all moves all slots, full or empty, in equal parts: (ep-1)/ep·slots·t·top_k·d elements, twice in
-   forward and twice in backward. Padding costs slots - 1 times the bytes of equally busy experts.
-3. What arrives is sorted by expert, the empty slots behind the last. The grouped matmul reads the full ones alone.
-   Memory: activations of slots·t·top_k rows.
-4. If a row finds no slot, a flag says so, on all ranks. The optimizer skips the step where it is set, on the GPU. The
-   CPU reads the flag with the loss, adds slots, and repeats the step. So all rows count, as if there had been enough.
+1. A rank has slots for slots·t·top_k rows, --slots times what equally busy experts would send it, as many for each of
+   the ep ranks that they come from. The ranks exchange counts. The CPU never reads them: the GPU finds the slot of each
+   row.
+2. An ordinary all-to-all moves all slots, full and empty, in equal parts: a rank sends (ep-1)/ep·slots·t·top_k·d
+   elements, twice in forward and twice in backward. Padding is (slots-1)/slots of them if experts are equally busy.
+3. What arrives is sorted by expert, with the empty slots at the end. The grouped matmul reads the full ones alone.
+4. If a row finds no slot, a flag is set on all ranks, and the optimizer skips the step, on the GPU. The CPU reads the
+   flag with the loss, adds slots, and repeats the step. No weight has changed, so nothing is lost but time.
+
+Memory: activations of slots·t·top_k rows, and copies of so many rows while they travel.
 
 Parent:   07_expert/expert_parallel.py, 07_expert/capacity.py
 Lesson:   Config, Memory, Route, dispatch, combine, one_by_one, MLP, overflow, grow, train_step, train
@@ -18,7 +20,7 @@ Copy:     AllToAll, Memory, Route, dispatch, combine, Router, sort_by_expert, Pe
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, model.ep, model.memory,
           ".experts.", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 07_expert/slots.py
-Source:   Gale et al. 2022, MegaBlocks, arXiv:2211.15841 (no row is dropped); torch.optim.AdamW's found_inf (the skip)
+Source:   Lepikhin et al. 2020, GShard, arXiv:2006.16668 (static shapes); torch.amp.GradScaler (skipped steps)
 """
 
 from __future__ import annotations
@@ -596,7 +598,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     """Run one optimizer step on the global batch [b, s]; return loss, gradient norm and the busiest expert's load."""
     loss = forward_backward(cfg, model, inputs, targets)
     norm = clip_gradients(cfg, model)
-    optimizer.found_inf = overflow(model)  # where it is 1, fused AdamW does nothing; the CPU need not know yet
+    optimizer.found_inf = overflow(model)  # where it is 1, fused AdamW does nothing; the CPU does not wait
     optimizer.step()
     optimizer.zero_grad()
     return loss, norm, busiest(count_rows(model))

@@ -5,8 +5,8 @@
 2. One kernel does what were three steps: copy tokens to slots, send them, sort what arrives. The same kernel brings
    rows back, and backward of the way there is the way back. No padding travels: a rank sends (ep-1)/ep·t·top_k·d
    elements four times per layer, if experts are equally busy.
-3. Slots are not reserved for the rows of one rank: only if a rank gets more than slots·t·top_k rows in all, the step is
-   repeated with more slots. Then all ranks allocate anew; the old memory goes back to torch's pool first.
+3. No slot is reserved for the rows of one rank: the step is repeated only if a rank gets more than slots·t·top_k rows
+   in all. Then all ranks allocate anew. The old memory goes back to torch's pool of symmetric memory, which keeps it.
 
 Memory: (slots + 1)·t·top_k·d elements for all layers together, and activations of slots·t·top_k rows. The ep ranks must
 be on one host.
@@ -164,7 +164,7 @@ def allocate(memory: Memory, x: Tensor, gates: Tensor, experts: int) -> None:
     slots = math.ceil(memory.slots * n)
     sizes = dict(there=(slots, d, x.dtype), back=(n, d, x.dtype), gates=(slots, 1, gates.dtype))
     sizes |= dict(gates_back=(n, 1, gates.dtype), origins=(slots, 1, torch.long), counts=(ep, experts, torch.long))
-    for name in [*sizes, "barrier"]:  # what held the old ones, which go back to torch's pool before there are new ones
+    for name in [*sizes, "barrier"]:  # lets go of the old ones before there are new ones
         setattr(memory, name, None)
     bytes_of = {name: rows * width * dtype.itemsize for name, (rows, width, dtype) in sizes.items()}
     padded = [-(-size // 256) * 256 for size in bytes_of.values()]  # each begins at a multiple of 256 bytes
@@ -719,7 +719,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     """Run one optimizer step on the global batch [b, s]; return loss, gradient norm and the busiest expert's load."""
     loss = forward_backward(cfg, model, inputs, targets)
     norm = clip_gradients(cfg, model)
-    optimizer.found_inf = overflow(model)  # where it is 1, fused AdamW does nothing; the CPU need not know yet
+    optimizer.found_inf = overflow(model)  # where it is 1, fused AdamW does nothing; the CPU does not wait
     optimizer.step()
     optimizer.zero_grad()
     return loss, norm, busiest(count_rows(model))

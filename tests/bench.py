@@ -145,10 +145,10 @@ pipeline_twins: 4, 3, {STAGED.replace(" --compile", "")}
     06_pipeline: torch_pipelining --schedule ZBVZeroBubble
 expert: 2, 3, {EXPERTS} --batch 8
     07_expert: expert_parallel overlap
-    07_expert: symmetric_memory --slots 1.25
+    07_expert: slots symmetric_memory --slots 1.25
 expert_more: 2, 3, {EXPERTS} --batch 16
     07_expert: expert_parallel overlap
-    07_expert: symmetric_memory --slots 1.25
+    07_expert: slots symmetric_memory --slots 1.25
 kernels_smollm: 1, 2, {LLAMAS["smollm_1_7b"]}
     01_single_gpu: train --compile
     09_kernels: train
@@ -199,7 +199,7 @@ PROFILED = {  # recipes of a suite of which a timeline is kept
     "zero_stages": "zero1 zero1_overlap zero2 zero3",
     "tensor_few_layers": "torch_dtensor sequence_parallel async_tensor_parallel",
     "layouts_8b_few_layers": "train",
-    "expert": "expert_parallel overlap symmetric_memory",
+    "expert": "expert_parallel overlap slots symmetric_memory",
 }
 KINDS = "matmuls", "attention", "elementwise", "optimizer"
 DOES = [  # what a GPU kernel does, by parts of its name; the first that fits counts, and all others are elementwise
