@@ -588,7 +588,7 @@ def overflow(model: Model) -> Tensor:
 def grow(model: Model, when: str) -> None:
     """Have slots for what was missing, rounded up to the next quarter, and print that. All ranks grow alike."""
     slots, missing = model.memory.slots, model.memory.missing.item()
-    model.memory.slots = min(model.ep.size(), missing // 0.25 * 0.25 + 0.25)
+    model.memory.slots = min(model.ep.size(), max(slots, missing // 0.25 * 0.25 + 0.25))
     model.memory.missing.zero_()
     if model.dp.rank() == 0:
         print(f"{when}: --slots {slots:g} held too few rows, grown to {model.memory.slots:g}", flush=True)
@@ -679,7 +679,7 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         set_learning_rate(cfg, optimizer, step)
         loss, norm, load = train_step(cfg, model, optimizer, *batch)
         trained, batch = batch, make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
-        while model.memory.missing:  # waits for the GPU; no weight has changed
+        while optimizer.found_inf:  # waits for the GPU; no weight has changed
             grow(model, f"step {step + 1}")
             loss, norm, load = train_step(cfg, model, optimizer, *trained)
         loss, norm, load = loss.item(), norm.item(), load.item()  # waits for the GPU

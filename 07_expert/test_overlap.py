@@ -233,6 +233,25 @@ def test_too_few_slots_of_copies(recipe):
     check_too_few_slots(recipe, 6, "--edp 2")
 
 
+def validated_at_once(module):
+    """A probe: a validation follows each step before its flag is read."""
+    train_step = module.train_step
+
+    def step(cfg, model, optimizer, *batch):
+        result = train_step(cfg, model, optimizer, *batch)
+        module.evaluate(cfg, model, *batch)
+        return result
+
+    module.train_step = step
+    return lambda: None
+
+
+@pytest.mark.thorough
+def test_a_validation_hides_no_step():
+    """Slots that it adds do not make good for a step that the optimizer has skipped."""
+    equivalence.check(SLOTS, 2, "--slots 0.3", probe=validated_at_once)
+
+
 def growing(module):
     """A probe: instead of training, one rank has too few slots. Reports what each is told, and has then."""
     found = []
