@@ -9,9 +9,8 @@ sends (cp-1)·2·b·s/cp·kv elements in forward, as many again in backward, and
 of all key heads. A batch of one sequence is enough. But late tokens see more than early ones: the last rank has
 (2·cp-1)/cp times the average work, for which all wait. Weights are replicated: their gradients are summed.
 
-Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
-Lesson:   shard, gather, masked_scores, local_attention, local_attention_backward, pack, unpack, merge, GatherKV,
-          attention, Attention, Model, backward, forward_backward
+Parent:   05_context_ring/blockwise.py, 02_data_parallel/naive.py
+Lesson:   shard, gather, pack, unpack, GatherKV, attention, Attention, Model, backward, forward_backward
 Plumbing: Config, Block, build_model, check, evaluate
 Copy:     shard, gather, masked_scores, local_attention, local_attention_backward, pack, unpack, merge, GatherKV,
           attention, backward, evaluate (use shard for inputs, targets and positions alike, as forward_backward and
@@ -87,9 +86,6 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------- communication
-# Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
-
-
 def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
     """Return the positions [s/cp] that this rank holds of every sequence, in the order in which it holds them.
 
@@ -106,6 +102,7 @@ def gather(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     return gathered.unflatten(0, (cp.size(), len(x))), arrived
 
 
+# Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
     wide = torch.promote_types(q.dtype, torch.float32)

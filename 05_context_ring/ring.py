@@ -9,8 +9,8 @@ counted from 0, ranks below i have only later keys, and idle. The last rank comp
 (2·cp-1)/cp times as long as it would with equal work.
 
 Parent:   05_context_ring/all_gather_kv.py
-Lesson:   pass_on, visible, sum_parts, RingAttention, attention
-Copy:     shard, pass_on, visible, masked_scores, local_attention, local_attention_backward, pack, unpack, merge,
+Lesson:   ring_exchange, visible, sum_parts, RingAttention, attention
+Copy:     shard, ring_exchange, visible, masked_scores, local_attention, local_attention_backward, pack, unpack, merge,
           sum_parts, RingAttention, attention, backward, evaluate (as all_gather_kv.py says)
 Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/ring.py
@@ -83,9 +83,6 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------- communication
-# Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
-
-
 def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
     """Return the positions [s/cp] that this rank holds of every sequence, in the order in which it holds them.
 
@@ -94,7 +91,7 @@ def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
     return torch.arange(cfg.seq, device=cfg.device).chunk(cp.size())[cp.rank()]
 
 
-def pass_on(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to send x to the next rank and to receive the previous rank's, into a new tensor.
 
     Wait on the work before reading what has arrived, and before writing x.
@@ -115,6 +112,7 @@ def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
     return slice(0, s), slice(0, s), owner == rank
 
 
+# Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -208,7 +206,7 @@ class RingAttention(torch.autograd.Function):
         kv, parts, everything = pack(k, v), [], slice(0, q.shape[2])  # kv 2 b s g k
         for step in range(cp.size()):
             if step < cp.size() - 1:
-                arriving, passing = pass_on(kv, cp)  # overlaps with attention
+                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
             if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
                 queries, keys, causal = found
                 parts.append((queries, *local_attention(q[:, :, queries], *unpack(kv[:, :, keys]), causal)))
@@ -228,7 +226,7 @@ class RingAttention(torch.autograd.Function):
         kv, parts, everything, travelling, returning = pack(k, v), [], slice(0, q.shape[2]), None, None
         for step in range(cp.size()):
             if step < cp.size() - 1:
-                arriving, passing = pass_on(kv, cp)  # overlaps with attention
+                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
             if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
                 queries, keys, causal = found
                 rows = [x[:, :, queries] for x in (gradient, q, o, lse)]
@@ -244,7 +242,7 @@ class RingAttention(torch.autograd.Function):
                 travelling = own.new_zeros(own.shape, dtype=lse.dtype) if step == 1 else travelling
                 if found:
                     travelling[:, :, keys] += pack(dk, dv)
-                travelling, returning = pass_on(travelling, cp)  # overlaps with the next attention
+                travelling, returning = ring_exchange(travelling, cp)  # overlaps with the next attention
             if step < cp.size() - 1:
                 passing.wait()
                 kv = arriving

@@ -258,7 +258,7 @@ def blocks_of_keys(module):
 
     A transfer is done when it returns: gloo's work, unlike NCCL's, holds its tensors as long as somebody holds it.
     """
-    blocks, peak, pass_on = [], {"forward": 0, "backward": 0}, module.pass_on
+    blocks, peak, ring_exchange = [], {"forward": 0, "backward": 0}, module.ring_exchange
     all_to_all = module.dist.all_to_all_single
     done = SimpleNamespace(wait=lambda: None)
     module.dist.all_to_all_single = lambda *args, async_op, **kwargs: all_to_all(*args, **kwargs) or done
@@ -267,13 +267,13 @@ def blocks_of_keys(module):
         return len({block for block, reference in blocks if not reference.expired()})
 
     def watched(x, cp):
-        arriving, passing = pass_on(x, cp)
+        arriving, passing = ring_exchange(x, cp)
         if x.dtype == torch.bfloat16:  # else gradients
             blocks.extend((t.untyped_storage()._cdata, StorageWeakRef(t.untyped_storage())) for t in (x, arriving))
             peak[phase()] = max(peak[phase()], settled(alive, 2))
         return arriving, passing
 
-    module.pass_on = watched
+    module.ring_exchange = watched
     return lambda: peak
 
 

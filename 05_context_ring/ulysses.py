@@ -82,9 +82,6 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------- communication
-# Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
-
-
 def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
     """Return the positions [s/cp] that this rank holds of every sequence, in the order in which it holds them.
 

@@ -11,7 +11,7 @@ Parent:   05_context_ring/zigzag.py, 05_context_ring/ulysses.py
 Lesson:   Mesh, shard, attention
 Plumbing: Config, Attention.__init__, Block.__init__, Model.__init__, build_model, backward, forward_backward, check,
           evaluate
-Copy:     Mesh, shard, AllToAll, to_heads, to_tokens, pass_on, visible, masked_scores, local_attention,
+Copy:     Mesh, shard, AllToAll, to_heads, to_tokens, ring_exchange, visible, masked_scores, local_attention,
           local_attention_backward, pack, unpack, merge, sum_parts, RingAttention, attention, backward, evaluate (as
           all_gather_kv.py says; build_model shows the groups)
 Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
@@ -87,9 +87,6 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------- communication
-# Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
-
-
 @dataclass(frozen=True)
 class Mesh:
     """The ranks that share every sequence, as a grid: a row swaps heads for tokens, a column is a ring."""
@@ -144,7 +141,7 @@ def to_tokens(o: Tensor, cp: dist.ProcessGroup) -> Tensor:
     return rearrange(o, "r h b s k -> b (r h) s k")
 
 
-def pass_on(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to send x to the next rank and to receive the previous rank's, into a new tensor.
 
     Wait on the work before reading what has arrived, and before writing x.
@@ -167,6 +164,7 @@ def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
     return slice(s // 2, s), slice(0, s), False  # both of its parts lie between the queries' two
 
 
+# Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -260,7 +258,7 @@ class RingAttention(torch.autograd.Function):
         kv, parts, everything = pack(k, v), [], slice(0, q.shape[2])  # kv 2 b s g k
         for step in range(cp.size()):
             if step < cp.size() - 1:
-                arriving, passing = pass_on(kv, cp)  # overlaps with attention
+                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
             if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
                 queries, keys, causal = found
                 parts.append((queries, *local_attention(q[:, :, queries], *unpack(kv[:, :, keys]), causal)))
@@ -280,7 +278,7 @@ class RingAttention(torch.autograd.Function):
         kv, parts, everything, travelling, returning = pack(k, v), [], slice(0, q.shape[2]), None, None
         for step in range(cp.size()):
             if step < cp.size() - 1:
-                arriving, passing = pass_on(kv, cp)  # overlaps with attention
+                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
             if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
                 queries, keys, causal = found
                 rows = [x[:, :, queries] for x in (gradient, q, o, lse)]
@@ -296,7 +294,7 @@ class RingAttention(torch.autograd.Function):
                 travelling = own.new_zeros(own.shape, dtype=lse.dtype) if step == 1 else travelling
                 if found:
                     travelling[:, :, keys] += pack(dk, dv)
-                travelling, returning = pass_on(travelling, cp)  # overlaps with the next attention
+                travelling, returning = ring_exchange(travelling, cp)  # overlaps with the next attention
             if step < cp.size() - 1:
                 passing.wait()
                 kv = arriving

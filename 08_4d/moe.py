@@ -364,9 +364,6 @@ class Scatter(torch.autograd.Function):
         return rows, None
 
 
-# Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
-
-
 def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
     """Return the positions [s/cp] that this rank holds of every sequence, in the order in which it holds them.
 
@@ -376,7 +373,7 @@ def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
     return torch.cat([parts[cp.rank()], parts[-1 - cp.rank()]])
 
 
-def pass_on(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to send x to the next rank and to receive the previous rank's, into a new tensor.
 
     Wait on the work before reading what has arrived, and before writing x.
@@ -399,6 +396,7 @@ def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
     return slice(s // 2, s), slice(0, s), False  # both of its parts lie between the queries' two
 
 
+# Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -492,7 +490,7 @@ class RingAttention(torch.autograd.Function):
         kv, parts, everything = pack(k, v), [], slice(0, q.shape[2])  # kv 2 b s g k
         for step in range(cp.size()):
             if step < cp.size() - 1:
-                arriving, passing = pass_on(kv, cp)  # overlaps with attention
+                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
             if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
                 queries, keys, causal = found
                 parts.append((queries, *local_attention(q[:, :, queries], *unpack(kv[:, :, keys]), causal)))
@@ -512,7 +510,7 @@ class RingAttention(torch.autograd.Function):
         kv, parts, everything, travelling, returning = pack(k, v), [], slice(0, q.shape[2]), None, None
         for step in range(cp.size()):
             if step < cp.size() - 1:
-                arriving, passing = pass_on(kv, cp)  # overlaps with attention
+                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
             if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
                 queries, keys, causal = found
                 rows = [x[:, :, queries] for x in (gradient, q, o, lse)]
@@ -528,7 +526,7 @@ class RingAttention(torch.autograd.Function):
                 travelling = own.new_zeros(own.shape, dtype=lse.dtype) if step == 1 else travelling
                 if found:
                     travelling[:, :, keys] += pack(dk, dv)
-                travelling, returning = pass_on(travelling, cp)  # overlaps with the next attention
+                travelling, returning = ring_exchange(travelling, cp)  # overlaps with the next attention
             if step < cp.size() - 1:
                 passing.wait()
                 kv = arriving

@@ -513,7 +513,7 @@ def attention_of(file: str | None, seq: int, rank: int, cp: int) -> list[Callabl
     q, k, v, gradient = heads(32).requires_grad_(), heads(8).requires_grad_(), heads(8).requires_grad_(), heads(32)
     group, module = Rank(rank, cp), load(file) if file else None
     if module:
-        module.pass_on = lambda x, cp: (x, group)
+        module.ring_exchange = lambda x, cp: (x, group)
         module.gather = lambda x, cp: (x.expand(group.size(), *x.shape), group)
 
     def attend(backward: bool) -> None:

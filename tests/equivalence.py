@@ -120,6 +120,7 @@ SIZES = """
 # vocabulary 261 is cut into 66, 66, 66 and 63
 04_tensor_sequence/torch_dtensor.py: 2 | 2 --compile | 3 --kv_heads 3 --ffn 96
 04_tensor_sequence/torch_dtensor.py: *4 --heads 4 --kv_heads 4 --vocab 261 | 8 --heads 8 --kv_heads 8 --dim 64
+05_context_ring/blockwise.py: 1 --blocks 4 | *1 --blocks 3 | 1 --blocks 1 | 1 --blocks 4 --compile
 05_context_ring/all_gather_kv.py: 2 | 2 --compile | *3 | 4 --kv_heads 3 | 8
 05_context_ring/ring.py: 2 | 3 --kv_heads 6 | *4 | 8
 05_context_ring/striped.py: 2 | *3 --kv_heads 1 | 4 | 8
@@ -179,6 +180,7 @@ SIZES = """
 """
 ROOT_RECIPE = "01_single_gpu/train.py"
 MOE = "07_expert/moe.py"  # the root of a family of its own
+BLOCKWISE = "05_context_ring/blockwise.py"  # the only one of its folder on one device
 KERNELS = "09_kernels/train.py"  # which no CPU can compile: there its kernels are interpreted
 CASES, HARDEST = [], {ROOT_RECIPE: (1, ""), MOE: (1, "")}
 for recipe, cases in (line.split(": ") for line in SIZES.splitlines() if line and line[0] != "#"):
@@ -211,7 +213,7 @@ HARDEST["08_4d/moe.py"] = 8, f"{mesh(2, 1, 2, 2)} --ep 2 --top_k 8"
 
 def on_one_device(recipe: str) -> bool:
     """Whether a recipe trains in one process."""
-    return recipe[:2] in ("01", "10") or recipe in (MOE, KERNELS)
+    return recipe[:2] in ("01", "10") or recipe in (MOE, BLOCKWISE, KERNELS)
 
 
 def root_of(recipe: str) -> str:

@@ -55,6 +55,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "04_tensor_sequence/sequence_parallel.py": "... and the tokens in between",
     "04_tensor_sequence/async_tensor_parallel.py": "transfers overlap with the matmuls that need them",
     "04_tensor_sequence/torch_dtensor.py": "the same by torch's DTensor",
+    "05_context_ring/blockwise.py": "attention by blocks of queries and keys, on one GPU",
     "05_context_ring/all_gather_kv.py": "tokens split, attention gathers keys and values",
     "05_context_ring/ring.py": "... which pass from rank to rank instead",
     "05_context_ring/striped.py": "... every cp-th token to a rank, so that none idles",
