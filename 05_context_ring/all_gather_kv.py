@@ -1,13 +1,18 @@
 """Context parallelism, all-gather: each rank holds 1/cp of every sequence, and attention gathers keys and values.
 
 Everything but attention looks at one token at a time, so a rank computes it for its own tokens alone, and keeps 1/cp of
-the activations. Attention needs the keys and values of all earlier tokens: each rank gathers them while it attends to
-its own; where query heads share key heads, they are small. Backward gathers them again, and reduce-scatters their
-gradients in fp32, for which it waits. During a layer's attention the 2·b·s·kv gathered elements are in memory, and a
-copy of the earlier ranks' in attention's layout: on the last rank (2·cp-1)/cp times as many in all. Per layer a rank
-sends (cp-1)·2·b·s/cp·kv elements in forward, as many again in backward, and as many fp32 gradients, with kv the width
-of all key heads. A batch of one sequence is enough. But late tokens see more than early ones: the last rank has
-(2·cp-1)/cp times the average work, for which all wait. Weights are replicated: their gradients are summed.
+the activations. Attention needs the keys and values of all earlier tokens:
+
+1. A rank starts to gather those of all ranks, and attends to its own meanwhile.
+2. It attends to those of all earlier ranks in one call, and merges the two outputs as blockwise.py does.
+3. Backward gathers again, and reduce-scatters the gradients of keys and values in fp32, for which it waits.
+
+Per layer a rank sends (cp-1)·2·b·s/cp·kv elements in forward, as many again in backward, and as many fp32 gradients. kv
+is the width of all key heads, small where query heads share them. During a layer's attention the 2·b·s·kv gathered
+elements are in memory and, if more than one rank is earlier, a copy of theirs in attention's layout: on the last of
+three or more ranks (2·cp-1)/cp times as many in all. A batch of one sequence is enough. But late tokens see more than
+early ones: the last rank has (2·cp-1)/cp times the average work, for which all wait. Weights are replicated: their
+gradients are summed.
 
 Parent:   05_context_ring/blockwise.py, 02_data_parallel/naive.py
 Lesson:   shard, gather, pack, unpack, GatherKV, attention, Attention, Model, backward, forward_backward

@@ -15,9 +15,9 @@ from streams import streams
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-GATHER, RING, STRIPED, ZIGZAG, ULYSSES, USP, TWIN = (
+BLOCKWISE, GATHER, RING, STRIPED, ZIGZAG, ULYSSES, USP, TWIN = (
     f"05_context_ring/{name}.py"
-    for name in ("all_gather_kv", "ring", "striped", "zigzag", "ulysses", "usp", "torch_context_parallel")
+    for name in "blockwise all_gather_kv ring striped zigzag ulysses usp torch_context_parallel".split()
 )
 OURS = (GATHER, RING, STRIPED, ZIGZAG, ULYSSES, USP)
 IN_RINGS = (RING, STRIPED, ZIGZAG, USP)
@@ -232,6 +232,11 @@ def root_kept():
     return launch("01_single_gpu/train.py", 1, SMALL, probe=kept).probes[0]
 
 
+def test_blocks_keep_no_scores():
+    """... for backward, but what the root's fused attention keeps."""
+    assert launch(BLOCKWISE, 1, SMALL, probe=kept).probes == [root_kept()]
+
+
 @pytest.mark.parametrize("recipe", OURS)
 def test_activations_kept(recipe):
     """Each rank keeps 1/cp of what the root keeps; and, on a CPU, an attention output per layer.
@@ -253,6 +258,38 @@ def test_attention_runs_while_keys_travel(recipe):
         assert of_a_layer > 0 and hidden == ([True] * of_a_layer + [False] * (name == "backward")) * LAYERS, name
 
 
+class Scores(TorchDispatchMode):
+    """Notes the most bytes of tensors of at least `least` bytes that are in memory at once."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.made, self.peak = least, {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        storage = out.untyped_storage() if isinstance(out, torch.Tensor) else None
+        if storage and storage.nbytes() >= self.least:
+            self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.made = {address: made for address, made in self.made.items() if not made[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.made.values()))
+        return out
+
+
+def test_scores_of_one_pair_of_blocks_are_in_memory(file=BLOCKWISE):
+    """(s/blocks)² of a head, in as many tensors as without blocks. All else is smaller: heads are 2 wide."""
+
+    def peaks(blocks):
+        q, k, v = (torch.randn(1, h, 64, 2, requires_grad=True) for h in (4, 2, 2))
+        with Scores(4 * 4 * (64 // blocks) ** 2) as forward:
+            o = load(file).attention(q, k, v, blocks)
+        with Scores(4 * 4 * (64 // blocks) ** 2) as backward:
+            o.backward(torch.ones_like(o))
+        return [forward.peak, backward.peak]
+
+    whole, parts = isolated(lambda: (peaks(1), peaks(4)))
+    assert min(whole) > 0 and parts == [size // 16 for size in whole], "scores of more than one pair are in memory"
+
+
 def blocks_of_keys(module):
     """A probe: the most blocks of keys and values that are in memory, in forward and in backward.
 
@@ -263,14 +300,14 @@ def blocks_of_keys(module):
     done = SimpleNamespace(wait=lambda: None)
     module.dist.all_to_all_single = lambda *args, async_op, **kwargs: all_to_all(*args, **kwargs) or done
 
-    def alive():
+    def in_memory():
         return len({block for block, reference in blocks if not reference.expired()})
 
     def watched(x, cp):
         arriving, passing = ring_exchange(x, cp)
         if x.dtype == torch.bfloat16:  # else gradients
             blocks.extend((t.untyped_storage()._cdata, StorageWeakRef(t.untyped_storage())) for t in (x, arriving))
-            peak[phase()] = max(peak[phase()], settled(alive, 2))
+            peak[phase()] = max(peak[phase()], settled(in_memory, 2))
         return arriving, passing
 
     module.ring_exchange = watched
@@ -306,14 +343,16 @@ def attending(module):
     errors = {}
 
     def attend(cfg, *data):
-        cp, generator = module.build_model(cfg).cp, torch.Generator().manual_seed(0)
-        held = module.shard(cfg, cp)
+        generator, held, parts = torch.Generator().manual_seed(0), slice(None), getattr(cfg, "blocks", None)
+        if not parts:
+            parts = module.build_model(cfg).cp
+            held = module.shard(cfg, parts)
         for dtype in torch.bfloat16, torch.float64:
             whole = [torch.randn(B, h, cfg.seq, 16, generator=generator, dtype=dtype) for h in (H, KV, KV, H)]
             if dtype == torch.float64:  # scores near 1,000 with half of the key heads, near -1,000 with the others
                 whole[0][..., 0], whole[1][:, :2, :, 0], whole[1][:, 2:, :, 0] = 100, 40, -40
             *ours, gradient = (x[:, :, held] for x in whole)
-            o = module.attention(*(x.requires_grad_() for x in ours), cp)
+            o = module.attention(*(x.requires_grad_() for x in ours), parts)
             found = [o, *torch.autograd.grad(o, ours, gradient)]
             right = [x[:, :, held] for x in exact_attention(*whole, dtype)]
             base = [(x - x.to(dtype)).norm() if dtype == torch.bfloat16 else x.norm() for x in right]
@@ -329,7 +368,7 @@ MESH = "--dp 1 --cp 6 --tp 1 --pp 1"
 @pytest.mark.parametrize(
     "recipe, flags",
     [
-        *((GATHER, ""), (ZIGZAG, "")),
+        *((BLOCKWISE, "--blocks 6"), (GATHER, ""), (ZIGZAG, "")),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in ((RING, ""), (STRIPED, ""), (USP, "--ulysses 1"), ("08_4d/train.py", MESH))
@@ -338,9 +377,10 @@ MESH = "--dp 1 --cp 6 --tp 1 --pp 1"
     ],
 )
 def test_attention_rounds_once_and_never_overflows(recipe, flags, file=None):
-    """Of six ranks, whose results are merged in two goes. A nan is no small error."""
+    """Of six ranks, whose results are merged in two goes, or of six blocks. A nan is no small error."""
     flags = f"{SMALL.replace(f'--seq {S}', '--seq 36')} {flags}"
-    for errors in launch(file or recipe, 6, flags, probe=attending, save=False).probes:
+    world = 1 if recipe == BLOCKWISE else 6
+    for errors in launch(file or recipe, world, flags, probe=attending, save=False).probes:
         assert all(error < 1.01 for error in errors[torch.bfloat16]), f"rounded more than once: {errors}"
         assert all(error < 1e-10 for error in errors[torch.float64]), f"exponentials overflow: {errors}"
 
@@ -368,6 +408,7 @@ def test_merge_rounds_once(file=RING):
 # ---------------------------------------------------------------------------------------------------------------- sizes
 WIDE = "--dim 96 --heads 12"
 REFUSED = [  # recipes, ranks, flags, what the one line must have
+    ((BLOCKWISE,), 1, "--seq 126 --blocks 4", ["--seq 126", "must be divisible by --blocks 4"]),
     ((*OURS, TWIN), 4, "--seq 127", ["--seq 127", "must be divisible by"]),
     ((STRIPED,), 8, "--seq 8", ["--seq 8", "16"]),
     ((ZIGZAG, TWIN), 4, "--seq 12", ["--seq 12", "8"]),
@@ -381,6 +422,7 @@ REFUSED = [  # recipes, ranks, flags, what the one line must have
     ((USP,), 8, "--seq 24 --ulysses 1", ["--seq 24", "16"]),
 ]
 ACCEPTED = [  # recipes, ranks, flags
+    ((BLOCKWISE,), 1, "--seq 9 --blocks 9"),  # a token per block
     ((GATHER, RING), 8, "--seq 8"),  # a token per rank
     ((STRIPED, ZIGZAG, TWIN), 8, "--seq 16"),  # two
     ((GATHER, RING, STRIPED, ZIGZAG, TWIN), 3, "--seq 24 --kv_heads 1"),
@@ -394,7 +436,7 @@ ACCEPTED = [  # recipes, ranks, flags
 ]
 
 
-@pytest.mark.parametrize("recipe", [*OURS, TWIN])
+@pytest.mark.parametrize("recipe", [BLOCKWISE, *OURS, TWIN])
 def test_sizes(recipe):
     """What cannot be split ends with one line that names the flag and what would work; all else is trained."""
     module = load(recipe)

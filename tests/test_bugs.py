@@ -91,6 +91,7 @@ IN_FILES = {
             "test_attention_rounds_once_and_never_overflows",
             "rounded more than once|exponentials overflow",
         ),
+        "scores in memory": ("test_scores_of_one_pair_of_blocks_are_in_memory", "scores of more than one pair"),
     },
     "06_pipeline/test_pipeline.py": {
         "communicators": ("test_communicators", ""),
