@@ -435,7 +435,7 @@ def held(module: ModuleType, cfg, model, *batch: torch.Tensor) -> list[torch.Ten
     """What forward takes of tensors [b, s]: with context parallelism, this rank's tokens; of a mesh, its sequences."""
     if on_mesh(model):
         batch = [x.chunk(model.dp.size())[model.dp.rank()] for x in batch]
-    if hasattr(module, "attention"):
+    if hasattr(module, "attention") and hasattr(model, "cp"):
         return [x[:, module.shard(cfg, model.cp)] for x in batch]
     return list(batch)
 
