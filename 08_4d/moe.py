@@ -9,16 +9,18 @@ their weights sharded, over the edp = dp·cp/ep ranks that hold copies. Per rank
 and gradients, whatever ep is. For t tokens of an ep rank, 4(ep-1)/ep·t·top_k·d elements travel per layer.
 
 Parent:   08_4d/train.py, 07_expert/expert_parallel.py
-Lesson:   Config, SPLIT, group_ranks, Gather, Experts.__init__, MLP, Block.__init__, Model, local_parameter, build_model
+Lesson:   Config, SPLIT, group_ranks, Gather, Experts.__init__, MLP, Block.__init__, Model, local_parameter, holders,
+          build_model
 Plumbing: count_rows, train_step, unshard, save, check
-Copy:     group_ranks, Gather, MLP, local_parameter, build_model, clip_gradients, evaluate, unshard (beside what the
-          parents' Copy lines say)
-Needs:    cfg.clip, cfg.compile, cfg.cp, cfg.device, cfg.dp, cfg.dtype, cfg.ep, cfg.experts, cfg.kv_heads,
-          cfg.microbatches, cfg.order, cfg.pp, cfg.top_k, cfg.tp, cfg.vocab, model.cp, model.dp, model.dp_cp, model.edp,
-          model.first_expert, model.loss, model.model.embed_tokens, model.model.layers, model.pp, model.stage,
-          model.stages, model.tp, model.units, model.world, IGNORE, VOCABULARY, make_groups, reduce, gather_tokens,
-          reduce_scatter_tokens, Scatter, shard, dispatch, combine, Router, sort_by_expert, Permute, Unpermute, Experts,
-          Model, published, placement, local_tensor, make_unit, check_units, schedule, run_schedule, copies
+Copy:     group_ranks, Gather, MLP, local_parameter, holders, build_model, clip_gradients, evaluate, unshard (beside
+          what the parents' Copy lines say)
+Needs:    cfg.clip, cfg.compile, cfg.cp, cfg.device, cfg.dp, cfg.dtype, cfg.ep, cfg.experts, cfg.kv_heads, cfg.layers,
+          cfg.microbatches, cfg.order, cfg.pp, cfg.top_k, cfg.tp, cfg.vocab, model.cp, model.dp, model.dp_cp,
+          model.dp_cp_r, model.dp_cp_tp, model.edp, model.first_expert, model.loss, model.model.embed_tokens,
+          model.model.layers, model.pp, model.shared, model.stage, model.stages, model.tp, model.units, model.world,
+          ".experts.", IGNORE, VOCABULARY, make_groups, reduce, gather_tokens, reduce_scatter_tokens, Scatter, shard,
+          dispatch, combine, Router, sort_by_expert, Permute, Unpermute, Experts, Model, published, placement,
+          local_tensor, make_unit, check_units, schedule, run_schedule
 Run:      torchrun --nproc_per_node 8 08_4d/moe.py --dp 1 --cp 2 --tp 2 --pp 2 --ep 2
 Source:   Liu et al. 2025, MoE parallel folding, arXiv:2504.14960; Lepikhin et al. 2020, GShard, arXiv:2006.16668
 """
@@ -116,7 +118,8 @@ class Config:
 def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
     """Return the ranks of all groups by axis: ranks of a group differ in their place on this axis alone.
 
-    ZeRO's axis is dp and cp together, in this order. Replicas are neighbours on tp that hold the same key heads.
+    Ranks of dp_cp, in this order, have different tokens; ranks of dp_cp_tp are a stage of the pipeline. Where tp has
+    more ranks than there are key heads, r neighbours hold the same ones; over all of dp and cp they are dp_cp_r.
     Experts cut ZeRO's axis: ep neighbours share them out, edp ranks hold the same. pp_ep share out the whole model.
     """
     sizes = dict(pp=cfg.pp, dp=cfg.dp, cp=cfg.cp, tp=cfg.tp)
@@ -128,8 +131,9 @@ def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
         "dp": rearrange(mesh, "pp dp cp tp -> (pp cp tp) dp"),
         "pp": rearrange(mesh, "pp dp cp tp -> (dp cp tp) pp"),
         "dp_cp": rearrange(mesh, "pp dp cp tp -> (pp tp) (dp cp)"),
+        "dp_cp_r": rearrange(mesh, "pp dp cp (kv r) -> (pp kv) (dp cp r)", r=max(1, cfg.tp // cfg.kv_heads)),
+        "dp_cp_tp": rearrange(mesh, "pp dp cp tp -> pp (dp cp tp)"),
         "world": rearrange(mesh, "pp dp cp tp -> 1 (pp dp cp tp)"),
-        "replicas": rearrange(mesh, "pp dp cp (kv r) -> (pp dp cp kv) r", r=max(1, cfg.tp // cfg.kv_heads)),
     }
     rows["ep"] = rearrange(rows["dp_cp"], "n (edp ep) -> (n edp) ep", ep=cfg.ep)
     rows["edp"] = rearrange(rows["dp_cp"], "n (edp ep) -> (n ep) edp", ep=cfg.ep)
@@ -818,7 +822,7 @@ class MLP(nn.Module):
 
     Ranks of tp route the same tokens to the same experts, but have part of their weights. So outputs, gates and
     gradients are parts of sums over tp: Scatter adds up the outputs, Gather the gradients of the tokens, and
-    sum_replicas those of the router.
+    ZeRO those of the router.
     """
 
     def __init__(self, cfg: Config, tp: dist.ProcessGroup, ep: dist.ProcessGroup):
@@ -930,10 +934,12 @@ class Model(nn.Module):
         self.ep, self.edp, self.pp_ep = (groups[axis] for axis in ("ep", "edp", "pp_ep"))
         self.first_expert = self.ep.rank() * cfg.experts // self.ep.size()  # of this rank
         self.dp_cp = groups["dp_cp"]  # the ranks that train the same weights, on different tokens
-        self.replicas = groups["replicas"]  # the ranks of tp that hold the same key heads
+        self.dp_cp_tp, self.dp_cp_r = groups["dp_cp_tp"], groups["dp_cp_r"]  # a stage; those with the same key heads
         self.links = connect(self.pp, groups["pp_back"], cfg.device)  # communicators by operation
         self.stage, self.stages = self.pp.rank(), self.pp.size()  # stage i is rank i of the group
-        self.units: list[Unit] = []  # of this stage; filled by build_model, in the order of forward
+        # of this stage; filled by build_model: what ranks of tp share, then in the order of forward
+        self.units: list[Unit] = []
+        self.shared = 0  # how many units ranks of tp share
         self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
         self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
         self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
@@ -952,12 +958,14 @@ class Model(nn.Module):
         """ids [b, s/cp], on later stages activations [(b s/cp)/tp, d] -> these, on the last logits [b, s/cp, v/tp]"""
         rope = rope_table(self.cfg, shard(self.cfg, self.cp))
         x = x.view_as(x)  # a leaf's hook may run before the gradients of weights are there; that of a view runs after
+        for i in range(self.shared):
+            before_forward(self, i, x.detach())  # run_schedule reduces them
         if self.stage == 0:
-            before_forward(self, 0, x)
+            before_forward(self, self.shared, x)
             x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
             x = Scatter.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
         for i, block in enumerate(self.model.layers.children()):
-            dense = 2 * i + int(self.stage == 0)  # a block's first unit, its experts are the second
+            dense = self.shared + 2 * i + int(self.stage == 0)  # a block's first unit, its experts are the second
             for unit in (dense + 1, dense):  # backward has finished both, and reduces them in this order: unit 0 last
                 before_forward(self, unit, x)
             x = block(x, rope)
@@ -1090,28 +1098,37 @@ def check_units(model: nn.Module) -> None:
             raise ValueError(f"{name} must be in exactly one unit")
 
 
+def holders(cfg: Config, model: Model, name: str) -> dist.ProcessGroup:
+    """Return the ranks that hold the same elements of a parameter: ZeRO sums its gradient over them, and shards it."""
+    if ".experts." in name:
+        return model.edp  # the gradient of an expert has the tokens of all ep ranks in it already
+    parts = placement(name, cfg.tp, cfg.kv_heads)[1]
+    return model.dp_cp if parts == cfg.tp else model.dp_cp_tp if parts == 1 else model.dp_cp_r
+
+
 def build_model(cfg: Config) -> Model:
     """Build this rank's part of the model unit by unit, filled tensor by tensor: no rank ever has all weights."""
     groups = make_groups(cfg)
     with torch.device("meta"):
         model = Model(cfg, groups)
-    dense = "input_layernorm.", "self_attn.", "post_attention_layernorm.", "mlp.gate."
-    units = [(("model.embed_tokens.",), model.dp_cp)] * (model.stage == 0)
-    for i in model.model.layers:
-        units.append((tuple(f"model.layers.{i}.{name}" for name in dense), model.dp_cp))
-        # a gradient of an expert has the tokens of all ep ranks in it already: only copies of the expert are summed
-        units.append(((f"model.layers.{i}.mlp.experts.",), model.edp))
-    units += [(("model.norm.", "lm_head."), model.dp_cp)] * (model.stage == model.stages - 1)
+    held_by = {name: holders(cfg, model, name) for name, _ in model.named_parameters()}
+    blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
+    parts = [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]
+    units = [(names, group) for names in parts for group in (model.dp_cp, model.edp)]  # of a block, experts apart
+    shared = [(("",), g) for g in dict.fromkeys(held_by.values()) if g not in (model.dp_cp, model.edp)]
+    model.shared = len(shared)
     initial, dtype = partial(local_parameter, cfg, model), getattr(torch, cfg.dtype)
-    for names, group in units:
-        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
-        model.units.append(make_unit(named, initial, group, cfg.device, dtype))
+    for names, group in shared + units:
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names) and held_by[name] is group]
+        if named:  # of this stage
+            model.units.append(make_unit(named, initial, group, cfg.device, dtype))
     check_units(model)
     for block in model.model.layers.children():
         block.mlp.rows = torch.zeros_like(block.mlp.rows, device=cfg.device)
     if model.stage == 0:
         owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
-        model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(owner, 0))  # the last one
+        embedding = model.model.embed_tokens.weight
+        embedding.register_post_accumulate_grad_hook(lambda p: reduce(owner, owner.shared))  # the last gradient
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -1237,48 +1254,13 @@ def run_schedule(
             model.requires_gradient_sync = step == len(operations)  # with the last backward, ZeRO reduces
             output.backward(arrived)
             sending.append((send(model, op, x.grad), x.grad))
+            for shared in reversed(range(model.shared)):
+                reduce(model, shared)  # all blocks of this stage have added to these
         if len(sending) > 2:
             finish(sending.pop(0)[0])  # and frees what was sent
     for work in [work for work, _ in sending] + [work for _, _, work in alive.values()]:
         finish(work)
     return total
-
-
-def pieces(unit: Unit, flat: Tensor) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
-    """Yield each parameter of a unit, the index of its first element on this rank, and its elements in flat.
-
-    flat begins as unit.shard does, at element rank·n/dp of the unit: weights, gradients or moments.
-    """
-    start = -unit.dp.rank() * len(unit.shard)  # where a parameter starts in the shard
-    for p, size in zip(unit.parameters, unit.sizes):
-        yield p, max(0, -start), flat[max(0, start) : max(0, start + size)]
-        start += size
-
-
-def copies(cfg: Config, model: nn.Module) -> Iterator[tuple[Tensor, int]]:
-    """Yield the gradients in this rank's shards, in pieces, each with the number of ranks of tp that hold its elements.
-
-    That is tp for norms, tp / kv_heads for key and value heads if it is above 1, else 1.
-    """
-    names, tp = {p: name for name, p in model.named_parameters()}, model.tp.size()
-    for unit in model.units:
-        gradients = unit.matrices.grad.as_strided(unit.shard.shape, [1])  # and those of the vectors, which lie behind
-        for p, _, gradient in pieces(unit, gradients):
-            yield gradient, tp // placement(names[p], tp, cfg.kv_heads)[1]
-
-
-def sum_replicas(cfg: Config, model: nn.Module) -> None:
-    """Sum the gradients of what several ranks of tp hold: each has computed them from its own part of the tokens.
-
-    Ranks of tp cut their units alike, so that after ZeRO's reduction their shards hold the same elements. Only these
-    are sent.
-    """
-    by_size = {group.size(): group for group in (model.replicas, model.tp)}  # one, where all of tp hold the same heads
-    for ranks, group in by_size.items():
-        if gradients := [part for part, held_by in copies(cfg, model) if held_by == ranks > 1 and len(part)]:
-            # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-            # 2 (n-1)/n of their bytes out and in per rank, with n ranks in the group, which wait
-            group.allreduce_coalesced(gradients).wait()
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -1292,24 +1274,16 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     operations = schedule(model.stage, model.stages, cfg.microbatches)
     inputs, targets = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)  # b/dp/m s/cp
     total = run_schedule(cfg, model, operations, inputs, targets, tokens)
-    sum_replicas(cfg, model)
     for group in (model.dp_cp, model.pp):  # on tp, all have the same loss
         dist.all_reduce(total, group=group)  # one element, for the log; everyone waits
     return total
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Clip the global gradient norm to --clip; return the norm before clipping.
-
-    One formula for every layout: squares divided by the number of ranks that hold the same elements, summed over all
-    ranks. Of dp and cp no two hold the same, after ZeRO.
-    """
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
-    held_by = {}  # number of ranks -> gradients that so many ranks hold
-    for gradient, ranks in copies(cfg, model):
-        held_by.setdefault(ranks, []).append(gradient)
-    norm = torch.stack([nn.utils.get_total_norm(parts) ** 2 / ranks for ranks, parts in held_by.items()]).sum()
-    dist.all_reduce(norm, group=model.world)  # one element; everyone waits
+    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
@@ -1394,9 +1368,9 @@ def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
     names, weights, tp = {p: name for name, p in model.named_parameters()}, {}, model.tp
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
-        # (n-1)/n of the bytes of a unit out and in per rank, n = dp·cp, of experts edp; everyone waits
+        # (n-1)/n of the bytes of a unit out and in per rank, n ranks in its group; everyone waits
         unit.dp._allgather_base(full, unit.shard).wait()
-        if unit.dp.rank() > 0:
+        if (model.edp if unit.dp is model.edp else model.dp_cp).rank() > 0:
             continue
         local = {names[p]: weight.view(p.shape) for p, weight in zip(unit.parameters, full.split(unit.sizes))}
         for name, part in published(local, model.first_expert):

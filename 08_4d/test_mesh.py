@@ -198,6 +198,7 @@ def test_groups(sizes):
     }
     assert sorted(place) == list(range(math.prod(sizes)))
     axes = {axis: (axis,) for axis in ("dp", "cp", "tp", "pp")} | {"dp_cp": ("dp", "cp"), "world": tuple(place[0])}
+    axes["dp_cp_tp"] = "dp", "cp", "tp"
     for axis, own in axes.items():
         assert sorted(itertools.chain(*groups[axis])) == sorted(place), f"{axis} does not hold every rank once"
         for group in groups[axis]:
@@ -206,8 +207,9 @@ def test_groups(sizes):
             if axis != "world":
                 order = [tuple(place[rank][a] for a in own) for rank in group]
                 assert order == sorted(order), f"{axis}: {group} is not in the order of the axis"
-    heads = [[place[rank]["tp"] * min(tp, 2) // tp for rank in group] for group in groups["replicas"]]
-    assert all(len(set(of)) == 1 and len(of) == max(1, tp // 2) for of in heads), "replicas hold other key heads"
+    heads = [{(place[i]["pp"], place[i]["tp"] * min(tp, 2) // tp) for i in group} for group in groups["dp_cp_r"]]
+    assert all(len(of) == 1 for of in heads) and len(heads) == pp * min(tp, 2), "a group has other key heads"
+    assert sorted(itertools.chain(*groups["dp_cp_r"])) == sorted(place)
 
 
 def test_a_rank_has_its_share():
@@ -216,7 +218,7 @@ def test_a_rank_has_its_share():
     def share(module):
         models, build_model = [], module.build_model
         module.build_model = lambda cfg: models.append(build_model(cfg)) or models[0]
-        return lambda: [sum(len(getattr(unit, of)) for unit in models[0].units) for of in ("full", "shard")]
+        return lambda: [(len(unit.full), len(unit.shard), unit.dp.size()) for unit in models[0].units]
 
     sizes = SMALL.replace("--vocab 259", "--vocab 256")
     run = launch(TRAIN, 8, f"{sizes} --dp 1 --cp 2 --tp 2 --pp 2 --microbatches 4", probe=share)
@@ -224,10 +226,11 @@ def test_a_rank_has_its_share():
     for name, weight in run.weights.items():
         layer = int(name.split(".")[2]) if ".layers." in name else 3 * ("embed" not in name)
         whole[layer // 2] += weight.numel() / (1 if "norm" in name else 2)  # norms are whole on all ranks of tp
-    for rank, (full, shard) in enumerate(run.probes):
-        padding = full - whole[rank // 4]
-        assert 0 <= padding < 4 * 3, "weights are not 1/tp of those of a stage, but for the padding of three units"
-        assert shard == full / 2, "shards are not 1/(dp cp) of the weights"
+    for rank, units in enumerate(run.probes):
+        padding = sum(full for full, *_ in units) - whole[rank // 4]
+        assert 0 <= padding < 4 * 4, "weights are not 1/tp of those of a stage, but for the padding of four units"
+        assert [ranks for *_, ranks in units] == [4, 2, 2, 2], "norms are held by dp cp tp ranks, all else by dp cp"
+        assert all(shard == full / ranks for full, shard, ranks in units), "shards are not equal parts of the weights"
 
 
 def test_busiest_expert(file=MOE):
@@ -241,23 +244,9 @@ def test_busiest_expert(file=MOE):
 
 @in_a_fork
 def test_biases_of_split_layers_are_not_replicated():
-    """Of two ranks of tp each has its own half of a column-parallel bias; that of a row-parallel layer is on both."""
-    module = load(TRAIN)
-    model = torch.nn.Module()
-    model.norm = torch.nn.LayerNorm(4, bias=False)
-    model.q_proj, model.o_proj = torch.nn.Linear(4, 2), torch.nn.Linear(2, 4)
-    model.tp = torch.distributed.ProcessGroup(0, 2)
+    """Each of two ranks of tp has its own half of a column-parallel bias; that of a row-parallel layer is on both."""
+    module, groups = load(TRAIN), {2: "dp_cp_tp", 1: "dp_cp"}
+    model = SimpleNamespace(dp_cp="dp_cp", dp_cp_tp="dp_cp_tp", dp_cp_r="dp_cp_r")
     wanted = {"norm.weight": 2, "q_proj.weight": 1, "q_proj.bias": 1, "o_proj.weight": 1, "o_proj.bias": 2}
-    values = {name: float(i) for i, name in enumerate(wanted)}
-    alone = torch.distributed.ProcessGroup(0, 1)
-    named = list(model.named_parameters())
-    unit = module.make_unit(named, lambda name, shape: torch.full(shape, values[name]), alone, "cpu", torch.float32)
-    model.units = [unit]
-    unit.matrices.grad, unit.vectors.grad = unit.shard.clone().split([len(unit.matrices), len(unit.vectors)])
-    held = [(part, ranks) for part, ranks in module.copies(module.Config(kv_heads=2), model) if len(part)]
-    assert sorted((part[0].item(), ranks) for part, ranks in held) == [
-        (values[name], ranks) for name, ranks in wanted.items()
-    ]
-    for part, _ in held:
-        part.zero_()  # a view of the gradient
-    assert not unit.matrices.grad.any() and not unit.vectors.grad.any()
+    found = {name: module.holders(module.Config(tp=2, kv_heads=2), model, name) for name in wanted}
+    assert found == {name: groups[ranks] for name, ranks in wanted.items()}

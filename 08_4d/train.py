@@ -10,17 +10,16 @@ tokens of the whole batch, so that all sums are plain. (4) The norm is the root 
 the number of ranks that hold the same elements. Per rank: 2Ψ/(tp·pp) bytes of bf16 weights, 16Ψ/(tp·pp·dp·cp) of master
 weights, moments and reduced gradients; with several micro-batches also 4Ψ/(tp·pp) of gradient sums.
 
-Parent:   03_zero/zero1_overlap.py, 04_tensor_sequence/sequence_parallel.py, 05_context_ring/zigzag.py,
-          06_pipeline/1f1b.py
-Lesson:   Config, group_ranks, make_groups, ColumnParallel, column_parallel, row_parallel, Attention, MLP.forward,
-          Block.__init__, Model, local_tensor, build_model, run_schedule, pieces, copies, sum_replicas,
-          forward_backward, clip_gradients
+Parent:   08_4d/2d.py, 05_context_ring/zigzag.py, 06_pipeline/1f1b.py
+Lesson:   Config, group_ranks, make_groups, Attention, Block.__init__, Model, holders, build_model, run_schedule,
+          forward_backward
 Plumbing: unshard, save, show, check, main, evaluate
-Copy:     group_ranks, make_groups, local_tensor, pieces, copies, sum_replicas, clip_gradients, evaluate (and from each
-          parent what its own Copy line says; build_model and forward_backward show how they meet)
-Needs:    cfg.clip, cfg.cp, cfg.device, cfg.dp, cfg.kv_heads, cfg.microbatches, cfg.order, cfg.pp, cfg.tp, cfg.vocab,
-          model.cp, model.dp, model.dp_cp, model.pp, model.replicas, model.stage, model.stages, model.tp, model.units,
-          model.world, IGNORE, VOCABULARY, shard, full_tensor, placement, schedule, run_schedule
+Copy:     group_ranks, make_groups, local_tensor, holders, run_schedule, clip_gradients, evaluate (and from each parent
+          what its own Copy line says; build_model and forward_backward show how they meet)
+Needs:    cfg.clip, cfg.cp, cfg.device, cfg.dim, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.microbatches, cfg.order, cfg.pp,
+          cfg.tp, cfg.vocab, model.cp, model.dp, model.dp_cp, model.dp_cp_r, model.dp_cp_tp, model.pp,
+          model.requires_gradient_sync, model.shared, model.stage, model.stages, model.tp, model.units, model.world,
+          IGNORE, VOCABULARY, reduce, shard, receive, send, finish, full_tensor, placement, schedule, forward
 Run:      torchrun --nproc_per_node 8 08_4d/train.py --dp 1 --cp 2 --tp 2 --pp 2
 Source:   Llama 3, arXiv:2407.21783, section 3.3; Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473
 """
@@ -34,7 +33,7 @@ import time
 import weakref
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from glob import glob
@@ -107,7 +106,8 @@ class Config:
 def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
     """Return the ranks of all groups by axis: ranks of a group differ in their place on this axis alone.
 
-    ZeRO's axis is dp and cp together, in this order. Replicas are neighbours on tp that hold the same key heads.
+    Ranks of dp_cp, in this order, have different tokens; ranks of dp_cp_tp are a stage of the pipeline. Where tp has
+    more ranks than there are key heads, r neighbours hold the same ones; over all of dp and cp they are dp_cp_r.
     """
     sizes = dict(pp=cfg.pp, dp=cfg.dp, cp=cfg.cp, tp=cfg.tp)
     slowest_first = " ".join(reversed(cfg.order.split("-")))
@@ -118,8 +118,9 @@ def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
         "dp": rearrange(mesh, "pp dp cp tp -> (pp cp tp) dp"),
         "pp": rearrange(mesh, "pp dp cp tp -> (dp cp tp) pp"),
         "dp_cp": rearrange(mesh, "pp dp cp tp -> (pp tp) (dp cp)"),
+        "dp_cp_r": rearrange(mesh, "pp dp cp (kv r) -> (pp kv) (dp cp r)", r=max(1, cfg.tp // cfg.kv_heads)),
+        "dp_cp_tp": rearrange(mesh, "pp dp cp tp -> pp (dp cp tp)"),
         "world": rearrange(mesh, "pp dp cp tp -> 1 (pp dp cp tp)"),
-        "replicas": rearrange(mesh, "pp dp cp (kv r) -> (pp dp cp kv) r", r=max(1, cfg.tp // cfg.kv_heads)),
     }
     return {axis: ranks.tolist() for axis, ranks in rows.items()}
 
@@ -719,10 +720,12 @@ class Model(nn.Module):
         self.dp, self.cp, self.tp, self.pp = (groups[axis] for axis in ("dp", "cp", "tp", "pp"))
         self.world = groups["world"]  # the ranks that train this model
         self.dp_cp = groups["dp_cp"]  # the ranks that train the same weights, on different tokens
-        self.replicas = groups["replicas"]  # the ranks of tp that hold the same key heads
+        self.dp_cp_tp, self.dp_cp_r = groups["dp_cp_tp"], groups["dp_cp_r"]  # a stage; those with the same key heads
         self.links = connect(self.pp, groups["pp_back"], cfg.device)  # communicators by operation
         self.stage, self.stages = self.pp.rank(), self.pp.size()  # stage i is rank i of the group
-        self.units: list[Unit] = []  # of this stage; filled by build_model, in the order of forward
+        # of this stage; filled by build_model: what ranks of tp share, then in the order of forward
+        self.units: list[Unit] = []
+        self.shared = 0  # how many units ranks of tp share
         self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
         self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
         self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
@@ -741,11 +744,13 @@ class Model(nn.Module):
         """ids [b, s/cp], on later stages activations [(b s/cp)/tp, d] -> these, on the last logits [b, s/cp, v/tp]"""
         rope = rope_table(self.cfg, shard(self.cfg, self.cp))
         x = x.view_as(x)  # a leaf's hook may run before the gradients of weights are there; that of a view runs after
+        for i in range(self.shared):
+            before_forward(self, i, x.detach())  # run_schedule reduces them
         if self.stage == 0:
-            before_forward(self, 0, x)
+            before_forward(self, self.shared, x)
             x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
             x = Scatter.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
-        for i, block in enumerate(self.model.layers.children(), int(self.stage == 0)):
+        for i, block in enumerate(self.model.layers.children(), self.shared + int(self.stage == 0)):
             before_forward(self, i, x)
             x = block(x, rope)
         if self.stage < self.stages - 1:
@@ -849,20 +854,32 @@ def check_units(model: nn.Module) -> None:
             raise ValueError(f"{name} must be in exactly one unit")
 
 
+def holders(cfg: Config, model: Model, name: str) -> dist.ProcessGroup:
+    """Return the ranks that hold the same elements of a parameter: ZeRO sums its gradient over them, and shards it."""
+    parts = placement(name, cfg.tp, cfg.kv_heads)[1]
+    return model.dp_cp if parts == cfg.tp else model.dp_cp_tp if parts == 1 else model.dp_cp_r
+
+
 def build_model(cfg: Config) -> Model:
     """Build this rank's part of the model unit by unit, filled tensor by tensor: no rank ever has all weights."""
     groups = make_groups(cfg)
     with torch.device("meta"):
         model = Model(cfg, groups)
+    held_by = {name: holders(cfg, model, name) for name, _ in model.named_parameters()}
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
+    units = [(names, model.dp_cp) for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]]
+    shared = [(("",), group) for group in dict.fromkeys(held_by.values()) if group is not model.dp_cp]
+    model.shared = len(shared)
     initial, dtype = partial(local_tensor, cfg, model.tp), getattr(torch, cfg.dtype)
-    for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
-        if named := [(name, p) for name, p in model.named_parameters() if name.startswith(names)]:  # of this stage
-            model.units.append(make_unit(named, initial, model.dp_cp, cfg.device, dtype))
+    for names, group in shared + units:
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names) and held_by[name] is group]
+        if named:  # of this stage
+            model.units.append(make_unit(named, initial, group, cfg.device, dtype))
     check_units(model)
     if model.stage == 0:
         owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
-        model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(owner, 0))  # the last one
+        embedding = model.model.embed_tokens.weight
+        embedding.register_post_accumulate_grad_hook(lambda p: reduce(owner, owner.shared))  # the last gradient
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -988,48 +1005,13 @@ def run_schedule(
             model.requires_gradient_sync = step == len(operations)  # with the last backward, ZeRO reduces
             output.backward(arrived)
             sending.append((send(model, op, x.grad), x.grad))
+            for shared in reversed(range(model.shared)):
+                reduce(model, shared)  # all blocks of this stage have added to these
         if len(sending) > 2:
             finish(sending.pop(0)[0])  # and frees what was sent
     for work in [work for work, _ in sending] + [work for _, _, work in alive.values()]:
         finish(work)
     return total
-
-
-def pieces(unit: Unit, flat: Tensor) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
-    """Yield each parameter of a unit, the index of its first element on this rank, and its elements in flat.
-
-    flat begins as unit.shard does, at element rank·n/dp of the unit: weights, gradients or moments.
-    """
-    start = -unit.dp.rank() * len(unit.shard)  # where a parameter starts in the shard
-    for p, size in zip(unit.parameters, unit.sizes):
-        yield p, max(0, -start), flat[max(0, start) : max(0, start + size)]
-        start += size
-
-
-def copies(cfg: Config, model: nn.Module) -> Iterator[tuple[Tensor, int]]:
-    """Yield the gradients in this rank's shards, in pieces, each with the number of ranks of tp that hold its elements.
-
-    That is tp for norms, tp / kv_heads for key and value heads if it is above 1, else 1.
-    """
-    names, tp = {p: name for name, p in model.named_parameters()}, model.tp.size()
-    for unit in model.units:
-        gradients = unit.matrices.grad.as_strided(unit.shard.shape, [1])  # and those of the vectors, which lie behind
-        for p, _, gradient in pieces(unit, gradients):
-            yield gradient, tp // placement(names[p], tp, cfg.kv_heads)[1]
-
-
-def sum_replicas(cfg: Config, model: nn.Module) -> None:
-    """Sum the gradients of what several ranks of tp hold: each has computed them from its own part of the tokens.
-
-    Ranks of tp cut their units alike, so that after ZeRO's reduction their shards hold the same elements. Only these
-    are sent.
-    """
-    by_size = {group.size(): group for group in (model.replicas, model.tp)}  # one, where all of tp hold the same heads
-    for ranks, group in by_size.items():
-        if gradients := [part for part, held_by in copies(cfg, model) if held_by == ranks > 1 and len(part)]:
-            # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-            # 2 (n-1)/n of their bytes out and in per rank, with n ranks in the group, which wait
-            group.allreduce_coalesced(gradients).wait()
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -1043,24 +1025,16 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     operations = schedule(model.stage, model.stages, cfg.microbatches)
     inputs, targets = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)  # b/dp/m s/cp
     total = run_schedule(cfg, model, operations, inputs, targets, tokens)
-    sum_replicas(cfg, model)
     for group in (model.dp_cp, model.pp):  # on tp, all have the same loss
         dist.all_reduce(total, group=group)  # one element, for the log; everyone waits
     return total
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Clip the global gradient norm to --clip; return the norm before clipping.
-
-    One formula for every layout: squares divided by the number of ranks that hold the same elements, summed over all
-    ranks. Of dp and cp no two hold the same, after ZeRO.
-    """
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
-    held_by = {}  # number of ranks -> gradients that so many ranks hold
-    for gradient, ranks in copies(cfg, model):
-        held_by.setdefault(ranks, []).append(gradient)
-    norm = torch.stack([nn.utils.get_total_norm(parts) ** 2 / ranks for ranks, parts in held_by.items()]).sum()
-    dist.all_reduce(norm, group=model.world)  # one element; everyone waits
+    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
@@ -1124,10 +1098,10 @@ def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
     names, weights, tp = {p: name for name, p in model.named_parameters()}, {}, model.tp
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
-        # (n-1)/n of the bytes of a unit out and in per rank, n = dp·cp; everyone waits
+        # (n-1)/n of the bytes of a unit out and in per rank, n ranks in its group; everyone waits
         unit.dp._allgather_base(full, unit.shard).wait()
         for p, weight in zip(unit.parameters, full.split(unit.sizes)):
-            if unit.dp.rank() == 0:
+            if model.dp_cp.rank() == 0:
                 axis, parts = placement(names[p], tp.size(), cfg.kv_heads)
                 shards = [weight.new_empty(p.shape) for _ in range(tp.size())] if tp.rank() == 0 else None
                 # a part out of each rank, all into one; everyone waits

@@ -80,6 +80,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "07_expert/overlap.py": "half of the batch travels while the other half computes",
     "07_expert/slots.py": "a fixed number of slots that grows when rows find none: the CPU never waits",
     "07_expert/symmetric_memory.py": "... and a kernel writes each row straight to its expert",
+    "08_4d/2d.py": "what most train with: ZeRO over dp, tensor and sequence parallelism over tp",
     "08_4d/train.py": "data, context, tensor and pipeline parallelism on one mesh",
     "08_4d/moe.py": "... and experts, shared out over part of it",
     "08_4d/checkpoint.py": "saved in one layout, resumed in any other, killed at any time",
