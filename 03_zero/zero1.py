@@ -85,21 +85,21 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters whose weights lie end to end in one tensor: n elements, zeros at the end so that dp divides n."""
+    """Parameters whose weights lie end to end in one tensor: n elements, zeros at the end so that its N ranks divide n."""
 
-    dp: dist.ProcessGroup  # the ranks that share the unit; each owns, and updates, n/dp elements
+    group: dist.ProcessGroup  # the N ranks that share the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
     full: Tensor  # [n] the weights
     gradients: Tensor  # [n] what backward adds to: the parameters' .grad are views of it
-    shard: Tensor  # [n/dp] this rank's part of `full`
+    shard: Tensor  # [n/N] this rank's part of `full`
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
 
 
 def gather(unit: Unit) -> None:
     """Fill `full` with the shards of all ranks."""
-    # (dp-1)/dp of the bytes of `full` out and in per rank; everyone waits
-    unit.dp._allgather_base(unit.full, unit.shard).wait()
+    # (N-1)/N of the bytes of `full` out and in per rank; everyone waits
+    unit.group._allgather_base(unit.full, unit.shard).wait()
 
 
 def reduce_scatter(unit: Unit) -> None:
@@ -108,9 +108,9 @@ def reduce_scatter(unit: Unit) -> None:
     if any(p.grad is None or p.grad.untyped_storage().data_ptr() != memory for p in unit.parameters):
         raise RuntimeError("a .grad is no view of unit.gradients any more: zero these, not the .grad")
     gradient = torch.empty_like(unit.shard)
-    # (dp-1)/dp of the bytes of `gradients` out and in per rank; everyone waits. A method of the group: the function
+    # (N-1)/N of the bytes of `gradients` out and in per rank; everyone waits. A method of the group: the function
     # around it, dist.reduce_scatter_tensor, has another name in torch 2.13
-    unit.dp._reduce_scatter_base(gradient, unit.gradients).wait()
+    unit.group._reduce_scatter_base(gradient, unit.gradients).wait()
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
 
 
@@ -249,14 +249,14 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 
 
 @torch.no_grad()
-def make_unit(parameters: list[nn.Parameter], dp: dist.ProcessGroup) -> Unit:
+def make_unit(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> Unit:
     """Move parameters into one tensor, and give them gradients in another."""
     parameters = sorted(parameters, key=lambda p: -p.ndim)  # matrices first
     if not all(p.requires_grad for p in parameters):
         raise ValueError("a frozen parameter: every element of a unit is trained")
     sizes = [p.numel() for p in parameters]
-    each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
-    sizes.append(dp.size() * each - sum(sizes))  # the padding
+    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
+    sizes.append(group.size() * each - sum(sizes))  # the padding
     full = parameters[0].new_zeros(sum(sizes))
     for p, weight in zip(parameters, full.split(sizes)):
         weight.copy_(p.data.flatten())
@@ -264,10 +264,10 @@ def make_unit(parameters: list[nn.Parameter], dp: dist.ProcessGroup) -> Unit:
     gradients = torch.zeros_like(full)  # now that the memory of the old weights is free
     for p, gradient in zip(parameters, gradients.split(sizes)):
         p.grad = gradient.view(p.shape)
-    shard = full.chunk(dp.size())[dp.rank()]
-    end = sum(p.numel() for p in parameters if p.ndim > 1) - dp.rank() * each  # of the matrices, in the shard
+    shard = full.chunk(group.size())[group.rank()]
+    end = sum(p.numel() for p in parameters if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(dp, parameters, full, gradients, shard, matrices, vectors)
+    return Unit(group, parameters, full, gradients, shard, matrices, vectors)
 
 
 def build_model(cfg: Config) -> Model:

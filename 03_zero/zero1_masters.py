@@ -94,23 +94,23 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, zeros at the end so that dp divides n."""
+    """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
 
-    dp: dist.ProcessGroup  # the ranks that share the unit; each owns, and updates, n/dp elements
+    group: dist.ProcessGroup  # the N ranks that share the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
     sizes: list[int]  # elements of the parameters, and of the padding after them
     full: Tensor  # [n] the weights, in the dtype of the matmuls
-    shard: Tensor  # [n/dp] this rank's fp32 master weights
+    shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
 
 
 def gather(unit: Unit) -> None:
     """Fill `full` with the shards of all ranks, rounded to its dtype."""
-    mine = unit.full.chunk(unit.dp.size())[unit.dp.rank()].copy_(unit.shard)  # rounded
-    # (dp-1)/dp of the bytes of `full` out and in per rank; everyone waits. A method of the group: the function around
+    mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
+    # (N-1)/N of the bytes of `full` out and in per rank; everyone waits. A method of the group: the function around
     # it, dist.all_gather_into_tensor, has another name in torch 2.13
-    unit.dp._allgather_base(unit.full, mine).wait()
+    unit.group._allgather_base(unit.full, mine).wait()
 
 
 def reduce_scatter(unit: Unit, flat: Tensor) -> None:
@@ -124,9 +124,9 @@ def reduce_scatter(unit: Unit, flat: Tensor) -> None:
     """
     gradient = torch.empty_like(unit.shard)
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
-    parts = rearrange(torch.empty_like(flat), "(dp n) -> dp n", dp=unit.dp.size())
-    # (dp-1)/dp of the bytes of flat out and in per rank; everyone waits
-    dist.all_to_all_single(parts, flat, group=unit.dp)
+    parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
+    # (N-1)/N of the bytes of flat out and in per rank; everyone waits
+    dist.all_to_all_single(parts, flat, group=unit.group)
     torch.sum(parts, 0, dtype=gradient.dtype, out=gradient)
 
 
@@ -279,7 +279,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def make_unit(
     named: list[tuple[str, nn.Parameter]],
     initial: Callable[[str, torch.Size], Tensor],
-    dp: dist.ProcessGroup,
+    group: dist.ProcessGroup,
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
@@ -290,20 +290,20 @@ def make_unit(
         raise ValueError(f"{frozen[0]} is frozen: every element of a unit is trained")
     named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
-    each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
-    sizes.append(dp.size() * each - sum(sizes))  # the padding
-    full = torch.zeros(dp.size() * each, dtype=dtype, device=device)
+    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
+    sizes.append(group.size() * each - sum(sizes))  # the padding
+    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
     shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    start = -dp.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
     for (name, p), weight in zip(named, full.split(sizes)):
         own = shard[max(0, start) : max(0, start + p.numel())]
         own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
         # .data: autograd must not notice that gather overwrites the weights
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
-    end = sum(p.numel() for _, p in named if p.ndim > 1) - dp.rank() * each  # of the matrices, in the shard
+    end = sum(p.numel() for _, p in named if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(dp, [p for _, p in named], sizes, full, shard, matrices, vectors)
+    return Unit(group, [p for _, p in named], sizes, full, shard, matrices, vectors)
 
 
 def check_units(model: nn.Module) -> None:
@@ -482,7 +482,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # (dp-1)/dp of the bytes of a unit out and in per rank; everyone waits. Rank 0 keeps a copy on the CPU
-        unit.dp._allgather_base(full, unit.shard).wait()
+        unit.group._allgather_base(full, unit.shard).wait()
         if dist.get_rank() == 0:
             for p, weight in zip(unit.parameters, full.split(unit.sizes)):
                 weights[names[p]] = weight.view(p.shape).to("cpu", copy=True)

@@ -92,17 +92,17 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, zeros at the end so that dp divides n."""
+    """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
 
-    dp: dist.ProcessGroup  # the ranks that share the unit; each owns, and updates, n/dp elements
+    group: dist.ProcessGroup  # the N ranks that share the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
     sizes: list[int]  # elements of the parameters, and of the padding after them
     full: Tensor  # [n] the weights, in the dtype of the matmuls
-    shard: Tensor  # [n/dp] this rank's fp32 master weights
+    shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
     gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
-    gradient: Tensor | None = None  # [n/dp] fp32, summed over ranks and micro-batches; the .grad are views of it
+    gradient: Tensor | None = None  # [n/N] fp32, summed over ranks and micro-batches; the .grad are views of it
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
@@ -111,10 +111,10 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
         if stream:
             stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
         with torch.cuda.stream(stream):
-            mine = unit.full.chunk(unit.dp.size())[unit.dp.rank()].copy_(unit.shard)  # rounded
-            # (dp-1)/dp of the bytes of `full` out and in per rank; the unit's forward waits. A method of the group: the
+            mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
+            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits. A method of the group: the
             # function around it, dist.all_gather_into_tensor, has another name in torch 2.13
-            unit.gathering = unit.dp._allgather_base(unit.full, mine)
+            unit.gathering = unit.group._allgather_base(unit.full, mine)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
@@ -130,9 +130,9 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     if stream:
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
-        parts = rearrange(torch.empty_like(flat), "(dp n) -> dp n", dp=unit.dp.size())
-        # (dp-1)/dp of its bytes out and in per rank; the sum waits, on GPUs backward goes on
-        sending = dist.all_to_all_single(parts, flat, group=unit.dp, async_op=True)
+        parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
+        # (N-1)/N of its bytes out and in per rank; the sum waits, on GPUs backward goes on
+        sending = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
         sending.wait()
         if first:
             torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
@@ -321,7 +321,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def make_unit(
     named: list[tuple[str, nn.Parameter]],
     initial: Callable[[str, torch.Size], Tensor],
-    dp: dist.ProcessGroup,
+    group: dist.ProcessGroup,
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
@@ -332,20 +332,20 @@ def make_unit(
         raise ValueError(f"{frozen[0]} is frozen: every element of a unit is trained")
     named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
-    each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
-    sizes.append(dp.size() * each - sum(sizes))  # the padding
-    full = torch.zeros(dp.size() * each, dtype=dtype, device=device)
+    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
+    sizes.append(group.size() * each - sum(sizes))  # the padding
+    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
     shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    start = -dp.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
     for (name, p), weight in zip(named, full.split(sizes)):
         own = shard[max(0, start) : max(0, start + p.numel())]
         own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
         # .data: autograd must not notice that gather overwrites the weights
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
-    end = sum(p.numel() for _, p in named if p.ndim > 1) - dp.rank() * each  # of the matrices, in the shard
+    end = sum(p.numel() for _, p in named if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(dp, [p for _, p in named], sizes, full, shard, matrices, vectors)
+    return Unit(group, [p for _, p in named], sizes, full, shard, matrices, vectors)
 
 
 def check_units(model: nn.Module) -> None:
@@ -529,7 +529,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # (dp-1)/dp of the bytes of a unit out and in per rank; everyone waits. Rank 0 keeps a copy on the CPU
-        unit.dp._allgather_base(full, unit.shard).wait()
+        unit.group._allgather_base(full, unit.shard).wait()
         if dist.get_rank() == 0:
             for p, weight in zip(unit.parameters, full.split(unit.sizes)):
                 weights[names[p]] = weight.view(p.shape).to("cpu", copy=True)

@@ -95,18 +95,18 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, zeros at the end so that dp divides n."""
+    """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
 
-    dp: dist.ProcessGroup  # the ranks that share the unit; each owns, and updates, n/dp elements
+    group: dist.ProcessGroup  # the N ranks that share the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
     sizes: list[int]  # elements of the parameters, and of the padding after them
     full: Tensor  # [n] the weights, in the dtype of the matmuls
-    shard: Tensor  # [n/dp] this rank's fp32 master weights
+    shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
-    rounded: tuple[Tensor, ...] = ()  # by rank, [n/dp]: its shard in the dtype of `full`, in its symmetric memory
+    rounded: tuple[Tensor, ...] = ()  # by rank, [n/N]: its shard in the dtype of `full`, in its symmetric memory
     gathered: bool = False  # whether `full` is up to date, or on its way
-    gradient: Tensor | None = None  # [n/dp] fp32, summed over ranks and micro-batches; the .grad are views of it
+    gradient: Tensor | None = None  # [n/N] fp32, summed over ranks and micro-batches; the .grad are views of it
     pending: weakref.ref | None = None  # of the forward that backward has not finished
 
 
@@ -140,7 +140,7 @@ def publish(model: nn.Module) -> None:
     No rank may still read the old ones; in train_step none does: the norm's all-reduce comes after every backward.
     """
     for unit in model.units:
-        unit.rounded[unit.dp.rank()].copy_(unit.shard)
+        unit.rounded[unit.group.rank()].copy_(unit.shard)
     model.barrier()  # the stream waits
 
 
@@ -158,9 +158,9 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
         if stream:
             stream.wait_stream(torch.cuda.current_stream())  # what was in this memory is read
         with torch.cuda.stream(stream):
-            rank, dp = unit.dp.rank(), unit.dp.size()
+            rank, dp = unit.group.rank(), unit.group.size()
             for r in [(rank + i) % dp for i in range(dp)]:  # each rank begins elsewhere
-                unit.full.chunk(dp)[r].copy_(unit.rounded[r])  # in all (dp-1)/dp of the bytes of `full` in
+                unit.full.chunk(dp)[r].copy_(unit.rounded[r])  # in all (N-1)/N of the bytes of `full` in
 
 
 def free(unit: Unit) -> None:
@@ -180,11 +180,11 @@ def reduce_scatter(unit: Unit, memory: list[Tensor], barrier: Callable, stream: 
     if stream:
         stream.wait_stream(torch.cuda.current_stream())  # this rank's gradients are complete
     with torch.cuda.stream(stream):
-        rank, dp = unit.dp.rank(), unit.dp.size()
+        rank, dp = unit.group.rank(), unit.group.size()
         barrier()  # all ranks' are; the stream waits, backward goes on
         parts = rearrange(torch.empty_like(unit.full), "(dp n) -> dp n", dp=dp)
         for r in [(rank + i) % dp for i in range(dp)]:
-            parts[r].copy_(memory[r].chunk(dp)[rank])  # in all (dp-1)/dp of the bytes of a gradient in
+            parts[r].copy_(memory[r].chunk(dp)[rank])  # in all (N-1)/N of the bytes of a gradient in
         barrier()  # all ranks have copied; the stream waits
         if first:
             torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
@@ -206,7 +206,7 @@ def reduce(model: nn.Module, i: int) -> None:
     unit = model.units[i]
     memory = [m[: len(unit.full)] for m in model.memory]
     wait(model.stream)  # all ranks have copied the gradients of the unit before, which were here
-    take_gradients(unit, memory[unit.dp.rank()])
+    take_gradients(unit, memory[unit.group.rank()])
     reduce_scatter(unit, memory, model.barrier, model.stream)
     if i == 0:  # backward ends here
         wait(model.stream)
@@ -399,7 +399,7 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def make_unit(
     named: list[tuple[str, nn.Parameter]],
     initial: Callable[[str, torch.Size], Tensor],
-    dp: dist.ProcessGroup,
+    group: dist.ProcessGroup,
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
@@ -410,20 +410,20 @@ def make_unit(
         raise ValueError(f"{frozen[0]} is frozen: every element of a unit is trained")
     named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
-    each = -(-sum(sizes) // dp.size())  # elements of a shard, rounded up
-    sizes.append(dp.size() * each - sum(sizes))  # the padding
-    full = torch.zeros(dp.size() * each, dtype=dtype, device=device)
+    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
+    sizes.append(group.size() * each - sum(sizes))  # the padding
+    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
     shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    start = -dp.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
     for (name, p), weight in zip(named, full.split(sizes)):
         own = shard[max(0, start) : max(0, start + p.numel())]
         own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
         # .data: autograd must not notice that gather overwrites the weights
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
-    end = sum(p.numel() for _, p in named if p.ndim > 1) - dp.rank() * each  # of the matrices, in the shard
+    end = sum(p.numel() for _, p in named if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
     matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(dp, [p for _, p in named], sizes, full, shard, matrices, vectors)
+    return Unit(group, [p for _, p in named], sizes, full, shard, matrices, vectors)
 
 
 def check_units(model: nn.Module) -> None:
@@ -614,7 +614,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # (dp-1)/dp of the bytes of a unit out and in per rank; everyone waits. Rank 0 keeps a copy on the CPU
-        unit.dp._allgather_base(full, unit.shard).wait()
+        unit.group._allgather_base(full, unit.shard).wait()
         if dist.get_rank() == 0:
             for p, weight in zip(unit.parameters, full.split(unit.sizes)):
                 weights[names[p]] = weight.view(p.shape).to("cpu", copy=True)

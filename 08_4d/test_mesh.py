@@ -218,7 +218,7 @@ def test_a_rank_has_its_share():
     def share(module):
         models, build_model = [], module.build_model
         module.build_model = lambda cfg: models.append(build_model(cfg)) or models[0]
-        return lambda: [(len(unit.full), len(unit.shard), unit.dp.size()) for unit in models[0].units]
+        return lambda: [(len(unit.full), len(unit.shard), unit.group.size()) for unit in models[0].units]
 
     sizes = SMALL.replace("--vocab 259", "--vocab 256")
     run = launch(TRAIN, 8, f"{sizes} --dp 1 --cp 2 --tp 2 --pp 2 --microbatches 4", probe=share)

@@ -283,7 +283,7 @@ def tensors_zero1(model: GPT, gradients: bool) -> dict[str, Tensor]:
         return tensors(model, gradients)
     names, full = {p: name for name, p in model.named_parameters()}, {}
     for unit in model.units:
-        whole = torch.cat(parts_of(torch.cat([unit.matrices.grad, unit.vectors.grad]), unit.dp))
+        whole = torch.cat(parts_of(torch.cat([unit.matrices.grad, unit.vectors.grad]), unit.group))
         for p in unit.parameters:
             part, whole = whole.tensor_split([p.numel()])
             full[names[p]] = part.view(p.shape)
@@ -356,7 +356,9 @@ def tensors_zero3(model: ShardedGPT, gradients: bool) -> dict[str, Tensor]:
     names, full = {p: name for name, p in model.named_parameters()}, {}
     for unit in model.units:
         whole = torch.empty_like(unit.full, dtype=unit.shard.dtype)
-        dist.all_gather(list(whole.chunk(unit.dp.size())), unit.gradient if gradients else unit.shard, group=unit.dp)
+        dist.all_gather(
+            list(whole.chunk(unit.group.size())), unit.gradient if gradients else unit.shard, group=unit.group
+        )
         for p, part in zip(unit.parameters, whole.split(unit.sizes)):
             full[names[p]] = part.view(p.shape)
     return full
