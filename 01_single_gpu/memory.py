@@ -168,7 +168,7 @@ def matrices(cfg: Config) -> int:
 
 def split_backward(cfg: Config) -> bool:
     """Whether backward is split: B for the gradients of activations, and W later, for those of matrices."""
-    return cfg.schedule not in ("1f1b", "afab")
+    return cfg.schedule not in ("1f1b", "afab", "interleaved")
 
 
 def stages(cfg: Config) -> int:
@@ -823,7 +823,10 @@ def check(cfg: Config) -> None:
         (cfg.layers < stages(cfg), f"--layers {cfg.layers}: must be at least {times}--pp {cfg.pp}"),
         (cfg.stage >= cfg.pp, f"--stage {cfg.stage}: must be below --pp {cfg.pp}"),
         (cfg.schedule == "dualpipe" and cfg.pp % 2, f"--pp {cfg.pp}: must be even with --schedule dualpipe"),
-        (cfg.schedule == "interleaved" and m % cfg.pp, f"--microbatches {m}: must be a multiple of --pp {cfg.pp}"),
+        (
+            cfg.schedule == "interleaved" and cfg.chunks > 1 and m % cfg.pp,
+            f"--microbatches {m}: must be a multiple of --pp {cfg.pp}",
+        ),
         (cfg.zero and cfg.pp > 1, f"--zero {cfg.zero}: is predicted without --pp only"),
         (
             (cfg.fp8 != "none" or cfg.dtype == "float16") and cfg.precision == "autocast",
@@ -834,7 +837,7 @@ def check(cfg: Config) -> None:
             f"--precision {cfg.precision}: is predicted on one GPU and without --recompute only",
         ),
         (
-            split_backward(cfg) and (cfg.zero or cfg.gather_kv or cfg.recompute != "none"),
+            cfg.schedule not in ("1f1b", "afab") and (cfg.zero or cfg.gather_kv or cfg.recompute != "none"),
             f"--schedule {cfg.schedule}: is predicted without --zero, --gather_kv and --recompute only",
         ),
     ]

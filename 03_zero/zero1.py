@@ -85,7 +85,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters whose weights lie end to end in one tensor: n elements, zeros at the end so that its N ranks divide n."""
+    """Parameters whose weights lie end to end in one tensor: n elements, padded so that its N ranks divide n."""
 
     group: dist.ProcessGroup  # the N ranks that share the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors

@@ -6,7 +6,7 @@ and a larger m makes this smaller.
 
 Parent:   06_pipeline/afab.py
 Lesson:   schedule
-Copy:     connect, receive, send, finish, schedule, run_schedule, clip_gradients, evaluate (give the model the
+Copy:     connect, receive, send, wait_for_send, schedule, run_schedule, clip_gradients, evaluate (give the model the
           attributes stage, stages and links, and write forward(cfg, model, x, targets) as here. forward_backward calls
           run_schedule; so does a validation loop, under torch.no_grad() with a list of forwards. If embedding and head
           are one tensor, the first and the last stage hold it: sum its two gradients before the clip, and count one of
@@ -84,20 +84,20 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------- communication
-def connect(forward: dist.ProcessGroup, backward: dist.ProcessGroup, device: str) -> dict[str, dist.ProcessGroup]:
-    """Return a communicator per direction: "F" carries activations to the next stage, "B" gradients to the one before.
+def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -> dict[str, dist.ProcessGroup]:
+    """Connect neighbours over links, a communicator per direction; return them.
 
-    forward, backward: two groups of the same ranks. On GPUs the transfers of one communicator run one at a time, in the
-    order in which they were started. If both directions shared one, two neighbours that each had started a send first
-    would wait for each other forever.
+    "F" carries activations to the next stage, "B" gradients to the one before; path: the rank of each stage. On GPUs
+    the transfers of one communicator run one at a time, in the order in which they were started. If both directions
+    shared one, two neighbours that each had started a send first would wait for each other forever.
     """
-    links, hello = {"F": forward, "B": backward}, torch.zeros(1, device=device)
-    for stage in range(forward.size() - 1):
-        for op, source, target in (("F", stage, stage + 1), ("B", stage + 1, stage)):
+    hello = torch.zeros(1, device=device)
+    for before, after in zip(path, path[1:]):
+        for op, source, target in (("F", before, after), ("B", after, before)):
             # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
-            if forward.rank() == source:
+            if links[op].rank() == source:
                 dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
-            if forward.rank() == target:
+            if links[op].rank() == target:
                 dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
     return links
 
@@ -126,7 +126,7 @@ def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
     return dist.isend(tensor, group=model.links[op], group_dst=target)  # its bytes out; nothing waits for them
 
 
-def finish(work: dist.Work | None) -> None:
+def wait_for_send(work: dist.Work | None) -> None:
     """Wait until a message has left; on GPUs the stream waits, not this process."""
     if work:
         work.wait()
@@ -288,7 +288,7 @@ def build_model(cfg: Config) -> Model:
     """Build this stage and fill it tensor by tensor, so that at most one full tensor is held twice."""
     pp = dist.group.WORLD
     with torch.device("meta"):
-        model = Model(cfg, pp, connect(pp, dist.new_group(), cfg.device))
+        model = Model(cfg, pp, connect({"F": pp, "B": dist.new_group()}, [*range(pp.size())], cfg.device))
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -396,7 +396,7 @@ def run_schedule(
     list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
     the same order: messages carry no tag. A list of forwards alone, under torch.no_grad(), evaluates.
     """
-    alive, sending, dtype = {}, [], getattr(torch, cfg.dtype)
+    saved, sending, dtype = {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
     for op, i in operations:
         arrived = receive(model, op, (*inputs[i].shape, cfg.dim), dtype, inputs[i].device)  # b/m s d
@@ -408,18 +408,18 @@ def run_schedule(
                 total += output.detach()
             work = send(model, op, output.detach())
             if output.requires_grad:
-                alive[i] = x, output, work
+                saved[i] = x, output, work
             else:  # under torch.no_grad()
                 sending.append((work, output))
         else:
-            x, output, work = alive.pop(i)
-            finish(work)  # the output has arrived, since its gradient has come back
+            x, output, work = saved.pop(i)
+            wait_for_send(work)  # the output has arrived, since its gradient has come back
             output.backward(arrived)
             sending.append((send(model, op, x.grad), x.grad))
         if len(sending) > 2:
-            finish(sending.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in sending] + [work for _, _, work in alive.values()]:
-        finish(work)
+            wait_for_send(sending.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in sending] + [work for _, _, work in saved.values()]:
+        wait_for_send(work)
     return total
 
 
@@ -427,7 +427,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
-    operations = schedule(model.stage, model.stages, cfg.microbatches)
+    operations = schedule(model.pp.rank(), model.pp.size(), cfg.microbatches)
     inputs, targets = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)  # b/m s
     total = run_schedule(cfg, model, operations, inputs, targets, tokens)
     dist.all_reduce(total, group=model.pp)  # one element, for the log; everyone waits
@@ -456,7 +456,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    forwards = [op for op in schedule(model.stage, model.stages, cfg.microbatches) if op[0] == "F"]
+    forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.microbatches) if op[0] == "F"]
     micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/m s
     loss = run_schedule(cfg, model, forwards, *micro, tokens)
     dist.all_reduce(loss, group=model.pp)  # one element; everyone waits
@@ -495,13 +495,13 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     mine, weights = model.state_dict(), {}
-    shapes = [None] * model.stages
+    shapes = [None] * model.pp.size()
     # names and shapes; everyone waits
     dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
-    for stage, owned in enumerate(shapes):
+    for rank, owned in enumerate(shapes):
         for name, shape in owned.items():
             tensor = mine[name] if name in mine else torch.empty(shape, device=cfg.device)
-            dist.broadcast(tensor, group=model.pp, group_src=stage)  # one weight after another; everyone waits
+            dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another; everyone waits
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
     if dist.get_rank() == 0:

@@ -10,11 +10,11 @@ the matmuls of the other. Here they run one after the other.
 Parent:   06_pipeline/zbv.py
 Lesson:   Model, schedule, sum_replicas, forward_backward, clip_gradients
 Plumbing: Config, build_model, save, check
-Copy:     InputGradient, Linear, place, connect, receive, send, finish, prepare, backward_input, backward_weights,
-          schedule, run_schedule, sum_replicas, clip_gradients, evaluate (they need what 06_pipeline/interleaved.py
-          lists, and of the model the attribute mirror)
-Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.after, model.before, model.links,
-          model.mirror, model.pp, IGNORE, forward
+Copy:     InputGradient, Linear, connect, receive, send, wait_for_send, prepare_linears, backward_input,
+          backward_weights, schedule, run_schedule, sum_replicas, clip_gradients, evaluate (they need what
+          06_pipeline/interleaved.py lists, and of the model the attribute mirror)
+Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.chunks, model.links, model.mirror,
+          model.path, model.pp, model.stage, model.stages, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/dualpipe.py
 Source:   DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437, figure 5; the order is that of deepseek-ai/DualPipe
 """
@@ -29,7 +29,7 @@ import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict, dataclass, replace
 from glob import glob
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
@@ -87,77 +87,59 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------- communication
-def place(ranks: int) -> list[int]:
-    """Return the rank of every stage, from the first stage to the last."""
-    return [*range(ranks), *reversed(range(ranks))]
+def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -> dict[str, dist.ProcessGroup]:
+    """Connect neighbours over links, a communicator per direction; return them.
 
-
-def connect(
-    placement: list[int], groups: list[dist.ProcessGroup], device: str
-) -> dict[tuple[str, bool], dist.ProcessGroup]:
-    """Return a communicator per operation and direction: links[op, up], where up means from a lower to a higher rank.
-
-    placement: see place. groups: four groups of the same ranks. On GPUs the transfers of one communicator run one at a
-    time, in the order in which they were started, on which both ends must agree: so each kind of message has its own.
-    With two ranks, and with stages placed in a V, activations go both ways between the same two ranks, like gradients.
-    A group has a communicator per pair of ranks; given a device_id, NCCL's has one for all, and pairs would wait.
+    "F" carries activations to the next stage, "B" gradients to the one before; path: the rank of each stage. On GPUs
+    the transfers of one communicator run one at a time, in the order in which they were started. If both directions
+    shared one, two neighbours that each had started a send first would wait for each other forever.
     """
-    links = dict(zip((("F", True), ("F", False), ("B", True), ("B", False)), groups))
-    hello, rank = torch.zeros(1, device=device), groups[0].rank()
-    for before, after in sorted(set(pairwise(placement))):
+    hello = torch.zeros(1, device=device)
+    for before, after in zip(path, path[1:]):
         for op, source, target in (("F", before, after), ("B", after, before)):
             # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
-            if source != target and rank == source:
-                dist.send(hello, group=links[op, source < target], group_dst=target)  # 4 bytes; waits for the target
-            if source != target and rank == target:
-                dist.recv(hello, group=links[op, source < target], group_src=source)  # 4 bytes; waits for the source
+            if links[op].rank() == source:
+                dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
+            if links[op].rank() == target:
+                dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
     return links
 
 
 def receive(
-    model: nn.Module,
-    operation: tuple[str, int, int],
-    handed: dict[tuple[str, int, int], Tensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
+    model: nn.Module, op: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
     """Receive what an operation takes from a neighbour: activations for a forward (F), gradients for a backward (B).
 
-    Call it when the operation is next: a receive that waits takes SMs from a GPU. handed: see send.
+    Call it when the operation is next: a receive that waits takes SMs from a GPU.
     None on the first stage, whose forward starts from ids, and on the last, whose backward starts from the loss.
     """
-    op, _, chunk = operation
-    source, rank = (model.before if op == "F" else model.after)[chunk], model.pp.rank()
-    if source is None:
+    source = model.stage - 1 if op == "F" else model.stage + 1
+    if not 0 <= source < model.stages:
         return None
-    if source == rank:
-        return handed.pop(operation)
+    link = model.links[min(source, model.stage)][op]
+    if model.path[source] == model.pp.rank():
+        return link.popleft()  # a queue, see send
     buffer = torch.empty(shape, dtype=dtype, device=device)
-    # the bytes of shape in; the operation waits for them
-    dist.recv(buffer, group=model.links[op, source < rank], group_src=source)
+    dist.recv(buffer, group=link, group_src=model.path[source])  # the bytes of shape in; the operation waits for them
     return buffer
 
 
-def send(
-    model: nn.Module, operation: tuple[str, int, int], handed: dict[tuple[str, int, int], Tensor], tensor: Tensor
-) -> dist.Work | None:
-    """Start to send what an operation has computed to the rank that takes it; None if there is no such rank.
+def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
+    """Start to send what an operation has computed to the neighbour that takes it; None if there is no such stage.
 
-    If that is this rank, tensor waits in `handed` for the operation, (op, micro-batch, chunk), that takes it.
+    If the neighbour is on this rank, the tensor waits for it in a queue.
     """
-    op, i, chunk = operation
-    target, rank = (model.after if op == "F" else model.before)[chunk], model.pp.rank()
-    if target is None:
+    target = model.stage + 1 if op == "F" else model.stage - 1
+    if not 0 <= target < model.stages:
         return None
-    if target == rank:
-        handed[op, i, chunk + (1 if op == "F" else -1)] = tensor
+    link = model.links[min(target, model.stage)][op]
+    if model.path[target] == model.pp.rank():
+        link.append(tensor)
         return None
-    # its bytes out; nothing waits for them
-    return dist.isend(tensor, group=model.links[op, rank < target], group_dst=target)
+    return dist.isend(tensor, group=link, group_dst=model.path[target])  # its bytes out; nothing waits for them
 
 
-def finish(work: dist.Work | None) -> None:
+def wait_for_send(work: dist.Work | None) -> None:
     """Wait until a message has left; on GPUs the stream waits, not this process."""
     if work:
         work.wait()
@@ -286,44 +268,46 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
     return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
 
 
-class Model(nn.Module):
-    """A rank's stages of Llama 3, one per direction; the first stage also has the embedding, the last one the head."""
+class Stage(nn.Module):
+    """One stage of Llama 3: some of the layers; the first stage also has the embedding, the last one the head."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        pp: dist.ProcessGroup,
-        placement: list[int],
-        links: dict[tuple[str, bool], dist.ProcessGroup],
-        mirror: dist.ProcessGroup,
-    ):
+    def __init__(self, cfg: Config, pp: dist.ProcessGroup, links: list[dict], path: list[int], stage: int):
         super().__init__()
         self.cfg = cfg
         self.pp = pp  # the ranks that share the model
-        self.links = links  # communicators by operation and direction, see connect
-        self.mirror = mirror  # the two ranks that hold the same weights
-        stages = [stage for stage, rank in enumerate(placement) if rank == pp.rank()]
-        # for each chunk: the ranks of the stage before and of the one after, None if there is none, and its layers
-        self.before = [placement[stage - 1] if stage % pp.size() else None for stage in stages]
-        self.after = [placement[stage + 1] if (stage + 1) % pp.size() else None for stage in stages]
-        self.chunks = [split_layers(cfg, pp.size())[stage % pp.size()] for stage in stages]
+        self.links = links  # for each stage but the last: communicators, or queues, to the next one, by operation
+        self.path = path  # the rank of each stage
+        self.stage, self.stages = stage, len(path)
         self.model = nn.Module()
-        if None in self.before:
+        if self.stage == 0:
             self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
-        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in sorted({*self.chunks[0], *self.chunks[1]})})
-        if None in self.after:
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in split_layers(cfg, self.stages)[self.stage]})
+        if self.stage == self.stages - 1:
             self.model.norm = RMSNorm(cfg)
             self.lm_head = Linear(cfg.dim, cfg.vocab)
         self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
 
-    def forward(self, x: Tensor, chunk: int) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """ids [b, s], after the first stage activations [b, s, d] -> activations, on the last stage logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(x.shape[1], device=x.device))
-        if self.before[chunk] is None:
+        if self.stage == 0:
             x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        for i in self.chunks[chunk]:
-            x = self.model.layers[str(i)](x, rope)
-        return self.lm_head(self.model.norm(x)) if self.after[chunk] is None else x
+        for block in self.model.layers.children():
+            x = block(x, rope)
+        return self.lm_head(self.model.norm(x)) if self.stage == self.stages - 1 else x
+
+
+class Model(nn.Module):
+    """The stages of a rank, one per direction."""
+
+    def __init__(self, cfg: Config, pp: dist.ProcessGroup, links: list[dict], mirror: dist.ProcessGroup):
+        super().__init__()
+        self.pp = pp
+        self.mirror = mirror  # the two ranks that hold the same weights
+        ranks = [*range(pp.size())]
+        ways = [(links[0], ranks), (links[1], ranks[::-1])]
+        stages = (Stage(cfg, pp, [link] * (len(path) - 1), path, path.index(pp.rank())) for link, path in ways)
+        self.chunks = nn.ModuleList(stages)
 
 
 def init_files(cfg: Config) -> list[str]:
@@ -360,20 +344,23 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def build_model(cfg: Config) -> Model:
     """Build this rank's stages and fill them tensor by tensor, so that at most one full tensor is held twice."""
     pp = dist.group.WORLD
-    groups = [pp, *(dist.new_group() for _ in range(3))]
-    placement = place(pp.size())
-    links, pairs = connect(placement, groups, cfg.device), [[r, pp.size() - 1 - r] for r in range(pp.size() // 2)]
-    mirror, _ = dist.new_subgroups_by_enumeration(pairs)
+    path = [*range(pp.size())]
+    there = connect({"F": pp, "B": dist.new_group()}, path, cfg.device)
+    # Activations of the other direction, and gradients, go the other way between the same ranks: on one communicator,
+    # ranks that each had started a send first would wait forever.
+    back = connect({"F": dist.new_group(), "B": dist.new_group()}, path[::-1], cfg.device)
+    mirror, _ = dist.new_subgroups_by_enumeration([[r, pp.size() - 1 - r] for r in range(pp.size() // 2)])
     with torch.device("meta"):
-        model = Model(cfg, pp, placement, links, mirror)
+        model = Model(cfg, pp, [there, back], mirror)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(full_tensor(cfg, name, p.shape))
+            p.copy_(full_tensor(cfg, name.split(".", 2)[2], p.shape))  # without chunks.0.
     if cfg.compile:
-        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
-        for block in model.model.layers.children():  # the blocks share one compilation
-            block.compile()
+        for chunk in model.chunks:
+            chunk.loss = torch.compile(chunk.loss)  # its own .compile() would leave a module of torch.nn as it is
+            for block in chunk.model.layers.children():  # the blocks share one compilation
+                block.compile()
     return model
 
 
@@ -449,30 +436,36 @@ def schedule(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int, i
     """
     half, each = ranks // 2, (max(microbatches, 2 * ranks) + 1) // 2  # micro-batches per direction
     near = min(rank, ranks - 1 - rank)  # ranks between this one and the nearer end
-    far = half - 1 - near  # and between it and the middle; direction n starts at the nearer end, f at the farther one
-    order = ["Fn"] * (2 * far) + ["Fn", "Ff"] * (near + 1) + ["Bf", "Wf", "Ff"] * far
-    order += ["Fn", "Bf", "Wf", "Ff", "Bn", "Wn"] * (each - ranks + near + 1)
-    order += ["Bf", "Wf", "Ff", "Bn", "Wn"] * far
-    drain = ["Bf", "Bn"] * (near + 1)
-    order += [op for b in drain[: near + 1] for op in (b, b.replace("B", "W"))] + drain[near + 1 :]
-    late = [b.replace("B", "W") for b in drain[near + 1 :]] + ["Wn"] * far  # they fill the gaps of the last backwards
-    order += [op for w in late[:far] for op in (w, "Bn")] + late[far:]
-    direction = {"n": int(rank >= half), "f": int(rank < half)}
+    far = half - 1 - near  # and between it and the middle
+    # Steps by DeepSeek's names: n times each; 0 is here the direction that starts at the nearer end, 1 the other
+    order = ["F0"] * (2 * far)  # 1. nF0: forwards of direction 0, until direction 1 has come here
+    order += ["F0", "F1"] * (near + 1)  # 2. nF0F1: of both, until direction 1's first gradient is here
+    order += ["B1", "W1", "F1"] * far  # 3. nB1W1F1: backwards of 1 too, until 0's first gradient is here
+    # 4. nF0B1F1B0: a forward of one direction, a backward of the other: most of the time, and what can overlap
+    order += ["F0", "B1", "W1", "F1", "B0", "W0"] * (each - ranks + near + 1)
+    order += ["B1", "W1", "F1", "B0", "W0"] * far  # 5. nB1F1B0: direction 0 has no forwards left
+    # 6. nB1B0: nor has direction 1; the later half of these backwards puts off W, for which no rank waits
+    drain, late = ["B1", "B0"] * (near + 1), ["W1", "W0"] * (near + 1)
+    order += [op for pair in zip(drain[: near + 1], late) for op in pair] + drain[near + 1 :]
+    late = late[near + 1 :] + ["W0"] * far
+    order += [op for w in late[:far] for op in (w, "B0")]  # 7. nWB0: ... and does it while it would wait
+    order += late[far:]  # 8. nW: the W that are left
     first = (microbatches + 1) // 2  # micro-batch of direction 1
     number = {op: count() for op in order}
-    numbered = [(op[0], next(number[op]), direction[op[1]]) for op in order]
+    numbered = [(op[0], next(number[op]), int(op[1]) ^ (rank >= half)) for op in order]
     there = [(op, i, d) for op, i, d in numbered if i < (first, microbatches - first)[d]]
     return [(op, i + first * d, d) for op, i, d in there]
 
 
-def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs of Model.forward, targets [b, s] -> activations [b, s, d], on the last stage the sum of the losses"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        output = model(inputs, chunk)
-        return model.loss(output.flatten(0, 1), targets.flatten()) if model.after[chunk] is None else output
+        output = model(inputs)
+        last = model.stage == model.stages - 1
+        return model.loss(output.flatten(0, 1), targets.flatten()) if last else output
 
 
-def prepare(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Linear]:
+def prepare_linears(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Linear]:
     """Cast all matrices once for all micro-batches [b/m, s], give their layers leaves for x and dy; return the layers.
 
     The leaves have one element in memory: only their gradients are ever read, and those have the full shape.
@@ -523,7 +516,7 @@ def backward_weights(operands: list[tuple[nn.Parameter, Tensor, Tensor]]) -> Non
 
 def run_schedule(
     cfg: Config,
-    model: nn.Module,
+    chunks: nn.ModuleList,
     operations: list[tuple[str, int, int]],
     inputs: tuple[Tensor, ...],
     targets: tuple[Tensor, ...],
@@ -531,41 +524,42 @@ def run_schedule(
 ) -> Tensor:
     """Run a rank's operations on micro-batches [b/m, s]; return its part of the loss: 0 without the last stage.
 
-    forward(cfg, model, x, targets, chunk) returns activations [b/m, s, d] in cfg.dtype, on the last stage the summed
-    loss. Any list works in which each operation comes after those it needs, if both ends of a link take the messages
-    in the same order: they carry no tag. A rank waits while more than p of its gradients are not yet taken; a list in
-    which one is only taken after something that this rank does later hangs. Forwards alone, under no_grad, evaluate.
+    chunks: the rank's stages. forward(cfg, stage, x, targets) returns activations [b/m, s, d] in cfg.dtype, on the last
+    stage the summed loss. Any list works in which each operation comes after those it needs, if both ends of a link
+    take the messages in the same order: they carry no tag. A rank waits while more than p of its gradients are not yet
+    taken; a list in which one is only taken after something that this rank does later hangs. A list of forwards alone,
+    under torch.no_grad(), evaluates.
     """
-    alive, due, sending, handed, dtype = {}, {}, [], {}, getattr(torch, cfg.dtype)
+    saved, pending, sending, dtype = {}, {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
-    layers = prepare(model, inputs, dtype) if torch.is_grad_enabled() else []
-    for operation in operations:
-        op, i, chunk = operation
+    layers = prepare_linears(chunks, inputs, dtype) if torch.is_grad_enabled() else []
+    for op, i, chunk in operations:
+        model = chunks[chunk]
         if op == "W":
-            backward_weights(due.pop((i, chunk)))
+            backward_weights(pending.pop((i, chunk)))
             continue
-        arrived = receive(model, operation, handed, (*inputs[i].shape, cfg.dim), dtype, inputs[i].device)  # b/m s d
+        arrived = receive(model, op, (*inputs[i].shape, cfg.dim), dtype, inputs[i].device)  # b/m s d
         if op == "F":
             x = inputs[i] if arrived is None else arrived.requires_grad_()
-            output = forward(cfg, model, x, targets[i], chunk)
-            if model.after[chunk] is None:
+            output = forward(cfg, model, x, targets[i])
+            if model.stage == model.stages - 1:
                 output = output / tokens
                 total += output.detach()
-            work = send(model, operation, handed, output.detach())
+            work = send(model, op, output.detach())
             if output.requires_grad:
-                alive[i, chunk] = x, output, work
+                saved[i, chunk] = x, output, work
             else:  # under torch.no_grad()
                 sending.append((work, output))
         else:
-            x, output, work = alive.pop((i, chunk))
-            finish(work)  # the output has arrived, since its gradient has come back
-            gradient, due[i, chunk] = backward_input(model, layers, x, output, arrived)
+            x, output, work = saved.pop((i, chunk))
+            wait_for_send(work)  # the output has arrived, since its gradient has come back
+            gradient, pending[i, chunk] = backward_input(model, layers, x, output, arrived)
             del x, output
-            sending.append((send(model, operation, handed, gradient), gradient))
+            sending.append((send(model, op, gradient), gradient))
         if len(sending) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
-            finish(sending.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in sending] + [work for _, _, work in alive.values()]:
-        finish(work)
+            wait_for_send(sending.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in sending] + [work for _, _, work in saved.values()]:
+        wait_for_send(work)
     for layer in layers:
         layer.cast, layer.takes = None, ()  # from here on the model computes on its own, with the newest weights
     return total
@@ -573,7 +567,8 @@ def run_schedule(
 
 def sum_replicas(model: nn.Module) -> None:
     """Add up the gradients of the two ranks that hold the same weights, each of which has seen half of the batch."""
-    for p in model.parameters():
+    stages = sorted(model.chunks, key=lambda stage: stage.stage)  # the same order on both
+    for p in [p for stage in stages for p in stage.parameters()]:
         if p.grad is None:  # no micro-batch of this rank came by
             p.grad = torch.zeros_like(p)
         dist.all_reduce(p.grad, group=model.mirror)  # 4 bytes per element, once per step; the clip waits
@@ -585,7 +580,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
     operations = schedule(model.pp.rank(), model.pp.size(), cfg.microbatches)
     inputs, targets = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)  # b/m s
-    total = run_schedule(cfg, model, operations, inputs, targets, tokens)
+    total = run_schedule(cfg, model.chunks, operations, inputs, targets, tokens)
     sum_replicas(model)
     dist.all_reduce(total, group=model.pp)  # one element, for the log; everyone waits
     return total
@@ -615,7 +610,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.microbatches) if op[0] == "F"]
     micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/m s
-    loss = run_schedule(cfg, model, forwards, *micro, tokens)
+    loss = run_schedule(cfg, model.chunks, forwards, *micro, tokens)
     dist.all_reduce(loss, group=model.pp)  # one element; everyone waits
     return loss
 
@@ -651,7 +646,7 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
-    mine, weights = model.state_dict(), {}
+    mine, weights = {name.split(".", 2)[2]: tensor for name, tensor in model.state_dict().items()}, {}
     shapes = [None] * model.pp.size()
     # names and shapes; everyone waits
     dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)

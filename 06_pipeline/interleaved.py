@@ -1,22 +1,22 @@
-"""Interleaved pipeline: every rank holds several chunks of layers, and a micro-batch visits it once for each.
+"""Interleaved 1F1B: every rank holds several stages of 1F1B, its chunks, and a micro-batch visits it once for each.
 
-With v chunks per rank there are v·p stages, stage s on rank s mod p. A chunk takes 1/v of a rank's time, so the
-pipeline fills and drains v times as fast: ranks idle for (p-1)(F+B)/v, where F and B are those of all chunks of a rank.
-There are v times as many messages. In flight on a rank are at most 2(p-1-rank) + (v-1)p + 1 chunks, each with the
-activations of 1/v of its layers. Micro-batches go in groups of p. With a smaller last group ranks can wait for each
-other forever, so m must be a multiple of p.
+With v chunks per rank there are v·p stages, stage s on rank s mod p. A stage takes 1/v of a rank's time, so the
+pipeline fills and drains v times as fast: ranks idle for (p-1)/(v·m+p-1) of the time. There are v times as many
+messages. In flight on a rank are at most 2(p-1-rank) + (v-1)p + 1 chunks of micro-batches, each with the activations of
+1/v of its layers. Micro-batches go in groups of p. With a smaller last group ranks can wait for each other forever, so
+m must be a multiple of p. With one chunk this is 1F1B.
 
-Parent:   06_pipeline/split_backward.py
-Lesson:   place, connect, receive, send, Model, schedule, run_schedule
-Plumbing: Config, build_model, forward, forward_backward, save, check, evaluate
-Copy:     InputGradient, Linear, place, connect, receive, send, finish, prepare, backward_input, backward_weights,
-          schedule, run_schedule, clip_gradients, evaluate (give the model the attributes pp, links, before and after,
-          see Model, and write forward(cfg, model, x, targets, chunk) as here; what it needs else is what
-          split_backward.py lists)
-Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.after, model.before,
-          model.links, model.pp, IGNORE, forward
+Parent:   06_pipeline/1f1b.py
+Lesson:   receive, send, Stage, Model, schedule, run_schedule
+Plumbing: Config, build_model, forward_backward, evaluate, save, check
+Copy:     connect, receive, send, wait_for_send, schedule, run_schedule, clip_gradients, evaluate (your model has the
+          attributes pp and chunks, an nn.ModuleList of stages with the attributes that Stage has, connected as in
+          build_model. What it needs else is what 06_pipeline/1f1b.py lists, and forward(cfg, stage, x, targets) is the
+          same)
+Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.chunks, model.links, model.path,
+          model.pp, model.stage, model.stages, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/interleaved.py
-Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 2.2
+Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 2.2 and figure 4
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import os
 import time
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections import deque
 from dataclasses import asdict, dataclass, replace
 from glob import glob
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
@@ -88,77 +88,59 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------- communication
-def place(ranks: int, chunks: int) -> list[int]:
-    """Return the rank of every stage, from the first stage to the last."""
-    return [*range(ranks)] * chunks
+def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -> dict[str, dist.ProcessGroup]:
+    """Connect neighbours over links, a communicator per direction; return them.
 
-
-def connect(
-    placement: list[int], groups: list[dist.ProcessGroup], device: str
-) -> dict[tuple[str, bool], dist.ProcessGroup]:
-    """Return a communicator per operation and direction: links[op, up], where up means from a lower to a higher rank.
-
-    placement: see place. groups: four groups of the same ranks. On GPUs the transfers of one communicator run one at a
-    time, in the order in which they were started, on which both ends must agree: so each kind of message has its own.
-    With two ranks, and with stages placed in a V, activations go both ways between the same two ranks, like gradients.
-    A group has a communicator per pair of ranks; given a device_id, NCCL's has one for all, and pairs would wait.
+    "F" carries activations to the next stage, "B" gradients to the one before; path: the rank of each stage. On GPUs
+    the transfers of one communicator run one at a time, in the order in which they were started. If both directions
+    shared one, two neighbours that each had started a send first would wait for each other forever.
     """
-    links = dict(zip((("F", True), ("F", False), ("B", True), ("B", False)), groups))
-    hello, rank = torch.zeros(1, device=device), groups[0].rank()
-    for before, after in sorted(set(pairwise(placement))):
+    hello = torch.zeros(1, device=device)
+    for before, after in zip(path, path[1:]):
         for op, source, target in (("F", before, after), ("B", after, before)):
             # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
-            if source != target and rank == source:
-                dist.send(hello, group=links[op, source < target], group_dst=target)  # 4 bytes; waits for the target
-            if source != target and rank == target:
-                dist.recv(hello, group=links[op, source < target], group_src=source)  # 4 bytes; waits for the source
+            if links[op].rank() == source:
+                dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
+            if links[op].rank() == target:
+                dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
     return links
 
 
 def receive(
-    model: nn.Module,
-    operation: tuple[str, int, int],
-    handed: dict[tuple[str, int, int], Tensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
+    model: nn.Module, op: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
     """Receive what an operation takes from a neighbour: activations for a forward (F), gradients for a backward (B).
 
-    Call it when the operation is next: a receive that waits takes SMs from a GPU. handed: see send.
+    Call it when the operation is next: a receive that waits takes SMs from a GPU.
     None on the first stage, whose forward starts from ids, and on the last, whose backward starts from the loss.
     """
-    op, _, chunk = operation
-    source, rank = (model.before if op == "F" else model.after)[chunk], model.pp.rank()
-    if source is None:
+    source = model.stage - 1 if op == "F" else model.stage + 1
+    if not 0 <= source < model.stages:
         return None
-    if source == rank:
-        return handed.pop(operation)
+    link = model.links[min(source, model.stage)][op]
+    if model.path[source] == model.pp.rank():
+        return link.popleft()  # a queue, see send
     buffer = torch.empty(shape, dtype=dtype, device=device)
-    # the bytes of shape in; the operation waits for them
-    dist.recv(buffer, group=model.links[op, source < rank], group_src=source)
+    dist.recv(buffer, group=link, group_src=model.path[source])  # the bytes of shape in; the operation waits for them
     return buffer
 
 
-def send(
-    model: nn.Module, operation: tuple[str, int, int], handed: dict[tuple[str, int, int], Tensor], tensor: Tensor
-) -> dist.Work | None:
-    """Start to send what an operation has computed to the rank that takes it; None if there is no such rank.
+def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
+    """Start to send what an operation has computed to the neighbour that takes it; None if there is no such stage.
 
-    If that is this rank, tensor waits in `handed` for the operation, (op, micro-batch, chunk), that takes it.
+    If the neighbour is on this rank, the tensor waits for it in a queue.
     """
-    op, i, chunk = operation
-    target, rank = (model.after if op == "F" else model.before)[chunk], model.pp.rank()
-    if target is None:
+    target = model.stage + 1 if op == "F" else model.stage - 1
+    if not 0 <= target < model.stages:
         return None
-    if target == rank:
-        handed[op, i, chunk + (1 if op == "F" else -1)] = tensor
+    link = model.links[min(target, model.stage)][op]
+    if model.path[target] == model.pp.rank():
+        link.append(tensor)
         return None
-    # its bytes out; nothing waits for them
-    return dist.isend(tensor, group=model.links[op, rank < target], group_dst=target)
+    return dist.isend(tensor, group=link, group_dst=model.path[target])  # its bytes out; nothing waits for them
 
 
-def finish(work: dist.Work | None) -> None:
+def wait_for_send(work: dist.Work | None) -> None:
     """Wait until a message has left; on GPUs the stream waits, not this process."""
     if work:
         work.wait()
@@ -196,46 +178,16 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
 
 
-class InputGradient(torch.autograd.Function):
-    """x @ weight.T, whose backward computes the gradient of x alone, and hands on what that of weight will need."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, take_x: Tensor, take_dy: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return nn.functional.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        # "gradients" of take_x and take_dy: so they leave a compiled backward, too; x without the graph that made it
-        return dy @ weight, None, x.detach(), dy
-
-
-class Linear(nn.Module):
-    """A linear layer without bias, whose backward leaves out the gradient of its weight while a schedule runs."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__()
-        self.weight = nn.Linear(inputs, outputs, bias=False).weight  # initialised, for a trainer that does not
-        self.cast: Tensor | None = None  # the weight in the dtype of the matmuls
-        self.takes: tuple[Tensor, ...] = ()  # leaves whose gradients will be x and dy, see InputGradient
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.cast is None:
-            return nn.functional.linear(x, self.weight)
-        return InputGradient.apply(x, self.cast, *self.takes)
-
-
 class Attention(nn.Module):
     """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.k = cfg.dim // cfg.heads
-        self.q_proj = Linear(cfg.dim, cfg.heads * self.k)
-        self.k_proj = Linear(cfg.dim, cfg.kv_heads * self.k)
-        self.v_proj = Linear(cfg.dim, cfg.kv_heads * self.k)
-        self.o_proj = Linear(cfg.heads * self.k, cfg.dim)
+        self.q_proj = nn.Linear(cfg.dim, cfg.heads * self.k, bias=False)
+        self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.o_proj = nn.Linear(cfg.heads * self.k, cfg.dim, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
@@ -250,9 +202,9 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: Config):
         super().__init__()
-        self.gate_proj = Linear(cfg.dim, cfg.ffn)
-        self.up_proj = Linear(cfg.dim, cfg.ffn)
-        self.down_proj = Linear(cfg.ffn, cfg.dim)
+        self.gate_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.up_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.down_proj = nn.Linear(cfg.ffn, cfg.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -287,42 +239,43 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
     return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
 
 
-class Model(nn.Module):
-    """A rank's stages of Llama 3, its chunks; the first stage also has the embedding, the last one the head."""
+class Stage(nn.Module):
+    """One stage of Llama 3: some of the layers; the first stage also has the embedding, the last one the head."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        pp: dist.ProcessGroup,
-        placement: list[int],
-        links: dict[tuple[str, bool], dist.ProcessGroup],
-    ):
+    def __init__(self, cfg: Config, pp: dist.ProcessGroup, links: list[dict], path: list[int], stage: int):
         super().__init__()
         self.cfg = cfg
         self.pp = pp  # the ranks that share the model
-        self.links = links  # communicators by operation and direction, see connect
-        stages = [stage for stage, rank in enumerate(placement) if rank == pp.rank()]
-        # for each chunk: the ranks of the stage before and of the one after, None if there is none, and its layers
-        self.before = [placement[stage - 1] if stage > 0 else None for stage in stages]
-        self.after = [placement[stage + 1] if stage + 1 < len(placement) else None for stage in stages]
-        self.chunks = [split_layers(cfg, len(placement))[stage] for stage in stages]
+        self.links = links  # for each stage but the last: communicators, or queues, to the next one, by operation
+        self.path = path  # the rank of each stage
+        self.stage, self.stages = stage, len(path)
         self.model = nn.Module()
-        if None in self.before:
+        if self.stage == 0:
             self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
-        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for layers in self.chunks for i in layers})
-        if None in self.after:
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in split_layers(cfg, self.stages)[self.stage]})
+        if self.stage == self.stages - 1:
             self.model.norm = RMSNorm(cfg)
-            self.lm_head = Linear(cfg.dim, cfg.vocab)
+            self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
 
-    def forward(self, x: Tensor, chunk: int) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """ids [b, s], after the first stage activations [b, s, d] -> activations, on the last stage logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(x.shape[1], device=x.device))
-        if self.before[chunk] is None:
+        if self.stage == 0:
             x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        for i in self.chunks[chunk]:
-            x = self.model.layers[str(i)](x, rope)
-        return self.lm_head(self.model.norm(x)) if self.after[chunk] is None else x
+        for block in self.model.layers.children():
+            x = block(x, rope)
+        return self.lm_head(self.model.norm(x)) if self.stage == self.stages - 1 else x
+
+
+class Model(nn.Module):
+    """The stages of a rank."""
+
+    def __init__(self, cfg: Config, pp: dist.ProcessGroup, links: list[dict], path: list[int]):
+        super().__init__()
+        self.pp = pp
+        stages = [stage for stage, rank in enumerate(path) if rank == pp.rank()]
+        self.chunks = nn.ModuleList(Stage(cfg, pp, links, path, stage) for stage in stages)
 
 
 def init_files(cfg: Config) -> list[str]:
@@ -359,18 +312,23 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def build_model(cfg: Config) -> Model:
     """Build this rank's stages and fill them tensor by tensor, so that at most one full tensor is held twice."""
     pp = dist.group.WORLD
-    groups = [pp, *(dist.new_group() for _ in range(3))]
-    placement = place(pp.size(), cfg.chunks)
+    path = [*range(pp.size())] * cfg.chunks
+    along = connect({"F": pp, "B": dist.new_group()}, path[: pp.size()], cfg.device)
+    # From the last rank messages wrap around to the first. With two ranks, activations then go both ways between the
+    # same two, and so do gradients: on one communicator, ranks that each had started a send first would wait forever.
+    wrap = {"F": dist.new_group(), "B": dist.new_group()} if pp.size() > 1 else {"F": deque(), "B": deque()}
+    wrap = connect(wrap, [pp.size() - 1, 0][: pp.size()], cfg.device)
     with torch.device("meta"):
-        model = Model(cfg, pp, placement, connect(placement, groups, cfg.device))
+        model = Model(cfg, pp, [along if rank else wrap for rank in path[1:]], path)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(full_tensor(cfg, name, p.shape))
+            p.copy_(full_tensor(cfg, name.split(".", 2)[2], p.shape))  # without chunks.0.
     if cfg.compile:
-        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
-        for block in model.model.layers.children():  # the blocks share one compilation
-            block.compile()
+        for chunk in model.chunks:
+            chunk.loss = torch.compile(chunk.loss)  # its own .compile() would leave a module of torch.nn as it is
+            for block in chunk.model.layers.children():  # the blocks share one compilation
+                block.compile()
     return model
 
 
@@ -440,76 +398,29 @@ def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) 
 
 
 def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[str, int, int]]:
-    """Return what a rank does, in order: (F forward, B input gradient or W weight gradients, micro-batch, chunk)."""
+    """Return what a rank does, in order: (F forward or B backward, micro-batch, chunk)."""
     groups = [range(i, min(i + ranks, microbatches)) for i in range(0, microbatches, ranks)]
     visits = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
     forwards = [("F", i, chunk) for i, chunk in visits]
-    backwards = [[("B", i, chunks - 1 - chunk), ("W", i, chunks - 1 - chunk)] for i, chunk in visits]
-    # forwards to run before the first gradient can arrive: two for each later rank, since every one of them alternates
-    ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * ranks, len(visits))
-    pairs = [op for f, b in zip(forwards[ahead:], backwards) for op in (f, *b)]
-    return forwards[:ahead] + pairs + [op for b in backwards[len(visits) - ahead :] for op in b]
+    backwards = [("B", i, chunks - 1 - chunk) for i, chunk in visits]
+    # forwards to run before the first gradient can arrive: one for each later rank, and with several chunks one more,
+    # since every one of them alternates; and those of a first group that comes back to the last chunk
+    ahead = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(visits))
+    pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
+    return forwards[:ahead] + pairs + backwards[len(visits) - ahead :]
 
 
-def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs of Model.forward, targets [b, s] -> activations [b, s, d], on the last stage the sum of the losses"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        output = model(inputs, chunk)
-        return model.loss(output.flatten(0, 1), targets.flatten()) if model.after[chunk] is None else output
-
-
-def prepare(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Linear]:
-    """Cast all matrices once for all micro-batches [b/m, s], give their layers leaves for x and dy; return the layers.
-
-    The leaves have one element in memory: only their gradients are ever read, and those have the full shape.
-    """
-    if len({micro.shape for micro in inputs}) > 1:
-        raise ValueError("micro-batches must have the same shape: gradients would be summed to that of the leaves")
-    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
-    for layer in layers:
-        layer.cast = layer.weight.detach().to(dtype)
-        one = torch.empty(1, dtype=dtype, device=layer.weight.device)
-        layer.takes = tuple(one.expand(*inputs[0].shape, n).requires_grad_() for n in reversed(layer.weight.shape))
-    return layers
-
-
-def backward_input(
-    model: nn.Module, layers: list[Linear], x: Tensor, output: Tensor, gradient: Tensor | None
-) -> tuple[Tensor | None, list[tuple[nn.Parameter, Tensor, Tensor]]]:
-    """B: return the gradient of x [b/m, s, d], None if x are ids, and (weight, x, dy) of every layer that output needs.
-
-    What the forward saved is freed. Norms and embedding get their gradients here, without the hooks of DDP or FSDP.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    leaves = [*([x] if x.requires_grad else []), *parameters, *(leaf for layer in layers for leaf in layer.takes)]
-    # None for what output does not need, and for the weights of layers (see W), unless one is the embedding as well
-    found = list(torch.autograd.grad(output, leaves, gradient, allow_unused=True))
-    upstream = found.pop(0).contiguous() if x.requires_grad else None
-    for p, g in zip(parameters, found):
-        if g is not None:
-            p.grad = g if p.grad is None else p.grad + g
-    operands = found[len(parameters) :]  # x and dy of every layer
-    every = zip((layer.weight for layer in layers), operands[::2], operands[1::2])
-    return upstream, [(weight, *pair) for weight, *pair in every if pair[0] is not None and weight.requires_grad]
-
-
-def backward_weights(operands: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
-    """W: add dy.T @ x of a micro-batch to each weight's gradient [out, in]; x is [b/m, s, in], dy [b/m, s, out]."""
-    for weight, x, dy in operands:
-        x, dy = x.flatten(0, 1), dy.flatten(0, 1)
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        if x.dtype == weight.dtype:
-            weight.grad.addmm_(dy.T, x)
-        elif x.is_cuda:  # bf16 operands; the matmul adds its fp32 sums to the fp32 gradient, which nothing rounds
-            torch.addmm(weight.grad, dy.T, x, out_dtype=weight.dtype, out=weight.grad)
-        else:
-            weight.grad += dy.T @ x
+        output = model(inputs)
+        last = model.stage == model.stages - 1
+        return model.loss(output.flatten(0, 1), targets.flatten()) if last else output
 
 
 def run_schedule(
     cfg: Config,
-    model: nn.Module,
+    chunks: nn.ModuleList,
     operations: list[tuple[str, int, int]],
     inputs: tuple[Tensor, ...],
     targets: tuple[Tensor, ...],
@@ -517,43 +428,37 @@ def run_schedule(
 ) -> Tensor:
     """Run a rank's operations on micro-batches [b/m, s]; return its part of the loss: 0 without the last stage.
 
-    forward(cfg, model, x, targets, chunk) returns activations [b/m, s, d] in cfg.dtype, on the last stage the summed
-    loss. Any list works in which each operation comes after those it needs, if both ends of a link take the messages
-    in the same order: they carry no tag. A rank waits while more than p of its gradients are not yet taken; a list in
-    which one is only taken after something that this rank does later hangs. Forwards alone, under no_grad, evaluate.
+    chunks: the rank's stages. forward(cfg, stage, x, targets) returns activations [b/m, s, d] in cfg.dtype, on the last
+    stage the summed loss. Any list works in which each operation comes after those it needs, if both ends of a link
+    take the messages in the same order: they carry no tag. A rank waits while more than p of its gradients are not yet
+    taken; a list in which one is only taken after something that this rank does later hangs. A list of forwards alone,
+    under torch.no_grad(), evaluates.
     """
-    alive, due, sending, handed, dtype = {}, {}, [], {}, getattr(torch, cfg.dtype)
+    saved, sending, dtype = {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
-    layers = prepare(model, inputs, dtype) if torch.is_grad_enabled() else []
-    for operation in operations:
-        op, i, chunk = operation
-        if op == "W":
-            backward_weights(due.pop((i, chunk)))
-            continue
-        arrived = receive(model, operation, handed, (*inputs[i].shape, cfg.dim), dtype, inputs[i].device)  # b/m s d
+    for op, i, chunk in operations:
+        model = chunks[chunk]
+        arrived = receive(model, op, (*inputs[i].shape, cfg.dim), dtype, inputs[i].device)  # b/m s d
         if op == "F":
             x = inputs[i] if arrived is None else arrived.requires_grad_()
-            output = forward(cfg, model, x, targets[i], chunk)
-            if model.after[chunk] is None:
+            output = forward(cfg, model, x, targets[i])
+            if model.stage == model.stages - 1:
                 output = output / tokens
                 total += output.detach()
-            work = send(model, operation, handed, output.detach())
+            work = send(model, op, output.detach())
             if output.requires_grad:
-                alive[i, chunk] = x, output, work
+                saved[i, chunk] = x, output, work
             else:  # under torch.no_grad()
                 sending.append((work, output))
         else:
-            x, output, work = alive.pop((i, chunk))
-            finish(work)  # the output has arrived, since its gradient has come back
-            gradient, due[i, chunk] = backward_input(model, layers, x, output, arrived)
-            del x, output
-            sending.append((send(model, operation, handed, gradient), gradient))
+            x, output, work = saved.pop((i, chunk))
+            wait_for_send(work)  # the output has arrived, since its gradient has come back
+            output.backward(arrived)
+            sending.append((send(model, op, x.grad), x.grad))
         if len(sending) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
-            finish(sending.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in sending] + [work for _, _, work in alive.values()]:
-        finish(work)
-    for layer in layers:
-        layer.cast, layer.takes = None, ()  # from here on the model computes on its own, with the newest weights
+            wait_for_send(sending.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in sending] + [work for _, _, work in saved.values()]:
+        wait_for_send(work)
     return total
 
 
@@ -563,7 +468,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
     operations = schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches)
     inputs, targets = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)  # b/m s
-    total = run_schedule(cfg, model, operations, inputs, targets, tokens)
+    total = run_schedule(cfg, model.chunks, operations, inputs, targets, tokens)
     dist.all_reduce(total, group=model.pp)  # one element, for the log; everyone waits
     return total
 
@@ -592,7 +497,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches) if op[0] == "F"]
     micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/m s
-    loss = run_schedule(cfg, model, forwards, *micro, tokens)
+    loss = run_schedule(cfg, model.chunks, forwards, *micro, tokens)
     dist.all_reduce(loss, group=model.pp)  # one element; everyone waits
     return loss
 
@@ -628,7 +533,7 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
-    mine, weights = model.state_dict(), {}
+    mine, weights = {name.split(".", 2)[2]: tensor for name, tensor in model.state_dict().items()}, {}
     shapes = [None] * model.pp.size()
     # names and shapes; everyone waits
     dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
@@ -711,10 +616,11 @@ def check(cfg: Config, world: int) -> None:
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
     large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
     stages, micro = world * cfg.chunks, cfg.microbatches
+    uneven = world and cfg.chunks > 1 and micro % world
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.layers < stages, f"--layers {cfg.layers}: must be at least --chunks times the processes, {stages}"),
-        (world and micro % world, f"--microbatches {micro}: must be a multiple of the number of processes, {world}"),
+        (uneven, f"--microbatches {micro}: must be a multiple of the number of processes, {world}"),
         (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),

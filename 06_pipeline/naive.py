@@ -425,13 +425,13 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     mine, weights = model.state_dict(), {}
-    shapes = [None] * model.stages
+    shapes = [None] * model.pp.size()
     # names and shapes; everyone waits
     dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
-    for stage, owned in enumerate(shapes):
+    for rank, owned in enumerate(shapes):
         for name, shape in owned.items():
             tensor = mine[name] if name in mine else torch.empty(shape, device=cfg.device)
-            dist.broadcast(tensor, group=model.pp, group_src=stage)  # one weight after another; everyone waits
+            dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another; everyone waits
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
     if dist.get_rank() == 0:

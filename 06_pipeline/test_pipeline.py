@@ -1,7 +1,6 @@
 """The pipeline recipes train as the root does, and their schedules have the bubble and the memory of the formulas."""
 
 import collections
-import inspect
 import itertools
 import types
 import weakref
@@ -15,15 +14,15 @@ import torch
 from launch import launch, load, once
 
 NAIVE, TWIN = "06_pipeline/naive.py", "06_pipeline/torch_pipelining.py"
-SPLIT = ["06_pipeline/split_backward.py", "06_pipeline/zero_bubble.py"]
-CHUNKED = INTERLEAVED, ZBV, DUALPIPE = ["06_pipeline/interleaved.py", "06_pipeline/zbv.py", "06_pipeline/dualpipe.py"]
-RECIPES = ["06_pipeline/afab.py", "06_pipeline/1f1b.py", *SPLIT, *CHUNKED]
+ONE_F_ONE_B, INTERLEAVED, ZBV, DUALPIPE = (f"06_pipeline/{name}.py" for name in "1f1b interleaved zbv dualpipe".split())
+SPLIT = ["06_pipeline/split_backward.py", "06_pipeline/zero_bubble.py", ZBV, DUALPIPE]
+RECIPES = ["06_pipeline/afab.py", ONE_F_ONE_B, INTERLEAVED, *SPLIT]
 SMALL = "--device cpu --layers 8 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8 --microbatches 8 --steps 1"
 SIZES = [  # that may fail where the hardest of each recipe, which the contract has, does not: a stage, a micro-batch
     *((recipe, 1, "--microbatches 4") for recipe in RECIPES[:-1]),
     *((recipe, 3, "--microbatches 1 --layers 6") for recipe in RECIPES if recipe not in (INTERLEAVED, DUALPIPE)),
     (INTERLEAVED, 2, "--microbatches 2 --chunks 3 --layers 7"),
-    (INTERLEAVED, 3, "--microbatches 3 --chunks 1"),
+    (INTERLEAVED, 3, "--microbatches 4 --chunks 1"),
     (DUALPIPE, 2, "--microbatches 1"),
     (DUALPIPE, 4, "--microbatches 3"),  # fewer than the order needs, and an odd number
     (NAIVE, 8, "--layers 11"),
@@ -50,6 +49,21 @@ def test_compiled(recipe):
 def test_schedule(recipe):
     """Every operation once, idle time and micro-batches in flight as the header says, and no rank waits for ever."""
     schedules.check(load(recipe))
+
+
+def test_interleaved_with_one_chunk_is_1f1b():
+    one, several = load(ONE_F_ONE_B), load(INTERLEAVED)
+    for p, m in itertools.product(range(1, 9), range(1, 33)):
+        for rank in range(p):
+            assert several.schedule(rank, p, 1, m) == [(op, i, 0) for op, i in one.schedule(rank, p, m)]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_bubble_of_interleaved(chunks):
+    """(p-1)/(v·m+p-1) of the time, if forward and backward of all stages take as long."""
+    for p, m in (2, 4), (4, 8), (4, 16), (8, 16):
+        slots = schedules.simulate(schedules.pipeline(load(INTERLEAVED), p, m, chunks), dict.fromkeys("FBW", 0.5))
+        assert schedules.idle_share(slots) == pytest.approx((p - 1) / (chunks * m + p - 1))
 
 
 @pytest.mark.thorough
@@ -91,14 +105,13 @@ def transport(module, line: schedules.Pipeline, rank: int) -> tuple[list, dict, 
     model = module.build_model(cfg)
     greetings, sent, received = list(notes), {}, {}
     stages = [stage for stage, owner in enumerate(line.place) if owner == rank]
-    chunked = "handed" in inspect.signature(module.send).parameters
     for op, i, stage in line.orders[rank]:
-        operation, taken = ((op, i, stages.index(stage)), {}) if chunked else (op, None), line.takes((op, i, stage))
+        part, taken = model.chunks[stages.index(stage)] if len(stages) > 1 else model, line.takes((op, i, stage))
         if taken and line.place[taken[2]] != rank:
-            module.receive(model, *operation[: 1 + chunked], (1,), torch.float32, torch.device("cpu"))
+            module.receive(part, op, (1,), torch.float32, torch.device("cpu"))
             received[taken] = notes[-1]
         if line.target((op, i, stage)) != rank:
-            module.send(model, *operation[: 1 + chunked], torch.zeros(1))
+            module.send(part, op, torch.zeros(1))
             sent[op, i, stage] = notes[-1]
     return greetings, sent, received
 
@@ -251,7 +264,7 @@ def test_activations_in_memory(recipe):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", [*SPLIT, *CHUNKED])
+@pytest.mark.parametrize("recipe", SPLIT)
 def test_weight_gradients_keep_their_operands_alone(recipe):
     """Between B and W x and dy are in memory, for as many micro-batches as the schedule lets wait, and nothing else."""
     line = schedules.pipeline(load(recipe), 4, 8)
@@ -276,12 +289,12 @@ def test_messages(recipe):
         assert peaks["sent"] <= under_way and (line.under_way > 2 or peaks["sent"] == under_way), "gradients are held"
 
 
-@pytest.mark.parametrize("recipe", [*SPLIT, *CHUNKED])
+@pytest.mark.parametrize("recipe", SPLIT)
 def test_micro_batches_of_two_shapes_are_refused(recipe):
-    """Gradients of a larger one would be summed to the shape of the leaves that prepare has laid out."""
+    """Gradients of a larger one would be summed to the shape of the leaves that prepare_linears has laid out."""
     module = load(recipe)
     with pytest.raises(ValueError, match="same shape"):
-        module.prepare(module.Linear(4, 4), (torch.zeros(1, 8), torch.zeros(2, 8)), torch.float32)
+        module.prepare_linears(module.Linear(4, 4), (torch.zeros(1, 8), torch.zeros(2, 8)), torch.float32)
 
 
 def unlike_a_fresh_model(module):
@@ -310,7 +323,7 @@ def unlike_a_fresh_model(module):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", [*SPLIT, *CHUNKED])
+@pytest.mark.parametrize("recipe", SPLIT)
 def test_a_step_leaves_nothing_but_weights(recipe):
     """In bf16 after two steps: losses and gradients to the bit those of a new model with these weights.
 

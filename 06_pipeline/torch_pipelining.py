@@ -6,8 +6,8 @@ word changes the schedule. It keeps receive buffers for all m micro-batches, 2·
 backward it walks the autograd graph in Python for every micro-batch, which compiled blocks do not survive.
 
 Parent:   06_pipeline/1f1b.py
-Lesson:   ONE, LOOP, V, SPLIT, place, Model, Stage, build_schedule, run_schedule, forward_backward
-Plumbing: Config, build_model, save, check, evaluate
+Lesson:   ONE, LOOP, V, SPLIT, stages_of, Model, Stage, build_schedule, run_schedule, forward_backward
+Plumbing: Config, build_model, check, evaluate
 Copy:     ONE, build_schedule, run_schedule, clip_gradients, evaluate (Stage is your own module of a stage: autocast
           belongs in its forward, which the library calls. forward_backward calls run_schedule; so does a validation
           loop, under torch.no_grad() and with a schedule of its own)
@@ -186,7 +186,7 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
     return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
 
 
-def place(cfg: Config, rank: int, ranks: int) -> list[int]:
+def stages_of(cfg: Config, rank: int, ranks: int) -> list[int]:
     """Return the stages that a rank holds, in the order of the forward."""
     if cfg.schedule in ONE:
         return [rank]
@@ -199,7 +199,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, pp: dist.ProcessGroup):
         super().__init__()
         self.pp = pp  # the ranks that share the model
-        self.mine = place(cfg, pp.rank(), pp.size())
+        self.mine = stages_of(cfg, pp.rank(), pp.size())
         self.split = split_layers(cfg, len(self.mine) * pp.size())  # the layers of every stage
         self.model = nn.Module()
         if 0 in self.mine:

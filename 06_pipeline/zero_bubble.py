@@ -8,10 +8,11 @@ have been clipped. Not done here.)
 
 Parent:   06_pipeline/split_backward.py
 Lesson:   schedule
-Copy:     InputGradient, Linear, prepare, backward_input, backward_weights, schedule, run_schedule, clip_gradients,
-          evaluate (use Linear for every nn.Linear; what it needs else is what 06_pipeline/split_backward.py lists)
+Copy:     InputGradient, Linear, prepare_linears, backward_input, backward_weights, schedule, run_schedule,
+          clip_gradients, evaluate (use Linear for every nn.Linear; what it needs else is what
+          06_pipeline/split_backward.py lists)
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.pp, model.stage, model.stages, IGNORE,
-          receive, send, finish, forward
+          receive, send, wait_for_send, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/zero_bubble.py
 Source:   Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, figure 3
 """
@@ -83,20 +84,20 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------- communication
-def connect(forward: dist.ProcessGroup, backward: dist.ProcessGroup, device: str) -> dict[str, dist.ProcessGroup]:
-    """Return a communicator per direction: "F" carries activations to the next stage, "B" gradients to the one before.
+def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -> dict[str, dist.ProcessGroup]:
+    """Connect neighbours over links, a communicator per direction; return them.
 
-    forward, backward: two groups of the same ranks. On GPUs the transfers of one communicator run one at a time, in the
-    order in which they were started. If both directions shared one, two neighbours that each had started a send first
-    would wait for each other forever.
+    "F" carries activations to the next stage, "B" gradients to the one before; path: the rank of each stage. On GPUs
+    the transfers of one communicator run one at a time, in the order in which they were started. If both directions
+    shared one, two neighbours that each had started a send first would wait for each other forever.
     """
-    links, hello = {"F": forward, "B": backward}, torch.zeros(1, device=device)
-    for stage in range(forward.size() - 1):
-        for op, source, target in (("F", stage, stage + 1), ("B", stage + 1, stage)):
+    hello = torch.zeros(1, device=device)
+    for before, after in zip(path, path[1:]):
+        for op, source, target in (("F", before, after), ("B", after, before)):
             # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
-            if forward.rank() == source:
+            if links[op].rank() == source:
                 dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
-            if forward.rank() == target:
+            if links[op].rank() == target:
                 dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
     return links
 
@@ -125,7 +126,7 @@ def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
     return dist.isend(tensor, group=model.links[op], group_dst=target)  # its bytes out; nothing waits for them
 
 
-def finish(work: dist.Work | None) -> None:
+def wait_for_send(work: dist.Work | None) -> None:
     """Wait until a message has left; on GPUs the stream waits, not this process."""
     if work:
         work.wait()
@@ -317,7 +318,7 @@ def build_model(cfg: Config) -> Model:
     """Build this stage and fill it tensor by tensor, so that at most one full tensor is held twice."""
     pp = dist.group.WORLD
     with torch.device("meta"):
-        model = Model(cfg, pp, connect(pp, dist.new_group(), cfg.device))
+        model = Model(cfg, pp, connect({"F": pp, "B": dist.new_group()}, [*range(pp.size())], cfg.device))
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -414,7 +415,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(output.flatten(0, 1), targets.flatten()) if last else output
 
 
-def prepare(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Linear]:
+def prepare_linears(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Linear]:
     """Cast all matrices once for all micro-batches [b/m, s], give their layers leaves for x and dy; return the layers.
 
     The leaves have one element in memory: only their gradients are ever read, and those have the full shape.
@@ -477,12 +478,12 @@ def run_schedule(
     list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
     the same order: messages carry no tag. A list of forwards alone, under torch.no_grad(), evaluates.
     """
-    alive, due, sending, dtype = {}, {}, [], getattr(torch, cfg.dtype)
+    saved, pending, sending, dtype = {}, {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
-    layers = prepare(model, inputs, dtype) if torch.is_grad_enabled() else []
+    layers = prepare_linears(model, inputs, dtype) if torch.is_grad_enabled() else []
     for op, i in operations:
         if op == "W":
-            backward_weights(due.pop(i))
+            backward_weights(pending.pop(i))
             continue
         arrived = receive(model, op, (*inputs[i].shape, cfg.dim), dtype, inputs[i].device)  # b/m s d
         if op == "F":
@@ -493,19 +494,19 @@ def run_schedule(
                 total += output.detach()
             work = send(model, op, output.detach())
             if output.requires_grad:
-                alive[i] = x, output, work
+                saved[i] = x, output, work
             else:  # under torch.no_grad()
                 sending.append((work, output))
         else:
-            x, output, work = alive.pop(i)
-            finish(work)  # the output has arrived, since its gradient has come back
-            gradient, due[i] = backward_input(model, layers, x, output, arrived)
+            x, output, work = saved.pop(i)
+            wait_for_send(work)  # the output has arrived, since its gradient has come back
+            gradient, pending[i] = backward_input(model, layers, x, output, arrived)
             del x, output
             sending.append((send(model, op, gradient), gradient))
         if len(sending) > 2:
-            finish(sending.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in sending] + [work for _, _, work in alive.values()]:
-        finish(work)
+            wait_for_send(sending.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in sending] + [work for _, _, work in saved.values()]:
+        wait_for_send(work)
     for layer in layers:
         layer.cast, layer.takes = None, ()  # from here on the model computes on its own, with the newest weights
     return total
@@ -515,7 +516,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
-    operations = schedule(model.stage, model.stages, cfg.microbatches)
+    operations = schedule(model.pp.rank(), model.pp.size(), cfg.microbatches)
     inputs, targets = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)  # b/m s
     total = run_schedule(cfg, model, operations, inputs, targets, tokens)
     dist.all_reduce(total, group=model.pp)  # one element, for the log; everyone waits
@@ -544,7 +545,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    forwards = [op for op in schedule(model.stage, model.stages, cfg.microbatches) if op[0] == "F"]
+    forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.microbatches) if op[0] == "F"]
     micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/m s
     loss = run_schedule(cfg, model, forwards, *micro, tokens)
     dist.all_reduce(loss, group=model.pp)  # one element; everyone waits
@@ -583,13 +584,13 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     mine, weights = model.state_dict(), {}
-    shapes = [None] * model.stages
+    shapes = [None] * model.pp.size()
     # names and shapes; everyone waits
     dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
-    for stage, owned in enumerate(shapes):
+    for rank, owned in enumerate(shapes):
         for name, shape in owned.items():
             tensor = mine[name] if name in mine else torch.empty(shape, device=cfg.device)
-            dist.broadcast(tensor, group=model.pp, group_src=stage)  # one weight after another; everyone waits
+            dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another; everyone waits
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
     if dist.get_rank() == 0:

@@ -550,20 +550,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cp: dist.ProcessGroup) -> Tensor:
         return RingAttention.apply(q, k, v, cp)
 
 
-def connect(forward: dist.ProcessGroup, backward: dist.ProcessGroup, device: str) -> dict[str, dist.ProcessGroup]:
-    """Return a communicator per direction: "F" carries activations to the next stage, "B" gradients to the one before.
+def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -> dict[str, dist.ProcessGroup]:
+    """Connect neighbours over links, a communicator per direction; return them.
 
-    forward, backward: two groups of the same ranks. On GPUs the transfers of one communicator run one at a time, in the
-    order in which they were started. If both directions shared one, two neighbours that each had started a send first
-    would wait for each other forever.
+    "F" carries activations to the next stage, "B" gradients to the one before; path: the rank of each stage. On GPUs
+    the transfers of one communicator run one at a time, in the order in which they were started. If both directions
+    shared one, two neighbours that each had started a send first would wait for each other forever.
     """
-    links, hello = {"F": forward, "B": backward}, torch.zeros(1, device=device)
-    for stage in range(forward.size() - 1):
-        for op, source, target in (("F", stage, stage + 1), ("B", stage + 1, stage)):
+    hello = torch.zeros(1, device=device)
+    for before, after in zip(path, path[1:]):
+        for op, source, target in (("F", before, after), ("B", after, before)):
             # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
-            if forward.rank() == source:
+            if links[op].rank() == source:
                 dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
-            if forward.rank() == target:
+            if links[op].rank() == target:
                 dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
     return links
 
@@ -592,7 +592,7 @@ def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
     return dist.isend(tensor, group=model.links[op], group_dst=target)  # its bytes out; nothing waits for them
 
 
-def finish(work: dist.Work | None) -> None:
+def wait_for_send(work: dist.Work | None) -> None:
     """Wait until a message has left; on GPUs the stream waits, not this process."""
     if work:
         work.wait()
@@ -935,7 +935,8 @@ class Model(nn.Module):
         self.first_expert = self.ep.rank() * cfg.experts // self.ep.size()  # of this rank
         self.dp_cp = groups["dp_cp"]  # the ranks that train the same weights, on different tokens
         self.dp_cp_tp, self.dp_cp_r = groups["dp_cp_tp"], groups["dp_cp_r"]  # a stage; those with the same key heads
-        self.links = connect(self.pp, groups["pp_back"], cfg.device)  # communicators by operation
+        # communicators by operation
+        self.links = connect({"F": self.pp, "B": groups["pp_back"]}, [*range(self.pp.size())], cfg.device)
         self.stage, self.stages = self.pp.rank(), self.pp.size()  # stage i is rank i of the group
         # of this stage; filled by build_model: what ranks of tp share, then in the order of forward
         self.units: list[Unit] = []
@@ -1232,7 +1233,7 @@ def run_schedule(
     Any list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
     the same order: messages carry no tag. A list of forwards alone, under torch.no_grad(), evaluates.
     """
-    alive, sending, dtype = {}, [], getattr(torch, cfg.dtype)
+    saved, sending, dtype = {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
     for step, (op, i) in enumerate(operations, 1):
         shape = inputs[i].numel() // model.tp.size(), cfg.dim  # (b/m s)/tp d
@@ -1245,21 +1246,21 @@ def run_schedule(
                 total += output.detach()
             work = send(model, op, output.detach())
             if output.requires_grad:
-                alive[i] = x, output, work
+                saved[i] = x, output, work
             else:  # under torch.no_grad()
                 sending.append((work, output))
         else:
-            x, output, work = alive.pop(i)
-            finish(work)  # the output has arrived, since its gradient has come back
+            x, output, work = saved.pop(i)
+            wait_for_send(work)  # the output has arrived, since its gradient has come back
             model.requires_gradient_sync = step == len(operations)  # with the last backward, ZeRO reduces
             output.backward(arrived)
             sending.append((send(model, op, x.grad), x.grad))
             for shared in reversed(range(model.shared)):
                 reduce(model, shared)  # all blocks of this stage have added to these
         if len(sending) > 2:
-            finish(sending.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in sending] + [work for _, _, work in alive.values()]:
-        finish(work)
+            wait_for_send(sending.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in sending] + [work for _, _, work in saved.values()]:
+        wait_for_send(work)
     return total
 
 

@@ -358,7 +358,7 @@ def stage_times(file: str, stage: int, stages: int, flags: str) -> dict[str, flo
     gradient = None if last else torch.randn(b, cfg.seq, cfg.dim, device="cuda", dtype=torch.bfloat16) / 1e4
     optimizer, passed = module.make_optimizer(cfg, model), []
     for _ in range(12):
-        layers = module.prepare(model, (ids,), torch.bfloat16) if split else []
+        layers = module.prepare_linears(model, (ids,), torch.bfloat16) if split else []
         for _ in range(8):
             x = ids if stage == 0 else torch.randn(b, cfg.seq, cfg.dim, device="cuda", dtype=torch.bfloat16)
             x = x if stage == 0 else x.requires_grad_()

@@ -465,7 +465,7 @@ def one_f_one_b(cfg: Config):
     pp = dist.group.WORLD
     model = initialize(cfg, Stage(cfg))
     model.pp, model.stage, model.stages = pp, pp.rank(), pp.size()
-    model.links = connect(pp, dist.new_group(), cfg.device)
+    model.links = connect({"F": pp, "B": dist.new_group()}, [*range(pp.size())], cfg.device)
     model.tied = dist.new_group([0, pp.size() - 1])
     own = torch.arange(cfg.layers).tensor_split(model.stages)[model.stage]
     for i in set(range(cfg.layers)) - set(own.tolist()):
@@ -498,7 +498,7 @@ def llama_one_f_one_b(cfg: Config):
     pp = dist.group.WORLD
     model = initialize(cfg, LlamaStage(cfg))
     model.pp, model.stage, model.stages = pp, pp.rank(), pp.size()
-    model.links, model.tied = connect(pp, dist.new_group(), cfg.device), None
+    model.links, model.tied = connect({"F": pp, "B": dist.new_group()}, [*range(pp.size())], cfg.device), None
     own = torch.arange(cfg.layers).tensor_split(model.stages)[model.stage]
     for i in set(range(cfg.layers)) - set(own.tolist()):
         model.lm.model.layers[i] = Elsewhere()
@@ -527,43 +527,43 @@ def replaced(linear: nn.Linear) -> nn.Module:
     return layer
 
 
-class Chunks(GPT):
-    def forward(self, x: Tensor, chunk: int) -> Tensor:
-        x = self.embed(x) if self.before[chunk] is None else x
-        for i in self.chunks[chunk]:
-            x = self.blocks[i](x)
-        return self.head(self.ln_f(x)) if self.after[chunk] is None else x
+class Chunk(Stage):
+    """A stage that has its modules from the whole model."""
+
+    def __init__(self, model: GPT, links: list[dict], path: list[int], stage: int):
+        nn.Module.__init__(self)
+        self.pp, self.links, self.path, self.stage, self.stages = model.pp, links, path, stage, len(path)
+        own = torch.arange(len(model.blocks)).tensor_split(len(path))[stage]
+        self.blocks = nn.ModuleList(model.blocks[i] for i in own)
+        if stage == 0:
+            self.wte, self.wpe = model.wte, model.wpe
+        if stage == len(path) - 1:
+            self.ln_f, self.head = model.ln_f, model.head
 
 
-def forward_zbv(cfg: Config, model: Chunks, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    output = model(x, chunk)
-    return sum_of_losses(output, targets) if model.after[chunk] is None else output
-
-
-def forward_backward_zbv(cfg: Config, model: Chunks, ids: Tensor, targets: Tensor) -> Tensor:
+def forward_backward_zbv(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
     operations, tokens = schedule(model.pp.rank(), model.pp.size(), 5), (targets != IGNORE).sum()
-    return summed(run_schedule(cfg, model, operations, ids.chunk(5), targets.chunk(5), tokens), model.pp)
+    return summed(run_schedule(cfg, model.chunks, operations, ids.chunk(5), targets.chunk(5), tokens), model.pp)
 
 
 def zbv(cfg: Config):
-    globals()["forward"] = forward_zbv  # run_schedule calls it by this name
-    pp = dist.group.WORLD
-    model = initialize(cfg, Chunks(cfg))
+    globals()["forward"] = forward_1f1b  # run_schedule calls it by this name
+    model, pp = initialize(cfg, GPT(cfg)), dist.group.WORLD
     for part in list(model.modules()):
         for name, child in part.named_children():
             if isinstance(child, nn.Linear):
                 setattr(part, name, replaced(child))
-    ranks = place(pp.size())
-    stages = [stage for stage, rank in enumerate(ranks) if rank == pp.rank()]
-    model.pp, model.links = pp, connect(ranks, [pp, *(dist.new_group() for _ in range(3))], cfg.device)
-    model.before = [ranks[stage - 1] if stage else None for stage in stages]
-    model.after = [ranks[stage + 1] if stage + 1 < len(ranks) else None for stage in stages]
-    parts = [part.tolist() for part in torch.arange(cfg.layers).tensor_split(len(ranks))]
-    model.chunks = [parts[stage] for stage in stages]
-    for i in set(range(cfg.layers)) - {i for chunk in model.chunks for i in chunk}:
-        model.blocks[i] = nn.Identity()
+    down, model.pp = [*range(pp.size())], pp
+    path, between = down + down[::-1], pp.size() - 1
+    there, back = (
+        connect({"F": dist.new_group(), "B": dist.new_group()}, way, cfg.device) for way in (down, down[::-1])
+    )
+    links = [there] * between + [{"F": deque(), "B": deque()}] + [back] * between
+    chunks = [Chunk(model, links, path, stage) for stage, rank in enumerate(path) if rank == pp.rank()]
+    model.blocks = nn.ModuleList(b if any(b in c.blocks for c in chunks) else nn.Identity() for b in model.blocks)
     if pp.rank() > 0:
         del model.wte, model.wpe, model.ln_f, model.head
+    model.chunks = nn.ModuleList(chunks)
     return model, optimizer_of(cfg, model), forward_backward_zbv, clip_gradients, evaluate, tensors
 
 

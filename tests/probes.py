@@ -340,16 +340,16 @@ def kept_outside_autograd(module: ModuleType) -> Report:
         if kept:  # one step is enough
             return result
         *_, model, _, inputs, targets = args
-        chunk = [0] if hasattr(model, "before") else []  # where a rank has several stages, the first of them
-        later = model.before[0] is not None if chunk else getattr(model, "stage", 0)
+        model = model.chunks[0] if hasattr(model, "chunks") else model  # where a rank has several stages, the first
+        later = getattr(model, "stage", 0)
         x, targets = held(module, cfg, model, inputs, targets)
         if later:  # on a mesh, a rank of tp has its rows of the tokens
             shape = (x.numel() // model.tp.size(), cfg.dim) if on_mesh(model) else (*x.shape, cfg.dim)
             x = torch.zeros(shape, requires_grad=True)
         for _ in range(3):  # what is made once, or a table that Python doubles, is in one of the three
-            few = x[: len(x) // 8], targets[: len(targets) // 8], *chunk
+            few = x[: len(x) // 8], targets[: len(targets) // 8]
             some = left_by(cfg, model, few, *few)
-            kept.append(left_by(cfg, model, few, x, targets, *chunk) - some)
+            kept.append(left_by(cfg, model, few, x, targets) - some)
         return result
 
     module.train_step = step

@@ -84,15 +84,16 @@ class Pipeline:
 def pipeline(module: ModuleType, ranks: int, microbatches: int, chunks: int = 2) -> Pipeline:
     """Build the pipeline of a recipe. chunks: stages per rank, where the recipe has that choice."""
     chosen = (chunks,) if "chunks" in inspect.signature(module.schedule).parameters else ()
-    place = tuple(module.place(ranks, *chosen)) if hasattr(module, "place") else tuple(range(ranks))
-    orders = []
+    there, name = [*range(ranks)], Path(module.__file__).stem
+    ways = {"interleaved": there * chunks, "zbv": there + there[::-1], "dualpipe": there + there[::-1]}
+    place, orders = tuple(ways.get(name, there)), []
     for rank in range(ranks):
         stages = [stage for stage, owner in enumerate(place) if owner == rank]  # by chunk
         order = module.schedule(rank, ranks, *chosen, microbatches)
         orders.append(tuple((op, i, stages[chunk[0] if chunk else 0]) for op, i, *chunk in order))
-    depth = ranks if Path(module.__file__).stem == "dualpipe" else len(place)
+    depth = ranks if name == "dualpipe" else len(place)
     whole = all(op != "W" for order in orders for op, _, _ in order)
-    return Pipeline(tuple(orders), place, depth, whole, ranks if hasattr(module, "place") else 2)
+    return Pipeline(tuple(orders), place, depth, whole, ranks if name in ways else 2)
 
 
 def words(operation: Operation) -> str:
@@ -303,17 +304,18 @@ CLAIMS = {
         flight=lambda p, r, m, v: min(m, p - r),
         whole=True,
     ),
+    "06_pipeline/interleaved.py": Claim(
+        "Interleaved, 2 chunks",
+        idle=lambda p, F, B, W: (p - 1) * (F + B + W),
+        flight=lambda p, r, m, v: min(m * v, (p - 1 - r) * min(v, 2) + (v - 1) * p + 1),
+        allowed=lambda p, m: m % p == 0,
+        whole=True,
+        size=0.5,
+    ),
     "06_pipeline/split_backward.py": Claim(
         "1F1B, backward split",
         idle=lambda p, F, B, W: (p - 1) * (F + B),
         flight=lambda p, r, m, v: min(m, p - r),
-    ),
-    "06_pipeline/interleaved.py": Claim(
-        "Interleaved, 2 chunks",
-        idle=lambda p, F, B, W: (p - 1) * (F + B),
-        flight=lambda p, r, m, v: min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1),
-        allowed=lambda p, m: m % p == 0,
-        size=0.5,
     ),
     "06_pipeline/zero_bubble.py": Claim(
         "Zero bubble (ZB-H1)",
@@ -339,7 +341,7 @@ CLAIMS = {
 }
 
 
-def check(module: ModuleType, sizes: Iterable[tuple[int, int]] = QUICK, chunks: Iterable[int] = (2, 3, 4)) -> None:
+def check(module: ModuleType, sizes: Iterable[tuple[int, int]] = QUICK, chunks: Iterable[int] = (1, 2, 3, 4)) -> None:
     """Assert what the recipe's header says, for all sizes (ranks, micro-batches) that it allows.
 
     Every operation once; idle time, for two ratios of F, B and W; micro-batches in flight. Up to 8 ranks and 4

@@ -466,9 +466,9 @@ def test_an_unnamed_difference_is_seen():
 
 
 def test_a_clash_is_seen():
-    """All three have one `finish`, two share `receive`, each has its own `schedule`."""
+    """All three have one `wait_for_send`, two share `receive`, each has its own `schedule`."""
     found = clashes(["06_pipeline/1f1b.py", "06_pipeline/afab.py", "06_pipeline/zbv.py"])
-    assert "finish" not in found
+    assert "wait_for_send" not in found
     assert found["schedule"] == [["06_pipeline/1f1b.py"], ["06_pipeline/afab.py"], ["06_pipeline/zbv.py"]]
     assert found["receive"] == [["06_pipeline/1f1b.py", "06_pipeline/afab.py"], ["06_pipeline/zbv.py"]]
 
