@@ -353,8 +353,6 @@ def measured_before():
             if "file" not in row or row["file"].startswith("07"):
                 continue  # memory.py knows no experts
             folder, name = row["file"].removesuffix(".py").split("/")
-            if name == "interleaved":
-                continue  # measured when its backward was split
             if name in MEMORY.RECIPES.get(folder, {}) and "flags" in row:  # whole steps, not attention alone
                 gpus = 1 if folder == "01_single_gpu" else int(stored["gpu"].split()[0])
                 yield pytest.param(row["file"], row["flags"], gpus, row["rounds"][0]["memory"], id=f"{suite} {name}")

@@ -5,10 +5,10 @@ layer are neighbours. A rank holds 1/pp of the layers and 1/tp of each matrix, c
 each sequence, and updates 1/(dp·cp) of its weights.
 Four rules make one training of it. (1) Ranks of dp and of cp see different tokens: ZeRO sums gradients over both, once.
 (2) Ranks of tp see the same tokens, but each computes the gradients of what they replicate (norms, shared key heads)
-from its own part of them: these are summed over tp, after ZeRO, on the shards. (3) Losses are divided by the valid
-tokens of the whole batch, so that all sums are plain. (4) The norm is the root of all ranks' squares, each divided by
-the number of ranks that hold the same elements. Per rank: 2Ψ/(tp·pp) bytes of bf16 weights, 16Ψ/(tp·pp·dp·cp) of master
-weights, moments and reduced gradients; with several micro-batches also 4Ψ/(tp·pp) of gradient sums.
+from its own part of them: ZeRO sums these over dp, cp and tp. (3) Losses are divided by the valid tokens of the whole
+batch, so that all sums are plain. (4) Each element has one owner, so the norm is the root of all ranks' squares. Per
+rank: 2Ψ/(tp·pp) bytes of bf16 weights, 16Ψ/(tp·pp·dp·cp) of master weights, moments and reduced gradients; with several
+micro-batches also 4Ψ/(tp·pp) of gradient sums.
 
 Parent:   08_4d/2d.py, 05_context_ring/zigzag.py, 06_pipeline/1f1b.py
 Lesson:   Config, group_ranks, make_groups, Attention, Block.__init__, Model, holders, build_model, run_schedule,
