@@ -18,12 +18,13 @@ from equivalence import mesh
 from launch import in_a_fork, isolated, launch, load
 from streams import streams
 
-TRAIN, MOE = "08_4d/train.py", "08_4d/moe.py"
+TWO_D, TRAIN, MOE = "08_4d/2d.py", "08_4d/train.py", "08_4d/moe.py"
 context, pipeline = load("05_context_ring/test_context.py"), load("06_pipeline/test_pipeline.py")
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --vocab 259 --seq 16 --batch 8 --steps 1"
 
 
 SIZES = [  # that may fail where the hardest of each recipe, which the contract has, does not
+    *((TWO_D, dp * tp, f"--dp {dp} --tp {tp} {flags}") for dp, tp, flags in equivalence.TWO_D[1:5]),
     *((TRAIN, 8, mesh(*sizes)) for sizes in ((1, 2, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1))),  # any three axes at once
     (TRAIN, 8, mesh(1, 2, 4, 1)),  # two ranks share a key head, four share norms
     (TRAIN, 12, f"{mesh(3, 2, 2, 1)} --batch 12 --microbatches 4"),  # units of which 6 shards need padding
@@ -47,14 +48,24 @@ def test_gradient_on_other_sizes(recipe, world, flags, monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("when", ["late", "at once"])
-@pytest.mark.parametrize("recipe, world, flags", [(TRAIN, 8, mesh(1, 2, 2, 2)), (MOE, 4, f"{mesh(2, 1, 1, 2)} --ep 2")])
+@pytest.mark.parametrize(
+    "recipe, world, flags",
+    [
+        (TWO_D, 4, "--dp 2 --tp 2 --heads 4 --kv_heads 2"),
+        (TRAIN, 8, mesh(1, 2, 2, 2)),
+        (MOE, 4, f"{mesh(2, 1, 1, 2)} --ep 2"),
+    ],
+)
 def test_whenever_streams_get_to_it(recipe, world, flags, when):
     """Weights are gathered, gradients reduced and keys passed on as early as they may be, or as late."""
     equivalence.check(recipe, world, flags, probe=streams(when))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe, flags", [(TRAIN, mesh(1, 1, 1, 2)), (MOE, f"{mesh(1, 1, 2, 1)} --ep 1")])
+@pytest.mark.parametrize(
+    "recipe, flags",
+    [(TWO_D, "--dp 1 --tp 2"), (TRAIN, mesh(1, 1, 1, 2)), (MOE, f"{mesh(1, 1, 2, 1)} --ep 1")],
+)
 def test_compiled(recipe, flags):
     """On later stages the first block's input is a leaf, whose gradient comes early; experts gather tokens over tp."""
     equivalence.check_quickly(recipe, 2, f"{flags} --compile")

@@ -34,6 +34,7 @@ SMALLEST = {recipe: (world, flags) for recipe, world, flags in reversed(CASES) i
 # recipe: (ranks, flags), for what does not depend on the size
 SMALLEST[ROOT_RECIPE] = SMALLEST[equivalence.MOE] = 1, ""
 SMALLEST |= {recipe: (4, "--dp 1 --cp 1 --tp 2 --pp 2") for recipe in SMALLEST if recipe[:2] == "08"}
+SMALLEST["08_4d/2d.py"] = 4, "--dp 2 --tp 2"
 SMALLEST["08_4d/moe.py"] = 4, "--dp 2 --cp 1 --tp 2 --pp 1 --ep 2 --microbatches 2"
 DILOCO = "02_data_parallel/diloco.py"
 # DTensor's caches hold the group until the end of the process
@@ -540,7 +541,9 @@ def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
         if recipe != equivalence.MOE:
             cases += [(8, f"--experts 8 --batch 8 {micro}"), (3, f"--experts 9 --batch 3 {micro}")]
             cases += [(8, "--experts 2 --edp 4")]
-    if recipe[:2] == "08":
+    if recipe == "08_4d/2d.py":
+        cases += [(8, "--dp 1 --tp 8"), (8, "--dp 8 --tp 1 --batch 8 --microbatches 1"), (8, ""), (1, "--dp 1 --tp 1")]
+    elif recipe[:2] == "08":
         one = " --ep 1" * ("moe" in recipe)
         cases += [(8, f"--dp 1 --cp 1 --tp 8 --pp 1{one}"), (8, f"--dp 1 --cp 1 --tp 1 --pp 8 --microbatches 1{one}")]
         cases += [(8, "--dp 8 --cp 1 --tp 1 --pp 1 --batch 8 --microbatches 1"), (8, "")]
