@@ -53,9 +53,9 @@ from torch import Tensor, nn
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
 VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"  # tensors with a row per vocabulary id
-# The axis of a weight [out, in] along which a layer is split: 0 is column-parallel, 1 is row-parallel. w1, w3, w2:
-# gate, up and down projections of one expert; in memory, `experts` has those of several, which are split one by one.
-SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, w1=0, w3=0, w2=1, experts=0, embed_tokens=0, lm_head=0)
+# The axis of a weight [out, in] along which a layer is split: 0 is column-parallel, 1 is row-parallel. w1, w3
+# and w2 are gate, up and down projection of one expert.
+SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, w1=0, w3=0, w2=1, embed_tokens=0, lm_head=0)
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # Shapes of Mixtral 8x7B, OLMoE-1B-7B and Qwen3-30B-A3B. Attention stays Llama's: OLMoE and Qwen3 also normalise queries
 # and keys, and Qwen3's heads are 128 wide, not dim / heads. OLMoE does not renormalise its gates; here all do.
