@@ -45,6 +45,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
