@@ -139,7 +139,7 @@ def local_attention_backward(
     key among all of them, and gradients of parts are plain sums.
     """
     if q.is_cuda and q.dtype == torch.bfloat16:
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, of which there is none
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is off, the operator still takes its seed
         sizes = q.shape[2], k.shape[2]
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             gradient, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal

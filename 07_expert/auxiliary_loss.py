@@ -345,7 +345,7 @@ class Experts(nn.Module):
 
 
 class MLP(nn.Module):
-    """The experts, of which each token goes through top_k; this rank holds e/ep of them."""
+    """Experts: each token goes through top_k of them, and this rank holds e/ep."""
 
     def __init__(self, cfg: Config, dp: dist.ProcessGroup, ep: dist.ProcessGroup):
         super().__init__()

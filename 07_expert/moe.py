@@ -246,7 +246,7 @@ class Experts(nn.Module):
 
 
 class MLP(nn.Module):
-    """The experts, of which each token goes through top_k."""
+    """Experts: each token goes through top_k of them."""
 
     def __init__(self, cfg: Config):
         super().__init__()

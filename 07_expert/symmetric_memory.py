@@ -314,8 +314,8 @@ def dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Send tokens x [t, d] and their gates [t, top_k] to the ranks of their experts. inverse, ends: sort_by_expert.
 
-    Returns what has come from all ranks for this rank's experts, [slots·n, d], by expert, of which the first rows are
-    full; its gates [slots·n, 1]; the ends [e/ep] of the experts' blocks in it; and the way back.
+    Return the rows that have arrived [slots·n, d], sorted by expert, with the empty slots behind them; their gates
+    [slots·n, 1]; the ends [e/ep] of the experts' blocks; and the way back.
     """
     slots = math.ceil(memory.slots * gates.numel())
     if gates.numel() > memory.rows or slots > len(memory.there.tensors[0]):  # on all ranks at once
@@ -455,7 +455,7 @@ class Experts(nn.Module):
 
 
 class MLP(nn.Module):
-    """The experts, of which each token goes through top_k; this rank holds e/ep of them."""
+    """Experts: each token goes through top_k of them, and this rank holds e/ep."""
 
     def __init__(self, cfg: Config, memory: Memory):
         super().__init__()

@@ -206,7 +206,7 @@ def scarce(module):
 
 
 def check_too_few_slots(file, world, flags):
-    """What starts with too few slots trains as the root does, and validates; the log says when there were more."""
+    """A run that starts with too few slots trains and validates as the root does; the log says when slots are added."""
     common = f"{SHAPE} --experts 6 --top_k {K} --steps 3 --validate 1 --warmup 0 --lr 1e-2"
     run = launch(file, world, f"{common} --slots 0.3 {flags}", probe=scarce)
     root = launch(equivalence.MOE, 1, common)

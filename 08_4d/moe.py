@@ -432,7 +432,7 @@ def local_attention_backward(
     key among all of them, and gradients of parts are plain sums.
     """
     if q.is_cuda and q.dtype == torch.bfloat16:
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, of which there is none
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is off, the operator still takes its seed
         sizes = q.shape[2], k.shape[2]
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             gradient, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
@@ -818,7 +818,7 @@ class Experts(nn.Module):
 
 
 class MLP(nn.Module):
-    """The experts, of which each token goes through top_k; this rank holds 1/tp of each of e/ep of them.
+    """Experts: each token goes through top_k of them, and this rank holds 1/tp of each of e/ep.
 
     Ranks of tp route the same tokens to the same experts, but have part of their weights. So outputs, gates and
     gradients are parts of sums over tp: Scatter adds up the outputs, Gather the gradients of the tokens, and
