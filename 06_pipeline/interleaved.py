@@ -316,8 +316,9 @@ def build_model(cfg: Config) -> Model:
     along = connect({"F": pp, "B": dist.new_group()}, path[: pp.size()], cfg.device)
     # From the last rank messages wrap around to the first. With two ranks, activations then go both ways between the
     # same two, and so do gradients: on one communicator, ranks that each had started a send first would wait forever.
-    wrap = {"F": dist.new_group(), "B": dist.new_group()} if pp.size() > 1 else {"F": deque(), "B": deque()}
-    wrap = connect(wrap, [pp.size() - 1, 0][: pp.size()], cfg.device)
+    wrap = {"F": deque(), "B": deque()}
+    if pp.size() > 1:
+        wrap = connect({"F": dist.new_group(), "B": dist.new_group()}, path[pp.size() - 1 :][:2], cfg.device)
     with torch.device("meta"):
         model = Model(cfg, pp, [along if rank else wrap for rank in path[1:]], path)
     model.to_empty(device=cfg.device)

@@ -14,14 +14,15 @@ with several micro-batches also 4Ψ/tp of gradient sums.
 
 Parent:   03_zero/zero1_overlap.py, 04_tensor_sequence/sequence_parallel.py
 Lesson:   Config, make_groups, ColumnParallel, column_parallel, row_parallel, Attention.forward, MLP.forward, Model,
-          local_tensor, holders, build_model, forward_backward, clip_gradients
+          local_tensor, holders, make_units, build_model, forward_backward, clip_gradients
 Plumbing: unshard, save, check
-Copy:     make_groups, ColumnParallel, column_parallel, row_parallel, local_tensor, holders, clip_gradients, evaluate
-          (and from each parent what its own Copy line says; build_model shows how parameters become units of several
-          groups, forward_backward when the shared ones are reduced)
-Needs:    cfg.clip, cfg.device, cfg.dp, cfg.kv_heads, cfg.microbatches, cfg.tp, cfg.vocab, model.dp, model.dp_r,
-          model.units, model.world, IGNORE, VOCABULARY, gather_tokens, reduce_scatter_tokens, RowParallel, full_tensor,
-          placement, forward
+Copy:     make_groups, ColumnParallel, column_parallel, row_parallel, local_tensor, holders, make_units, clip_gradients,
+          evaluate (and from each parent what its own Copy line says; forward_backward shows when shared units are
+          reduced)
+Needs:    cfg.clip, cfg.device, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.layers, cfg.microbatches, cfg.tp, cfg.vocab,
+          model.dp, model.dp_r, model.dp_tp, model.model.embed_tokens, model.shared, model.tp, model.units, model.world,
+          IGNORE, VOCABULARY, reduce, gather_tokens, reduce_scatter_tokens, RowParallel, full_tensor, placement,
+          make_unit, check_units, forward
 Run:      torchrun --nproc_per_node 8 08_4d/2d.py --dp 4 --tp 2
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473; Korthikanti et al. 2022, arXiv:2205.05198
 """
@@ -108,7 +109,7 @@ def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
     """
     sizes = dict(dp=cfg.dp, r=max(1, cfg.tp // cfg.kv_heads))
     mesh = rearrange(torch.arange(cfg.dp * cfg.tp), "(dp kv r) -> dp kv r", **sizes)
-    rows = {"tp": "dp (kv r)", "dp": "(kv r) dp", "dp_r": "kv (dp r)", "world": "1 (dp kv r)"}
+    rows = {"tp": "dp (kv r)", "dp": "(kv r) dp", "dp_r": "kv (dp r)", "dp_tp": "1 (dp kv r)"}
     tables = {axes: rearrange(mesh, f"dp kv r -> {row}").tolist() for axes, row in rows.items()}
     return {axes: dist.new_subgroups_by_enumeration(table)[0] for axes, table in tables.items()}
 
@@ -451,8 +452,11 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, groups: dict[str, dist.ProcessGroup]):
         super().__init__()
         self.cfg = cfg
-        self.dp, self.tp = groups["dp"], groups["tp"]  # the ranks that share the batch; those that share every block
-        self.world, self.dp_r = groups["world"], groups["dp_r"]  # all ranks; those that hold the same key heads
+        dp, tp = groups["dp"], groups["tp"]
+        self.dp = dp  # the ranks that share the batch
+        self.tp = tp  # the ranks that share every block
+        self.dp_tp, self.dp_r = groups["dp_tp"], groups["dp_r"]  # those that hold the same norms, the same key heads
+        self.world = self.dp_tp  # the ranks that train this model
         self.units: list[Unit] = []  # filled by build_model: what ranks of tp share, then in the order of forward
         self.shared = 0  # how many units ranks of tp share
         self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
@@ -460,11 +464,11 @@ class Model(nn.Module):
         self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
         self.requires_gradient_sync = True  # whether backward reduces: with the last micro-batch
         self.model = nn.Module()
-        self.model.embed_tokens = Embedding(cfg, self.tp)
-        self.model.layers = nn.ModuleList(Block(cfg, self.tp) for _ in range(cfg.layers))
+        self.model.embed_tokens = Embedding(cfg, tp)
+        self.model.layers = nn.ModuleList(Block(cfg, tp) for _ in range(cfg.layers))
         self.model.norm = RMSNorm(cfg)
-        self.lm_head = nn.Linear(cfg.dim, -(-cfg.vocab // self.tp.size()), bias=False)
-        self.loss = Loss(cfg, self.tp)
+        self.lm_head = nn.Linear(cfg.dim, -(-cfg.vocab // tp.size()), bias=False)
+        self.loss = Loss(cfg, tp)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v/tp]"""
@@ -575,17 +579,14 @@ def check_units(model: nn.Module) -> None:
             raise ValueError(f"{name} must be in exactly one unit")
 
 
-def holders(cfg: Config, model: Model, name: str) -> dist.ProcessGroup:
+def holders(cfg: Config, model: nn.Module, name: str) -> dist.ProcessGroup:
     """Return the ranks that hold the same elements of a parameter: ZeRO sums its gradient over them, and shards it."""
     parts = placement(name, cfg.tp, cfg.kv_heads)[1]
-    return model.dp if parts == cfg.tp else model.world if parts == 1 else model.dp_r
+    return model.dp if parts == cfg.tp else model.dp_tp if parts == 1 else model.dp_r
 
 
-def build_model(cfg: Config) -> Model:
-    """Build this rank's part of the model unit by unit, filled tensor by tensor: no rank ever has all weights."""
-    groups = make_groups(cfg)
-    with torch.device("meta"):
-        model = Model(cfg, groups)
+def make_units(cfg: Config, model: nn.Module) -> None:
+    """Divide the parameters into units, filled tensor by tensor: those that tp shares, then in the order of forward."""
     held_by = {name: holders(cfg, model, name) for name, _ in model.named_parameters()}
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
     units = [(names, model.dp) for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]]
@@ -599,6 +600,14 @@ def build_model(cfg: Config) -> Model:
     owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
     embedding = model.model.embed_tokens.weight
     embedding.register_post_accumulate_grad_hook(lambda p: reduce(owner, owner.shared))  # the last gradient
+
+
+def build_model(cfg: Config) -> Model:
+    """Build this rank's part of the model: no rank ever has all weights."""
+    groups = make_groups(cfg)
+    with torch.device("meta"):
+        model = Model(cfg, groups)
+    make_units(cfg, model)
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -846,6 +855,7 @@ def check(cfg: Config, world: int) -> None:
         if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
             raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
     tp, parts, layout = cfg.tp, cfg.dp * cfg.microbatches, f"--dp {cfg.dp} --tp {cfg.tp}"
+    tokens = cfg.batch // parts * cfg.seq  # of a micro-batch
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
@@ -862,10 +872,7 @@ def check(cfg: Config, world: int) -> None:
             f"--kv_heads {cfg.kv_heads}: must divide --tp {tp}, or be its multiple",
         ),
         (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by --tp {tp}"),
-        (
-            cfg.batch * cfg.seq // parts % tp,
-            f"--tp {tp}: must divide the {cfg.batch * cfg.seq // parts} tokens of a micro-batch",
-        ),
+        (tokens % tp, f"--tp {tp}: must divide the {tokens} tokens of a micro-batch"),
         (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
         (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),

@@ -18,7 +18,7 @@ Plumbing: check
 Copy:     placement, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, pieces, snapshot, whole, chosen,
           training_of, key_of, write_files, write, resume (train shows their calls)
 Needs:    cfg.checkpoint, cfg.device, cfg.keep, cfg.kv_heads, cfg.resume, cfg.vocab, model.tp, model.units, "k_proj",
-          "v_proj", VOCABULARY, SPLIT
+          "v_proj", VOCABULARY, SPLIT, parameter_names
 Run:      torchrun --nproc_per_node 8 08_4d/checkpoint.py --checkpoint checkpoints
           (and restarts by itself after a kill with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and torchrun's --max_restarts)
 Source:   torch.distributed.checkpoint, in PyTorch; Wan et al. 2024, ByteCheckpoint, arXiv:2407.20143
@@ -34,6 +34,7 @@ import time
 import weakref
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -98,13 +99,14 @@ class Config:
     init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
     save: str = ""  # write the trained weights to this .safetensors file
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over bf16 weights, fp32 masters
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
     compile: bool = False
-    microbatches: int = 4  # parts of a rank's batch that go through the pipeline one after another
     dp: int = 1  # ranks that share the batch
     cp: int = 2  # ranks that share every sequence
     tp: int = 2  # ranks that share every block
-    pp: int = 2  # ranks that share the layers, as stages of a pipeline
+    pp: int = 2  # ranks that share the layers
+    chunks: int = 1  # stages per process; 1 is 1F1B
+    microbatches: int = 4  # parts of a rank's batch that go through the pipeline one after another
     order: Literal["tp-cp-dp-pp", "tp-cp-pp-dp"] = "tp-cp-dp-pp"  # of ranks on the mesh, fastest first; Llama 3: second
     checkpoint: str = ""  # write to this folder, which all ranks see; if there are checkpoints, go on from the newest
     every: int = 5  # steps from one checkpoint to the next; the last step has one, too
@@ -120,27 +122,21 @@ def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
     Ranks of dp_cp, in this order, have different tokens; ranks of dp_cp_tp are a stage of the pipeline. Where tp has
     more ranks than there are key heads, r neighbours hold the same ones; over all of dp and cp they are dp_cp_r.
     """
-    sizes = dict(pp=cfg.pp, dp=cfg.dp, cp=cfg.cp, tp=cfg.tp)
-    slowest_first = " ".join(reversed(cfg.order.split("-")))
-    mesh = rearrange(torch.arange(math.prod(sizes.values())), f"({slowest_first}) -> pp dp cp tp", **sizes)
-    rows = {
-        "tp": rearrange(mesh, "pp dp cp tp -> (pp dp cp) tp"),
-        "cp": rearrange(mesh, "pp dp cp tp -> (pp dp tp) cp"),
-        "dp": rearrange(mesh, "pp dp cp tp -> (pp cp tp) dp"),
-        "pp": rearrange(mesh, "pp dp cp tp -> (dp cp tp) pp"),
-        "dp_cp": rearrange(mesh, "pp dp cp tp -> (pp tp) (dp cp)"),
-        "dp_cp_r": rearrange(mesh, "pp dp cp (kv r) -> (pp kv) (dp cp r)", r=max(1, cfg.tp // cfg.kv_heads)),
-        "dp_cp_tp": rearrange(mesh, "pp dp cp tp -> pp (dp cp tp)"),
-        "world": rearrange(mesh, "pp dp cp tp -> 1 (pp dp cp tp)"),
-    }
-    return {axis: ranks.tolist() for axis, ranks in rows.items()}
+    sizes = dict(pp=cfg.pp, dp=cfg.dp, cp=cfg.cp, r=max(1, cfg.tp // cfg.kv_heads))
+    slowest_first = " ".join(reversed(cfg.order.split("-"))).replace("tp", "kv r")
+    ranks = torch.arange(cfg.pp * cfg.dp * cfg.cp * cfg.tp)
+    mesh = rearrange(ranks, f"({slowest_first}) -> pp dp cp kv r", **sizes)
+    rows = {"tp": "(pp dp cp) (kv r)", "cp": "(pp dp kv r) cp", "dp": "(pp cp kv r) dp", "pp": "(dp cp kv r) pp"}
+    rows |= {"dp_cp": "(pp kv r) (dp cp)", "dp_cp_r": "(pp kv) (dp cp r)", "dp_cp_tp": "pp (dp cp kv r)"}
+    rows["world"] = "1 (pp dp cp kv r)"
+    return {axes: rearrange(mesh, f"pp dp cp kv r -> {row}").tolist() for axes, row in rows.items()}
 
 
 def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
     """Return this rank's group of each axis. All ranks make all groups, in the same order."""
-    ranks = group_ranks(cfg)
-    ranks["pp_back"] = ranks["pp"]  # a second communicator, for gradients: see connect
-    return {axis: dist.new_subgroups_by_enumeration(groups)[0] for axis, groups in ranks.items()}
+    tables = group_ranks(cfg)
+    tables |= dict.fromkeys(("back", "wrap", "wrap_back"), tables["pp"])  # more communicators: see build_model
+    return {axes: dist.new_subgroups_by_enumeration(table)[0] for axes, table in tables.items()}
 
 
 @dataclass(eq=False)
@@ -215,10 +211,6 @@ def reduce(model: nn.Module, i: int) -> None:
         flat.copy_(unit.sums.add_(flat))  # rounded once
         unit.sums = None
     model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
-    if i == 0:  # backward ends here
-        if model.stream:
-            torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
-        model.sending.clear()
 
 
 @torch.compiler.disable  # also where the model around it is compiled
@@ -556,17 +548,27 @@ def receive(
     source = model.stage - 1 if op == "F" else model.stage + 1
     if not 0 <= source < model.stages:
         return None
+    link = model.links[min(source, model.stage)][op]
+    if model.path[source] == model.pp.rank():
+        return link.popleft()  # a queue, see send
     buffer = torch.empty(shape, dtype=dtype, device=device)
-    dist.recv(buffer, group=model.links[op], group_src=source)  # the bytes of shape in; the operation waits for them
+    dist.recv(buffer, group=link, group_src=model.path[source])  # the bytes of shape in; the operation waits for them
     return buffer
 
 
 def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
-    """Start to send what an operation has computed to the neighbour that takes it; None if there is no such stage."""
+    """Start to send what an operation has computed to the neighbour that takes it; None if there is no such stage.
+
+    If the neighbour is on this rank, the tensor waits for it in a queue.
+    """
     target = model.stage + 1 if op == "F" else model.stage - 1
     if not 0 <= target < model.stages:
         return None
-    return dist.isend(tensor, group=model.links[op], group_dst=target)  # its bytes out; nothing waits for them
+    link = model.links[min(target, model.stage)][op]
+    if model.path[target] == model.pp.rank():
+        link.append(tensor)
+        return None
+    return dist.isend(tensor, group=link, group_dst=model.path[target])  # its bytes out; nothing waits for them
 
 
 def wait_for_send(work: dist.Work | None) -> None:
@@ -722,38 +724,39 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
     return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
 
 
-class Model(nn.Module):
+class Stage(nn.Module):
     """One stage of Llama 3, and of its matrices 1/tp; the first stage has the embedding, the last one the head."""
 
-    def __init__(self, cfg: Config, groups: dict[str, dist.ProcessGroup]):
+    def __init__(self, cfg: Config, groups: dict, links: list[dict], path: list[int], stage: int, queues: tuple):
         super().__init__()
         self.cfg = cfg
-        self.dp, self.cp, self.tp, self.pp = (groups[axis] for axis in ("dp", "cp", "tp", "pp"))
-        self.world = groups["world"]  # the ranks that train this model
-        self.dp_cp = groups["dp_cp"]  # the ranks that train the same weights, on different tokens
-        self.dp_cp_tp, self.dp_cp_r = groups["dp_cp_tp"], groups["dp_cp_r"]  # a stage; those with the same key heads
-        # communicators by operation
-        self.links = connect({"F": self.pp, "B": groups["pp_back"]}, [*range(self.pp.size())], cfg.device)
-        self.stage, self.stages = self.pp.rank(), self.pp.size()  # stage i is rank i of the group
-        # of this stage; filled by build_model: what ranks of tp share, then in the order of forward
-        self.units: list[Unit] = []
+        dp, tp, pp = groups["dp"], groups["tp"], groups["pp"]
+        self.dp = dp  # the ranks that share the batch
+        self.tp = tp  # the ranks that share every block
+        self.pp = pp  # the ranks that share the model
+        self.cp = groups["cp"]  # the ranks that share every sequence
+        self.dp_cp = groups["dp_cp"]  # the ranks that hold the same matrices
+        self.dp_cp_tp = groups["dp_cp_tp"]  # the ranks that hold the same norms
+        self.dp_cp_r = groups["dp_cp_r"]  # the ranks that hold the same key heads
+        self.links = links  # for each stage but the last: communicators, or queues, to the next one, by operation
+        self.path = path  # the rank of each stage
+        self.stage, self.stages = stage, len(path)
+        self.units: list[Unit] = []  # filled by make_units: what ranks of tp share, then in the order of forward
         self.shared = 0  # how many units ranks of tp share
-        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
-        self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
-        self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
+        self.gathers, self.stream, self.sending = queues  # those of Model
         self.requires_gradient_sync = True  # whether backward reduces: with the last micro-batch
         self.model = nn.Module()
         if self.stage == 0:
-            self.model.embed_tokens = Embedding(cfg, self.tp)
+            self.model.embed_tokens = Embedding(cfg, tp)
         layers = split_layers(cfg, self.stages)[self.stage]
-        self.model.layers = nn.ModuleDict({str(i): Block(cfg, self.cp, self.tp) for i in layers})
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg, self.cp, tp) for i in layers})
         if self.stage == self.stages - 1:
             self.model.norm = RMSNorm(cfg)
-            self.lm_head = nn.Linear(cfg.dim, -(-cfg.vocab // self.tp.size()), bias=False)
-        self.loss = Loss(cfg, self.tp)
+            self.lm_head = nn.Linear(cfg.dim, -(-cfg.vocab // tp.size()), bias=False)
+        self.loss = Loss(cfg, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """ids [b, s/cp], on later stages activations [(b s/cp)/tp, d] -> these, on the last logits [b, s/cp, v/tp]"""
+        """ids [b, s/cp], on later stages activations [(b s/cp)/tp, d] -> these, on the last logits [(b s/cp), v/tp]"""
         rope = rope_table(self.cfg, shard(self.cfg, self.cp))
         x = x.view_as(x)  # a leaf's hook may run before the gradients of weights are there; that of a view runs after
         for i in range(self.shared):
@@ -769,7 +772,28 @@ class Model(nn.Module):
             return x
         before_forward(self, len(self.units) - 1, x)
         (logits,) = column_parallel(self.model.norm(x), self.tp, self.lm_head.weight)
-        return rearrange(logits, "(b s) v -> b s v", s=len(rope[0]))
+        return logits
+
+
+class Model(nn.Module):
+    """The stages of a rank."""
+
+    def __init__(self, cfg: Config, groups: dict, links: list[dict], path: list[int]):
+        super().__init__()
+        dp, tp, pp = groups["dp"], groups["tp"], groups["pp"]
+        self.dp = dp  # the ranks that share the batch
+        self.tp = tp  # the ranks that share every block
+        self.pp = pp  # the ranks that share the model
+        self.cp = groups["cp"]  # the ranks that share every sequence
+        self.dp_cp = groups["dp_cp"]  # the ranks with different tokens
+        self.world = groups["world"]  # the ranks that train this model
+        self.units: list[Unit] = []  # of all stages, filled by build_model
+        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
+        self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
+        self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
+        queues = self.gathers, self.stream, self.sending  # the stages of a rank share them
+        stages = [stage for stage, rank in enumerate(path) if rank == pp.rank()]
+        self.chunks = nn.ModuleList(Stage(cfg, groups, links, path, stage, queues) for stage in stages)
 
 
 def init_files(cfg: Config) -> list[str]:
@@ -866,17 +890,14 @@ def check_units(model: nn.Module) -> None:
             raise ValueError(f"{name} must be in exactly one unit")
 
 
-def holders(cfg: Config, model: Model, name: str) -> dist.ProcessGroup:
+def holders(cfg: Config, model: nn.Module, name: str) -> dist.ProcessGroup:
     """Return the ranks that hold the same elements of a parameter: ZeRO sums its gradient over them, and shards it."""
     parts = placement(name, cfg.tp, cfg.kv_heads)[1]
     return model.dp_cp if parts == cfg.tp else model.dp_cp_tp if parts == 1 else model.dp_cp_r
 
 
-def build_model(cfg: Config) -> Model:
-    """Build this rank's part of the model unit by unit, filled tensor by tensor: no rank ever has all weights."""
-    groups = make_groups(cfg)
-    with torch.device("meta"):
-        model = Model(cfg, groups)
+def make_units(cfg: Config, model: nn.Module) -> None:
+    """Divide the parameters into units, filled tensor by tensor: those that tp shares, then in the order of forward."""
     held_by = {name: holders(cfg, model, name) for name, _ in model.named_parameters()}
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
     units = [(names, model.dp_cp) for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]]
@@ -892,10 +913,29 @@ def build_model(cfg: Config) -> Model:
         owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
         embedding = model.model.embed_tokens.weight
         embedding.register_post_accumulate_grad_hook(lambda p: reduce(owner, owner.shared))  # the last gradient
+
+
+def build_model(cfg: Config) -> Model:
+    """Build this rank's part of the model: no rank ever has all weights."""
+    groups = make_groups(cfg)
+    pp = groups["pp"]
+    path = [*range(pp.size())] * cfg.chunks
+    along = connect({"F": pp, "B": groups["back"]}, path[: pp.size()], cfg.device)
+    # From the last rank messages wrap around to the first. With two ranks, activations then go both ways between the
+    # same two, and so do gradients: on one communicator, ranks that each had started a send first would wait forever.
+    wrap = {"F": deque(), "B": deque()}
+    if pp.size() > 1:
+        wrap = connect({"F": groups["wrap"], "B": groups["wrap_back"]}, path[pp.size() - 1 :][:2], cfg.device)
+    with torch.device("meta"):
+        model = Model(cfg, groups, [along if rank else wrap for rank in path[1:]], path)
+    for chunk in model.chunks:
+        make_units(cfg, chunk)
+        model.units += chunk.units
     if cfg.compile:
-        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
-        for block in model.model.layers.children():  # the blocks share one compilation
-            block.compile()
+        for chunk in model.chunks:
+            chunk.loss = torch.compile(chunk.loss)  # its own .compile() would leave a module of torch.nn as it is
+            for block in chunk.model.layers.children():  # the blocks share one compilation
+                block.compile()
     return model
 
 
@@ -964,40 +1004,46 @@ def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) 
         group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
 
 
-def schedule(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
-    """Return what a stage does, in order: (F forward or B backward, micro-batch)."""
-    forwards = [("F", i) for i in range(microbatches)]
-    backwards = [("B", i) for i in range(microbatches)]
-    ahead = min(stages - 1 - stage, microbatches)  # forwards to run before the first gradient can arrive
+def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[str, int, int]]:
+    """Return what a rank does, in order: (F forward or B backward, micro-batch, chunk)."""
+    groups = [range(i, min(i + ranks, microbatches)) for i in range(0, microbatches, ranks)]
+    visits = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
+    forwards = [("F", i, chunk) for i, chunk in visits]
+    backwards = [("B", i, chunks - 1 - chunk) for i, chunk in visits]
+    # forwards to run before the first gradient can arrive: one for each later rank, and with several chunks one more,
+    # since every one of them alternates; and those of a first group that comes back to the last chunk
+    ahead = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(visits))
     pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
-    return forwards[:ahead] + pairs + backwards[microbatches - ahead :]
+    return forwards[:ahead] + pairs + backwards[len(visits) - ahead :]
 
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs of Model.forward, targets [b, s] -> activations [b, s, d], on the last stage the sum of the losses"""
+    """inputs of Model.forward, targets [b, s] -> activations [(b s)/tp, d], on the last stage the sum of the losses"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         output = model(inputs)
         last = model.stage == model.stages - 1
-        return model.loss(output.flatten(0, 1), targets.flatten()) if last else output
+        return model.loss(output, targets.flatten()) if last else output
 
 
 def run_schedule(
     cfg: Config,
-    model: nn.Module,
-    operations: list[tuple[str, int]],
+    chunks: nn.ModuleList,
+    operations: list[tuple[str, int, int]],
     inputs: tuple[Tensor, ...],
     targets: tuple[Tensor, ...],
     tokens: Tensor,
 ) -> Tensor:
-    """Run a stage's operations on micro-batches [b/m, s]; return its part of the loss: 0 except on the last stage.
+    """Run a rank's operations on micro-batches [b/m, s]; return its part of the loss: 0 without the last stage.
 
-    forward(cfg, model, x, targets) returns activations [(b/m s)/tp, d] in cfg.dtype, on the last stage the summed loss.
-    Any list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
-    the same order: messages carry no tag. A list of forwards alone, under torch.no_grad(), evaluates.
+    chunks: the rank's stages. forward(cfg, stage, x, targets) returns activations [(b/m s)/tp, d] in cfg.dtype, on the
+    last stage the summed loss. Which lists work says 06_pipeline/interleaved.py. A list of forwards alone, under
+    torch.no_grad(), evaluates.
     """
     saved, sending, dtype = {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
-    for step, (op, i) in enumerate(operations, 1):
+    last = {chunk: step for step, (op, _, chunk) in enumerate(operations)}  # of each stage its last backward
+    for step, (op, i, chunk) in enumerate(operations):
+        model = chunks[chunk]
         shape = inputs[i].numel() // model.tp.size(), cfg.dim  # (b/m s)/tp d
         arrived = receive(model, op, shape, dtype, inputs[i].device)
         if op == "F":
@@ -1008,18 +1054,18 @@ def run_schedule(
                 total += output.detach()
             work = send(model, op, output.detach())
             if output.requires_grad:
-                saved[i] = x, output, work
+                saved[i, chunk] = x, output, work
             else:  # under torch.no_grad()
                 sending.append((work, output))
         else:
-            x, output, work = saved.pop(i)
+            x, output, work = saved.pop((i, chunk))
             wait_for_send(work)  # the output has arrived, since its gradient has come back
-            model.requires_gradient_sync = step == len(operations)  # with the last backward, ZeRO reduces
+            model.requires_gradient_sync = step == last[chunk]  # ZeRO reduces
             output.backward(arrived)
             sending.append((send(model, op, x.grad), x.grad))
             for shared in reversed(range(model.shared)):
                 reduce(model, shared)  # all blocks of this stage have added to these
-        if len(sending) > 2:
+        if len(sending) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
             wait_for_send(sending.pop(0)[0])  # and frees what was sent
     for work in [work for work, _ in sending] + [work for _, _, work in saved.values()]:
         wait_for_send(work)
@@ -1029,14 +1075,17 @@ def run_schedule(
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in the units"""
     tokens = (targets != IGNORE).sum()
-    # ranks of tp share a batch; ranks of pp, too, but only the first reads the inputs and only the last the targets
     rank, held = model.dp.rank(), shard(cfg, model.cp)
+    # ranks of tp share a batch; ranks of pp, too, but only the first reads the inputs and only the last the targets
     inputs, targets = (x.chunk(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
     for unit in model.units:
         gather(unit, model.gathers)  # later stages do it while they wait for activations
-    operations = schedule(model.stage, model.stages, cfg.microbatches)
+    operations = schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches)
     inputs, targets = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)  # b/dp/m s/cp
-    total = run_schedule(cfg, model, operations, inputs, targets, tokens)
+    total = run_schedule(cfg, model.chunks, operations, inputs, targets, tokens)
+    if model.stream:
+        torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
+    model.sending.clear()
     for group in (model.dp_cp, model.pp):  # on tp, all have the same loss
         dist.all_reduce(total, group=group)  # one element, for the log; everyone waits
     return total
@@ -1069,9 +1118,9 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     rank, held = model.dp.rank(), shard(cfg, model.cp)
     own = (x.chunk(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
-    micro = (x.chunk(cfg.microbatches) for x in own)  # b/dp/m s/cp
-    forwards = [op for op in schedule(model.stage, model.stages, cfg.microbatches) if op[0] == "F"]
-    loss = run_schedule(cfg, model, forwards, *micro, tokens)
+    micro = (x.chunk(cfg.microbatches) for x in own)  # b/dp/microbatches s/cp
+    forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches) if op[0] == "F"]
+    loss = run_schedule(cfg, model.chunks, forwards, *micro, tokens)
     for group in (model.dp_cp, model.pp):  # on tp, all have the same loss
         dist.all_reduce(loss, group=group)  # one element; everyone waits
     return loss
@@ -1105,9 +1154,14 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
         print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
 
 
+def parameter_names(model: Model) -> dict[nn.Parameter, str]:
+    """Return the name of each parameter of this rank's stages in the whole model."""
+    return {p: name for chunk in model.chunks for name, p in chunk.named_parameters()}
+
+
 def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
-    """Return the full weights of this stage on the CPU of its first rank, {} on others; all its ranks take part."""
-    names, weights, tp = {p: name for name, p in model.named_parameters()}, {}, model.tp
+    """Return the full weights of this rank's stages on the CPU of their first rank, {} on others; all take part."""
+    names, weights, tp = parameter_names(model), {}, model.tp
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # (n-1)/n of the bytes of a unit out and in per rank, n ranks in its group; everyone waits
@@ -1128,13 +1182,13 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     mine, weights = unshard(cfg, model), {}
-    shapes = [None] * model.stages
+    shapes = [None] * model.pp.size()
     # names and shapes; everyone waits
     dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
-    for stage, owned in enumerate(shapes):
+    for rank, owned in enumerate(shapes):
         for name, shape in owned.items():
             tensor = mine[name].to(cfg.device) if name in mine else torch.empty(shape, device=cfg.device)
-            dist.broadcast(tensor, group=model.pp, group_src=stage)  # one weight after another; everyone waits
+            dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another; everyone waits
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
@@ -1265,7 +1319,7 @@ def snapshot(
     A unit is put together on the ranks of its group; of each tensor each of them keeps as many rows as the others. A
     file could not hold the several rectangles into which a piece of a shard falls.
     """
-    names, state, places, tp = {p: name for name, p in model.named_parameters()}, {}, {}, model.tp
+    names, state, places, tp = parameter_names(model), {}, {}, model.tp
     for unit in model.units:
         moments = [optimizer.state[p] for p in (unit.matrices, unit.vectors)]
         shards = {key: torch.cat([of[key] for of in moments]) for key in ("exp_avg", "exp_avg_sq")}
@@ -1377,7 +1431,7 @@ def resume(
     training = training_of(found[0])
     step, history = training["step"], training["history"]
     verify(found[0], training["key"], writers)
-    names, state, places, parts = {p: name for name, p in model.named_parameters()}, {}, {}, []
+    names, state, places, parts = parameter_names(model), {}, {}, []
     for unit in model.units:
         moments = {kind: torch.zeros_like(unit.shard) for kind in ("exp_avg", "exp_avg_sq")}
         for kind, shard in {"weight": unit.shard, **moments}.items():
@@ -1486,34 +1540,35 @@ def check(cfg: Config, world: int) -> None:
     for flag, value in asdict(cfg).items():
         if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
             raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
-    mesh, each, tp = cfg.dp * cfg.cp * cfg.tp * cfg.pp, cfg.batch // cfg.dp, cfg.tp
-    tokens = each // cfg.microbatches * cfg.seq // cfg.cp
+    tp, parts, layout = cfg.tp, cfg.dp * cfg.microbatches, f"--dp {cfg.dp} --cp {cfg.cp} --tp {cfg.tp} --pp {cfg.pp}"
+    mesh, stages = cfg.dp * cfg.cp * tp * cfg.pp, cfg.pp * cfg.chunks
+    uneven = cfg.chunks > 1 and cfg.microbatches % cfg.pp
+    tokens = cfg.batch // parts * cfg.seq // cfg.cp  # that a rank has of a micro-batch
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
     large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
     folder = Path(cfg.checkpoint).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())  # which would hold it
-    layout = f"--dp {cfg.dp} --cp {cfg.cp} --tp {cfg.tp} --pp {cfg.pp}"
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node {mesh} {os.path.relpath(__file__)} {layout}"),
         (mesh != world, f"{layout}: {mesh} ranks, must be the number of processes, {world}"),
-        (cfg.batch % cfg.dp, f"--batch {cfg.batch}: must be divisible by --dp {cfg.dp}"),
-        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a dp rank"),
+        (cfg.batch % parts, f"--batch {cfg.batch}: must be divisible by {parts}, --dp times --microbatches"),
         (cfg.checkpoint and not existing.is_dir(), f"--checkpoint {cfg.checkpoint}: {existing} is no folder"),
         (cfg.checkpoint and not os.access(existing, os.W_OK), f"--checkpoint {cfg.checkpoint}: no folder to write to"),
         (cfg.resume and not chosen(cfg), f"--resume {cfg.resume}: there is none in --checkpoint {cfg.checkpoint}"),
+        (uneven, f"--microbatches {cfg.microbatches}: must be a multiple of --pp {cfg.pp}, or --chunks 1"),
+        (cfg.layers < stages, f"--layers {cfg.layers}: must be at least --pp times --chunks, {stages}"),
         (cfg.cp > 1 and cfg.seq % (2 * cfg.cp), f"--seq {cfg.seq}: must be divisible by {2 * cfg.cp}, twice --cp"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.heads % tp, f"--heads {cfg.heads}: must be divisible by --tp {tp}"),
         (
             cfg.kv_heads % tp and tp % cfg.kv_heads,
-            f"--kv_heads {cfg.kv_heads}: must divide --tp {tp}, or be a multiple",
+            f"--kv_heads {cfg.kv_heads}: must divide --tp {tp}, or be its multiple",
         ),
         (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by --tp {tp}"),
-        (tokens % tp, f"--tp {tp}: must divide the {tokens} tokens that a rank has of a micro-batch"),
-        (cfg.layers < cfg.pp, f"--layers {cfg.layers}: must be at least --pp {cfg.pp}"),
+        (tokens % tp, f"--tp {tp}: must divide the {tokens} tokens of a micro-batch"),
         (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
         (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),

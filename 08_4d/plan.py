@@ -240,13 +240,17 @@ def flops_per_token(cfg: Config) -> float:
     return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
 
 
-def schedule(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
-    """Return what a stage does, in order: (F forward or B backward, micro-batch)."""
-    forwards = [("F", i) for i in range(microbatches)]
-    backwards = [("B", i) for i in range(microbatches)]
-    ahead = min(stages - 1 - stage, microbatches)  # forwards to run before the first gradient can arrive
+def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[str, int, int]]:
+    """Return what a rank does, in order: (F forward or B backward, micro-batch, chunk)."""
+    groups = [range(i, min(i + ranks, microbatches)) for i in range(0, microbatches, ranks)]
+    visits = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
+    forwards = [("F", i, chunk) for i, chunk in visits]
+    backwards = [("B", i, chunks - 1 - chunk) for i, chunk in visits]
+    # forwards to run before the first gradient can arrive: one for each later rank, and with several chunks one more,
+    # since every one of them alternates; and those of a first group that comes back to the last chunk
+    ahead = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(visits))
     pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
-    return forwards[:ahead] + pairs + backwards[microbatches - ahead :]
+    return forwards[:ahead] + pairs + backwards[len(visits) - ahead :]
 
 
 def ring(cfg: Config, by: Trainer, size: float, ranks: int, stride: int, all_to_all: bool = False) -> float:
@@ -323,7 +327,8 @@ def simulate(seconds: list[tuple[float, ...]], transfer: float, microbatches: in
     of its gradients, beside the last backward. transfer: of a message between stages.
     """
     forward, backward, gather, reduce = zip(*seconds)
-    stages, left = len(seconds), [deque(schedule(i, len(seconds), microbatches)) for i in range(len(seconds))]
+    stages = len(seconds)
+    left = [deque((op, i) for op, i, _ in schedule(stage, stages, 1, microbatches)) for stage in range(stages)]
     ends, free, added, awake = {}, [0.0] * stages, [0.0] * stages, deque(range(stages))
     while awake:
         stage = awake.popleft()

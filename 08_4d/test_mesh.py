@@ -14,17 +14,20 @@ import equivalence
 import probes
 import pytest
 import torch
-from equivalence import mesh
+from equivalence import mesh, stages
 from launch import in_a_fork, isolated, launch, load
 from streams import streams
 
-TWO_D, TRAIN, MOE = "08_4d/2d.py", "08_4d/train.py", "08_4d/moe.py"
+TWO_D, THREE_D = "08_4d/2d.py", "08_4d/3d.py"
+TRAIN, MOE = "08_4d/train.py", "08_4d/moe.py"
 context, pipeline = load("05_context_ring/test_context.py"), load("06_pipeline/test_pipeline.py")
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --vocab 259 --seq 16 --batch 8 --steps 1"
 
 
 SIZES = [  # that may fail where the hardest of each recipe, which the contract has, does not
     *((TWO_D, dp * tp, f"--dp {dp} --tp {tp} {flags}") for dp, tp, flags in equivalence.TWO_D[1:5]),
+    *((THREE_D, dp * tp * pp, stages(dp, tp, pp, chunks)) for dp, tp, pp, chunks in ((1, 2, 3, 2), (3, 1, 2, 2))),
+    *((THREE_D, pp, stages(1, 1, pp, chunks)) for pp, chunks in ((3, 3), (4, 1))),
     *((TRAIN, 8, mesh(*sizes)) for sizes in ((1, 2, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1))),  # any three axes at once
     (TRAIN, 8, mesh(1, 2, 4, 1)),  # two ranks share a key head, four share norms
     (TRAIN, 12, f"{mesh(3, 2, 2, 1)} --batch 12 --microbatches 4"),  # units of which 6 shards need padding
@@ -52,7 +55,7 @@ def test_gradient_on_other_sizes(recipe, world, flags, monkeypatch):
     "recipe, world, flags",
     [
         (TWO_D, 4, "--dp 2 --tp 2 --heads 4 --kv_heads 2"),
-        (TRAIN, 8, mesh(1, 2, 2, 2)),
+        (TRAIN, 8, f"{mesh(1, 2, 2, 2)} --chunks 2 --layers 5"),
         (MOE, 4, f"{mesh(2, 1, 1, 2)} --ep 2"),
     ],
 )
@@ -64,14 +67,14 @@ def test_whenever_streams_get_to_it(recipe, world, flags, when):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "recipe, flags",
-    [(TWO_D, "--dp 1 --tp 2"), (TRAIN, mesh(1, 1, 1, 2)), (MOE, f"{mesh(1, 1, 2, 1)} --ep 1")],
+    [(TWO_D, "--dp 1 --tp 2"), (THREE_D, stages(1, 1, 2, 2)), (MOE, f"{mesh(1, 1, 2, 1)} --ep 1")],
 )
 def test_compiled(recipe, flags):
     """On later stages the first block's input is a leaf, whose gradient comes early; experts gather tokens over tp."""
     equivalence.check_quickly(recipe, 2, f"{flags} --compile")
 
 
-@pytest.mark.parametrize("recipe", [TRAIN, MOE])
+@pytest.mark.parametrize("recipe", [THREE_D, MOE])
 def test_gradients_are_rounded_once(recipe, file=None):
     """In bfloat16, the sum of a rank's micro-batches before it is sent; the sum over the ranks not at all."""
 
@@ -100,7 +103,7 @@ def test_gradients_are_rounded_once(recipe, file=None):
     assert of_microbatches <= 1.01 * 2**-8 and of_ranks <= 1e-4, "gradients are rounded more than once"
 
 
-def test_stages_on_a_mesh(file=TRAIN):
+def test_stages_on_a_mesh(file=THREE_D):
     """The norm that is logged without clipping is that of all ranks. Weights are gathered while a stage waits for its
     first activations. Of eight micro-batches two gradients and the one that is being sent are in memory, and each
     direction has a communicator: on GPUs, neighbours that both start to send on one would wait for each other.
@@ -115,11 +118,11 @@ def test_stages_on_a_mesh(file=TRAIN):
 
         module.receive = watched
         module.build_model = lambda cfg: models.append(build(cfg)) or models[0]
-        return lambda: (gathered[0], [models[0].links[op].group_name for op in "FB"])
+        return lambda: (gathered[0], [models[0].chunks[0].links[0][op].group_name for op in "FB"])
 
     flags = SMALL.replace("--steps 1", "--steps 2 --dtype float64 --clip inf")
     probe = probes.together(on_the_way, pipeline.messages({"F": 2, "B": 2, "sent": 3}))
-    run = launch(file, 4, f"{flags} --dp 1 --cp 1 --tp 2 --pp 2 --microbatches 8", probe=probe)
+    run = launch(file, 4, f"{flags} --dp 1 --tp 2 --pp 2 --chunks 1 --microbatches 8", probe=probe)
     errors = compare.history_errors(run.history, launch(equivalence.ROOT_RECIPE, 1, flags).history)
     compare.assert_close(errors, 1e-10, "--clip inf")
     for rank, ((gathered, names), peaks) in enumerate(run.probes):
@@ -130,10 +133,10 @@ def test_stages_on_a_mesh(file=TRAIN):
         assert peaks["bytes"] == 8 * 16 * 32 * 8 / 2, "messages are not 1/tp of the activations"
 
 
-def test_activations_are_split_over_tp(file=TRAIN):
+def test_activations_are_split_over_tp(file=THREE_D):
     """What a forward keeps for its backward beside weights is half with tp 2, but for rotary angles and sums."""
 
-    flags = f"{SMALL} --batch 64 --dp 1 --cp 1 --pp 2 --microbatches 1"
+    flags = f"{SMALL} --batch 64 --dp 1 --pp 2 --chunks 1 --microbatches 1"
     alone, split = (launch(file, 2 * tp, f"{flags} --tp {tp}", probe=context.kept).probes[:tp] for tp in (1, 2))
     assert max(split) < 0.55 * alone[0], f"ranks of tp keep {split} of {alone[0]} bytes"
 
@@ -182,7 +185,12 @@ def test_edges_are_not_refused(file):
 
 
 @pytest.mark.parametrize(
-    "file, layout", [(TRAIN, "--dp 2 --cp 1 --tp 1 --pp 2"), (MOE, "--dp 2 --cp 2 --tp 1 --pp 1 --ep 4")]
+    "file, layout",
+    [
+        (THREE_D, "--dp 1 --tp 2 --pp 2"),
+        (TRAIN, "--dp 2 --cp 1 --tp 1 --pp 2"),
+        (MOE, "--dp 2 --cp 2 --tp 1 --pp 1 --ep 4"),
+    ],
 )
 def test_the_proposed_line_has_the_layout(file, layout):
     """... when torchrun has not started the recipe."""

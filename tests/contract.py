@@ -35,6 +35,7 @@ SMALLEST = {recipe: (world, flags) for recipe, world, flags in reversed(CASES) i
 SMALLEST[ROOT_RECIPE] = SMALLEST[equivalence.MOE] = 1, ""
 SMALLEST |= {recipe: (4, "--dp 1 --cp 1 --tp 2 --pp 2") for recipe in SMALLEST if recipe[:2] == "08"}
 SMALLEST["08_4d/2d.py"] = 4, "--dp 2 --tp 2"
+SMALLEST["08_4d/3d.py"] = 4, "--dp 1 --tp 2 --pp 2"
 SMALLEST["08_4d/moe.py"] = 4, "--dp 2 --cp 1 --tp 2 --pp 1 --ep 2 --microbatches 2"
 DILOCO = "02_data_parallel/diloco.py"
 # DTensor's caches hold the group until the end of the process
@@ -58,7 +59,7 @@ def hardest(recipe: str, dtype: str, large: bool = False) -> tuple[int, str, str
     """Ranks of the hardest case, the root's flags for it, the recipe's, and the weights from which both start."""
     world, flags = HARDEST[recipe]
     fewer = {"08": " --layers 3", "09": " --layers 2"}  # eight ranks on two cores; kernels that are interpreted
-    flags += fewer.get(recipe[:2], "")
+    flags += fewer.get(recipe[:2], "") if "--layers" not in flags else ""
     if recipe == DILOCO and dtype != "float64":
         flags = SMALLEST[recipe][1]
     root = equivalence.root_of(recipe)
@@ -543,6 +544,10 @@ def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
             cases += [(8, "--experts 2 --edp 4")]
     if recipe == "08_4d/2d.py":
         cases += [(8, "--dp 1 --tp 8"), (8, "--dp 8 --tp 1 --batch 8 --microbatches 1"), (8, ""), (1, "--dp 1 --tp 1")]
+    elif recipe == "08_4d/3d.py":
+        cases += [(8, "--dp 1 --tp 1 --pp 8 --chunks 1 --microbatches 1"), (8, "--dp 1 --tp 8 --pp 1"), (8, "")]
+        cases += [(8, "--dp 8 --tp 1 --pp 1 --batch 8 --microbatches 1"), (1, "--dp 1 --tp 1 --pp 1")]
+        cases += [(3, "--dp 1 --tp 1 --pp 3 --batch 6 --microbatches 6")]
     elif recipe[:2] == "08":
         one = " --ep 1" * ("moe" in recipe)
         cases += [(8, f"--dp 1 --cp 1 --tp 8 --pp 1{one}"), (8, f"--dp 1 --cp 1 --tp 1 --pp 8 --microbatches 1{one}")]

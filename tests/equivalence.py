@@ -51,6 +51,7 @@ LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
     accelerate_fsdp""".split()
 ] + [
     "08_4d/2d.py",
+    "08_4d/3d.py",
     "08_4d/train.py",
     "08_4d/checkpoint.py",
     "08_4d/moe.py",
@@ -71,9 +72,19 @@ def mesh(dp: int, cp: int, tp: int, pp: int) -> str:
     return f"{sizes} --heads 8 --vocab 259 --seq 32 --batch 16" + (" --layers 9" if pp == 8 else "")
 
 
+def stages(dp: int, tp: int, pp: int, chunks: int) -> str:
+    """Flags of 3d.py for a layout: twice as many micro-batches as ranks of pp, uneven stages."""
+    sizes = f"--dp {dp} --tp {tp} --pp {pp} --chunks {chunks} --microbatches {2 * pp} --batch {2 * pp * dp}"
+    return f"{sizes} --heads 8 --kv_heads 2 --vocab 259 --layers {max(5, pp * chunks + 1)}"
+
+
 TWO_D = [  # dp, tp; batches and key heads that do not divide evenly; neighbours on tp with the same key head
     *((1, 2, "--heads 4 --kv_heads 2"), (2, 1, "--microbatches 3"), (2, 2, "--heads 4 --kv_heads 2 --vocab 257")),
     *((1, 4, "--heads 4 --kv_heads 1"), (3, 2, "--kv_heads 2"), (2, 4, "--heads 8 --kv_heads 2 --vocab 257")),
+]
+THREE_D = [  # dp, tp, pp; stages of a rank; all ways to split 8, and three stages
+    *((dp, tp, pp, 1 + (pp < 8)) for dp, tp, pp in itertools.product((1, 2, 4, 8), repeat=3) if dp * tp * pp == 8),
+    *((1, 1, 8, 2), (2, 2, 2, 1), (1, 2, 3, 2), (1, 1, 3, 3), (3, 1, 2, 2), (2, 1, 1, 2)),
 ]
 EIGHT = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(sizes) == 8]  # the 20 ways
 EXPERTS = [  # dp, cp, tp, pp and ep: of all dp cp ranks, of some of them, of one
@@ -195,6 +206,7 @@ for recipe, cases in (line.split(": ") for line in SIZES.splitlines() if line an
             HARDEST[recipe] = CASES[-1][1:]
 CASES += [
     *(("08_4d/2d.py", dp * tp, f"--dp {dp} --tp {tp} {flags}") for dp, tp, flags in TWO_D),
+    *(("08_4d/3d.py", dp * tp * pp, stages(dp, tp, pp, chunks)) for dp, tp, pp, chunks in THREE_D),
     *(("08_4d/train.py", 8, mesh(*sizes)) for sizes in EIGHT),
     ("08_4d/train.py", 8, f"{mesh(2, 1, 2, 2)} --order tp-cp-pp-dp"),
     ("08_4d/train.py", 16, mesh(2, 2, 2, 2)),
@@ -213,6 +225,7 @@ CASES += [
 ]
 CASES.sort(key=lambda case: case[0][:2])  # by folder, each in its order
 HARDEST["08_4d/2d.py"] = 8, "--dp 2 --tp 4 --heads 8 --kv_heads 2 --vocab 257"
+HARDEST["08_4d/3d.py"] = 8, stages(2, 2, 2, 2)
 HARDEST["08_4d/train.py"] = 8, mesh(2, 1, 2, 2)
 HARDEST["08_4d/checkpoint.py"] = 4, mesh(2, 1, 2, 1)
 HARDEST["08_4d/moe.py"] = 8, f"{mesh(2, 1, 2, 2)} --ep 2 --top_k 8"

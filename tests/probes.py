@@ -428,7 +428,7 @@ def batches(module: ModuleType) -> Report:
 
 def on_mesh(model) -> bool:
     """Whether a model is split in all ways at once, as those of 08_4d."""
-    return hasattr(model, "dp_cp")
+    return hasattr(model, "dp_tp") or hasattr(model, "dp_cp")
 
 
 def held(module: ModuleType, cfg, model, *batch: torch.Tensor) -> list[torch.Tensor]:

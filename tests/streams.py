@@ -273,6 +273,9 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
                 for name in ("gathers", "stream"):
                     if getattr(part, name, 0) is None:
                         object.__setattr__(part, name, Stream(late))  # a dataclass may be frozen
+            for stage in getattr(model, "chunks", ()):
+                if hasattr(stage, "gathers"):
+                    stage.gathers, stage.stream = model.gathers, model.stream
             return model
 
         def step(*args):

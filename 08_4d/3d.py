@@ -1,0 +1,1093 @@
+"""3D parallelism: the stages of an interleaved pipeline, each trained by ZeRO and tensor parallelism.
+
+Rank r is at place r % TP on tp, r // TP % DP on dp and r // (TP·DP) on pp. It has some stages of the pipeline, --chunks
+of them, and of their matrices 1/tp. To the next stage a rank sends what it has between two blocks, 1/tp of the tokens,
+and it sends them to the rank at its own place on dp and tp. Of a step, this is the way of the gradients:
+(1) Backward of all micro-batches but the last adds them up in fp32, and sends nothing to ranks of dp.
+(2) In a stage's last backward, ZeRO rounds the sums once, and starts to reduce each unit when a block is done with it.
+(3) The gradient of the stage's input goes to the stage before, which waits for it. Then come the units that tp shares.
+(4) When its schedule is over, a rank waits for all reductions. Norm, clip and AdamW see shards, as in 2d.py.
+Per rank, of Ψ weights: 2Ψ/(tp·pp) bytes of bf16 weights and 16Ψ/(tp·pp·dp) of master weights, moments and reduced
+gradients, and 4Ψ/(tp·pp) of gradient sums. It idles as in interleaved.py, for (p-1)/(v·m+p-1) of the time.
+
+Parent:   08_4d/2d.py, 06_pipeline/interleaved.py
+Lesson:   Config, make_groups, reduce, Stage, Model, make_units, build_model, forward, run_schedule, forward_backward,
+          evaluate
+Plumbing: parameter_names, unshard, save, check
+Copy:     make_groups, reduce, forward, run_schedule, clip_gradients, evaluate (and from each parent what its own Copy
+          line says; Stage.forward, make_units and forward_backward show how they meet)
+Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.microbatches, cfg.pp, cfg.tp,
+          model.chunks, model.dp, model.loss, model.pp, model.requires_gradient_sync, model.sending, model.shared,
+          model.stage, model.stages, model.stream, model.tp, model.units, model.world, IGNORE, reduce_scatter,
+          take_gradients, receive, send, wait_for_send, schedule
+Run:      torchrun --nproc_per_node 8 08_4d/3d.py
+Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 3; Llama 3, arXiv:2407.21783, section 3.3
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import weakref
+import zlib
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args, get_type_hints
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"  # tensors with a row per vocabulary id
+# The axis of a weight [out, in] along which a layer is split: 0 is column-parallel, 1 is row-parallel.
+SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1, embed_tokens=0, lm_head=0)
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+# Shapes of SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two tie their embedding and head; here all are untied.
+PRESETS = {
+    "tiny": dict(warmup=10),  # otherwise the defaults below: for laptops
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
+    seq: int = 128
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other in every layer
+    validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
+    warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
+    compile: bool = False
+    dp: int = 2  # ranks that share the batch
+    tp: int = 2  # ranks that share every block
+    pp: int = 2  # ranks that share the layers
+    chunks: int = 2  # stages per process
+    microbatches: int = 4  # parts of a rank's batch that go through the pipeline one after another
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's groups: its row of each of these tables. All ranks make all groups, in the same order.
+
+    Where tp has more ranks than there are key heads, r neighbours hold the same ones; over all of dp they are dp_r.
+    """
+    sizes = dict(pp=cfg.pp, dp=cfg.dp, r=max(1, cfg.tp // cfg.kv_heads))
+    mesh = rearrange(torch.arange(cfg.pp * cfg.dp * cfg.tp), "(pp dp kv r) -> pp dp kv r", **sizes)
+    rows = {"tp": "(pp dp) (kv r)", "dp": "(pp kv r) dp", "pp": "(dp kv r) pp"}
+    rows |= {"dp_r": "(pp kv) (dp r)", "dp_tp": "pp (dp kv r)", "world": "1 (pp dp kv r)"}
+    tables = {axes: rearrange(mesh, f"pp dp kv r -> {row}").tolist() for axes, row in rows.items()}
+    tables |= dict.fromkeys(("back", "wrap", "wrap_back"), tables["pp"])  # more communicators: see build_model
+    return {axes: dist.new_subgroups_by_enumeration(table)[0] for axes, table in tables.items()}
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
+
+    group: dist.ProcessGroup  # the N ranks that share the unit; each owns, and updates, n/N elements
+    parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
+    sizes: list[int]  # elements of the parameters, and of the padding after them
+    full: Tensor  # [n] the weights, in the dtype of the matmuls
+    shard: Tensor  # [n/N] this rank's fp32 master weights
+    matrices: nn.Parameter  # matrix elements of the shard (decayed)
+    vectors: nn.Parameter  # vector elements of the shard (not decayed)
+    gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    sums: Tensor | None = None  # [n] fp32: gradients of this rank's earlier micro-batches
+
+
+def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
+    """Start the all-gather of `full` unless it is up to date; wait on `unit.gathering` before reading it."""
+    if unit.gathering is None:
+        if stream:
+            stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
+        with torch.cuda.stream(stream):
+            mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
+            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits. A method of the group: the
+            # function around it, dist.all_gather_into_tensor, has another name in torch 2.13
+            unit.gathering = unit.group._allgather_base(unit.full, mine)
+
+
+def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
+    """Start to sum the gradients flat [n] over the ranks; each rank gets the sums of its shard.
+
+    Keep flat until the returned work is done. A reduce-scatter in two steps: an all-to-all in the dtype in which
+    backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
+    G/4 to G/2 times the bytes of an fp32 ring.
+    """
+    gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
+    unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
+    if stream:
+        stream.wait_stream(torch.cuda.current_stream())  # flat is complete
+    with torch.cuda.stream(stream):
+        parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
+        # (N-1)/N of its bytes out and in per rank; the sum waits, on GPUs backward goes on
+        sending = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
+        sending.wait()
+        torch.sum(parts, 0, dtype=gradient.dtype, out=gradient)
+    return sending
+
+
+def take_gradients(unit: Unit) -> Tensor:
+    """Move the gradients of a unit into one tensor [n]: those of the parameters are freed."""
+    flat = torch.empty_like(unit.full)
+    *parts, padding = flat.split(unit.sizes)
+    for p, part in zip(unit.parameters, parts):
+        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank did not use it
+        p.grad = None
+    padding.zero_()
+    return flat
+
+
+def reduce(model: nn.Module, i: int) -> None:
+    """Take the gradients of unit i, which backward has finished; with the last micro-batch, start to reduce them."""
+    if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
+        model.sending[0][0].wait()  # on GPUs the stream waits, not this process
+        model.sending.pop(0)
+    unit = model.units[i]
+    flat = take_gradients(unit)
+    if not model.requires_gradient_sync:
+        unit.sums = flat.to(unit.shard.dtype) if unit.sums is None else unit.sums.add_(flat)
+        return
+    if unit.sums is not None:
+        flat.copy_(unit.sums.add_(flat))  # rounded once
+        unit.sums = None
+    model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
+
+
+@torch.compiler.disable  # also where the model around it is compiled
+def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
+    """Wait for the weights of unit i, which will read x. Backward has finished the unit when x has its gradient."""
+    for unit in model.units[i:]:
+        gather(unit, model.gathers)  # those that are out of date, in the order of forward
+    model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
+    if x.requires_grad:  # not under torch.no_grad(), and not the ids
+        x.register_hook(lambda gradient: reduce(model, i))
+
+
+class Leave(torch.autograd.Function):
+    """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
+
+    Add the bias of a row-parallel layer after Leave: before it, the bias would count tp times.
+    """
+
+    @staticmethod
+    @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def gather_tokens(x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; wait on the work before reading them."""
+    rows = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
+    # a method of the group: the function around it, dist.all_gather_into_tensor, has another name in torch 2.13
+    return rows, tp._allgather_base(rows, x.contiguous())  # (tp-1)/tp of the bytes of rows in and out
+
+
+def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to sum the ranks' [n, d]; each rank gets the sums of its own tokens, [n/tp, d]. Wait before reading."""
+    x = rows.new_empty(rows.shape[0] // tp.size(), *rows.shape[1:])
+    return x, tp._reduce_scatter_base(x, rows.contiguous())  # (tp-1)/tp of the bytes of rows out and in
+
+
+class ColumnParallel(torch.autograd.Function):
+    """Tokens of all ranks times weights split by their outputs: x [n/tp, d], weights [f/tp, d] -> each [n, f/tp].
+
+    Weights have the dtype of the matmuls and are read where they are: autograd would keep a copy, cast or concatenated,
+    for each micro-batch in flight.
+    """
+
+    @staticmethod
+    @torch.compiler.disable  # a compiler would wait for communication where it begins
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)  # this rank's tokens alone
+        ctx.tp = tp
+        rows, gathered = gather_tokens(x, tp)
+        gathered.wait()  # everyone waits
+        return tuple(rows @ weight.T for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows, gathered = gather_tokens(x, ctx.tp)  # overlaps with the next matmuls
+        partial_sum = gradients[0] @ weights[0]
+        for gradient, weight in zip(gradients[1:], weights[1:]):
+            partial_sum.addmm_(gradient, weight)
+        x, scattered = reduce_scatter_tokens(partial_sum, ctx.tp)  # overlaps with those after it
+        gathered.wait()
+        gradients = [gradient.T @ rows for gradient in gradients]
+        scattered.wait()
+        return x, None, *gradients
+
+
+class RowParallel(torch.autograd.Function):
+    """Columns of the tokens times weights split by their inputs: x [n, f/tp], weight [d, f/tp] -> [n/tp, d]."""
+
+    @staticmethod
+    @torch.compiler.disable
+    def forward(ctx, x: Tensor, weight: Tensor, tp: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tp = tp
+        x, scattered = reduce_scatter_tokens(x @ weight.T, tp)
+        scattered.wait()  # everyone waits
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        rows, gathered = gather_tokens(gradient, ctx.tp)
+        gathered.wait()  # everyone waits
+        return rows @ weight, rows.T @ x, None
+
+
+def column_parallel(x: Tensor, tp: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+    """x [n/tp, d], weights [f/tp, d] -> each [n, f/tp]. On one rank plain matmuls, which a compiler sees."""
+    if tp.size() > 1:
+        return ColumnParallel.apply(x, tp, *weights)
+    return tuple(nn.functional.linear(x, weight) for weight in weights)
+
+
+def row_parallel(x: Tensor, tp: dist.ProcessGroup, weight: Tensor) -> Tensor:
+    """x [n, f/tp], weight [d, f/tp] -> [n/tp, d]"""
+    return RowParallel.apply(x, weight, tp) if tp.size() > 1 else nn.functional.linear(x, weight)
+
+
+class Scatter(torch.autograd.Function):
+    """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
+
+    Each rank has the gradient of all n tokens. So that of learned positions is whole: do not sum it over tp.
+    """
+
+    @staticmethod
+    @torch.compiler.disable
+    def forward(ctx, rows: Tensor, tp: dist.ProcessGroup) -> Tensor:
+        ctx.tp = tp
+        x, scattered = reduce_scatter_tokens(rows, tp)
+        scattered.wait()  # everyone waits
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        rows, gathered = gather_tokens(gradient, ctx.tp)
+        gathered.wait()  # everyone waits
+        return rows, None
+
+
+def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -> dict[str, dist.ProcessGroup]:
+    """Connect neighbours over links, a communicator per direction; return them.
+
+    "F" carries activations to the next stage, "B" gradients to the one before; path: the rank of each stage. On GPUs
+    the transfers of one communicator run one at a time, in the order in which they were started. If both directions
+    shared one, two neighbours that each had started a send first would wait for each other forever.
+    """
+    hello = torch.zeros(1, device=device)
+    for before, after in zip(path, path[1:]):
+        for op, source, target in (("F", before, after), ("B", after, before)):
+            # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
+            if links[op].rank() == source:
+                dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
+            if links[op].rank() == target:
+                dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
+    return links
+
+
+def receive(
+    model: nn.Module, op: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Receive what an operation takes from a neighbour: activations for a forward (F), gradients for a backward (B).
+
+    Call it when the operation is next: a receive that waits takes SMs from a GPU.
+    None on the first stage, whose forward starts from ids, and on the last, whose backward starts from the loss.
+    """
+    source = model.stage - 1 if op == "F" else model.stage + 1
+    if not 0 <= source < model.stages:
+        return None
+    link = model.links[min(source, model.stage)][op]
+    if model.path[source] == model.pp.rank():
+        return link.popleft()  # a queue, see send
+    buffer = torch.empty(shape, dtype=dtype, device=device)
+    dist.recv(buffer, group=link, group_src=model.path[source])  # the bytes of shape in; the operation waits for them
+    return buffer
+
+
+def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
+    """Start to send what an operation has computed to the neighbour that takes it; None if there is no such stage.
+
+    If the neighbour is on this rank, the tensor waits for it in a queue.
+    """
+    target = model.stage + 1 if op == "F" else model.stage - 1
+    if not 0 <= target < model.stages:
+        return None
+    link = model.links[min(target, model.stage)][op]
+    if model.path[target] == model.pp.rank():
+        link.append(tensor)
+        return None
+    return dist.isend(tensor, group=link, group_dst=model.path[target])  # its bytes out; nothing waits for them
+
+
+def wait_for_send(work: dist.Work | None) -> None:
+    """Wait until a message has left; on GPUs the stream waits, not this process."""
+    if work:
+        work.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.tp = tp
+        self.k = cfg.dim // cfg.heads
+        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
+        self.q_proj = nn.Linear(cfg.dim, heads * self.k, bias=False)
+        self.k_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
+        self.v_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
+        self.o_proj = nn.Linear(heads * self.k, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q, k, v = column_parallel(x, self.tp, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        q = rotate(rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)  # b h/tp s k
+        k = rotate(rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)
+        v = rearrange(v, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        o = rearrange(o, "b h s k -> (b s) (h k)")
+        return row_parallel(o, self.tp, self.o_proj.weight)  # (b s)/tp d
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.tp = tp
+        ffn = cfg.ffn // tp.size()  # of this rank
+        self.gate_proj = nn.Linear(cfg.dim, ffn, bias=False)
+        self.up_proj = nn.Linear(cfg.dim, ffn, bias=False)
+        self.down_proj = nn.Linear(ffn, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = column_parallel(x, self.tp, self.gate_proj.weight, self.up_proj.weight)  # (b s) f/tp
+        return row_parallel(nn.functional.silu(gate) * up, self.tp, self.down_proj.weight)  # (b s)/tp d
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg, tp)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg, tp)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        torch._dynamo.graph_break()  # the MLP's gradients are ready while attention is still in backward
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Embedding(nn.Module):
+    """The vocabulary rows of this rank, [v/tp, d], and zeros for the ids of the others."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.tp = tp
+        self.weight = nn.Embedding(-(-cfg.vocab // tp.size()), cfg.dim).weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        row = ids - self.tp.rank() * len(self.weight)
+        here = (row >= 0) & (row < len(self.weight))
+        return nn.functional.embedding(row.where(here, 0), self.weight).masked_fill(~here[..., None], 0)  # b s d
+
+
+class Loss(nn.Module):
+    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t].
+
+    Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
+    of them has z_y. The gradient needs no communication: like activations, both sums pass through Leave.
+    """
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.tp = tp
+        self.vocab = cfg.vocab
+
+    def wide(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Logits in fp32; those of the padding are -inf."""
+        return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(ids >= self.vocab, -torch.inf)
+
+    def forward(self, rows: Tensor, targets: Tensor) -> Tensor:
+        targets = targets.int()  # 64 bits are slower on a GPU
+        ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
+        top = self.wide(rows.detach(), ids).amax(1)
+        torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token; everyone waits
+        rows = self.wide(rows, ids)
+        exponentials = (rows - top[:, None]).exp().sum(1)
+        wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
+        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token likewise
+        return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
+
+
+def split_layers(cfg: Config, stages: int) -> list[range]:
+    """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
+    head = 6 * cfg.dim * cfg.vocab
+    block = (flops_per_token(cfg) - head) / cfg.layers
+    counts, load = [1] * stages, [block] * stages
+    load[0] += cfg.dim  # embedding: backward adds a row per token
+    load[-1] += head
+    for _ in range(cfg.layers - stages):
+        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages hold fewer activations in flight
+        counts[lightest] += 1
+        load[lightest] += block
+    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+
+
+class Stage(nn.Module):
+    """One stage of Llama 3, and of its matrices 1/tp; the first stage has the embedding, the last one the head."""
+
+    def __init__(self, cfg: Config, groups: dict, links: list[dict], path: list[int], stage: int, queues: tuple):
+        super().__init__()
+        self.cfg = cfg
+        dp, tp, pp = groups["dp"], groups["tp"], groups["pp"]
+        self.dp = dp  # the ranks that share the batch
+        self.tp = tp  # the ranks that share every block
+        self.pp = pp  # the ranks that share the model
+        self.dp_tp, self.dp_r = groups["dp_tp"], groups["dp_r"]  # those that hold the same norms, the same key heads
+        self.links = links  # for each stage but the last: communicators, or queues, to the next one, by operation
+        self.path = path  # the rank of each stage
+        self.stage, self.stages = stage, len(path)
+        self.units: list[Unit] = []  # filled by make_units: what ranks of tp share, then in the order of forward
+        self.shared = 0  # how many units ranks of tp share
+        self.gathers, self.stream, self.sending = queues  # those of Model
+        self.requires_gradient_sync = True  # whether backward reduces: with the last micro-batch
+        self.model = nn.Module()
+        if self.stage == 0:
+            self.model.embed_tokens = Embedding(cfg, tp)
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg, tp) for i in split_layers(cfg, self.stages)[self.stage]})
+        if self.stage == self.stages - 1:
+            self.model.norm = RMSNorm(cfg)
+            self.lm_head = nn.Linear(cfg.dim, -(-cfg.vocab // tp.size()), bias=False)
+        self.loss = Loss(cfg, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """ids [b, s], on later stages activations [(b s)/tp, d] -> these, on the last stage logits [(b s), v/tp]"""
+        rope = rope_table(self.cfg, torch.arange(self.cfg.seq, device=x.device))
+        x = x.view_as(x)  # a leaf's hook may run before the gradients of weights are there; that of a view runs after
+        for i in range(self.shared):
+            before_forward(self, i, x.detach())  # run_schedule reduces them
+        if self.stage == 0:
+            before_forward(self, self.shared, x)
+            x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+            x = Scatter.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
+        for i, block in enumerate(self.model.layers.children(), self.shared + int(self.stage == 0)):
+            before_forward(self, i, x)
+            x = block(x, rope)
+        if self.stage < self.stages - 1:
+            return x
+        before_forward(self, len(self.units) - 1, x)
+        (logits,) = column_parallel(self.model.norm(x), self.tp, self.lm_head.weight)
+        return logits
+
+
+class Model(nn.Module):
+    """The stages of a rank."""
+
+    def __init__(self, cfg: Config, groups: dict, links: list[dict], path: list[int]):
+        super().__init__()
+        dp, tp, pp = groups["dp"], groups["tp"], groups["pp"]
+        self.dp = dp  # the ranks that share the batch
+        self.tp = tp  # the ranks that share every block
+        self.pp = pp  # the ranks that share the model
+        self.world = groups["world"]  # the ranks that train this model
+        self.units: list[Unit] = []  # of all stages, filled by build_model
+        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
+        self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
+        self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
+        queues = self.gathers, self.stream, self.sending  # the stages of a rank share them
+        stages = [stage for stage, rank in enumerate(path) if rank == pp.rank()]
+        self.chunks = nn.ModuleList(Stage(cfg, groups, links, path, stage, queues) for stage in stages)
+
+
+def init_files(cfg: Config) -> list[str]:
+    """Return the path of --init, or all paths that match it."""
+    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+
+
+def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
+    """Return the shape of every tensor of the full model by its published name."""
+    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
+    attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
+    mlp = {f"mlp.{x}_proj": shape for x, shape in dict(gate=[f, d], up=[f, d], down=[d, f]).items()}
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **mlp)
+    shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
+
+    Published models that tie their head store it as the embedding.
+    """
+    if cfg.init:
+        files = [safe_open(path, "pt") for path in init_files(cfg)]
+        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
+        return next(file.get_tensor(stored) for file in files if stored in file.keys())
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
+    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
+
+    SPLIT names the split layers; all others are replicated. This model has no biases; if yours has, split those of
+    column-parallel layers and replicate those of row-parallel ones. Split q, k and v of a fused qkv weight separately.
+    """
+    path, _, kind = name.rpartition(".")
+    layer = path.rpartition(".")[2]
+    if layer not in SPLIT or (SPLIT[layer] == 1 and kind == "bias"):
+        return 0, 1
+    return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+
+
+def local_tensor(cfg: Config, tp: dist.ProcessGroup, name: str, shape: torch.Size) -> Tensor:
+    """Return this rank's part, of the given shape, of a full tensor of the initial weights."""
+    axis, parts = placement(name, tp.size(), cfg.kv_heads)
+    whole = [n * parts if i == axis else n for i, n in enumerate(shape)]
+    rows = cfg.vocab if name in VOCABULARY else whole[0]
+    full = full_tensor(cfg, name, torch.Size([rows, *whole[1:]]))
+    if rows < whole[0]:
+        full = nn.functional.pad(full, (0, 0, 0, whole[0] - rows))
+    return full.chunk(parts, axis)[tp.rank() * parts // tp.size()]
+
+
+@torch.no_grad()
+def make_unit(
+    named: list[tuple[str, nn.Parameter]],
+    initial: Callable[[str, torch.Size], Tensor],
+    group: dist.ProcessGroup,
+    device: str,
+    dtype: torch.dtype,
+) -> Unit:
+    """Build a unit from parameters, which come with their names. initial(name, shape) returns a full tensor."""
+    if not named:
+        raise ValueError("a unit needs at least one parameter")
+    if frozen := [name for name, p in named if not p.requires_grad]:
+        raise ValueError(f"{frozen[0]} is frozen: every element of a unit is trained")
+    named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
+    sizes = [p.numel() for _, p in named]
+    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
+    sizes.append(group.size() * each - sum(sizes))  # the padding
+    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
+    shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    for (name, p), weight in zip(named, full.split(sizes)):
+        own = shard[max(0, start) : max(0, start + p.numel())]
+        own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
+        # .data: autograd must not notice that gather overwrites the weights
+        torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
+        start += p.numel()
+    end = sum(p.numel() for _, p in named if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
+    matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
+    return Unit(group, [p for _, p in named], sizes, full, shard, matrices, vectors)
+
+
+def check_units(model: nn.Module) -> None:
+    """Raise unless each parameter that is trained is in one unit: outside of them nothing is trained, nor saved."""
+    held = [p for unit in model.units for p in unit.parameters]
+    for name, p in model.named_parameters():
+        if p.requires_grad and sum(p is other for other in held) != 1:
+            raise ValueError(f"{name} must be in exactly one unit")
+
+
+def holders(cfg: Config, model: nn.Module, name: str) -> dist.ProcessGroup:
+    """Return the ranks that hold the same elements of a parameter: ZeRO sums its gradient over them, and shards it."""
+    parts = placement(name, cfg.tp, cfg.kv_heads)[1]
+    return model.dp if parts == cfg.tp else model.dp_tp if parts == 1 else model.dp_r
+
+
+def make_units(cfg: Config, model: nn.Module) -> None:
+    """Divide the parameters into units, filled tensor by tensor: those that tp shares, then in the order of forward."""
+    held_by = {name: holders(cfg, model, name) for name, _ in model.named_parameters()}
+    blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
+    units = [(names, model.dp) for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]]
+    shared = [(("",), group) for group in dict.fromkeys(held_by.values()) if group is not model.dp]
+    model.shared = len(shared)
+    initial, dtype = partial(local_tensor, cfg, model.tp), getattr(torch, cfg.dtype)
+    for names, group in shared + units:
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names) and held_by[name] is group]
+        if named:  # of this stage
+            model.units.append(make_unit(named, initial, group, cfg.device, dtype))
+    check_units(model)
+    if model.stage == 0:
+        owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
+        embedding = model.model.embed_tokens.weight
+        embedding.register_post_accumulate_grad_hook(lambda p: reduce(owner, owner.shared))  # the last gradient
+
+
+def build_model(cfg: Config) -> Model:
+    """Build this rank's part of the model: no rank ever has all weights."""
+    groups = make_groups(cfg)
+    pp = groups["pp"]
+    path = [*range(pp.size())] * cfg.chunks
+    along = connect({"F": pp, "B": groups["back"]}, path[: pp.size()], cfg.device)
+    # From the last rank messages wrap around to the first. With two ranks, activations then go both ways between the
+    # same two, and so do gradients: on one communicator, ranks that each had started a send first would wait forever.
+    wrap = {"F": deque(), "B": deque()}
+    if pp.size() > 1:
+        wrap = connect({"F": groups["wrap"], "B": groups["wrap_back"]}, path[pp.size() - 1 :][:2], cfg.device)
+    with torch.device("meta"):
+        model = Model(cfg, groups, [along if rank else wrap for rank in path[1:]], path)
+    for chunk in model.chunks:
+        make_units(cfg, chunk)
+        model.units += chunk.units
+    if cfg.compile:
+        for chunk in model.chunks:
+            chunk.loss = torch.compile(chunk.loss)  # its own .compile() would leave a module of torch.nn as it is
+            for block in chunk.model.layers.children():  # the blocks share one compilation
+                block.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    --validate holds out the documents that start in the last twentieth; if none does, the end of the last document.
+    """
+    path = Path(cfg.data)
+    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
+    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
+    else:
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        starts = np.cumsum([0, *map(len, documents[:-1])])
+        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+    if wrong:
+        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
+    if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
+        raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
+    cut = min(starts[(starts >= cut) & (starts < len(ids) - cfg.seq)], default=cut)
+    return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW for this rank's shards, with weight decay on matrices only."""
+    matrices = [unit.matrices for unit in model.units]
+    vectors = [unit.vectors for unit in model.units]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[str, int, int]]:
+    """Return what a rank does, in order: (F forward or B backward, micro-batch, chunk)."""
+    groups = [range(i, min(i + ranks, microbatches)) for i in range(0, microbatches, ranks)]
+    visits = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
+    forwards = [("F", i, chunk) for i, chunk in visits]
+    backwards = [("B", i, chunks - 1 - chunk) for i, chunk in visits]
+    # forwards to run before the first gradient can arrive: one for each later rank, and with several chunks one more,
+    # since every one of them alternates; and those of a first group that comes back to the last chunk
+    ahead = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(visits))
+    pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
+    return forwards[:ahead] + pairs + backwards[len(visits) - ahead :]
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs of Model.forward, targets [b, s] -> activations [(b s)/tp, d], on the last stage the sum of the losses"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        output = model(inputs)
+        last = model.stage == model.stages - 1
+        return model.loss(output, targets.flatten()) if last else output
+
+
+def run_schedule(
+    cfg: Config,
+    chunks: nn.ModuleList,
+    operations: list[tuple[str, int, int]],
+    inputs: tuple[Tensor, ...],
+    targets: tuple[Tensor, ...],
+    tokens: Tensor,
+) -> Tensor:
+    """Run a rank's operations on micro-batches [b/m, s]; return its part of the loss: 0 without the last stage.
+
+    chunks: the rank's stages. forward(cfg, stage, x, targets) returns activations [(b/m s)/tp, d] in cfg.dtype, on the
+    last stage the summed loss. Which lists work says 06_pipeline/interleaved.py. A list of forwards alone, under
+    torch.no_grad(), evaluates.
+    """
+    saved, sending, dtype = {}, [], getattr(torch, cfg.dtype)
+    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    last = {chunk: step for step, (op, _, chunk) in enumerate(operations)}  # of each stage its last backward
+    for step, (op, i, chunk) in enumerate(operations):
+        model = chunks[chunk]
+        shape = inputs[i].numel() // model.tp.size(), cfg.dim  # (b/m s)/tp d
+        arrived = receive(model, op, shape, dtype, inputs[i].device)
+        if op == "F":
+            x = inputs[i] if arrived is None else arrived.requires_grad_()
+            output = forward(cfg, model, x, targets[i])
+            if model.stage == model.stages - 1:
+                output = output / tokens
+                total += output.detach()
+            work = send(model, op, output.detach())
+            if output.requires_grad:
+                saved[i, chunk] = x, output, work
+            else:  # under torch.no_grad()
+                sending.append((work, output))
+        else:
+            x, output, work = saved.pop((i, chunk))
+            wait_for_send(work)  # the output has arrived, since its gradient has come back
+            model.requires_gradient_sync = step == last[chunk]  # ZeRO reduces
+            output.backward(arrived)
+            sending.append((send(model, op, x.grad), x.grad))
+            for shared in reversed(range(model.shared)):
+                reduce(model, shared)  # all blocks of this stage have added to these
+        if len(sending) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
+            wait_for_send(sending.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in sending] + [work for _, _, work in saved.values()]:
+        wait_for_send(work)
+    return total
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in the units"""
+    tokens = (targets != IGNORE).sum()
+    rank, dp = model.dp.rank(), model.dp.size()
+    # ranks of tp share a batch; ranks of pp, too, but only the first reads the inputs and only the last the targets
+    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    for unit in model.units:
+        gather(unit, model.gathers)  # later stages do it while they wait for activations
+    operations = schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches)
+    inputs, targets = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)  # b/dp/m s
+    total = run_schedule(cfg, model.chunks, operations, inputs, targets, tokens)
+    if model.stream:
+        torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
+    model.sending.clear()
+    for group in (model.dp, model.pp):  # on tp, all have the same loss
+        dist.all_reduce(total, group=group)  # one element, for the log; everyone waits
+    return total
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
+    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards; everyone waits
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
+    return norm
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    for unit in model.units:
+        unit.gathering = None  # the shards have changed: the next forward gathers them
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    own = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    micro = (x.chunk(cfg.microbatches) for x in own)  # b/dp/microbatches s
+    forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches) if op[0] == "F"]
+    loss = run_schedule(cfg, model.chunks, forwards, *micro, tokens)
+    for group in (model.dp, model.pp):  # on tp, all have the same loss
+        dist.all_reduce(loss, group=group)  # one element; everyone waits
+    return loss
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Print the mean loss of a batch of unseen text, the same one each time."""
+    loss = evaluate(cfg, model, *make_batch(cfg, unseen, 0)).item()
+    if dist.get_rank() == 0:
+        print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
+
+
+def parameter_names(model: Model) -> dict[nn.Parameter, str]:
+    """Return the name of each parameter of this rank's stages in the whole model."""
+    return {p: name for chunk in model.chunks for name, p in chunk.named_parameters()}
+
+
+def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
+    """Return the full weights of this rank's stages on the CPU of their first rank, {} on others; all take part."""
+    names, weights, tp = parameter_names(model), {}, model.tp
+    for unit in model.units:
+        full = unit.shard.new_empty(len(unit.full))
+        # (n-1)/n of the bytes of a unit out and in per rank, n ranks in its group; everyone waits
+        unit.group._allgather_base(full, unit.shard).wait()
+        for p, weight in zip(unit.parameters, full.split(unit.sizes)):
+            if model.dp.rank() == 0:
+                axis, parts = placement(names[p], tp.size(), cfg.kv_heads)
+                shards = [weight.new_empty(p.shape) for _ in range(tp.size())] if tp.rank() == 0 else None
+                # a part out of each rank, all into one; everyone waits
+                dist.gather(weight.view(p.shape), shards, group=tp, group_dst=0)
+                if tp.rank() == 0:
+                    whole = torch.cat(shards[:: tp.size() // parts], axis)
+                    weights[names[p]] = (whole[: cfg.vocab] if names[p] in VOCABULARY else whole).cpu()  # unpadded
+    return weights
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    mine, weights = unshard(cfg, model), {}
+    shapes = [None] * model.pp.size()
+    # names and shapes; everyone waits
+    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
+    for rank, owned in enumerate(shapes):
+        for name, shape in owned.items():
+            tensor = mine[name].to(cfg.device) if name in mine else torch.empty(shape, device=cfg.device)
+            dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another; everyone waits
+            if dist.get_rank() == 0:
+                weights[name] = tensor.cpu()
+    if dist.get_rank() == 0:
+        part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+        part.write_bytes(to_bytes(weights, metadata))
+        part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, train it, log every step, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        if not math.isfinite(loss + norm):
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+        if cfg.validate and (step + 1) % cfg.validate == 0:
+            validate(cfg, model, unseen)
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    for name, hint in get_type_hints(Config).items():
+        value = dict(type=type(getattr(Config, name)), choices=get_args(hint) or None)
+        kind = dict(action="store_true") if hint is bool else value
+        parser.add_argument(f"--{name}", help=f"default: {getattr(Config, name)}", **kind)
+    given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+
+
+def check_init(cfg: Config) -> None:
+    """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
+    shapes = tensor_shapes(cfg)
+    for path in init_files(cfg):
+        try:
+            file = safe_open(path, "pt")
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {path} is no .safetensors file") from None
+        for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
+            tensor = file.get_slice(name)
+            kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            if f"{kind} {tensor.get_shape()}" != wanted:
+                raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
+    if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
+        raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
+
+
+def check(cfg: Config, world: int) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    edge = dict.fromkeys("steps validate warmup lr weight_decay seed compile".split(), 0) | {"clip": math.inf}
+    for flag, value in asdict(cfg).items():
+        if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
+            raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
+    tp, parts, layout = cfg.tp, cfg.dp * cfg.microbatches, f"--dp {cfg.dp} --tp {cfg.tp} --pp {cfg.pp}"
+    mesh, stages = cfg.dp * tp * cfg.pp, cfg.pp * cfg.chunks
+    uneven = cfg.chunks > 1 and cfg.microbatches % cfg.pp
+    tokens = cfg.batch // parts * cfg.seq  # of a micro-batch
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
+    large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node {mesh} {os.path.relpath(__file__)} {layout}"),
+        (mesh != world, f"{layout}: {mesh} ranks, must be the number of processes, {world}"),
+        (cfg.batch % parts, f"--batch {cfg.batch}: must be divisible by {parts}, --dp times --microbatches"),
+        (uneven, f"--microbatches {cfg.microbatches}: must be a multiple of --pp {cfg.pp}, or --chunks 1"),
+        (cfg.layers < stages, f"--layers {cfg.layers}: must be at least --pp times --chunks, {stages}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.heads % tp, f"--heads {cfg.heads}: must be divisible by --tp {tp}"),
+        (
+            cfg.kv_heads % tp and tp % cfg.kv_heads,
+            f"--kv_heads {cfg.kv_heads}: must divide --tp {tp}, or be its multiple",
+        ),
+        (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by --tp {tp}"),
+        (tokens % tp, f"--tp {tp}: must divide the {tokens} tokens of a micro-batch"),
+        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    if found := [problem for wrong, problem in problems if wrong]:
+        raise SystemExit(found[0])
+    if cfg.init:
+        check_init(cfg)
+
+
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
+    data = load_data(cfg)
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    train(cfg, *data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
