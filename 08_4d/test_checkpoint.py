@@ -107,7 +107,10 @@ def check_resumed(world: int, flags: str, file: str = CHECKPOINT) -> None:
     "world, layout",
     [
         (4, "--dp 1 --cp 2 --tp 2 --pp 1"),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((6, "--dp 3 --cp 1 --tp 1 --pp 2"), (1, ALONE))),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in ((6, "--dp 3 --cp 1 --tp 1 --pp 2"), (1, f"{ALONE} --chunks 3"))
+        ),
     ],
 )
 def test_resumes_in_any_layout(world, layout):

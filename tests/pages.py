@@ -19,7 +19,7 @@ from pathlib import Path
 
 import schedules
 from launch import load, once
-from test_lineage import FAMILY, ROOT, TRAINING, clashes, lines_of_code, parents, shared
+from test_lineage import FAMILY, ROOT, TRAINING, clashes, lines_of_code, own_lines, parents
 from test_lineage import difference as count_difference
 
 RESULTS = ROOT / "tests" / "results"
@@ -81,7 +81,8 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "07_expert/slots.py": "a fixed number of slots that grows when rows find none: the CPU never waits",
     "07_expert/symmetric_memory.py": "... and a kernel writes each row straight to its expert",
     "08_4d/2d.py": "what most train with: ZeRO over dp, tensor and sequence parallelism over tp",
-    "08_4d/train.py": "data, context, tensor and pipeline parallelism on one mesh",
+    "08_4d/3d.py": "... on the stages of an interleaved pipeline",
+    "08_4d/train.py": "... and context parallelism: four axes on one mesh",
     "08_4d/moe.py": "... and experts, shared out over part of it",
     "08_4d/checkpoint.py": "saved in one layout, resumed in any other, killed at any time",
     "08_4d/plan.py": "which layout: memory and time of all of them, predicted",
@@ -660,13 +661,13 @@ def layouts() -> str:
 
 
 def inheritance() -> str:
-    """Lines of code, and how many of them stand in a parent."""
+    """Lines of code, and how many of them stand in no parent."""
     rows = []
     for path in recipes_of("08_4d"):
         if parents(FAMILY[path]):
             names = ", ".join(f"`{parent}`" for parent in parents(FAMILY[path]))
-            rows.append([f"`{Path(path).name}`", names, f"{lines_of_code(FAMILY[path].source)}", f"{shared(path):.0%}"])
-    return table(["file", "parents", "lines of code", "of them in a parent"], rows)
+            rows.append([f"`{Path(path).name}`", names, f"{lines_of_code(FAMILY[path].source)}", f"{own_lines(path)}"])
+    return table(["file", "parents", "lines of code", "of them in no parent"], rows)
 
 
 def together() -> str:

@@ -408,6 +408,10 @@ def lora_zero3(cfg: Config):
 # ------------------------------------------------------------------------------ 08_4d/checkpoint, beside 03_zero/zero3
 
 
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    return {p: name for name, p in model.named_parameters()}
+
+
 def checkpoint(cfg: Config):
     """Train two steps, write a checkpoint, start anew and resume; the third step is left to train."""
     global SPLIT, VOCABULARY

@@ -105,7 +105,7 @@ def transfers(module):
     def found():
         (model,) = models
         units = sum(unit.group is model.dp_cp for unit in model.units)  # without the one of what tp shares
-        return used, len(model.model.layers), units
+        return used, len(model.chunks[0].model.layers), units
 
     return found
 
