@@ -25,6 +25,7 @@ import math
 import mmap
 import os
 import time
+import warnings
 import weakref
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
@@ -114,9 +115,8 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
             master = unit.shard.to(unit.full.device, non_blocking=True)  # 4 bytes per element of the shard in
             # rounded here: a GPU does it faster than a CPU
             mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(master)
-            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits. A method of the group: the
-            # function around it, dist.all_gather_into_tensor, has another name in torch 2.13
-            unit.gathering = unit.group._allgather_base(unit.full, mine)
+            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits.
+            unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
@@ -546,7 +546,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
         shard = unit.shard.to(cfg.device)
         full = shard.new_empty(len(unit.full))
         # (dp-1)/dp of the bytes of a unit out and in per rank; everyone waits. Rank 0 keeps a copy on the CPU
-        unit.group._allgather_base(full, shard).wait()
+        dist.all_gather_into_tensor(full, shard, group=unit.group)
         if dist.get_rank() == 0:
             for p, weight in zip(unit.parameters, full.split(unit.sizes)):
                 weights[names[p]] = weight.view(p.shape).to("cpu", copy=True)
@@ -648,6 +648,8 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         cores = len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])
         torch.set_num_threads(max(1, cores))  # for AdamW; torchrun has set it to 1
+    # torch 2.13 has other names for both, and warns on every rank
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
     dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
     train(cfg, *data)
     dist.destroy_process_group()

@@ -7,7 +7,7 @@ bytes of weights, 4Ψ of gradients, 4Ψ/dp of summed gradients and 8Ψ/dp of mom
 
 Parent:   02_data_parallel/naive.py
 Lesson:   Unit, reduce_scatter, gather, make_unit, make_optimizer, forward_backward, clip_gradients, train_step
-Plumbing: Model.__init__, build_model, evaluate
+Plumbing: Model.__init__, build_model, evaluate, main
 Copy:     Unit, gather, reduce_scatter, make_unit, clip_gradients, evaluate (the optimizer and clip_gradients take
           unit.matrices and unit.vectors, never model.parameters(); gather after each step and zero unit.gradients, but
           never set a .grad to None, they are views of it; gradients are summed, so divide the loss by the valid tokens
@@ -23,6 +23,7 @@ import json
 import math
 import os
 import time
+import warnings
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict, dataclass, replace
@@ -99,7 +100,7 @@ class Unit:
 def gather(unit: Unit) -> None:
     """Fill `full` with the shards of all ranks."""
     # (N-1)/N of the bytes of `full` out and in per rank; everyone waits
-    unit.group._allgather_base(unit.full, unit.shard).wait()
+    dist.all_gather_into_tensor(unit.full, unit.shard, group=unit.group)
 
 
 def reduce_scatter(unit: Unit) -> None:
@@ -108,9 +109,8 @@ def reduce_scatter(unit: Unit) -> None:
     if any(p.grad is None or p.grad.untyped_storage().data_ptr() != memory for p in unit.parameters):
         raise RuntimeError("a .grad is no view of unit.gradients any more: zero these, not the .grad")
     gradient = torch.empty_like(unit.shard)
-    # (N-1)/N of the bytes of `gradients` out and in per rank; everyone waits. A method of the group: the function
-    # around it, dist.reduce_scatter_tensor, has another name in torch 2.13
-    unit.group._reduce_scatter_base(gradient, unit.gradients).wait()
+    # (N-1)/N of the bytes of `gradients` out and in per rank; everyone waits.
+    dist.reduce_scatter_tensor(gradient, unit.gradients, group=unit.group)
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
 
 
@@ -529,6 +529,8 @@ def main() -> None:
     data = load_data(cfg)
     if cfg.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # torch 2.13 has other names for both, and warns on every rank
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
     dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
     train(cfg, *data)
     dist.destroy_process_group()

@@ -30,6 +30,7 @@ import json
 import math
 import os
 import time
+import warnings
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
@@ -108,9 +109,8 @@ class Unit:
 def gather(unit: Unit) -> None:
     """Fill `full` with the shards of all ranks, rounded to its dtype."""
     mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
-    # (N-1)/N of the bytes of `full` out and in per rank; everyone waits. A method of the group: the function around
-    # it, dist.all_gather_into_tensor, has another name in torch 2.13
-    unit.group._allgather_base(unit.full, mine).wait()
+    # (N-1)/N of the bytes of `full` out and in per rank; everyone waits.
+    dist.all_gather_into_tensor(unit.full, mine, group=unit.group)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor) -> None:
@@ -482,7 +482,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # (dp-1)/dp of the bytes of a unit out and in per rank; everyone waits. Rank 0 keeps a copy on the CPU
-        unit.group._allgather_base(full, unit.shard).wait()
+        dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
         if dist.get_rank() == 0:
             for p, weight in zip(unit.parameters, full.split(unit.sizes)):
                 weights[names[p]] = weight.view(p.shape).to("cpu", copy=True)
@@ -580,6 +580,8 @@ def main() -> None:
     data = load_data(cfg)
     if cfg.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # torch 2.13 has other names for both, and warns on every rank
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
     dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
     train(cfg, *data)
     dist.destroy_process_group()

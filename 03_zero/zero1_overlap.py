@@ -30,6 +30,7 @@ import json
 import math
 import os
 import time
+import warnings
 import weakref
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
@@ -116,9 +117,8 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
             stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
         with torch.cuda.stream(stream):
             mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
-            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits. A method of the group: the
-            # function around it, dist.all_gather_into_tensor, has another name in torch 2.13
-            unit.gathering = unit.group._allgather_base(unit.full, mine)
+            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits.
+            unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
@@ -536,7 +536,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # (dp-1)/dp of the bytes of a unit out and in per rank; everyone waits. Rank 0 keeps a copy on the CPU
-        unit.group._allgather_base(full, unit.shard).wait()
+        dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
         if dist.get_rank() == 0:
             for p, weight in zip(unit.parameters, full.split(unit.sizes)):
                 weights[names[p]] = weight.view(p.shape).to("cpu", copy=True)
@@ -636,6 +636,8 @@ def main() -> None:
     data = load_data(cfg)
     if cfg.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # torch 2.13 has other names for both, and warns on every rank
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
     dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
     train(cfg, *data)
     dist.destroy_process_group()

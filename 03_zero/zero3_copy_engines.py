@@ -28,6 +28,7 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 import weakref
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
@@ -614,7 +615,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # (dp-1)/dp of the bytes of a unit out and in per rank; everyone waits. Rank 0 keeps a copy on the CPU
-        unit.group._allgather_base(full, unit.shard).wait()
+        dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
         if dist.get_rank() == 0:
             for p, weight in zip(unit.parameters, full.split(unit.sizes)):
                 weights[names[p]] = weight.view(p.shape).to("cpu", copy=True)
@@ -715,6 +716,8 @@ def main() -> None:
     data = load_data(cfg)
     if cfg.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # torch 2.13 has other names for both, and warns on every rank
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
     dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
     train(cfg, *data)
     dist.destroy_process_group()

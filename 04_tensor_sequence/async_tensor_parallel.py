@@ -26,6 +26,7 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
@@ -138,14 +139,15 @@ def share(
 def gather_tokens(x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; wait on the work before reading them."""
     rows = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
-    # a method of the group: the function around it, dist.all_gather_into_tensor, has another name in torch 2.13
-    return rows, tp._allgather_base(rows, x.contiguous())  # (tp-1)/tp of the bytes of rows in and out
+    # (tp-1)/tp of the bytes of rows in and out per rank
+    return rows, dist.all_gather_into_tensor(rows, x.contiguous(), group=tp, async_op=True)
 
 
 def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to sum the ranks' [n, d]; each rank gets the sums of its own tokens, [n/tp, d]. Wait before reading."""
     x = rows.new_empty(rows.shape[0] // tp.size(), *rows.shape[1:])
-    return x, tp._reduce_scatter_base(x, rows.contiguous())  # (tp-1)/tp of the bytes of rows out and in
+    # (tp-1)/tp of the bytes of rows out and in per rank
+    return x, dist.reduce_scatter_tensor(x, rows.contiguous(), group=tp, async_op=True)
 
 
 @dataclass(eq=False)
@@ -785,6 +787,8 @@ def main() -> None:
     data = load_data(cfg)
     if cfg.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # torch 2.13 has other names for both, and warns on every rank
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
     dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
     train(cfg, *data)
     dist.destroy_process_group()

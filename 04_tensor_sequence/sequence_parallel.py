@@ -12,7 +12,7 @@ gradients are summed. All activations that a block keeps take 1/tp.
 Parent:   04_tensor_sequence/vocab_parallel.py
 Lesson:   gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, Attention, MLP, Model,
           sum_replicas
-Plumbing: check
+Plumbing: check, main
 Copy:     SPLIT, gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, placement, sum_replicas,
           clip_gradients (Attention, MLP and Model show their calls)
 Needs:    cfg.clip, cfg.kv_heads, model.model.layers, model.replicas, model.tp, "k_proj", "v_proj"
@@ -26,6 +26,7 @@ import json
 import math
 import os
 import time
+import warnings
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict, dataclass, replace
@@ -110,14 +111,15 @@ class Leave(torch.autograd.Function):
 def gather_tokens(x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; wait on the work before reading them."""
     rows = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
-    # a method of the group: the function around it, dist.all_gather_into_tensor, has another name in torch 2.13
-    return rows, tp._allgather_base(rows, x.contiguous())  # (tp-1)/tp of the bytes of rows in and out
+    # (tp-1)/tp of the bytes of rows in and out per rank
+    return rows, dist.all_gather_into_tensor(rows, x.contiguous(), group=tp, async_op=True)
 
 
 def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to sum the ranks' [n, d]; each rank gets the sums of its own tokens, [n/tp, d]. Wait before reading."""
     x = rows.new_empty(rows.shape[0] // tp.size(), *rows.shape[1:])
-    return x, tp._reduce_scatter_base(x, rows.contiguous())  # (tp-1)/tp of the bytes of rows out and in
+    # (tp-1)/tp of the bytes of rows out and in per rank
+    return x, dist.reduce_scatter_tensor(x, rows.contiguous(), group=tp, async_op=True)
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -674,6 +676,8 @@ def main() -> None:
     data = load_data(cfg)
     if cfg.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # torch 2.13 has other names for both, and warns on every rank
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
     dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
     train(cfg, *data)
     dist.destroy_process_group()

@@ -123,10 +123,10 @@ def traffic(module):
         seen.clear()
         return train_step(*args)
 
-    group, train_step, module.train_step = dist.ProcessGroup, module.train_step, step
+    train_step, module.train_step = module.train_step, step
     dist.all_reduce = counted("all-reduce", dist.all_reduce, 0)
-    group._allgather_base = counted("all-gather", group._allgather_base, 1)  # of the whole
-    group._reduce_scatter_base = counted("reduce-scatter", group._reduce_scatter_base, 2)
+    dist.all_gather_into_tensor = counted("all-gather", dist.all_gather_into_tensor, 0)  # of the whole
+    dist.reduce_scatter_tensor = counted("reduce-scatter", dist.reduce_scatter_tensor, 1)
     save, module.save = module.save, lambda *args: last.update(seen) or save(*args)
     return lambda: last
 
@@ -180,9 +180,11 @@ def order(module):
     def noted(name, original):
         return lambda *args, **kwargs: seen.append(name) or original(*args, **kwargs)
 
-    for name in "_allgather_base", "_reduce_scatter_base":
-        original = getattr(group, name)
-        setattr(group, name, lambda *args, name=name, original=original: Work(name.split("_")[1], original(*args)))
+    def started(name, original):
+        return lambda *args, **kwargs: Work(name, original(*args, **kwargs))
+
+    for name, function in ("gather", "all_gather_into_tensor"), ("reduce", "reduce_scatter_tensor"):
+        setattr(module.dist, function, started(name, getattr(module.dist, function)))
     torch.Tensor.__matmul__, torch.mm = noted("matmul", torch.Tensor.__matmul__), noted("piece", torch.mm)
     torch.Tensor.copy_, group.barrier = noted("copy", torch.Tensor.copy_), noted("barrier", group.barrier)
     device.current_stream = Main
@@ -239,8 +241,8 @@ def wanted_order(recipe):
     rank's own tokens are multiplied before others have come; products travel while the next are computed, own ones come
     last, and sums are waited for after the weights' gradient."""
     if recipe == SEQUENCE:
-        backward = ["allgather", "matmul", "reduce", "allgather is there", "matmul", "reduce is there"]
-        return ["allgather", "allgather is there", "matmul"], backward
+        backward = ["gather", "matmul", "reduce", "gather is there", "matmul", "reduce is there"]
+        return ["gather", "gather is there", "matmul"], backward
     pull = ["copy", "barrier", *TP * ["copy"]]
     push = [*(TP - 1) * ["piece", "copy"], "piece", "barrier"]
     return [*pull, "piece", *(TP - 1) * ["wait", "piece"], "wait"], [*pull, *push, *TP * ["wait"], "matmul", "wait"]

@@ -16,7 +16,7 @@ gradients are summed.
 
 Parent:   05_context_ring/blockwise.py, 02_data_parallel/naive.py
 Lesson:   shard, gather, pack, unpack, GatherKV, attention, Attention, Model, backward, forward_backward
-Plumbing: Config, Block, build_model, check, evaluate
+Plumbing: Config, Block, build_model, check, evaluate, main
 Copy:     shard, gather, masked_scores, local_attention, local_attention_backward, pack, unpack, merge, GatherKV,
           attention, backward, evaluate (use shard for inputs, targets and positions alike, as forward_backward and
           Model.forward do; call attention with rotated q and k, and backward once per step)
@@ -31,6 +31,7 @@ import json
 import math
 import os
 import time
+import warnings
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict, dataclass, replace
@@ -102,8 +103,8 @@ def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
 def gather(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to gather the x of all ranks, [cp, ...]; wait on the work before reading them."""
     gathered = x.new_empty(cp.size() * len(x), *x.shape[1:])
-    # a method of the group: the function around it, dist.all_gather_into_tensor, has another name in torch 2.13
-    arrived = cp._allgather_base(gathered, x)  # (cp-1) times the bytes of x out and in per rank
+    # (cp-1) times the bytes of x out and in per rank
+    arrived = dist.all_gather_into_tensor(gathered, x, group=cp, async_op=True)
     return gathered.unflatten(0, (cp.size(), len(x))), arrived
 
 
@@ -214,7 +215,7 @@ class GatherKV(torch.autograd.Function):
             everyones[: cp.rank()] = rearrange(torch.stack(dkv), "n b g (r s) k -> r n b s g k", r=cp.rank())
         own = torch.empty_like(everyones[0])  # 2 b s g k
         # (cp-1) times the bytes of own out and in per rank; everyone waits
-        cp._reduce_scatter_base(own, everyones.flatten(0, 1)).wait()
+        dist.reduce_scatter_tensor(own, everyones.flatten(0, 1), group=cp)
         return dq.to(q.dtype), *unpack(own.to(k.dtype)), None
 
 
@@ -636,6 +637,8 @@ def main() -> None:
     data = load_data(cfg)
     if cfg.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # torch 2.13 has other names for both, and warns on every rank
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
     dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
     train(cfg, *data)
     dist.destroy_process_group()

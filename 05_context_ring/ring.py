@@ -10,6 +10,7 @@ counted from 0, ranks below i have only later keys, and idle. The last rank comp
 
 Parent:   05_context_ring/all_gather_kv.py
 Lesson:   ring_exchange, visible, sum_parts, RingAttention, attention
+Plumbing: main
 Copy:     shard, ring_exchange, visible, masked_scores, local_attention, local_attention_backward, pack, unpack, merge,
           sum_parts, RingAttention, attention, backward, evaluate (as all_gather_kv.py says)
 Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward

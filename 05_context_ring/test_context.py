@@ -107,16 +107,15 @@ def test_work(recipe, work):
 def sent(module):
     """A probe: bytes that attention sends from this rank, and who takes part in all-to-alls of all with all."""
     seen, meets, dist = {"forward": 0, "backward": 0}, set(), module.dist
-    process_group, all_to_all = dist.ProcessGroup, dist.all_to_all_single
-    gather, scatter = process_group._allgather_base, process_group._reduce_scatter_base
+    gather, scatter, all_to_all = dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.all_to_all_single
 
-    def gathered(cp, whole, own):
-        seen[phase()] += (cp.size() - 1) * own.nbytes
-        return gather(cp, whole, own)
+    def gathered(whole, own, group, async_op):
+        seen[phase()] += (group.size() - 1) * own.nbytes
+        return gather(whole, own, group, async_op)
 
-    def scattered(cp, own, whole):
-        seen[phase()] += (cp.size() - 1) * own.nbytes
-        return scatter(cp, own, whole)
+    def scattered(own, whole, group):
+        seen[phase()] += (group.size() - 1) * own.nbytes
+        return scatter(own, whole, group=group)
 
     def exchanged(out, x, to_here=None, to_others=None, group=None, async_op=False):
         if not to_others:
@@ -125,8 +124,7 @@ def sent(module):
         seen[phase()] += sum(rows[: group.rank()] + rows[group.rank() + 1 :]) * x[0].nbytes
         return all_to_all(out, x, to_here, to_others, group, async_op)
 
-    process_group._allgather_base, process_group._reduce_scatter_base = gathered, scattered
-    dist.all_to_all_single = exchanged
+    dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.all_to_all_single = gathered, scattered, exchanged
     return lambda: (seen, meets)
 
 
@@ -159,12 +157,14 @@ def transfers(module):
                 self.entry[2] = len(matmuls) > self.before
             return self.work.wait()
 
-    def starts(owner, name, out):
+    def starts(owner, name):
         original = getattr(owner, name)
 
         def start(*args, **kwargs):
             work = original(*args, **kwargs)
-            return Work(work, args[out].shape[-1]) if work else None  # of an all-to-all that has waited itself
+            if name == "reduce_scatter_tensor":  # it has waited itself
+                found.append([phase(), args[0].shape[-1], False])
+            return Work(work, args[0].shape[-1]) if work else None
 
         setattr(owner, name, start)
 
@@ -172,9 +172,8 @@ def transfers(module):
         with Matmuls(lambda: matmuls.append(1)):
             return train_step(*args)
 
-    starts(module.dist, "all_to_all_single", 0)
-    for name in "_allgather_base", "_reduce_scatter_base":
-        starts(module.dist.ProcessGroup, name, 1)
+    for name in "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor":
+        starts(module.dist, name)
     module.train_step = step
     return lambda: found
 

@@ -9,7 +9,7 @@ kv as often.
 
 Parent:   05_context_ring/all_gather_kv.py
 Lesson:   AllToAll, to_heads, to_tokens, attention
-Plumbing: check
+Plumbing: check, main
 Copy:     shard, AllToAll, to_heads, to_tokens, attention, backward, evaluate (as all_gather_kv.py says)
 Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/ulysses.py

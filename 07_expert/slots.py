@@ -29,6 +29,7 @@ import json
 import math
 import os
 import time
+import warnings
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator
@@ -656,7 +657,8 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float, flo
     for name, tensor in model.state_dict().items():
         if ".experts." in name:
             full = tensor.new_empty(model.ep.size() * len(tensor), *tensor.shape[1:])
-            model.ep._allgather_base(full, tensor).wait()  # 1/ep of its bytes out, the rest in; everyone waits
+            # 1/ep of the bytes of full out and the rest in per rank; everyone waits
+            dist.all_gather_into_tensor(full, tensor, group=model.ep)
             tensor = full
         if dist.get_rank() == 0:
             weights[name] = tensor.cpu()
@@ -769,6 +771,8 @@ def main() -> None:
     data = load_data(cfg)
     if cfg.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # torch 2.13 has other names for both, and warns on every rank
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
     dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
     train(cfg, *data)
     dist.destroy_process_group()

@@ -31,6 +31,7 @@ import json
 import math
 import os
 import time
+import warnings
 import weakref
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
@@ -167,9 +168,8 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
             stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
         with torch.cuda.stream(stream):
             mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
-            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits. A method of the group: the
-            # function around it, dist.all_gather_into_tensor, has another name in torch 2.13
-            unit.gathering = unit.group._allgather_base(unit.full, mine)
+            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits.
+            unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
@@ -250,14 +250,15 @@ class Leave(torch.autograd.Function):
 def gather_tokens(x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; wait on the work before reading them."""
     rows = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
-    # a method of the group: the function around it, dist.all_gather_into_tensor, has another name in torch 2.13
-    return rows, tp._allgather_base(rows, x.contiguous())  # (tp-1)/tp of the bytes of rows in and out
+    # (tp-1)/tp of the bytes of rows in and out per rank
+    return rows, dist.all_gather_into_tensor(rows, x.contiguous(), group=tp, async_op=True)
 
 
 def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to sum the ranks' [n, d]; each rank gets the sums of its own tokens, [n/tp, d]. Wait before reading."""
     x = rows.new_empty(rows.shape[0] // tp.size(), *rows.shape[1:])
-    return x, tp._reduce_scatter_base(x, rows.contiguous())  # (tp-1)/tp of the bytes of rows out and in
+    # (tp-1)/tp of the bytes of rows out and in per rank
+    return x, dist.reduce_scatter_tensor(x, rows.contiguous(), group=tp, async_op=True)
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -1427,7 +1428,7 @@ def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # (n-1)/n of the bytes of a unit out and in per rank, n ranks in its group; everyone waits
-        unit.group._allgather_base(full, unit.shard).wait()
+        dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
         if (model.edp if unit.group is model.edp else model.dp_cp).rank() > 0:
             continue
         local = {names[p]: weight.view(p.shape) for p, weight in zip(unit.parameters, full.split(unit.sizes))}
@@ -1582,6 +1583,8 @@ def main() -> None:
     data = load_data(cfg)
     if cfg.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # torch 2.13 has other names for both, and warns on every rank
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
     dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
     train(cfg, *data)
     dist.destroy_process_group()

@@ -478,7 +478,6 @@ class Rank:
     def __init__(self, rank: int, size: int):
         self.rank, self.size = lambda: rank, lambda: size
         self.get_group = self.wait = self.exchange_buffers = lambda *_: self
-        self._reduce_scatter_base = self.exchange_buffers
 
     def exchange(self, x: torch.Tensor) -> None:
         self.sent = x
@@ -515,6 +514,7 @@ def attention_of(file: str | None, seq: int, rank: int, cp: int) -> list[Callabl
     if module:
         module.ring_exchange = lambda x, cp: (x, group)
         module.gather = lambda x, cp: (x.expand(group.size(), *x.shape), group)
+        module.dist = SimpleNamespace(reduce_scatter_tensor=lambda *_, **__: None)
 
     def attend(backward: bool) -> None:
         if file and "torch" in file:

@@ -174,7 +174,8 @@ def waits(module: ModuleType) -> Report:
         return result
 
     names = (
-        "allreduce allreduce_coalesced _allgather_base _reduce_scatter_base alltoall_base all_to_all_single send recv"
+        "allreduce allreduce_coalesced _allgather_base _reduce_scatter_base alltoall_base"  # until torch 2.11
+        " all_gather_single reduce_scatter_single all_to_all_single send recv"
     )
     for name in names.split():
         if hasattr(group, name):

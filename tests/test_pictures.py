@@ -86,7 +86,7 @@ def transfers(module):
     def counted(function):
         def wrapper(*args, **kwargs):
             phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
-            group = kwargs.get("group", args[0])
+            group = kwargs.get("group")
             used.update((axis, phase) for axis in ("tp", "cp", "dp_cp") if group is getattr(models[0], axis))
             return function(*args, **kwargs)
 
@@ -97,10 +97,9 @@ def transfers(module):
         used["pp", {"F": "forward", "B": "backward"}[op]] += work is not None
         return work
 
-    module.build_model, module.send, group = build, sends, module.dist.ProcessGroup
-    group._allgather_base = counted(group._allgather_base)
-    group._reduce_scatter_base = counted(group._reduce_scatter_base)
-    module.dist.all_to_all_single = counted(module.dist.all_to_all_single)
+    module.build_model, module.send = build, sends
+    for name in "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single":
+        setattr(module.dist, name, counted(getattr(module.dist, name)))
 
     def found():
         (model,) = models
