@@ -113,7 +113,7 @@ class Config:
     dp: int = 1
     tp: int = 1  # blocks, embedding and head are cut; norms are not
     sequence_parallel: bool = False  # what tp does not cut is cut along the sequence
-    cp: int = 1  # ranks that share every sequence
+    cp: int = 1  # ranks that split every sequence
     gather_kv: bool = False  # attention gathers the keys and values of all of them
     ulysses: int = 1  # of them, ranks that swap tokens for heads around attention; 0: all
     pp: int = 1

@@ -94,7 +94,7 @@ class Config:
 class Unit:
     """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
 
-    group: dist.ProcessGroup  # the N ranks that share the unit; each owns, and updates, n/N elements
+    group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
     sizes: list[int]  # elements of the parameters, and of the padding after them
     full: Tensor  # [n] the weights, in the dtype of the matmuls
@@ -162,7 +162,7 @@ def reduce(model: nn.Module, i: int) -> None:
     unit = model.units[i]
     flat = take_gradients(unit)
     model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
-    if i == 0:  # backward ends here
+    if i == 0:  # unit 0 comes last
         if model.stream:
             torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
         model.sending.clear()
@@ -170,7 +170,7 @@ def reduce(model: nn.Module, i: int) -> None:
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
-    """Wait for the weights of unit i, which will read x. Backward has finished the unit when x has its gradient."""
+    """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
     for unit in model.units[i:]:
         gather(unit, model.gathers)  # those that are out of date, in the order of forward
     model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
@@ -264,7 +264,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, dp: dist.ProcessGroup):
         super().__init__()
         self.cfg = cfg
-        self.dp = dp  # the ranks that share the batch
+        self.dp = dp  # the ranks that split the batch
         self.units: list[Unit] = []  # filled by build_model, in the order of forward
         self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
         self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
@@ -340,7 +340,7 @@ def make_unit(
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from parameters, which come with their names. initial(name, shape) returns a full tensor."""
+    """Build a unit from named parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if frozen := [name for name, p in named if not p.requires_grad]:
@@ -382,8 +382,8 @@ def build_model(cfg: Config) -> Model:
         named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
         model.units.append(make_unit(named, partial(full_tensor, cfg), dp, cfg.device, dtype))
     check_units(model)
-    owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
-    model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(owner, 0))  # the last gradient
+    proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
+    model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(proxy, 0))  # the last gradient
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation

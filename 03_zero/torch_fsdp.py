@@ -169,7 +169,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, dp: dist.ProcessGroup):
         super().__init__()
         self.cfg = cfg
-        self.dp = dp  # the ranks that share the batch and the weights
+        self.dp = dp  # the ranks that split the batch and the weights
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))

@@ -88,7 +88,7 @@ class Config:
 class Unit:
     """Parameters whose weights lie end to end in one tensor: n elements, padded so that its N ranks divide n."""
 
-    group: dist.ProcessGroup  # the N ranks that share the unit; each owns, and updates, n/N elements
+    group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
     full: Tensor  # [n] the weights
     gradients: Tensor  # [n] what backward adds to: the parameters' .grad are views of it
@@ -199,7 +199,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, dp: dist.ProcessGroup):
         super().__init__()
         self.cfg = cfg
-        self.dp = dp  # the ranks that share the batch
+        self.dp = dp  # the ranks that split the batch
         self.units: list[Unit] = []  # filled by build_model
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)

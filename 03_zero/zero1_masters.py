@@ -97,7 +97,7 @@ class Config:
 class Unit:
     """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
 
-    group: dist.ProcessGroup  # the N ranks that share the unit; each owns, and updates, n/N elements
+    group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
     sizes: list[int]  # elements of the parameters, and of the padding after them
     full: Tensor  # [n] the weights, in the dtype of the matmuls
@@ -226,7 +226,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, dp: dist.ProcessGroup):
         super().__init__()
         self.cfg = cfg
-        self.dp = dp  # the ranks that share the batch
+        self.dp = dp  # the ranks that split the batch
         self.units: list[Unit] = []  # filled by build_model
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
@@ -283,7 +283,7 @@ def make_unit(
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from parameters, which come with their names. initial(name, shape) returns a full tensor."""
+    """Build a unit from named parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if frozen := [name for name, p in named if not p.requires_grad]:

@@ -90,10 +90,10 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------- communication
-class Leave(torch.autograd.Function):
+class ReduceFromTP(torch.autograd.Function):
     """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
 
-    Add the bias of a row-parallel layer after Leave: before it, the bias would count tp times.
+    Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
     """
 
     @staticmethod
@@ -168,7 +168,8 @@ class RowParallel(torch.autograd.Function):
 class Scatter(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
-    Each rank has the gradient of all n tokens. So that of learned positions is whole: do not sum it over tp.
+    Backward gathers the gradients of all n tokens. So the gradient of an embedding, or of learned positions, is
+    complete: do not sum it over tp.
     """
 
     @staticmethod
@@ -295,7 +296,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [t, v/tp], summed over the valid targets [t].
 
     Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
-    of them has z_y. The gradient needs no communication: like activations, both sums pass through Leave.
+    of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
     """
 
     def __init__(self, cfg: Config, tp: dist.ProcessGroup):
@@ -316,7 +317,7 @@ class Loss(nn.Module):
         rows = self.wide(rows, ids)
         exponentials = (rows - top[:, None]).exp().sum(1)
         wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token likewise
+        exponentials, wanted = ReduceFromTP.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token
         return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
 
 
@@ -326,7 +327,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, tp: dist.ProcessGroup, replicas: dist.ProcessGroup):
         super().__init__()
         self.cfg = cfg
-        self.tp = tp  # the ranks that share every block
+        self.tp = tp  # the ranks that split every block
         self.replicas = replicas  # those of them that hold the same key heads
         self.model = nn.Module()
         self.model.embed_tokens = Embedding(cfg, tp)

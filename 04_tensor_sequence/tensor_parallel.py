@@ -8,10 +8,10 @@ computes. With fewer key heads than ranks, several ranks hold the same one. The 
 rank, with their gradients and AdamW's moments; so do the activations between split weights.
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
-Lesson:   SPLIT, Enter, Leave, Attention, MLP, placement, build_model, sum_replicas, clip_gradients, save
+Lesson:   SPLIT, CopyToTP, ReduceFromTP, Attention, MLP, placement, build_model, sum_replicas, clip_gradients, save
 Plumbing: Config, Block.__init__, Model.__init__, forward_backward, check
-Copy:     SPLIT, Enter, Leave, placement, sum_replicas, clip_gradients (name your layers in SPLIT; Attention and MLP
-          show where Enter and Leave stand, build_model how weights are cut, clip_gradients what counts in the norm.
+Copy:     SPLIT, CopyToTP, ReduceFromTP, placement, sum_replicas, clip_gradients (name your layers in SPLIT; Attention
+          and MLP show where both functions stand, build_model how weights are cut, clip_gradients what counts in the norm.
           With as many key heads as ranks or more, sum_replicas is not needed; else tp must be neighbours, or make the
           replicas a mesh axis)
 Needs:    cfg.clip, cfg.kv_heads, model.model.layers, model.replicas, model.tp, "k_proj", "v_proj"
@@ -87,11 +87,11 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------- communication
-class Enter(torch.autograd.Function):
+class CopyToTP(torch.autograd.Function):
     """Where split weights begin (Megatron's f): forward is the identity; backward all-reduces partial gradients."""
 
     @staticmethod
-    @torch.compiler.disable  # as in Leave
+    @torch.compiler.disable  # as in ReduceFromTP
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.tp = tp
         return x.view_as(x)
@@ -103,10 +103,10 @@ class Enter(torch.autograd.Function):
         return gradient, None
 
 
-class Leave(torch.autograd.Function):
+class ReduceFromTP(torch.autograd.Function):
     """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
 
-    Add the bias of a row-parallel layer after Leave: before it, the bias would count tp times.
+    Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
     """
 
     @staticmethod
@@ -167,12 +167,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.k, cfg.dim, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        x = Enter.apply(x, self.tp)
+        x = CopyToTP.apply(x, self.tp)
         q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)  # b h/tp s k
         k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
         v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
         o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return Leave.apply(self.o_proj(rearrange(o, "b h s k -> b s (h k)")), self.tp)  # b s d
+        return ReduceFromTP.apply(self.o_proj(rearrange(o, "b h s k -> b s (h k)")), self.tp)  # b s d
 
 
 class MLP(nn.Module):
@@ -187,9 +187,9 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(ffn, cfg.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = Enter.apply(x, self.tp)
+        x = CopyToTP.apply(x, self.tp)
         x = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)  # b s f/tp
-        return Leave.apply(self.down_proj(x), self.tp)  # b s d
+        return ReduceFromTP.apply(self.down_proj(x), self.tp)  # b s d
 
 
 class Block(nn.Module):
@@ -213,7 +213,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, tp: dist.ProcessGroup, replicas: dist.ProcessGroup):
         super().__init__()
         self.cfg = cfg
-        self.tp = tp  # the ranks that share every block
+        self.tp = tp  # the ranks that split every block
         self.replicas = replicas  # those of them that hold the same key heads
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)

@@ -9,8 +9,8 @@ so that tp divides v, get logits of -inf, or they would count in the softmax. On
 Parent:   04_tensor_sequence/tensor_parallel.py
 Lesson:   VOCABULARY, SPLIT, Embedding, Loss, Model
 Plumbing: build_model, save
-Copy:     IGNORE, SPLIT, Enter, Leave, Embedding, Loss, placement, clip_gradients (Model shows where Enter and Leave
-          stand; pad both tables with zeros)
+Copy:     IGNORE, SPLIT, CopyToTP, ReduceFromTP, Embedding, Loss, placement, clip_gradients (Model shows
+          where CopyToTP and ReduceFromTP stand; pad both tables with zeros)
 Needs:    cfg.clip, cfg.dim, cfg.kv_heads, cfg.vocab, model.tp, "k_proj", "v_proj"
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/vocab_parallel.py
 Source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
@@ -85,11 +85,11 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------- communication
-class Enter(torch.autograd.Function):
+class CopyToTP(torch.autograd.Function):
     """Where split weights begin (Megatron's f): forward is the identity; backward all-reduces partial gradients."""
 
     @staticmethod
-    @torch.compiler.disable  # as in Leave
+    @torch.compiler.disable  # as in ReduceFromTP
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.tp = tp
         return x.view_as(x)
@@ -101,10 +101,10 @@ class Enter(torch.autograd.Function):
         return gradient, None
 
 
-class Leave(torch.autograd.Function):
+class ReduceFromTP(torch.autograd.Function):
     """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
 
-    Add the bias of a row-parallel layer after Leave: before it, the bias would count tp times.
+    Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
     """
 
     @staticmethod
@@ -165,12 +165,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.k, cfg.dim, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        x = Enter.apply(x, self.tp)
+        x = CopyToTP.apply(x, self.tp)
         q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)  # b h/tp s k
         k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
         v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
         o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return Leave.apply(self.o_proj(rearrange(o, "b h s k -> b s (h k)")), self.tp)  # b s d
+        return ReduceFromTP.apply(self.o_proj(rearrange(o, "b h s k -> b s (h k)")), self.tp)  # b s d
 
 
 class MLP(nn.Module):
@@ -185,9 +185,9 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(ffn, cfg.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = Enter.apply(x, self.tp)
+        x = CopyToTP.apply(x, self.tp)
         x = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)  # b s f/tp
-        return Leave.apply(self.down_proj(x), self.tp)  # b s d
+        return ReduceFromTP.apply(self.down_proj(x), self.tp)  # b s d
 
 
 class Block(nn.Module):
@@ -223,7 +223,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [t, v/tp], summed over the valid targets [t].
 
     Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
-    of them has z_y. The gradient needs no communication: like activations, both sums pass through Leave.
+    of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
     """
 
     def __init__(self, cfg: Config, tp: dist.ProcessGroup):
@@ -244,7 +244,7 @@ class Loss(nn.Module):
         rows = self.wide(rows, ids)
         exponentials = (rows - top[:, None]).exp().sum(1)
         wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token likewise
+        exponentials, wanted = ReduceFromTP.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token
         return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
 
 
@@ -254,7 +254,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, tp: dist.ProcessGroup, replicas: dist.ProcessGroup):
         super().__init__()
         self.cfg = cfg
-        self.tp = tp  # the ranks that share every block
+        self.tp = tp  # the ranks that split every block
         self.replicas = replicas  # those of them that hold the same key heads
         self.model = nn.Module()
         self.model.embed_tokens = Embedding(cfg, tp)
@@ -267,10 +267,10 @@ class Model(nn.Module):
         """ids [b, s] -> logits [b, s, v/tp]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        x = Leave.apply(x, self.tp)  # of zeros, except on one rank
+        x = ReduceFromTP.apply(x, self.tp)  # of zeros, except on one rank
         for block in self.model.layers:
             x = block(x, rope)
-        return self.lm_head(Enter.apply(self.model.norm(x), self.tp))
+        return self.lm_head(CopyToTP.apply(self.model.norm(x), self.tp))
 
 
 def init_files(cfg: Config) -> list[str]:

@@ -315,7 +315,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, cp: dist.ProcessGroup):
         super().__init__()
         self.cfg = cfg
-        self.cp = cp  # the ranks that share every sequence
+        self.cp = cp  # the ranks that split every sequence
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleList(Block(cfg, cp) for _ in range(cfg.layers))

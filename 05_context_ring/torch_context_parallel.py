@@ -188,7 +188,7 @@ class Model(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
-        self.cp = mesh.get_group()  # the ranks that share every sequence
+        self.cp = mesh.get_group()  # the ranks that split every sequence
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))

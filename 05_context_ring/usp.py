@@ -89,7 +89,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks that share every sequence, as a grid: a row swaps heads for tokens, a column is a ring."""
+    """The ranks that split every sequence, as a grid: a row swaps heads for tokens, a column is a ring."""
 
     whole: dist.ProcessGroup  # all of them
     ring: dist.ProcessGroup  # the ranks of this one's column, one of each row
@@ -401,7 +401,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, cp: Mesh):
         super().__init__()
         self.cfg = cfg
-        self.cp = cp  # the ranks that share every sequence
+        self.cp = cp  # the ranks that split every sequence
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleList(Block(cfg, cp) for _ in range(cfg.layers))

@@ -245,7 +245,7 @@ class Stage(nn.Module):
     def __init__(self, cfg: Config, pp: dist.ProcessGroup, links: list[dict], path: list[int], stage: int):
         super().__init__()
         self.cfg = cfg
-        self.pp = pp  # the ranks that share the model
+        self.pp = pp  # the ranks that split the model
         self.links = links  # for each stage but the last: communicators, or queues, to the next one, by operation
         self.path = path  # the rank of each stage
         self.stage, self.stages = stage, len(path)

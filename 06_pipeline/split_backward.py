@@ -262,7 +262,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, pp: dist.ProcessGroup, links: dict[str, dist.ProcessGroup]):
         super().__init__()
         self.cfg = cfg
-        self.pp = pp  # the ranks that share the model
+        self.pp = pp  # the ranks that split the model
         self.links = links  # communicators by operation, see connect
         self.stage, self.stages = pp.rank(), pp.size()  # stage i is rank i of the group
         self.model = nn.Module()

@@ -198,7 +198,7 @@ class Model(nn.Module):
 
     def __init__(self, cfg: Config, pp: dist.ProcessGroup):
         super().__init__()
-        self.pp = pp  # the ranks that share the model
+        self.pp = pp  # the ranks that split the model
         self.mine = stages_of(cfg, pp.rank(), pp.size())
         self.split = split_layers(cfg, len(self.mine) * pp.size())  # the layers of every stage
         self.model = nn.Module()

@@ -1,14 +1,15 @@
-"""2D parallelism: ZeRO over the ranks that share the batch, tensor parallelism over those that share every matrix.
+"""2D parallelism: dp ranks split the batch (ZeRO), tp ranks split every matrix (tensor and sequence parallelism).
 
-Rank r is at place r % TP on tp and r // TP on dp: ranks of tp, which talk in every layer, are neighbours. Each holds
-1/tp of every matrix, computes on 1/dp of the batch, and updates 1/dp of what it holds. Who sums which gradient?
-(1) Ranks of dp have different sequences: what they hold in common is summed over dp, by ZeRO.
-(2) Ranks of tp have the same sequences, and between matmuls different tokens of them. A split matrix has seen all
-tokens, its gradient is whole. What they replicate (norms; key heads, if tp has more ranks) has seen a part of the
-tokens, or of the query heads, on each: its gradient is summed over tp, too.
-(3) So ZeRO has several groups: a unit belongs to all ranks that hold its elements, is summed over them and cut into
-shards for them. Then each element has one owner, and the norm is a plain sum of squares over all ranks.
-(4) The loss is divided by the valid tokens of the whole batch, so that every sum is plain.
+Rank i is at place i % TP on tp and i // TP on dp: ranks of tp, which talk in every layer, are neighbours. Which ranks
+sum which gradient?
+(1) Ranks of dp have different sequences: whatever they hold in common, its gradient is summed over dp.
+(2) Ranks of tp have the same sequences. A split matrix sees all their tokens: its gradient is complete on each rank.
+(3) Norms are replicated on tp, and each rank sees its own tokens alone: their gradients are summed over tp, too.
+(4) If tp > kv_heads, r = tp/kv_heads neighbours on tp hold the same key and value heads, each for its own query heads:
+the gradients of these are summed over the r neighbours, too.
+(5) So ZeRO has several groups. A unit is a set of parameters that the same ranks hold: ZeRO sums its gradients over
+them, and each of them owns a shard. As each element has one owner, the norm is a plain sum of squares over all ranks.
+(6) Each loss is divided by the valid tokens of the global batch. So gradients are summed, never averaged.
 Per rank, of Ψ weights: 2Ψ/tp bytes of bf16 weights and 16Ψ/(tp·dp) of master weights, moments and reduced gradients;
 with several micro-batches also 4Ψ/tp of gradient sums.
 
@@ -17,12 +18,12 @@ Lesson:   Config, make_groups, ColumnParallel, column_parallel, row_parallel, At
           local_tensor, holders, make_units, build_model, forward_backward, clip_gradients
 Plumbing: unshard, save, check
 Copy:     make_groups, ColumnParallel, column_parallel, row_parallel, local_tensor, holders, make_units, clip_gradients,
-          evaluate (and from each parent what its own Copy line says; forward_backward shows when shared units are
-          reduced)
+          evaluate (and from each parent what its own Copy line says; forward_backward shows when replicated units
+          are reduced)
 Needs:    cfg.clip, cfg.device, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.layers, cfg.microbatches, cfg.tp, cfg.vocab,
-          model.dp, model.dp_r, model.dp_tp, model.model.embed_tokens, model.shared, model.tp, model.units, model.world,
-          IGNORE, VOCABULARY, reduce, gather_tokens, reduce_scatter_tokens, RowParallel, full_tensor, placement,
-          make_unit, check_units, forward
+          model.dp, model.dp_r, model.dp_tp, model.model.embed_tokens, model.replicated, model.tp, model.units,
+          model.world, IGNORE, VOCABULARY, reduce, gather_tokens, reduce_scatter_tokens, RowParallel, full_tensor,
+          placement, make_unit, check_units, forward
 Run:      torchrun --nproc_per_node 8 08_4d/2d.py --dp 4 --tp 2
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473; Korthikanti et al. 2022, arXiv:2205.05198
 """
@@ -97,8 +98,8 @@ class Config:
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
     compile: bool = False
-    dp: int = 4  # ranks that share the batch
-    tp: int = 2  # ranks that share every block
+    dp: int = 4  # ranks that split the batch
+    tp: int = 2  # ranks that split every block
     microbatches: int = 2  # parts of a rank's batch that go through the model one after another
 
 
@@ -106,7 +107,8 @@ class Config:
 def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
     """Return this rank's groups: its row of each of these tables. All ranks make all groups, in the same order.
 
-    Where tp has more ranks than there are key heads, r neighbours hold the same ones; over all of dp they are dp_r.
+    If tp > kv_heads, r neighbours on tp hold the same key and value heads; dp_r joins them over all of dp. With dp 2,
+    tp 4 and 2 key heads, the groups dp_r are [0 1 4 5] and [2 3 6 7].
     """
     sizes = dict(dp=cfg.dp, r=max(1, cfg.tp // cfg.kv_heads))
     mesh = rearrange(torch.arange(cfg.dp * cfg.tp), "(dp kv r) -> dp kv r", **sizes)
@@ -119,7 +121,7 @@ def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
 class Unit:
     """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
 
-    group: dist.ProcessGroup  # the N ranks that share the unit; each owns, and updates, n/N elements
+    group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
     sizes: list[int]  # elements of the parameters, and of the padding after them
     full: Tensor  # [n] the weights, in the dtype of the matmuls
@@ -186,7 +188,7 @@ def reduce(model: nn.Module, i: int) -> None:
         flat.copy_(unit.sums.add_(flat))  # rounded once
         unit.sums = None
     model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
-    if i == 0:  # backward ends here
+    if i == 0:  # unit 0 comes last
         if model.stream:
             torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
         model.sending.clear()
@@ -194,7 +196,7 @@ def reduce(model: nn.Module, i: int) -> None:
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
-    """Wait for the weights of unit i, which will read x. Backward has finished the unit when x has its gradient."""
+    """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
     for unit in model.units[i:]:
         gather(unit, model.gathers)  # those that are out of date, in the order of forward
     model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
@@ -202,10 +204,10 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
         x.register_hook(lambda gradient: reduce(model, i))
 
 
-class Leave(torch.autograd.Function):
+class ReduceFromTP(torch.autograd.Function):
     """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
 
-    Add the bias of a row-parallel layer after Leave: before it, the bias would count tp times.
+    Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
     """
 
     @staticmethod
@@ -237,8 +239,8 @@ def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, 
 class ColumnParallel(torch.autograd.Function):
     """Tokens of all ranks times weights split by their outputs: x [n/tp, d], weights [f/tp, d] -> each [n, f/tp].
 
-    Weights have the dtype of the matmuls and are read where they are: autograd would keep a copy, cast or concatenated,
-    for each micro-batch in flight.
+    Weights have the dtype of the matmuls, and are neither cast nor concatenated: autograd would keep the copy until
+    backward.
     """
 
     @staticmethod
@@ -299,7 +301,8 @@ def row_parallel(x: Tensor, tp: dist.ProcessGroup, weight: Tensor) -> Tensor:
 class Scatter(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
-    Each rank has the gradient of all n tokens. So that of learned positions is whole: do not sum it over tp.
+    Backward gathers the gradients of all n tokens. So the gradient of an embedding, or of learned positions, is
+    complete: do not sum it over tp.
     """
 
     @staticmethod
@@ -422,7 +425,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [t, v/tp], summed over the valid targets [t].
 
     Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
-    of them has z_y. The gradient needs no communication: like activations, both sums pass through Leave.
+    of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
     """
 
     def __init__(self, cfg: Config, tp: dist.ProcessGroup):
@@ -443,23 +446,23 @@ class Loss(nn.Module):
         rows = self.wide(rows, ids)
         exponentials = (rows - top[:, None]).exp().sum(1)
         wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token likewise
+        exponentials, wanted = ReduceFromTP.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token
         return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
 
 
 class Model(nn.Module):
-    """Llama 3 with an untied head, and of its matrices 1/tp."""
+    """This rank's part of Llama 3 with an untied head: 1/tp of every matrix."""
 
     def __init__(self, cfg: Config, groups: dict[str, dist.ProcessGroup]):
         super().__init__()
         self.cfg = cfg
         dp, tp = groups["dp"], groups["tp"]
-        self.dp = dp  # the ranks that share the batch
-        self.tp = tp  # the ranks that share every block
+        self.dp = dp  # the ranks that split the batch
+        self.tp = tp  # the ranks that split every block
         self.dp_tp, self.dp_r = groups["dp_tp"], groups["dp_r"]  # those that hold the same norms, the same key heads
-        self.world = self.dp_tp  # the ranks that train this model
-        self.units: list[Unit] = []  # filled by build_model: what ranks of tp share, then in the order of forward
-        self.shared = 0  # how many units ranks of tp share
+        self.world = self.dp_tp  # the ranks that train this model: here the same
+        self.units: list[Unit] = []  # filled by make_units: replicated ones, then others in the order of forward
+        self.replicated = 0  # how many units, the first ones, are replicated on tp
         self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
         self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
         self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
@@ -474,11 +477,11 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] -> logits [b, s, v/tp]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
-        for i in range(self.shared + 1):
-            before_forward(self, i, ids)
+        for i in range(self.replicated + 1):
+            before_forward(self, i, ids)  # ids have no gradient: forward_backward and make_units reduce these units
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
         x = Scatter.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
-        for i, block in enumerate(self.model.layers, self.shared + 1):
+        for i, block in enumerate(self.model.layers, self.replicated + 1):
             before_forward(self, i, x)
             x = block(x, rope)
         before_forward(self, len(self.units) - 1, x)
@@ -549,7 +552,7 @@ def make_unit(
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from parameters, which come with their names. initial(name, shape) returns a full tensor."""
+    """Build a unit from named parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if frozen := [name for name, p in named if not p.requires_grad]:
@@ -587,20 +590,20 @@ def holders(cfg: Config, model: nn.Module, name: str) -> dist.ProcessGroup:
 
 
 def make_units(cfg: Config, model: nn.Module) -> None:
-    """Divide the parameters into units, filled tensor by tensor: those that tp shares, then in the order of forward."""
+    """Divide the parameters into units: those that are replicated on tp, then the others in the order of forward."""
     held_by = {name: holders(cfg, model, name) for name, _ in model.named_parameters()}
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
     units = [(names, model.dp) for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]]
-    shared = [(("",), group) for group in dict.fromkeys(held_by.values()) if group is not model.dp]
-    model.shared = len(shared)
+    replicated = [(("",), group) for group in dict.fromkeys(held_by.values()) if group is not model.dp]
+    model.replicated = len(replicated)
     initial, dtype = partial(local_tensor, cfg, model.tp), getattr(torch, cfg.dtype)
-    for names, group in shared + units:
+    for names, group in replicated + units:
         named = [(name, p) for name, p in model.named_parameters() if name.startswith(names) and held_by[name] is group]
         model.units.append(make_unit(named, initial, group, cfg.device, dtype))
     check_units(model)
-    owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
+    proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
     embedding = model.model.embed_tokens.weight
-    embedding.register_post_accumulate_grad_hook(lambda p: reduce(owner, owner.shared))  # the last gradient
+    embedding.register_post_accumulate_grad_hook(lambda p: reduce(proxy, proxy.replicated))  # the last gradient
 
 
 def build_model(cfg: Config) -> Model:
@@ -697,8 +700,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         model.requires_gradient_sync = i == cfg.microbatches - 1
         loss = forward(cfg, model, x, y) / tokens
         loss.backward()  # reduces the gradients of a unit when it has finished it, see before_forward
-        for shared in reversed(range(model.shared)):
-            reduce(model, shared)  # all blocks have added to these
+        for unit in reversed(range(model.replicated)):
+            reduce(model, unit)  # all blocks have added to these
         total += loss.detach()
     dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
     return total
@@ -769,7 +772,7 @@ def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
     names, weights, tp = {p: name for name, p in model.named_parameters()}, {}, model.tp
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
-        # (n-1)/n of the bytes of a unit out and in per rank, n ranks in its group; everyone waits
+        # (N-1)/N of the bytes of a unit out and in per rank, N ranks in its group; everyone waits
         dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
         for p, weight in zip(unit.parameters, full.split(unit.sizes)):
             if model.dp.rank() == 0:

@@ -102,10 +102,10 @@ class Config:
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
     compile: bool = False
-    dp: int = 1  # ranks that share the batch
-    cp: int = 2  # ranks that share every sequence
-    tp: int = 2  # ranks that share every block
-    pp: int = 2  # ranks that share the layers
+    dp: int = 1  # ranks that split the batch
+    cp: int = 2  # ranks that split every sequence
+    tp: int = 2  # ranks that split every block
+    pp: int = 2  # ranks that split the layers
     chunks: int = 1  # stages per process; 1 is 1F1B
     microbatches: int = 4  # parts of a rank's batch that go through the pipeline one after another
     order: Literal["tp-cp-dp-pp", "tp-cp-pp-dp"] = "tp-cp-dp-pp"  # of ranks on the mesh, fastest first; Llama 3: second
@@ -120,8 +120,8 @@ class Config:
 def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
     """Return the ranks of all groups by axis: ranks of a group differ in their place on this axis alone.
 
-    Ranks of dp_cp, in this order, have different tokens; ranks of dp_cp_tp are a stage of the pipeline. Where tp has
-    more ranks than there are key heads, r neighbours hold the same ones; over all of dp and cp they are dp_cp_r.
+    Ranks of dp_cp, in this order, have different tokens; ranks of dp_cp_tp are a stage of the pipeline. If tp is above
+    kv_heads, r neighbours on tp hold the same key and value heads; dp_cp_r joins them over all of dp and cp.
     """
     sizes = dict(pp=cfg.pp, dp=cfg.dp, cp=cfg.cp, r=max(1, cfg.tp // cfg.kv_heads))
     slowest_first = " ".join(reversed(cfg.order.split("-"))).replace("tp", "kv r")
@@ -144,7 +144,7 @@ def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
 class Unit:
     """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
 
-    group: dist.ProcessGroup  # the N ranks that share the unit; each owns, and updates, n/N elements
+    group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
     sizes: list[int]  # elements of the parameters, and of the padding after them
     full: Tensor  # [n] the weights, in the dtype of the matmuls
@@ -215,7 +215,7 @@ def reduce(model: nn.Module, i: int) -> None:
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
-    """Wait for the weights of unit i, which will read x. Backward has finished the unit when x has its gradient."""
+    """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
     for unit in model.units[i:]:
         gather(unit, model.gathers)  # those that are out of date, in the order of forward
     model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
@@ -223,10 +223,10 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
         x.register_hook(lambda gradient: reduce(model, i))
 
 
-class Leave(torch.autograd.Function):
+class ReduceFromTP(torch.autograd.Function):
     """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
 
-    Add the bias of a row-parallel layer after Leave: before it, the bias would count tp times.
+    Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
     """
 
     @staticmethod
@@ -258,8 +258,8 @@ def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, 
 class ColumnParallel(torch.autograd.Function):
     """Tokens of all ranks times weights split by their outputs: x [n/tp, d], weights [f/tp, d] -> each [n, f/tp].
 
-    Weights have the dtype of the matmuls and are read where they are: autograd would keep a copy, cast or concatenated,
-    for each micro-batch in flight.
+    Weights have the dtype of the matmuls, and are neither cast nor concatenated: autograd would keep the copy until
+    backward.
     """
 
     @staticmethod
@@ -320,7 +320,8 @@ def row_parallel(x: Tensor, tp: dist.ProcessGroup, weight: Tensor) -> Tensor:
 class Scatter(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
-    Each rank has the gradient of all n tokens. So that of learned positions is whole: do not sum it over tp.
+    Backward gathers the gradients of all n tokens. So the gradient of an embedding, or of learned positions, is
+    complete: do not sum it over tp.
     """
 
     @staticmethod
@@ -686,7 +687,7 @@ class Loss(nn.Module):
     """Cross-entropy of logits [t, v/tp], summed over the valid targets [t].
 
     Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
-    of them has z_y. The gradient needs no communication: like activations, both sums pass through Leave.
+    of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
     """
 
     def __init__(self, cfg: Config, tp: dist.ProcessGroup):
@@ -707,7 +708,7 @@ class Loss(nn.Module):
         rows = self.wide(rows, ids)
         exponentials = (rows - top[:, None]).exp().sum(1)
         wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = Leave.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token likewise
+        exponentials, wanted = ReduceFromTP.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token
         return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
 
 
@@ -732,18 +733,18 @@ class Stage(nn.Module):
         super().__init__()
         self.cfg = cfg
         dp, tp, pp = groups["dp"], groups["tp"], groups["pp"]
-        self.dp = dp  # the ranks that share the batch
-        self.tp = tp  # the ranks that share every block
-        self.pp = pp  # the ranks that share the model
-        self.cp = groups["cp"]  # the ranks that share every sequence
+        self.dp = dp  # the ranks that split the batch
+        self.tp = tp  # the ranks that split every block
+        self.pp = pp  # the ranks that split the model
+        self.cp = groups["cp"]  # the ranks that split every sequence
         self.dp_cp = groups["dp_cp"]  # the ranks that hold the same matrices
         self.dp_cp_tp = groups["dp_cp_tp"]  # the ranks that hold the same norms
         self.dp_cp_r = groups["dp_cp_r"]  # the ranks that hold the same key heads
         self.links = links  # for each stage but the last: communicators, or queues, to the next one, by operation
         self.path = path  # the rank of each stage
         self.stage, self.stages = stage, len(path)
-        self.units: list[Unit] = []  # filled by make_units: what ranks of tp share, then in the order of forward
-        self.shared = 0  # how many units ranks of tp share
+        self.units: list[Unit] = []  # filled by make_units: replicated ones, then others in the order of forward
+        self.replicated = 0  # how many units, the first ones, are replicated on tp
         self.gathers, self.stream, self.sending = queues  # those of Model
         self.requires_gradient_sync = True  # whether backward reduces: with the last micro-batch
         self.model = nn.Module()
@@ -760,13 +761,13 @@ class Stage(nn.Module):
         """ids [b, s/cp], on later stages activations [(b s/cp)/tp, d] -> these, on the last logits [(b s/cp), v/tp]"""
         rope = rope_table(self.cfg, shard(self.cfg, self.cp))
         x = x.view_as(x)  # a leaf's hook may run before the gradients of weights are there; that of a view runs after
-        for i in range(self.shared):
+        for i in range(self.replicated):
             before_forward(self, i, x.detach())  # run_schedule reduces them
         if self.stage == 0:
-            before_forward(self, self.shared, x)
+            before_forward(self, self.replicated, x)
             x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
             x = Scatter.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
-        for i, block in enumerate(self.model.layers.children(), self.shared + int(self.stage == 0)):
+        for i, block in enumerate(self.model.layers.children(), self.replicated + int(self.stage == 0)):
             before_forward(self, i, x)
             x = block(x, rope)
         if self.stage < self.stages - 1:
@@ -782,10 +783,10 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, groups: dict, links: list[dict], path: list[int]):
         super().__init__()
         dp, tp, pp = groups["dp"], groups["tp"], groups["pp"]
-        self.dp = dp  # the ranks that share the batch
-        self.tp = tp  # the ranks that share every block
-        self.pp = pp  # the ranks that share the model
-        self.cp = groups["cp"]  # the ranks that share every sequence
+        self.dp = dp  # the ranks that split the batch
+        self.tp = tp  # the ranks that split every block
+        self.pp = pp  # the ranks that split the model
+        self.cp = groups["cp"]  # the ranks that split every sequence
         self.dp_cp = groups["dp_cp"]  # the ranks with different tokens
         self.world = groups["world"]  # the ranks that train this model
         self.units: list[Unit] = []  # of all stages, filled by build_model
@@ -860,7 +861,7 @@ def make_unit(
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from parameters, which come with their names. initial(name, shape) returns a full tensor."""
+    """Build a unit from named parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if frozen := [name for name, p in named if not p.requires_grad]:
@@ -898,22 +899,22 @@ def holders(cfg: Config, model: nn.Module, name: str) -> dist.ProcessGroup:
 
 
 def make_units(cfg: Config, model: nn.Module) -> None:
-    """Divide the parameters into units, filled tensor by tensor: those that tp shares, then in the order of forward."""
+    """Divide the parameters into units: those that are replicated on tp, then the others in the order of forward."""
     held_by = {name: holders(cfg, model, name) for name, _ in model.named_parameters()}
     blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
     units = [(names, model.dp_cp) for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]]
-    shared = [(("",), group) for group in dict.fromkeys(held_by.values()) if group is not model.dp_cp]
-    model.shared = len(shared)
+    replicated = [(("",), group) for group in dict.fromkeys(held_by.values()) if group is not model.dp_cp]
+    model.replicated = len(replicated)
     initial, dtype = partial(local_tensor, cfg, model.tp), getattr(torch, cfg.dtype)
-    for names, group in shared + units:
+    for names, group in replicated + units:
         named = [(name, p) for name, p in model.named_parameters() if name.startswith(names) and held_by[name] is group]
         if named:  # of this stage
             model.units.append(make_unit(named, initial, group, cfg.device, dtype))
     check_units(model)
     if model.stage == 0:
-        owner = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
+        proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
         embedding = model.model.embed_tokens.weight
-        embedding.register_post_accumulate_grad_hook(lambda p: reduce(owner, owner.shared))  # the last gradient
+        embedding.register_post_accumulate_grad_hook(lambda p: reduce(proxy, proxy.replicated))  # the last gradient
 
 
 def build_model(cfg: Config) -> Model:
@@ -1064,8 +1065,8 @@ def run_schedule(
             model.requires_gradient_sync = step == last[chunk]  # ZeRO reduces
             output.backward(arrived)
             sending.append((send(model, op, x.grad), x.grad))
-            for shared in reversed(range(model.shared)):
-                reduce(model, shared)  # all blocks of this stage have added to these
+            for unit in reversed(range(model.replicated)):
+                reduce(model, unit)  # all blocks of this stage have added to these
         if len(sending) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
             wait_for_send(sending.pop(0)[0])  # and frees what was sent
     for work in [work for work, _ in sending] + [work for _, _, work in saved.values()]:
@@ -1165,7 +1166,7 @@ def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
     names, weights, tp = parameter_names(model), {}, model.tp
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
-        # (n-1)/n of the bytes of a unit out and in per rank, n ranks in its group; everyone waits
+        # (N-1)/N of the bytes of a unit out and in per rank, N ranks in its group; everyone waits
         dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
         for p, weight in zip(unit.parameters, full.split(unit.sizes)):
             if model.dp_cp.rank() == 0:
@@ -1326,7 +1327,7 @@ def snapshot(
         shards = {key: torch.cat([of[key] for of in moments]) for key in ("exp_avg", "exp_avg_sq")}
         for kind, shard in {"weight": unit.shard, **shards}.items():
             full = shard.new_empty(len(unit.full))
-            # (n-1)/n of the bytes of a unit in fp32 out and in per rank, n ranks in its group; everyone waits
+            # (N-1)/N of the bytes of a unit in fp32 out and in per rank, N ranks in its group; everyone waits
             dist.all_gather_into_tensor(full, shard, group=unit.group)
             for p, flat in zip(unit.parameters, full.split(unit.sizes)):
                 rank, ranks = unit.group.rank(), unit.group.size()

@@ -99,9 +99,9 @@ class Config:
     gpus_per_node: int = 8
     gpu: Literal[tuple(USABLE)] = "H100"
     memory: float = 0  # GiB per GPU that tensors may take; 0: what this GPU has
-    dp: int = 0  # ranks that share the batch; 0 here and below: whatever is best
-    cp: int = 0  # ranks that share every sequence
-    tp: int = 0  # ranks that share every block
+    dp: int = 0  # ranks that split the batch; 0 here and below: whatever is best
+    cp: int = 0  # ranks that split every sequence
+    tp: int = 0  # ranks that split every block
     pp: int = 0  # stages of the pipeline
     microbatches: int = 0  # parts of a rank's batch that go through the pipeline one after another
     top: int = 12  # rows of the table

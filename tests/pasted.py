@@ -576,14 +576,14 @@ def zbv(cfg: Config):
 
 class ParallelAttention(Attention):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.attend(self.qkv(Enter.apply(x, self.tp)))
-        return Leave.apply(nn.functional.linear(x, self.proj.weight), self.tp) + self.proj.bias
+        x = self.attend(self.qkv(CopyToTP.apply(x, self.tp)))
+        return ReduceFromTP.apply(nn.functional.linear(x, self.proj.weight), self.tp) + self.proj.bias
 
 
 class ParallelFeedForward(FeedForward):
     def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.gelu(self.up(Enter.apply(x, self.tp)))
-        return Leave.apply(nn.functional.linear(x, self.down.weight), self.tp) + self.down.bias
+        x = nn.functional.gelu(self.up(CopyToTP.apply(x, self.tp)))
+        return ReduceFromTP.apply(nn.functional.linear(x, self.down.weight), self.tp) + self.down.bias
 
 
 def cut(cfg: Config, model: GPT, name: str, full: Tensor) -> Tensor:
@@ -639,9 +639,9 @@ def llama_tensor_parallel(cfg: Config):
     model, tp = Llama(cfg), mesh.get_group("tp")
     for block in model.lm.model.layers:
         for norm in (block.input_layernorm, block.post_attention_layernorm):
-            norm.register_forward_hook(lambda module, inputs, output: Enter.apply(output, tp))
+            norm.register_forward_hook(lambda module, inputs, output: CopyToTP.apply(output, tp))
         for linear in (block.self_attn.o_proj, block.mlp.down_proj):
-            linear.register_forward_hook(lambda module, inputs, output: Leave.apply(output, tp))
+            linear.register_forward_hook(lambda module, inputs, output: ReduceFromTP.apply(output, tp))
     return split(cfg, model, mesh)
 
 
