@@ -14,7 +14,7 @@ masters, and gradients need an fp32 sum. Sending a gradient in bf16 loses nothin
 
 Parent:   03_zero/zero1.py
 Lesson:   Unit, gather, reduce_scatter, take_gradients, make_unit, forward_backward, save
-Plumbing: check_units, build_model, train_step
+Plumbing: Config, check_units, build_model, train_step
 Copy:     Unit, gather, reduce_scatter, take_gradients, make_unit, check_units, clip_gradients, evaluate (put each
           parameter into exactly one unit, and call check_units; gather before the first forward and after each step;
           the optimizer, clip_gradients and save take the shards, never model.parameters(); gradients are summed, so
@@ -88,7 +88,7 @@ class Config:
     init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
     save: str = ""  # write the trained weights to this .safetensors file
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over bf16 weights, fp32 masters
     compile: bool = False
 
 
@@ -403,7 +403,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in the units"""
+    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s

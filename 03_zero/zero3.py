@@ -87,7 +87,7 @@ class Config:
     init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
     save: str = ""  # write the trained weights to this .safetensors file
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over bf16 weights, fp32 masters
     compile: bool = False
     microbatches: int = 2  # parts of a rank's batch that go through the model one after another
 
@@ -489,7 +489,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in the units"""
+    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s

@@ -11,7 +11,7 @@ Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
 Lesson:   SPLIT, CopyToTP, ReduceFromTP, Attention, MLP, placement, build_model, sum_replicas, clip_gradients, save
 Plumbing: Config, Block.__init__, Model.__init__, forward_backward, check
 Copy:     SPLIT, CopyToTP, ReduceFromTP, placement, sum_replicas, clip_gradients (name your layers in SPLIT; Attention
-          and MLP show where both functions stand, build_model how weights are cut, clip_gradients what counts in the norm.
+          and MLP show where both functions stand, build_model how weights are cut, clip_gradients what the norm counts.
           With as many key heads as ranks or more, sum_replicas is not needed; else tp must be neighbours, or make the
           replicas a mesh axis)
 Needs:    cfg.clip, cfg.kv_heads, model.model.layers, model.replicas, model.tp, "k_proj", "v_proj"

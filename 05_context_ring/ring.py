@@ -85,7 +85,7 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
-    """Return the positions [s/cp] that this rank holds of every sequence, in the order in which it holds them.
+    """Return the positions [s/cp] that this rank holds, in its order, of every sequence of s = cfg.seq tokens.
 
     Inputs, targets (next tokens, found before the cut) and rotary angles are all cut by these.
     """

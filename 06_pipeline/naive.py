@@ -348,7 +348,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
     shape, dtype, total = (*inputs.shape, cfg.dim), getattr(torch, cfg.dtype), torch.zeros((), device=cfg.device)
     arrived = receive(model, "F", shape, dtype, inputs.device)  # b s d
-    x = inputs if arrived is None else arrived.requires_grad_()
+    x = inputs if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
     output = forward(cfg, model, x, targets)
     if model.stage == model.stages - 1:
         output = output / tokens

@@ -510,7 +510,7 @@ def run_schedule(
     taken; a list in which one is only taken after something that this rank does later hangs. A list of forwards alone,
     under torch.no_grad(), evaluates.
     """
-    saved, pending, sending, dtype = {}, {}, [], getattr(torch, cfg.dtype)
+    saved, pending, messages, dtype = {}, {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
     layers = prepare_linears(chunks, inputs, dtype) if torch.is_grad_enabled() else []
     for op, i, chunk in operations:
@@ -520,7 +520,7 @@ def run_schedule(
             continue
         arrived = receive(model, op, (*inputs[i].shape, cfg.dim), dtype, inputs[i].device)  # b/m s d
         if op == "F":
-            x = inputs[i] if arrived is None else arrived.requires_grad_()
+            x = inputs[i] if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
             output = forward(cfg, model, x, targets[i])
             if model.stage == model.stages - 1:
                 output = output / tokens
@@ -529,16 +529,16 @@ def run_schedule(
             if output.requires_grad:
                 saved[i, chunk] = x, output, work
             else:  # under torch.no_grad()
-                sending.append((work, output))
+                messages.append((work, output))
         else:
             x, output, work = saved.pop((i, chunk))
             wait_for_send(work)  # the output has arrived, since its gradient has come back
             gradient, pending[i, chunk] = backward_input(model, layers, x, output, arrived)
             del x, output
-            sending.append((send(model, op, gradient), gradient))
-        if len(sending) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
-            wait_for_send(sending.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in sending] + [work for _, _, work in saved.values()]:
+            messages.append((send(model, op, gradient), gradient))
+        if len(messages) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
+            wait_for_send(messages.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:
         wait_for_send(work)
     for layer in layers:
         layer.cast, layer.takes = None, ()  # from here on the model computes on its own, with the newest weights

@@ -478,7 +478,7 @@ def run_schedule(
     list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
     the same order: messages carry no tag. A list of forwards alone, under torch.no_grad(), evaluates.
     """
-    saved, pending, sending, dtype = {}, {}, [], getattr(torch, cfg.dtype)
+    saved, pending, messages, dtype = {}, {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
     layers = prepare_linears(model, inputs, dtype) if torch.is_grad_enabled() else []
     for op, i in operations:
@@ -487,7 +487,7 @@ def run_schedule(
             continue
         arrived = receive(model, op, (*inputs[i].shape, cfg.dim), dtype, inputs[i].device)  # b/m s d
         if op == "F":
-            x = inputs[i] if arrived is None else arrived.requires_grad_()
+            x = inputs[i] if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
             output = forward(cfg, model, x, targets[i])
             if model.stage == model.stages - 1:
                 output = output / tokens
@@ -496,16 +496,16 @@ def run_schedule(
             if output.requires_grad:
                 saved[i] = x, output, work
             else:  # under torch.no_grad()
-                sending.append((work, output))
+                messages.append((work, output))
         else:
             x, output, work = saved.pop(i)
             wait_for_send(work)  # the output has arrived, since its gradient has come back
             gradient, pending[i] = backward_input(model, layers, x, output, arrived)
             del x, output
-            sending.append((send(model, op, gradient), gradient))
-        if len(sending) > 2:
-            wait_for_send(sending.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in sending] + [work for _, _, work in saved.values()]:
+            messages.append((send(model, op, gradient), gradient))
+        if len(messages) > 2:
+            wait_for_send(messages.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:
         wait_for_send(work)
     for layer in layers:
         layer.cast, layer.takes = None, ()  # from here on the model computes on its own, with the newest weights

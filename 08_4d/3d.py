@@ -1,21 +1,23 @@
 """3D parallelism: the stages of an interleaved pipeline, each trained by ZeRO and tensor parallelism.
 
-Rank r is at place r % TP on tp, r // TP % DP on dp and r // (TP·DP) on pp. It has some stages of the pipeline, --chunks
-of them, and of their matrices 1/tp. To the next stage a rank sends what it has between two blocks, 1/tp of the tokens,
-and it sends them to the rank at its own place on dp and tp. Of a step, this is the way of the gradients:
+Rank r is at place r % TP on tp, r // TP % DP on dp and r // (TP·DP) on pp. It holds --chunks stages (Megatron's
+model chunks), and 1/tp of each of their matrices. To the next stage it sends what it has between two blocks, 1/tp of
+the tokens: to the rank at its own place on dp and tp. The gradients of a step:
 (1) Backward of all micro-batches but the last adds them up in fp32, and sends nothing to ranks of dp.
 (2) In a stage's last backward, ZeRO rounds the sums once, and starts to reduce each unit when a block is done with it.
-(3) The gradient of the stage's input goes to the stage before, which waits for it. Then come the units that tp shares.
+(3) The gradient of the stage's input goes to the stage before, which waits. Then come the units replicated on tp.
 (4) When its schedule is over, a rank waits for all reductions. Norm, clip and AdamW see shards, as in 2d.py.
 Per rank, of Ψ weights: 2Ψ/(tp·pp) bytes of bf16 weights and 16Ψ/(tp·pp·dp) of master weights, moments and reduced
-gradients, and 4Ψ/(tp·pp) of gradient sums. It idles as in interleaved.py, for (p-1)/(v·m+p-1) of the time.
+gradients, and with several micro-batches 4Ψ/(tp·pp) of gradient sums. It idles as in interleaved.py, for
+(p-1)/(v·m+p-1) of the time.
 
 Parent:   08_4d/2d.py, 06_pipeline/interleaved.py
 Lesson:   Config, make_groups, reduce, Stage, Model, make_units, build_model, forward, run_schedule, forward_backward,
           evaluate
 Plumbing: parameter_names, unshard, save, check
 Copy:     make_groups, reduce, forward, run_schedule, clip_gradients, evaluate (and from each parent what its own Copy
-          line says; Stage.forward, make_units and forward_backward show how they meet)
+          line says; Stage.forward and make_units show how they meet. The stages of a rank share gathers, stream and
+          sending, as in Model.__init__; when run_schedule is over, wait for stream, as in forward_backward)
 Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.microbatches, cfg.pp, cfg.tp,
           model.chunks, model.dp, model.loss, model.pp, model.replicated, model.requires_gradient_sync, model.sending,
           model.stage, model.stages, model.stream, model.tp, model.units, model.world, IGNORE, reduce_scatter,
@@ -93,7 +95,7 @@ class Config:
     init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
     save: str = ""  # write the trained weights to this .safetensors file
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over bf16 weights, fp32 masters
     compile: bool = False
     dp: int = 2  # ranks that split the batch
     tp: int = 2  # ranks that split every block
@@ -176,9 +178,6 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Take the gradients of unit i, which backward has finished; with the last micro-batch, start to reduce them."""
-    if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
-        model.sending[0][0].wait()  # on GPUs the stream waits, not this process
-        model.sending.pop(0)
     unit = model.units[i]
     flat = take_gradients(unit)
     if not model.requires_gradient_sync:
@@ -186,7 +185,10 @@ def reduce(model: nn.Module, i: int) -> None:
         return
     if unit.sums is not None:
         flat.copy_(unit.sums.add_(flat))  # rounded once
-        unit.sums = None
+        unit.sums = None  # twice as large as flat: do not wait for memory, since the stage before waits for this one
+    elif len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
+        model.sending[0][0].wait()  # on GPUs the stream waits, not this process
+        model.sending.pop(0)
     model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
 
 
@@ -521,7 +523,7 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
 class Stage(nn.Module):
     """One stage of Llama 3, and of its matrices 1/tp; the first stage has the embedding, the last one the head."""
 
-    def __init__(self, cfg: Config, groups: dict, links: list[dict], path: list[int], stage: int, queues: tuple):
+    def __init__(self, cfg: Config, groups: dict, links: list[dict], path: list[int], stage: int, background: tuple):
         super().__init__()
         self.cfg = cfg
         dp, tp, pp = groups["dp"], groups["tp"], groups["pp"]
@@ -534,7 +536,7 @@ class Stage(nn.Module):
         self.stage, self.stages = stage, len(path)
         self.units: list[Unit] = []  # filled by make_units: replicated ones, then others in the order of forward
         self.replicated = 0  # how many units, the first ones, are replicated on tp
-        self.gathers, self.stream, self.sending = queues  # those of Model
+        self.gathers, self.stream, self.sending = background  # those of Model
         self.requires_gradient_sync = True  # whether backward reduces: with the last micro-batch
         self.model = nn.Module()
         if self.stage == 0:
@@ -545,9 +547,9 @@ class Stage(nn.Module):
             self.lm_head = nn.Linear(cfg.dim, -(-cfg.vocab // tp.size()), bias=False)
         self.loss = Loss(cfg, tp)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """ids [b, s], on later stages activations [(b s)/tp, d] -> these, on the last stage logits [(b s), v/tp]"""
-        rope = rope_table(self.cfg, torch.arange(self.cfg.seq, device=x.device))
+        rope = rope_table(self.cfg, positions)
         x = x.view_as(x)  # a leaf's hook may run before the gradients of weights are there; that of a view runs after
         for i in range(self.replicated):
             before_forward(self, i, x.detach())  # run_schedule reduces them
@@ -579,9 +581,9 @@ class Model(nn.Module):
         self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
         self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
         self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
-        queues = self.gathers, self.stream, self.sending  # the stages of a rank share them
+        background = self.gathers, self.stream, self.sending  # the stages of a rank share them
         stages = [stage for stage, rank in enumerate(path) if rank == pp.rank()]
-        self.chunks = nn.ModuleList(Stage(cfg, groups, links, path, stage, queues) for stage in stages)
+        self.chunks = nn.ModuleList(Stage(cfg, groups, links, path, stage, background) for stage in stages)
 
 
 def init_files(cfg: Config) -> list[str]:
@@ -806,9 +808,9 @@ def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tupl
 
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs of Model.forward, targets [b, s] -> activations [(b s)/tp, d], on the last stage the sum of the losses"""
+    """inputs of Stage.forward, targets [b, s] -> activations [(b s)/tp, d], on the last stage the sum of the losses"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        output = model(inputs)
+        output = model(inputs, torch.arange(targets.shape[1], device=targets.device))
         last = model.stage == model.stages - 1
         return model.loss(output, targets.flatten()) if last else output
 
@@ -824,18 +826,18 @@ def run_schedule(
     """Run a rank's operations on micro-batches [b/m, s]; return its part of the loss: 0 without the last stage.
 
     chunks: the rank's stages. forward(cfg, stage, x, targets) returns activations [(b/m s)/tp, d] in cfg.dtype, on the
-    last stage the summed loss. Which lists work says 06_pipeline/interleaved.py. A list of forwards alone, under
+    last stage the summed loss. 06_pipeline/interleaved.py says which lists work. A list of forwards alone, under
     torch.no_grad(), evaluates.
     """
-    saved, sending, dtype = {}, [], getattr(torch, cfg.dtype)
+    saved, messages, dtype = {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
-    last = {chunk: step for step, (op, _, chunk) in enumerate(operations)}  # of each stage its last backward
+    last = {chunk: step for step, (_, _, chunk) in enumerate(operations)}  # of a stage's last backward
     for step, (op, i, chunk) in enumerate(operations):
         model = chunks[chunk]
         shape = inputs[i].numel() // model.tp.size(), cfg.dim  # (b/m s)/tp d
         arrived = receive(model, op, shape, dtype, inputs[i].device)
         if op == "F":
-            x = inputs[i] if arrived is None else arrived.requires_grad_()
+            x = inputs[i] if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
             output = forward(cfg, model, x, targets[i])
             if model.stage == model.stages - 1:
                 output = output / tokens
@@ -844,24 +846,24 @@ def run_schedule(
             if output.requires_grad:
                 saved[i, chunk] = x, output, work
             else:  # under torch.no_grad()
-                sending.append((work, output))
+                messages.append((work, output))
         else:
             x, output, work = saved.pop((i, chunk))
             wait_for_send(work)  # the output has arrived, since its gradient has come back
             model.requires_gradient_sync = step == last[chunk]  # ZeRO reduces
             output.backward(arrived)
-            sending.append((send(model, op, x.grad), x.grad))
+            messages.append((send(model, op, x.grad), x.grad))
             for unit in reversed(range(model.replicated)):
                 reduce(model, unit)  # all blocks of this stage have added to these
-        if len(sending) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
-            wait_for_send(sending.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in sending] + [work for _, _, work in saved.values()]:
+        if len(messages) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
+            wait_for_send(messages.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:
         wait_for_send(work)
     return total
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in the units"""
+    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
     # ranks of tp share a batch; ranks of pp, too, but only the first reads the inputs and only the last the targets

@@ -205,9 +205,6 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Take the gradients of unit i, which backward has finished; with the last micro-batch, start to reduce them."""
-    if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
-        model.sending[0][0].wait()  # on GPUs the stream waits, not this process
-        model.sending.pop(0)
     unit = model.units[i]
     flat = take_gradients(unit)
     if not model.requires_gradient_sync:
@@ -215,7 +212,10 @@ def reduce(model: nn.Module, i: int) -> None:
         return
     if unit.sums is not None:
         flat.copy_(unit.sums.add_(flat))  # rounded once
-        unit.sums = None
+        unit.sums = None  # twice as large as flat: do not wait for memory, since the stage before waits for this one
+    elif len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
+        model.sending[0][0].wait()  # on GPUs the stream waits, not this process
+        model.sending.pop(0)
     model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
 
 
@@ -364,7 +364,7 @@ class Scatter(torch.autograd.Function):
 
 
 def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
-    """Return the positions [s/cp] that this rank holds of every sequence, in the order in which it holds them.
+    """Return the positions [s/cp] that this rank holds, in its order, of every sequence of s = cfg.seq tokens.
 
     Inputs, targets (next tokens, found before the cut) and rotary angles are all cut by these.
     """
@@ -931,7 +931,7 @@ class Stage(nn.Module):
     The first stage has the embedding, the last one the head.
     """
 
-    def __init__(self, cfg: Config, groups: dict, links: list[dict], path: list[int], stage: int, queues: tuple):
+    def __init__(self, cfg: Config, groups: dict, links: list[dict], path: list[int], stage: int, background: tuple):
         super().__init__()
         self.cfg = cfg
         dp, tp, pp = groups["dp"], groups["tp"], groups["pp"]
@@ -949,7 +949,7 @@ class Stage(nn.Module):
         self.stage, self.stages = stage, len(path)
         self.units: list[Unit] = []  # filled by make_units: replicated ones, then others in the order of forward
         self.replicated = 0  # how many units, the first ones, are replicated on tp
-        self.gathers, self.stream, self.sending = queues  # those of Model
+        self.gathers, self.stream, self.sending = background  # those of Model
         self.requires_gradient_sync = True  # whether backward reduces: with the last micro-batch
         self.model = nn.Module()
         if self.stage == 0:
@@ -961,9 +961,9 @@ class Stage(nn.Module):
             self.lm_head = nn.Linear(cfg.dim, -(-cfg.vocab // tp.size()), bias=False)
         self.loss = Loss(cfg, tp)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """ids [b, s/cp], on later stages activations [(b s/cp)/tp, d] -> these, on the last logits [(b s/cp), v/tp]"""
-        rope = rope_table(self.cfg, shard(self.cfg, self.cp))
+        rope = rope_table(self.cfg, positions)
         x = x.view_as(x)  # a leaf's hook may run before the gradients of weights are there; that of a view runs after
         for i in range(self.replicated):
             before_forward(self, i, x.detach())  # run_schedule reduces them
@@ -1001,9 +1001,9 @@ class Model(nn.Module):
         self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
         self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
         self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
-        queues = self.gathers, self.stream, self.sending  # the stages of a rank share them
+        background = self.gathers, self.stream, self.sending  # the stages of a rank share them
         stages = [stage for stage, rank in enumerate(path) if rank == pp.rank()]
-        self.chunks = nn.ModuleList(Stage(cfg, groups, links, path, stage, queues) for stage in stages)
+        self.chunks = nn.ModuleList(Stage(cfg, groups, links, path, stage, background) for stage in stages)
 
 
 def init_files(cfg: Config) -> list[str]:
@@ -1261,9 +1261,9 @@ def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tupl
 
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs of Model.forward, targets [b, s] -> activations [(b s)/tp, d], on the last stage the sum of the losses"""
+    """inputs of Stage.forward, targets [b, s] -> activations [(b s)/tp, d], on the last stage the sum of the losses"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        output = model(inputs)
+        output = model(inputs, shard(cfg, model.cp))
         last = model.stage == model.stages - 1
         return model.loss(output, targets.flatten()) if last else output
 
@@ -1279,18 +1279,18 @@ def run_schedule(
     """Run a rank's operations on micro-batches [b/m, s]; return its part of the loss: 0 without the last stage.
 
     chunks: the rank's stages. forward(cfg, stage, x, targets) returns activations [(b/m s)/tp, d] in cfg.dtype, on the
-    last stage the summed loss. Which lists work says 06_pipeline/interleaved.py. A list of forwards alone, under
+    last stage the summed loss. 06_pipeline/interleaved.py says which lists work. A list of forwards alone, under
     torch.no_grad(), evaluates.
     """
-    saved, sending, dtype = {}, [], getattr(torch, cfg.dtype)
+    saved, messages, dtype = {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
-    last = {chunk: step for step, (op, _, chunk) in enumerate(operations)}  # of each stage its last backward
+    last = {chunk: step for step, (_, _, chunk) in enumerate(operations)}  # of a stage's last backward
     for step, (op, i, chunk) in enumerate(operations):
         model = chunks[chunk]
         shape = inputs[i].numel() // model.tp.size(), cfg.dim  # (b/m s)/tp d
         arrived = receive(model, op, shape, dtype, inputs[i].device)
         if op == "F":
-            x = inputs[i] if arrived is None else arrived.requires_grad_()
+            x = inputs[i] if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
             output = forward(cfg, model, x, targets[i])
             if model.stage == model.stages - 1:
                 output = output / tokens
@@ -1299,24 +1299,24 @@ def run_schedule(
             if output.requires_grad:
                 saved[i, chunk] = x, output, work
             else:  # under torch.no_grad()
-                sending.append((work, output))
+                messages.append((work, output))
         else:
             x, output, work = saved.pop((i, chunk))
             wait_for_send(work)  # the output has arrived, since its gradient has come back
             model.requires_gradient_sync = step == last[chunk]  # ZeRO reduces
             output.backward(arrived)
-            sending.append((send(model, op, x.grad), x.grad))
+            messages.append((send(model, op, x.grad), x.grad))
             for unit in reversed(range(model.replicated)):
                 reduce(model, unit)  # all blocks of this stage have added to these
-        if len(sending) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
-            wait_for_send(sending.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in sending] + [work for _, _, work in saved.values()]:
+        if len(messages) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
+            wait_for_send(messages.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:
         wait_for_send(work)
     return total
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in the units"""
+    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
     tokens = (targets != IGNORE).sum()
     rank, held = model.dp.rank(), shard(cfg, model.cp)
     # ranks of tp share a batch; ranks of pp, too, but only the first reads the inputs and only the last the targets
