@@ -68,6 +68,11 @@ LAYOUTS = """
     08_4d: train --dp 1 --cp 2 --tp 1 --pp 1 --microbatches 4
     08_4d: train --dp 1 --cp 1 --tp 2 --pp 1 --microbatches 4
     08_4d: train --dp 1 --cp 1 --tp 1 --pp 2 --microbatches 8"""
+# every way to split four; a pipeline with four micro-batches per stage, and with two stages per GPU
+FOUR = [sizes for sizes in itertools.product((1, 2, 4), repeat=4) if math.prod(sizes) == 4]
+LAYOUTS_OF_FOUR = "".join(
+    f"\n    08_4d: train --dp {dp} --cp {cp} --tp {tp} --pp {pp} --microbatches {4 * pp}" for dp, cp, tp, pp in FOUR
+)
 # name: GPUs, how many lines from the first on do the same work and are compared with it, the flags of all lines; then
 # lines, each with a folder, recipes in it, a line for each of these, and their own flags
 TEXT = f"""
@@ -166,6 +171,10 @@ mixed_llama3_8b: 1, 2, {LARGE} --steps 200 --warmup 20 --batch 1 --microbatches 
 layouts_8b: 2, 5, {LARGE} --steps 6 --batch 8
     03_zero: zero1_overlap --microbatches 4{LAYOUTS}
 layouts_8b_few_layers: 2, 4, {LARGE} --steps 8 --batch 8 --layers 8{LAYOUTS}
+layouts_four: 4, 13, {LARGE} --steps 6 --batch 16 --layers 8
+    03_zero: zero1_overlap --microbatches 4{LAYOUTS_OF_FOUR}
+    08_4d: 3d --dp 2 --tp 1 --pp 2 --microbatches 8
+    08_4d: 3d --dp 1 --tp 1 --pp 4 --microbatches 16
 layouts_smollm: 2, 4, --preset smollm_1_7b --seq 4096 --batch 8 --dtype bfloat16 --compile --steps 10{LAYOUTS}
 four: 4, 1, --preset smollm_1_7b --batch 16 --dtype bfloat16 --compile
     02_data_parallel: naive --seq 2048 --steps 25

@@ -153,6 +153,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "expert_layer": (None, ""),  # has a table of its own
     "layouts_8b": ("08_4d", "Llama-3.1-8B on two GPUs, in every way to split them, against ZeRO alone."),
     "layouts_8b_few_layers": ("08_4d", "The same with 8 layers, and the exposed communication, from a profile."),
+    "layouts_four": ("08_4d", "Four GPUs, 8 layers, in every way to split them; 3d.py with two stages per GPU."),
     "layouts_smollm": ("08_4d", "SmolLM-1.7B."),
     "kernels_smollm": ("09_kernels", "SmolLM-1.7B, four sequences of 4,096 tokens, against the root, compiled."),
     "kernels_llama3_1b": ("09_kernels", "Llama-3.2-1B, four sequences of 8,192 tokens: the vocabulary is larger."),
