@@ -525,9 +525,9 @@ def run_schedule(
     """Run a rank's operations on micro-batches [b/m, s]; return its part of the loss: 0 without the last stage.
 
     chunks: the rank's stages. forward(cfg, stage, x, targets) returns activations [b/m, s, d] in cfg.dtype, on the last
-    stage the summed loss. Any list works in which each operation comes after those it needs, if both ends of a link
-    take the messages in the same order: they carry no tag. A rank waits while more than p of its gradients are not yet
-    taken; a list in which one is only taken after something that this rank does later hangs. A list of forwards alone,
+    stage the summed loss. A list works if each operation comes after those it needs, and if both ends of a link take
+    the messages in the same order: they carry no tag. At most p gradients are in flight: with more, a rank waits until
+    the oldest has been received, which must not need anything that this rank does later. A list of forwards alone,
     under torch.no_grad(), evaluates.
     """
     saved, pending, messages, dtype = {}, {}, [], getattr(torch, cfg.dtype)
