@@ -1,5 +1,6 @@
 """What plan.py predicts, against what was measured, published, and what memory.py and the simulated schedules say."""
 
+import dataclasses
 import json
 import re
 import statistics
@@ -286,6 +287,7 @@ def test_taken_from_train_py():
         ("--gpus 12", "--gpus 12: must be a multiple of --gpus_per_node 8"),
         ("--batch 0", "--batch 0: must be at least 1"),
         ("--draw plan.png", "--draw plan.png: must end in .svg"),
+        ("--measured none.csv", "--measured none.csv: cannot read it"),
         ("--heads 7", "--heads 7: --dim 128 must be an even multiple of it"),
         (
             "--preset llama3_405b --batch 8",
@@ -309,6 +311,40 @@ def test_playbook():
     (cell,) = [row for row in rows if row[4] == "8.86B" and row[2].cfg.gpus == 8]
     assert abs(cell[2].tokens / cell[6] - 1) < 0.01
     assert all(ours.tokens >= book.tokens or book.memory > 74 for ours, _, book, *_ in rows)
+
+
+RUNS = """model,nodes,dp,tp,pp,micro_batches,micro_batch_size,zero,tokens_per_s_per_gpu,gpu_memory_GB
+1.34B,1,4,2,1,64,1,0,{},{}
+3.57B,1,8,1,1,16,2,1,{},{}
+1.34B,1,2,1,4,32,4,1,{},{}
+"""
+
+
+def compared(tmp_path, monkeypatch, capsys, *numbers):
+    """The lines of --measured for RUNS with such speeds and sizes, and what it says of them."""
+    file = tmp_path / "runs.csv"
+    file.write_text(RUNS.format(*numbers))
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--measured", str(file)])
+    PLAN.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rsplit(",", 2)[0] for line in lines[:4]] == file.read_text().splitlines(), "other lines, or order"
+    return [line.split(",")[-2:] for line in lines[1:4]], "\n".join(lines[4:])
+
+
+def test_measured_runs(tmp_path, monkeypatch, capsys):
+    """Runs as fast and as large as predicted are perfect; of two that are the other way round the choice is wrong."""
+    found, _ = compared(tmp_path, monkeypatch, capsys, *6 * [1])
+    speeds, sizes = ([float(row[i]) for row in found] for i in (0, 1))
+    cfg = PLAN.Config(**PLAN.BOOK["1.34B"], vocab=131072, seq=4096, batch=256, gpus=8)
+    plan = PLAN.predict(dataclasses.replace(cfg, dp=4, cp=1, tp=2, pp=1, microbatches=64), PLAN.nanotron(0))
+    assert speeds[0] == pytest.approx(plan.tokens, abs=0.1) and sizes[0] == pytest.approx(plan.memory * 1.0737, 1e-3)
+    a, b, c = zip(speeds, sizes)
+    _, said = compared(tmp_path, monkeypatch, capsys, *a, *b, *c)
+    assert "of 1 pairs of a cell 100.0% are in the right order" in said and "memory: 100% within" in said
+    assert "100% are predicted within 20 %, and half within 0.0%" in said and "at most 0%" in said
+    _, said = compared(tmp_path, monkeypatch, capsys, *c, *b, *a)
+    lost = 1 - min(a[0], c[0]) / max(a[0], c[0])
+    assert "of 1 pairs of a cell 0.0%" in said and f"at most {lost:.0%}" in said and lost > 0.05
 
 
 def test_llama_3():
