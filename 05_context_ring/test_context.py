@@ -162,7 +162,7 @@ def transfers(module):
 
         def start(*args, **kwargs):
             work = original(*args, **kwargs)
-            if name == "reduce_scatter_tensor":  # it has waited itself
+            if work is None and name == "reduce_scatter_tensor":  # it has waited itself
                 found.append([phase(), args[0].shape[-1], False])
             return Work(work, args[0].shape[-1]) if work else None
 

@@ -2,7 +2,7 @@
 
 Rank i is at place i % TP on tp and i // TP on dp: ranks of tp, which talk in every layer, are neighbours. Which ranks
 sum which gradient?
-(1) Ranks of dp have different sequences: whatever they hold in common, its gradient is summed over dp.
+(1) Ranks of dp have different sequences: the gradient of every weight that they have in common is summed over dp.
 (2) Ranks of tp have the same sequences. A split matrix sees all their tokens: its gradient is complete on each rank.
 (3) Norms are replicated on tp, and each rank sees its own tokens alone: their gradients are summed over tp, too.
 (4) If tp > kv_heads, r = tp/kv_heads neighbours on tp hold the same key and value heads, each for its own query heads:

@@ -1,6 +1,6 @@
 """3D parallelism: the stages of an interleaved pipeline, each trained by ZeRO and tensor parallelism.
 
-Rank r is at place r % TP on tp, r // TP % DP on dp and r // (TP·DP) on pp. It holds --chunks stages (Megatron's
+Rank i is at place i % TP on tp, i // TP % DP on dp and i // (TP·DP) on pp. It holds --chunks stages (Megatron's
 model chunks), and 1/tp of each of their matrices. To the next stage it sends what it has between two blocks, 1/tp of
 the tokens: to the rank at its own place on dp and tp. The gradients of a step:
 (1) Backward of all micro-batches but the last adds them up in fp32, and sends nothing to ranks of dp.
@@ -185,7 +185,7 @@ def reduce(model: nn.Module, i: int) -> None:
         return
     if unit.sums is not None:
         flat.copy_(unit.sums.add_(flat))  # rounded once
-        unit.sums = None  # twice as large as flat: do not wait for memory, since the stage before waits for this one
+        unit.sums = None  # as large as flat at least: no wait for an older reduction, the stage before this one is idle
     elif len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
         model.sending[0][0].wait()  # on GPUs the stream waits, not this process
         model.sending.pop(0)

@@ -206,7 +206,7 @@ def reduce(model: nn.Module, i: int) -> None:
         return
     if unit.sums is not None:
         flat.copy_(unit.sums.add_(flat))  # rounded once
-        unit.sums = None  # twice as large as flat: do not wait for memory, since the stage before waits for this one
+        unit.sums = None  # as large as flat at least: no wait for an older reduction, the stage before this one is idle
     elif len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
         model.sending[0][0].wait()  # on GPUs the stream waits, not this process
         model.sending.pop(0)

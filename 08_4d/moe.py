@@ -212,7 +212,7 @@ def reduce(model: nn.Module, i: int) -> None:
         return
     if unit.sums is not None:
         flat.copy_(unit.sums.add_(flat))  # rounded once
-        unit.sums = None  # twice as large as flat: do not wait for memory, since the stage before waits for this one
+        unit.sums = None  # as large as flat at least: no wait for an older reduction, the stage before this one is idle
     elif len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
         model.sending[0][0].wait()  # on GPUs the stream waits, not this process
         model.sending.pop(0)
@@ -939,7 +939,7 @@ class Stage(nn.Module):
         self.tp = tp  # the ranks that split every block
         self.pp = pp  # the ranks that split the model
         self.cp = groups["cp"]  # the ranks that split every sequence
-        self.dp_cp = groups["dp_cp"]  # the ranks that hold the same matrices
+        self.dp_cp = groups["dp_cp"]  # the ranks that hold the same matrices, experts aside
         self.ep, self.edp = groups["ep"], groups["edp"]  # those that share out the experts; that hold the same ones
         self.first_expert = self.ep.rank() * cfg.experts // self.ep.size()  # of this rank
         self.dp_cp_tp = groups["dp_cp_tp"]  # the ranks that hold the same norms

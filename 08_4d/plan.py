@@ -17,7 +17,7 @@ Source:   Ultra-Scale Playbook, "Finding the best training configuration"; Llama
 import argparse
 import csv
 import itertools
-import os
+import math
 import statistics
 import sys
 from collections import defaultdict, deque
@@ -70,6 +70,7 @@ BOOK = {
     "8.86B": dict(layers=32, dim=4096, heads=32, kv_heads=32, ffn=14336),
     "80B": dict(layers=80, dim=8192, heads=64, kv_heads=64, ffn=28672),
 }
+COLUMNS = "model nodes dp tp pp micro_batches micro_batch_size zero tokens_per_s_per_gpu gpu_memory_GB".split()
 # Its best configurations (8.4): nodes, model, GB, dp, tp, pp, micro-batches, sequences in one, ZeRO, tokens/s/GPU.
 CELLS = """
  1 1.34B 41.76   4  1  2  16 4 1 38895 |  1 3.57B 56.87   4  1  2  32 2 1 16426 |  1 8.86B 63.07   2  1  4 128 1 1  7503
@@ -114,7 +115,7 @@ class Config:
     microbatches: int = 0  # parts of a rank's batch that go through the pipeline one after another
     top: int = 12  # rows of the table
     draw: str = ""  # draw the result into this .svg file
-    measured: str = ""  # put predictions beside the runs of this .csv file instead, and say how good they are
+    measured: str = ""  # a .csv file of nanotron's runs: append predictions instead, and say how good they are
     playbook: bool = False  # compare with the playbook's best configurations instead
     scale: bool = False  # the best layouts of three models on 8 to 16,384 H100s instead
 
@@ -459,12 +460,32 @@ def nanotron(zero: int) -> Trainer:
     return replace(by, launch=LAUNCH, hidden=not zero)
 
 
-def measured(rows: list[dict[str, str]]) -> list[tuple[Plan, float, float]]:
-    """Predict runs of nanotron on nodes of 8 H100s, with sequences of 4,096: the plan, measured tokens/s/GPU and GB.
+def runs_of(file: str) -> list[dict[str, str]]:
+    """Read the runs of a .csv file; exit with one line that names what is wrong with it."""
+    try:
+        with open(file, newline="", encoding="utf-8-sig") as lines:
+            rows = list(csv.DictReader(lines))
+    except (OSError, UnicodeDecodeError, csv.Error):
+        raise SystemExit(f"--measured {file}: cannot be read as .csv") from None
+    if missing := [name for name in COLUMNS if not rows or name not in rows[0]]:
+        raise SystemExit(f"--measured {file}: must have runs, and a column {missing[0]}")
+    for number, row in enumerate(rows, 2):
+        for name in COLUMNS:
+            known, kind = BOOK.keys() | PRESETS.keys(), int if name in COLUMNS[1:8] else float
+            try:
+                valid = row[name] in known if name == "model" else kind(row[name]) > (-1 if name == "zero" else 0)
+            except (TypeError, ValueError):
+                valid = False
+            if not valid:
+                wanted = f"one of {', '.join(sorted(known))}" if name == "model" else "a number > 0"
+                raise SystemExit(f"--measured {file}: line {number}: {name} {row[name]}: must be {wanted}")
+        if math.prod(int(row[axis]) for axis in ("dp", "tp", "pp")) != 8 * int(row["nodes"]) or int(row["zero"]) > 1:
+            raise SystemExit(f"--measured {file}: line {number}: dp·tp·pp must be 8 per node, and zero 0 or 1")
+    return rows
 
-    A row has a model of BOOK or a preset, nodes, dp, tp, pp, micro_batches, micro_batch_size, zero,
-    tokens_per_s_per_gpu, gpu_memory_GB.
-    """
+
+def measured(rows: list[dict[str, str]]) -> list[tuple[Plan, float, float]]:
+    """Predict runs of nanotron on nodes of 8 H100s, with sequences of 4,096: the plan, measured tokens/s/GPU and GB."""
     found = []
     for row in rows:
         sizes = {axis: int(row[axis]) for axis in ("dp", "tp", "pp")} | {"microbatches": int(row["micro_batches"])}
@@ -477,41 +498,36 @@ def measured(rows: list[dict[str, str]]) -> list[tuple[Plan, float, float]]:
 
 
 def quality(rows: list[dict[str, str]], found: list[tuple[Plan, float, float]]) -> str:
-    """How good predictions are. A cell is a model on so many nodes; our choice in it is the run predicted fastest.
-
-    Pairs of runs whose measured speeds differ by less than 3 % do not count.
-    """
+    """Say how good predictions are. A cell is a model on so many nodes; pairs of runs within 3 % do not count."""
     cells, lines, middle = defaultdict(list), [], statistics.median
     for row, (plan, tokens, _) in zip(rows, found):
         cells[row["model"], int(row["nodes"])].append((plan.tokens, tokens))
     for name, inside in (("up to 8 nodes", lambda n: n <= 8), ("above 8 nodes", lambda n: n > 8)):
         some = [runs for (_, nodes), runs in cells.items() if inside(nodes)]
         pairs = [pair for runs in some for pair in itertools.combinations(runs, 2)]
-        right = [(a[0] > b[0]) == (a[1] > b[1]) for a, b in pairs if abs(a[1] - b[1]) >= 0.03 * max(a[1], b[1])]
+        right = [(a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs if abs(a[1] - b[1]) >= 0.03 * max(a[1], b[1])]
         near = [abs(ours / real - 1) for runs in some for ours, real in runs if real >= 0.8 * max(r for _, r in runs)]
         if right:
-            line = (
-                f"{name}: of {len(right):,} pairs of a cell {sum(right) / len(right):.1%} are in the right order; of "
-            )
-            line += f"{len(near)} runs within 20 % of a cell's best {sum(e <= 0.2 for e in near) / len(near):.0%} are "
-            lines.append(f"{line}predicted within 20 %, and half within {middle(near):.1%}")
+            share = f"{sum(right) / len(right):.1%} of {len(right):,}"
+            lines.append(f"{name}: {share} pairs within a cell are in the right order")
+        if near:
+            share = f"{sum(error <= 0.2 for error in near) / len(near):.0%} are predicted within 20 %"
+            of = f"of the {len(near)} runs within 20 % of their cell's best"
+            lines.append(f"{name}: {of} {share}; the median error is {middle(near):.1%}")
     errors = [abs(plan.memory * GIB / 1e9 / real - 1) for plan, _, real in found]
-    lost = [1 - max(runs)[1] / max(real for _, real in runs) for runs in cells.values()]
-    lines.append(
-        f"memory: {sum(e <= 0.1 for e in errors) / len(errors):.0%} within 10 %, half within {middle(errors):.1%}"
-    )
-    lines.append(
-        f"our choice is {middle(lost):.1%} slower than a cell's best in half of the cells, at most {max(lost):.0%}"
-    )
+    share = f"{sum(error <= 0.1 for error in errors) / len(errors):.0%} of runs within 10 %"
+    lines.append(f"memory: {share}; the median error is {middle(errors):.1%}")
+    several = [runs for runs in cells.values() if len(runs) > 1]
+    if lost := [1 - max(runs, key=lambda run: run[0])[1] / max(real for _, real in runs) for runs in several]:
+        slower = f"by {middle(lost):.1%} in the median, by {max(lost):.0%} at most"
+        lines.append(f"the run predicted fastest is slower than its cell's best {slower}")
     return "\n".join(lines)
 
 
 def compare(file: str) -> None:
     """Print the lines of a .csv file with predicted tokens/s/GPU and GB at their ends, then how good these are."""
-    with open(file, newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    found = measured(rows)
-    out = csv.writer(sys.stdout, lineterminator="\n")
+    rows = runs_of(file)
+    found, out = measured(rows), csv.writer(sys.stdout, lineterminator="\n")
     out.writerow([*rows[0], "predicted_tokens_per_s_per_gpu", "predicted_GB"])
     for row, (plan, *_) in zip(rows, found):
         out.writerow([*row.values(), f"{plan.tokens:.1f}", f"{plan.memory * GIB / 1e9:.2f}"])
@@ -554,7 +570,7 @@ def playbook() -> str:
     lines += [
         f"within 5 % of ours as we predict both. The book's are predicted within {half:.0%} of what it measured in"
     ]
-    lines += [f"half of the cells, and within {most:.0%} in 90 %. --measured says the same of every run of its sweep."]
+    lines += [f"half of the cells, and within {most:.0%} in 90 %. --measured FILE compares other runs."]
     return "\n".join(lines)
 
 
@@ -712,7 +728,6 @@ def check(cfg: Config) -> None:
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (gpus > each and gpus % each, f"--gpus {gpus}: must be a multiple of --gpus_per_node {each}"),
-        (cfg.measured and not os.access(cfg.measured, os.R_OK), f"--measured {cfg.measured}: cannot read it"),
         (cfg.draw and not cfg.draw.endswith(".svg"), f"--draw {cfg.draw}: must end in .svg"),
     ]
     for wrong, problem in problems:

@@ -38,6 +38,7 @@ SIZES = [  # that may fail where the hardest of each recipe, which the contract 
     (MOE, 8, f"{mesh(2, 2, 1, 2)} --ep 4"),
     (MOE, 8, f"{mesh(2, 2, 2, 1)} --ep 2"),  # copies of experts
     (MOE, 4, f"{mesh(2, 1, 1, 2)} --ep 2 --order tp-cp-pp-dp"),
+    (MOE, 4, f"{mesh(1, 2, 1, 2)} --ep 2 --chunks 2 --layers 5"),
     (MOE, 2, f"{mesh(1, 1, 2, 1)} --ep 1"),
 ]
 
@@ -67,7 +68,11 @@ def test_whenever_streams_get_to_it(recipe, world, flags, when):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "recipe, flags",
-    [(TWO_D, "--dp 1 --tp 2"), (THREE_D, stages(1, 1, 2, 2)), (MOE, f"{mesh(1, 1, 2, 1)} --ep 1")],
+    [
+        (TWO_D, "--dp 1 --tp 2"),
+        (THREE_D, stages(1, 1, 2, 2)),
+        (MOE, f"{mesh(1, 1, 2, 1)} --ep 1"),
+    ],
 )
 def test_compiled(recipe, flags):
     """On later stages the first block's input is a leaf, whose gradient comes early; experts gather tokens over tp."""
@@ -105,8 +110,7 @@ def test_gradients_are_rounded_once(recipe, file=None):
 
 def test_stages_on_a_mesh(file=THREE_D):
     """The norm that is logged without clipping is that of all ranks. Weights are gathered while a stage waits for its
-    first activations. Of eight micro-batches two gradients and the one that is being sent are in memory, and each
-    direction has a communicator: on GPUs, neighbours that both start to send on one would wait for each other.
+    first activations. Of eight micro-batches two gradients and the one that is being sent are in memory.
     """
 
     def on_the_way(module):
@@ -118,19 +122,36 @@ def test_stages_on_a_mesh(file=THREE_D):
 
         module.receive = watched
         module.build_model = lambda cfg: models.append(build(cfg)) or models[0]
-        return lambda: (gathered[0], [models[0].chunks[0].links[0][op].group_name for op in "FB"])
+        return lambda: gathered[0]
 
     flags = SMALL.replace("--steps 1", "--steps 2 --dtype float64 --clip inf")
     probe = probes.together(on_the_way, pipeline.messages({"F": 2, "B": 2, "sent": 3}))
     run = launch(file, 4, f"{flags} --dp 1 --tp 2 --pp 2 --chunks 1 --microbatches 8", probe=probe)
     errors = compare.history_errors(run.history, launch(equivalence.ROOT_RECIPE, 1, flags).history)
     compare.assert_close(errors, 1e-10, "--clip inf")
-    for rank, ((gathered, names), peaks) in enumerate(run.probes):
+    for rank, (gathered, peaks) in enumerate(run.probes):
         assert gathered, "weights are gathered when activations are there"
-        assert len(set(names)) == 2, "both directions share a communicator"
         assert peaks["sent"] == (3 if rank >= 2 else 0) and peaks["F"] <= 2 and peaks["B"] <= 2, "gradients are held"
         assert peaks["forgotten"] == 0, "a message of an evaluation is under way when it ends"
         assert peaks["bytes"] == 8 * 16 * 32 * 8 / 2, "messages are not 1/tp of the activations"
+
+
+def test_stages_share_what_they_must(file=THREE_D):
+    """Each direction has a communicator, along the stages and around: on GPUs, neighbours that both start to send on
+    one would wait for each other. A rank's stages have one list of reductions, that which forward_backward waits for.
+    """
+
+    def own(module):
+        models, build = [], module.build_model
+        module.build_model = lambda cfg: models.append(build(cfg)) or models[0]
+        return lambda: (
+            [link[op].group_name for link in models[0].chunks[0].links[:2] for op in "FB"],
+            [stage.sending is models[0].sending for stage in models[0].chunks],
+        )
+
+    for names, same in launch(file, 2, f"{SMALL} --steps 0 --dp 1 --tp 1 --pp 2 --microbatches 2", probe=own).probes:
+        assert len(set(names)) == 4, f"messages share communicators: {names}"
+        assert same == [True, True], "reductions of a stage are not waited for"
 
 
 def test_activations_are_split_over_tp(file=THREE_D):
@@ -179,7 +200,7 @@ def test_what_cannot_be_is_not_shown(file, flags):
 
 @pytest.mark.parametrize("file", [TRAIN, MOE])
 def test_edges_are_not_refused(file):
-    """An odd length where no ranks share a sequence, more ranks than key heads, three stages of eight layers."""
+    """An odd length where no ranks share a sequence, more ranks than key heads."""
     for world, flags in (2, "--dp 2 --cp 1 --tp 1 --pp 1 --seq 127"), (8, "--dp 1 --cp 1 --tp 8 --pp 1 --kv_heads 2"):
         assert contract.refusal(load(file), world, f"--device cpu {flags}" + " --ep 1" * (file == MOE)) is None, flags
 

@@ -4,11 +4,12 @@ A rank's number is by default tp + TP·(cp + CP·(dp + DP·pp)), places in small
 talk in every layer are neighbours. A rank holds 1/pp of the layers and 1/tp of each matrix, computes on 1/dp of the
 batch and 1/cp of each sequence, and updates 1/(dp·cp) of its weights.
 Four rules make one training of it. (1) Ranks of dp and of cp see different tokens: ZeRO sums gradients over both, once.
-(2) Ranks of tp see the same tokens, but each computes the gradients of what they replicate (norms, shared key heads)
-from its own part of them: ZeRO sums these over dp, cp and tp. (3) Losses are divided by the valid tokens of the whole
-batch, so that all sums are plain. (4) Each element has one owner, so the norm is the root of all ranks' squares. Per
-rank: 2Ψ/(tp·pp) bytes of bf16 weights, 16Ψ/(tp·pp·dp·cp) of master weights, moments and reduced gradients; with several
-micro-batches also 4Ψ/(tp·pp) of gradient sums.
+(2) Ranks of tp see the same tokens. A norm's gradient comes from a rank's own part of them: ZeRO sums it over dp, cp
+and tp. That of a replicated key head comes from the rank's own query heads: over dp, cp and the r ranks that hold it.
+(3) Losses are divided by the valid tokens of the whole batch, so that all sums are plain. (4) Each element has one
+owner, so the norm is the square root of the sum of squares over all ranks. Per rank: 2Ψ/(tp·pp) bytes of bf16 weights,
+16Ψ/(tp·pp·dp·cp) of master weights, moments and reduced gradients; with several micro-batches also 4Ψ/(tp·pp) of
+gradient sums.
 
 Parent:   08_4d/3d.py, 05_context_ring/zigzag.py
 Lesson:   Config, group_ranks, make_groups, Attention, Block.__init__, Stage, Model.__init__, holders, make_units,
@@ -195,7 +196,7 @@ def reduce(model: nn.Module, i: int) -> None:
         return
     if unit.sums is not None:
         flat.copy_(unit.sums.add_(flat))  # rounded once
-        unit.sums = None  # twice as large as flat: do not wait for memory, since the stage before waits for this one
+        unit.sums = None  # as large as flat at least: no wait for an older reduction, the stage before this one is idle
     elif len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
         model.sending[0][0].wait()  # on GPUs the stream waits, not this process
         model.sending.pop(0)

@@ -211,6 +211,7 @@ CASES += [
     ("08_4d/train.py", 8, f"{mesh(2, 1, 2, 2)} --order tp-cp-pp-dp"),
     ("08_4d/train.py", 16, mesh(2, 2, 2, 2)),
     ("08_4d/train.py", 12, f"{mesh(3, 2, 2, 1)} --batch 12 --microbatches 4"),  # units of which 6 shards need padding
+    ("08_4d/train.py", 8, f"{mesh(1, 2, 2, 2)} --chunks 2 --layers 5"),
     *(("08_4d/train.py", 2, mesh(*sizes)) for sizes in ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2))),
     ("08_4d/train.py", 2, f"{mesh(1, 1, 2, 1)} --kv_heads 4"),  # two key heads on each rank
     ("08_4d/train.py", 2, f"{mesh(1, 1, 1, 2)} --layers 12"),  # model.layers.1 and model.layers.10
@@ -220,6 +221,7 @@ CASES += [
     ("08_4d/moe.py", 8, f"{mesh(2, 1, 2, 2)} --ep 2 --top_k 8"),
     ("08_4d/moe.py", 12, f"{mesh(3, 2, 2, 1)} --batch 12 --microbatches 4 --ep 2"),
     ("08_4d/moe.py", 16, f"{mesh(2, 2, 2, 2)} --ep 2"),
+    ("08_4d/moe.py", 4, f"{mesh(1, 2, 1, 2)} --ep 2 --chunks 2 --layers 5"),
     ("08_4d/moe.py", 4, f"{mesh(2, 1, 1, 2)} --ep 2 --order tp-cp-pp-dp"),
     *(("08_4d/moe.py", 2, f"{mesh(*sizes)} --ep {ep}") for *sizes, ep in ((2, 1, 1, 1, 2), (1, 1, 2, 1, 1))),
 ]

@@ -148,6 +148,7 @@ IN_FILES = {
         "load on a mesh": ("test_busiest_expert", "the root's load is"),
         "gradients rounded once": ("test_gradients_are_rounded_once", "rounded"),
         "edges": ("test_edges_are_not_refused", ""),
+        "stages": ("test_stages_share_what_they_must", "share communicators|are not waited for"),
     },
     "09_kernels/test_kernels.py": {
         "check": ("test_check", "times PyTorch's|differ|does not touch|does not copy|has crashed|Error"),
