@@ -115,7 +115,7 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
             master = unit.shard.to(unit.full.device, non_blocking=True)  # 4 bytes per element of the shard in
             # rounded here: a GPU does it faster than a CPU
             mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(master)
-            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits.
+            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits
             unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
 
 

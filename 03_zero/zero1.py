@@ -109,7 +109,7 @@ def reduce_scatter(unit: Unit) -> None:
     if any(p.grad is None or p.grad.untyped_storage().data_ptr() != memory for p in unit.parameters):
         raise RuntimeError("a .grad is no view of unit.gradients any more: zero these, not the .grad")
     gradient = torch.empty_like(unit.shard)
-    # (N-1)/N of the bytes of `gradients` out and in per rank; everyone waits.
+    # (N-1)/N of the bytes of `gradients` out and in per rank; everyone waits
     dist.reduce_scatter_tensor(gradient, unit.gradients, group=unit.group)
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
 

@@ -109,7 +109,7 @@ class Unit:
 def gather(unit: Unit) -> None:
     """Fill `full` with the shards of all ranks, rounded to its dtype."""
     mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
-    # (N-1)/N of the bytes of `full` out and in per rank; everyone waits.
+    # (N-1)/N of the bytes of `full` out and in per rank; everyone waits
     dist.all_gather_into_tensor(unit.full, mine, group=unit.group)
 
 

@@ -456,7 +456,8 @@ def run_schedule(
             wait_for_send(work)  # the output has arrived, since its gradient has come back
             output.backward(arrived)
             messages.append((send(model, op, x.grad), x.grad))
-        if len(messages) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
+        # with several chunks, p may come in a row before the rank that wraps around takes one
+        if len(messages) > (model.pp.size() if len(chunks) > 1 else 2):
             wait_for_send(messages.pop(0)[0])  # and frees what was sent
     for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:
         wait_for_send(work)

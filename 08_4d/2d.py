@@ -139,7 +139,7 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
             stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
         with torch.cuda.stream(stream):
             mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
-            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits.
+            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits
             unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
 
 

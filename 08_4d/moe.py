@@ -1,7 +1,7 @@
 """5D parallelism: the mesh of data, context, tensor and pipeline parallelism, with experts shared out over part of it.
 
-Ranks of dp and cp have different tokens and, but for the experts, the same weights. Each ep neighbours of them share
-out the experts of every layer: a row travels to its expert and back within this ep group, as in expert_parallel.py. Of
+Ranks of dp and cp have different tokens and, but for the experts, the same weights. Groups of ep neighbours split
+the experts of every layer: a row travels to its expert and back within this ep group, as in expert_parallel.py. Of
 each expert a rank of tp has 1/tp: these ranks gather their tokens, route all of them alike, and add up partial outputs.
 To ZeRO, experts are units of their own. Their gradients hold the tokens of ep ranks already, so they are summed, and
 their weights sharded, over the edp = dp·cp/ep ranks that hold copies. Per rank, of Ψ weights and Ψe more in experts:
@@ -168,7 +168,7 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
             stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
         with torch.cuda.stream(stream):
             mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
-            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits.
+            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits
             unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
 
 
@@ -1308,7 +1308,8 @@ def run_schedule(
             messages.append((send(model, op, x.grad), x.grad))
             for unit in reversed(range(model.replicated)):
                 reduce(model, unit)  # all blocks of this stage have added to these
-        if len(messages) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
+        # with several chunks, p may come in a row before the rank that wraps around takes one
+        if len(messages) > (model.pp.size() if len(chunks) > 1 else 2):
             wait_for_send(messages.pop(0)[0])  # and frees what was sent
     for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:
         wait_for_send(work)

@@ -152,7 +152,7 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
             stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
         with torch.cuda.stream(stream):
             mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
-            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits.
+            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits
             unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
 
 
@@ -1057,7 +1057,8 @@ def run_schedule(
             messages.append((send(model, op, x.grad), x.grad))
             for unit in reversed(range(model.replicated)):
                 reduce(model, unit)  # all blocks of this stage have added to these
-        if len(messages) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
+        # with several chunks, p may come in a row before the rank that wraps around takes one
+        if len(messages) > (model.pp.size() if len(chunks) > 1 else 2):
             wait_for_send(messages.pop(0)[0])  # and frees what was sent
     for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:
         wait_for_send(work)

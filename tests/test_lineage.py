@@ -309,7 +309,7 @@ def test_parents_form_a_tree():
 
 @pytest.mark.parametrize("path", OWN)
 def test_4d_is_put_together(path):
-    """What a recipe composes it takes to the letter."""
+    """A recipe that composes others copies their lines unchanged."""
     assert own_lines(path) <= OWN[path]
 
 
