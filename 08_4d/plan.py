@@ -15,6 +15,7 @@ Source:   Ultra-Scale Playbook, "Finding the best training configuration"; Llama
 """
 
 import argparse
+import bisect
 import csv
 import itertools
 import math
@@ -60,13 +61,23 @@ CONTENTION = 0.5
 # 15.0 ms in a step (tensor_few_layers, profile), and 9.5 ms by the rates above.
 WAITING = 1.6
 HOST = 6e-3  # seconds per step in which a GPU idles, and clips, logs: profiles of suites data_parallel, zero_stages
-# Seconds in which nanotron, which is eager, launches the kernels of a block, forward and backward. Fitted on half of
-# its sweep: on one and two nodes small micro-batches take 4.3 to 4.6 ms per block, of three models, with tp 4 and 8.
+# The next eight are of nanotron and fitted on half of its sweep. Its compute, which is eager, has SPEED times our rates.
+SPEED = 0.75
+# Seconds in which it launches the kernels of a block, forward and backward: a block of a small micro-batch takes these.
 LAUNCH = 4.45e-3
-# The playbook's models (8.5): no grouped queries; the two small ones tie their embedding and head, which is left out.
+# How much longer that takes, per rank of tp, in a pipeline over several nodes: 13 ms with tp 4, 21 with tp 8.
+CROWDED = 2.1e-3
+# Seconds that a message between stages costs each of the two where its pipelines crawl: see stall.
+STALL = 0.29
+# Bytes: its allocator's fragments, and by stages (more: 25) how many activations of a micro-batch that tp has gathered
+# wait for NCCL's stream before their memory can be used again. Per weight, of ZeRO-1's copies at the optimizer.
+FRAGMENTS = 3e8
+HELD = {1: 45, 2: 0}
+COPIES = 9
+# The playbook's models (8.5): no grouped queries; the two small ones tie their embedding and head.
 BOOK = {
-    "1.34B": dict(layers=16, dim=2048, heads=32, kv_heads=32, ffn=8192),
-    "3.57B": dict(layers=28, dim=3072, heads=32, kv_heads=32, ffn=8192),
+    "1.34B": dict(tied=True, layers=16, dim=2048, heads=32, kv_heads=32, ffn=8192),
+    "3.57B": dict(tied=True, layers=28, dim=3072, heads=32, kv_heads=32, ffn=8192),
     "8.86B": dict(layers=32, dim=4096, heads=32, kv_heads=32, ffn=14336),
     "80B": dict(layers=80, dim=8192, heads=64, kv_heads=64, ffn=28672),
 }
@@ -88,7 +99,8 @@ AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
 TP_COLORS = "#1f3b5c", "#2c7fb8", "#41b6a6", "#8cbf4a", "#e3a72f", "#d64541"
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "plan", "axes.spines.top": False, "axes.spines.right": False}
 SCALE = 8, 64, 512, 2048, 8192, 16384  # GPUs of --scale
-COLORS = dict(compute="#5b8db8", tp="#f2b661", cp="#d9c2e9", dp="#a9d6a0", optimizer="#c8c8c8", bubble="#e58f65")
+COLORS = dict(compute="#5b8db8", tp="#f2b661", cp="#d9c2e9", dp="#a9d6a0")
+COLORS |= dict(pp="#8c6bb1", optimizer="#c8c8c8", bubble="#e58f65")
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,7 @@ class Config:
     kv_heads: int = 4
     ffn: int = 384
     vocab: int = 256
+    tied: bool = False  # embedding and head are one matrix: a single stage holds it once
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
     gpus: int = 8
@@ -134,8 +147,12 @@ class Trainer:
     chunks: int = 1  # stages per rank: the interleaved schedule idles 1/chunks as long
     async_tp: bool = False  # all of tp's collectives overlap with matmuls, as in async_tensor_parallel.py
     launch: float = 0  # seconds in which the CPU launches a block's kernels, forward and backward: they wait for it
+    crowded: float = 0  # seconds that this takes longer, per rank of tp, in a pipeline over several nodes
+    stall: float = 0  # seconds that each message of a crawling pipeline costs both stages
     hidden: bool = True  # ZeRO's collectives overlap with compute
     eager: bool = False  # not compiled: norms and SwiGLU keep more for backward, the loss has fp32 logits
+    shares: bool = False  # a stage takes blocks until it has its share of the weights, see equal_shares
+    held: bool = False  # memory waits for NCCL's stream, and ZeRO copies, see HELD and COPIES
 
 
 # The recipes of one technique without ZeRO: fp32 weights, whose bf16 copies and fp32 gradients are made anew each time.
@@ -150,8 +167,9 @@ class Step:
     tp: float
     cp: float
     dp: float
+    pp: float  # messages
     optimizer: float
-    bubble: float  # idle, because of the pipeline's ends, uneven stages and messages
+    bubble: float  # idle, because of the pipeline's ends and uneven stages
 
     def total(self) -> float:
         """Seconds of the step."""
@@ -191,13 +209,38 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
     return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
 
 
-def stages(cfg: Config) -> list[list[int]]:
+def equal_shares(cfg: Config, stages: int) -> list[range]:
+    """Divide the layers as nanotron does: each stage takes blocks until it has its share of their and the head's weights.
+
+    So the first stages, which hold most micro-batches, have most blocks.
+    """
+    block, counts, stage = 4 * cfg.dim**2 + 3 * cfg.dim * cfg.ffn, [0] * stages, 0
+    share = (cfg.layers * block + cfg.dim * cfg.vocab) / stages
+    for i in range(1, cfg.layers + 1):
+        counts[stage] += 1
+        stage += i * block >= (stage + 1) * share
+    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+
+
+def stages(cfg: Config, by: Trainer) -> list[list[int]]:
     """Elements of the units of every stage on a rank, as ZeRO gathers them: embedding, blocks, norm and head."""
     table, block, last = -(-cfg.vocab // cfg.tp) * cfg.dim, matrices(cfg) + 2 * cfg.dim, cfg.pp - 1
+    head = cfg.dim + table * (cfg.pp > 1 or not cfg.tied)
     return [
-        [table] * (stage == 0) + [block] * len(layers) + [table + cfg.dim] * (stage == last)
-        for stage, layers in enumerate(split_layers(cfg, cfg.pp))
+        [table] * (stage == 0) + [block] * len(layers) + [head] * (stage == last)
+        for stage, layers in enumerate((equal_shares if by.shares else split_layers)(cfg, cfg.pp))
     ]
+
+
+def stall(cfg: Config, by: Trainer) -> float:
+    """Seconds that a message between stages costs each of the two.
+
+    Some of nanotron's pipelines over several nodes crawl: a micro-batch takes 0.6 s longer with two stages and 1.1 with
+    more, of any model and any size. All do on 64 nodes or with tp over four; from two nodes on, most without ZeRO and
+    with dp of 4 or more. The cause is not known.
+    """
+    crawls = cfg.gpus >= 512 or cfg.tp >= 32 or (not by.zero and cfg.dp >= 4)
+    return by.stall * (cfg.pp > 1 and cfg.gpus > cfg.gpus_per_node and crawls)
 
 
 def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
@@ -211,7 +254,7 @@ def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
     d, f, table = cfg.dim, cfg.ffn, -(-cfg.vocab // cfg.tp) * cfg.dim
     first, last, shards = stage == 0, stage == cfg.pp - 1, cfg.dp * cfg.cp if by.zero else 1
     n, N, block, layers = tokens(cfg) // cfg.tp, sum(units), matrices(cfg) + 2 * d, len(units) - first - last
-    kept = n * (12 * d + 8 + 4 * kv_width(cfg) * cfg.tp + 4 * cfg.heads + 6 * f + by.eager * (12 * d + 2 * f))
+    kept = n * (12 * d + 8 + 4 * kv_width(cfg) * cfg.tp + 4 * cfg.heads + 6 * f + by.eager * (8 * d + 2 * f))
     rope, message = 8 * cfg.seq // cfg.cp * (d // cfg.heads), 0 if last else 2 * n * d
     sums = 4 * N if cfg.microbatches > 1 or by.accumulates else 0
     always = 2 * N + 12 * N // shards + 16 * tokens(cfg) + rope + 2**26  # ids and targets, cuBLAS's workspace
@@ -229,14 +272,16 @@ def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
         "last block": (sums + flying + layers * kept + wide) * (sums > 0),
         "first block": done + sums + first_flying + kept + max(wide + two, (4 if sums else 6) * block),
         "embedding": done + sums + first_flying + 4 * table * first + (0 if sums else 2 * block),
-        "optimizer": 4 * N // shards,
+        "optimizer": 4 * N // shards + COPIES * N * (by.held and by.zero),
     }
-    return always + max(moments.values())
+    gathered = 2 * tokens(cfg) * d * (cfg.tp - 1) // cfg.tp  # bytes of all tokens, beside the rank's own
+    held = int(FRAGMENTS) + HELD.get(cfg.pp, 25) * gathered * (not stall(cfg, by))
+    return always + held * by.held + max(moments.values())
 
 
 def most_memory(cfg: Config, by: Trainer) -> float:
     """GiB of the fullest stage: the ends hold tables; of others with as many layers the first has most in flight."""
-    units = stages(cfg)
+    units = stages(cfg, by)
     inner = {len(units[stage]): stage for stage in reversed(range(1, cfg.pp - 1))}
     return max(memory(cfg, by, stage, units[stage]) for stage in {0, *inner.values(), cfg.pp - 1}) / GIB
 
@@ -290,6 +335,12 @@ def beside(compute: float, communication: float) -> float:
     return max(CONTENTION * min(compute, communication), communication - compute)
 
 
+def gathered(cfg: Config, by: Trainer) -> float:
+    """Seconds of one of tp's collectives, of the tokens of a micro-batch. Inside a node, it waits for the last rank."""
+    waiting = WAITING if cfg.tp <= cfg.gpus_per_node else 1
+    return waiting * ring(cfg, by, 2 * tokens(cfg) * cfg.dim, cfg.tp, 1)
+
+
 def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
     """Seconds of a block's forward and backward of a micro-batch: compute, and what communication adds to it.
 
@@ -305,13 +356,14 @@ def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
     copies = 4 * matrices(cfg) * (cfg.tp > 1 and by.cast > 0) / MEMORY_RATE[cfg.gpu]
     forward = (linear + attention[0] + elementwise / 3 + copies) / by.speed
     backward = (2 * linear + attention[1] + elementwise * 2 / 3) / by.speed
-    once = WAITING * ring(cfg, by, 2 * n * d, cfg.tp, 1)
+    once = gathered(cfg, by)
     hops = [message(cfg, by, 2 * n * kv * size, cfg.cp, cfg.tp) * (cfg.cp > 1) for size in (2, 6)]
     passing = [(cfg.cp - 1) * beside(a / cfg.cp, hop) for a, hop in zip(attention, hops)]
     tensor = 4 * once, 2 * once + beside(2 * linear, 4 * once)
     if by.async_tp:
         tensor = beside(linear, 4 * once), beside(2 * linear, 6 * once)
-    idle = max(0, by.launch - forward - backward - sum(tensor) - sum(passing))  # the GPU waits for the CPU
+    launch = by.launch + by.crowded * cfg.tp * (cfg.tp > 1 and cfg.pp > 1 and cfg.gpus > cfg.gpus_per_node)
+    idle = max(0, launch - forward - backward - sum(tensor) - sum(passing))  # the GPU waits for the CPU
     return dict(compute=(forward + idle / 3, backward + idle * 2 / 3), tp=tensor, cp=tuple(passing))
 
 
@@ -323,7 +375,7 @@ def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[
     n, d, first, last = tokens(cfg), cfg.dim, stage == 0, stage == cfg.pp - 1
     layers, rate = len(units) - first - last, MEMORY_RATE[cfg.gpu]
     times = {kind: [layers * x for x in both] for kind, both in block_times(cfg, by).items()}
-    once, head = WAITING * ring(cfg, by, 2 * n * d, cfg.tp, 1), 2 * n * d * cfg.vocab / cfg.tp / MATMULS
+    once, head = gathered(cfg, by), 2 * n * d * cfg.vocab / cfg.tp / MATMULS
     logits = 2 * n * cfg.vocab / cfg.tp / rate  # one pass over them
     moved = sum(units) * ((14 if cfg.microbatches > 1 or by.accumulates else 4) + by.cast) / rate
     times["compute"][0] += last * (head + logits) / by.speed
@@ -333,10 +385,17 @@ def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[
     return times
 
 
-def simulate(
-    seconds: list[tuple[float, ...]], transfer: float, microbatches: int, hidden: bool = True
-) -> tuple[float, list[float]]:
-    """Run every stage's schedule, each operation as soon as its input is there; return the end, and what ZeRO added.
+def times_of(cfg: Config, by: Trainer, parts: list[list[int]]) -> list[dict[str, list[float]]]:
+    """The times of all stages; those between the ends that have as many layers are alike."""
+    alike = {}
+    for stage, units in enumerate(parts):
+        alike.setdefault((stage == 0, stage == cfg.pp - 1, len(units)), stage)
+    found = {key: stage_times(cfg, by, stage, parts[stage]) for key, stage in alike.items()}
+    return [found[stage == 0, stage == cfg.pp - 1, len(units)] for stage, units in enumerate(parts)]
+
+
+def simulate(seconds: list[tuple[float, ...]], transfer: float, microbatches: int, hidden: bool = True) -> float:
+    """Run every stage's schedule, each operation as soon as its input is there; return when the last one ends.
 
     seconds: by stage, of forward, backward, the all-gather of its weights, beside the first forward, and the reduction
     of its gradients, beside the last backward. transfer: of a message between stages. hidden: see Trainer.
@@ -344,7 +403,7 @@ def simulate(
     forward, backward, gather, reduce = zip(*seconds)
     stages = len(seconds)
     left = [deque((op, i) for op, i, _ in schedule(stage, stages, 1, microbatches)) for stage in range(stages)]
-    ends, free, added, awake = {}, [0.0] * stages, [0.0] * stages, deque(range(stages))
+    ends, free, awake = {}, [0.0] * stages, deque(range(stages))
     while awake:
         stage = awake.popleft()
         while left[stage]:
@@ -354,36 +413,47 @@ def simulate(
                 break  # the stage that has it wakes this one
             start = max(free[stage], ends.get((op, i, source), -transfer) + transfer)
             time = forward[stage] if op == "F" else backward[stage]
-            sent = max(0, gather[stage] - start) if (op, i) == ("F", 0) else 0
-            sent += reduce[stage] if (op, i) == ("B", microbatches - 1) else 0
-            more = beside(time, sent) if hidden else sent
-            ends[op, i, stage] = free[stage] = start + time + more
-            added[stage] += more
+            wait = max(0, gather[stage] - start) if (op, i) == ("F", 0) else 0
+            ends[op, i, stage] = free[stage] = start + time + (beside(time, wait) if hidden else wait)
+            if (op, i) == ("B", microbatches - 1):  # the stage before has its gradient when the reduction begins to end
+                ends[op, i, stage] += hidden * CONTENTION * min(time, reduce[stage])
+                free[stage] += beside(time, reduce[stage]) if hidden else reduce[stage]
             left[stage].popleft()
             target = stage + 1 if op == "F" else stage - 1
             if 0 <= target < stages:
                 awake.append(target)
-    return max(free), added
+    return max(free)
+
+
+def end(seconds: list[tuple[float, ...]], transfer: float, microbatches: int, hidden: bool) -> float:
+    """Simulate; beyond four micro-batches per stage, each takes as long as those simulated last."""
+    most, fewer = min(microbatches, 4 * len(seconds)), 3 * len(seconds)
+    found = simulate(seconds, transfer, most, hidden)
+    if microbatches > most:
+        each = (found - simulate(seconds, transfer, fewer, hidden)) / (most - fewer)
+        found += (microbatches - most) * each
+    return found
 
 
 def step_time(cfg: Config, by: Trainer) -> Step:
-    """Predict a step. Beyond four micro-batches per stage, each takes as long as those simulated last."""
-    m, shards, parts, seconds = cfg.microbatches, cfg.dp * cfg.cp, stages(cfg), []
-    times = [stage_times(cfg, by, stage, units) for stage, units in enumerate(parts)]
+    """Predict a step. dp and pp are what a step takes less without ZeRO's traffic, and then without messages."""
+    m, shards, parts, busy, zero = cfg.microbatches, cfg.dp * cfg.cp, stages(cfg, by), [], []
+    times = times_of(cfg, by, parts)
     for kinds, units in zip(times, parts):
         gather = by.zero * sum(ring(cfg, by, 2 * unit, shards, cfg.tp) for unit in units)
         reduce = sum(ring(cfg, by, by.sent * unit, shards, cfg.tp, by.all_to_all) for unit in units)
-        both = [sum(pair[i] for pair in kinds.values()) for i in (0, 1)]
-        seconds.append((*both, gather, reduce * (1 if by.zero else 2)))
+        busy.append([sum(pair[i] for pair in kinds.values()) for i in (0, 1)])
+        zero.append((gather, reduce * (1 if by.zero else 2)))
     transfer = message(cfg, by, 2 * tokens(cfg) // cfg.tp * cfg.dim, cfg.pp, cfg.dp * cfg.cp * cfg.tp)
-    most, fewer = min(m, 4 * cfg.pp), 3 * cfg.pp
-    end, added = simulate(seconds, transfer, most, by.hidden)
-    if m > most:
-        end += (m - most) * (end - simulate(seconds, transfer, fewer, by.hidden)[0]) / (most - fewer)
+    waits = [stall(cfg, by) * (1 + (0 < stage < cfg.pp - 1)) for stage in range(cfg.pp)]  # for each neighbour
+    sending = [(forward + wait, backward + wait) for (forward, backward), wait in zip(busy, waits)]
+    whole = end([(*both, *traffic) for both, traffic in zip(sending, zero)], transfer, m, by.hidden)
+    local = end([(*both, 0, 0) for both in sending], transfer, m, by.hidden) if shards > 1 else whole
+    alone = end([(*both, 0, 0) for both in busy], 0, m, by.hidden) if cfg.pp > 1 else local
     optimizer = [(46 / shards if by.zero else 40) * sum(units) / MEMORY_RATE[cfg.gpu] for units in parts]
     mean = {kind: m * sum(sum(kinds[kind]) for kinds in times) / cfg.pp for kind in times[0]}
-    bubble = (end - sum(mean.values()) - sum(added) / cfg.pp) / by.chunks
-    return Step(**mean, dp=sum(added) / cfg.pp, optimizer=max(optimizer) + HOST, bubble=max(0, bubble))
+    bubble = max(0, alone - sum(mean.values())) / by.chunks
+    return Step(**mean, dp=whole - local, pp=local - alone, optimizer=max(optimizer) + HOST, bubble=bubble)
 
 
 @dataclass(frozen=True)
@@ -424,27 +494,26 @@ def cuts(cfg: Config) -> list[Config]:
 
 
 def least(cfg: Config, by: Trainer) -> float:
-    """Seconds that a step takes at least: all micro-batches of the first or the last stage."""
-    units = stages(cfg)
-    ends = [stage_times(cfg, by, stage, units[stage]) for stage in {0, cfg.pp - 1}]
-    return cfg.microbatches * max(sum(sum(both) for both in times.values()) for times in ends)
+    """Seconds that a step takes at least: before and after a stage's own work a micro-batch passes all earlier ones."""
+    busy = [sum(sum(both) for both in times.values()) for times in times_of(cfg, by, stages(cfg, by))]
+    return max(before + cfg.microbatches * own for before, own in zip(itertools.accumulate([0, *busy]), busy))
 
 
-def plans(cfg: Config, by: Trainer, best_only: bool = False) -> tuple[list[Plan], str]:
+def plans(cfg: Config, by: Trainer, keep: int = 0) -> tuple[list[Plan], str]:
     """Take the playbook's three steps: what fits, what makes the batch, what is fastest. Return the fastest first.
 
-    best_only: leave out what cannot be faster than one that is found already.
+    keep: leave out what cannot be among so many.
     """
-    limit, best, every, rows = cfg.memory or USABLE[cfg.gpu], float("inf"), cuts(cfg), []
+    limit, every, rows, totals = cfg.memory or USABLE[cfg.gpu], cuts(cfg), [], []
     fit = [one for one in every if most_memory(one, by) <= limit]
     reach = [replace(one, batch=cfg.batch) for one in fit if cfg.batch % one.dp == 0]
     wanted = [m for m in divisors(cfg.batch) if cfg.microbatches in (0, m)]
     found = [replace(one, microbatches=m) for one in reach for m in wanted if cfg.batch // one.dp % m == 0]
     found = [one for one in found if tokens(one) % one.tp == 0 and most_memory(one, by) <= limit]
-    for floor, _, one in sorted((best_only and least(one, by), i, one) for i, one in enumerate(found)):
-        if not best_only or floor < best:
+    for floor, _, one in sorted((keep and least(one, by), i, one) for i, one in enumerate(found)):
+        if not keep or len(totals) < keep or floor < totals[keep - 1]:
             rows.append(predict(one, by))
-            best = min(best, rows[-1].step.total())
+            bisect.insort(totals, rows[-1].step.total())
     steps = f"{len(every)} layouts. 1: {len(fit)} fit in {limit:g} GiB with one sequence per micro-batch. 2: "
     steps += f"{len(reach)} make the batch, with {len(found)} choices of micro-batches that fit. 3: the fastest:"
     return sorted(rows, key=lambda row: row.step.total()), steps
@@ -453,11 +522,10 @@ def plans(cfg: Config, by: Trainer, best_only: bool = False) -> tuple[list[Plan]
 def nanotron(zero: int) -> Trainer:
     """The playbook's program: eager, fp32 gradients, async tensor parallelism, no all-to-all, ZeRO-1 beside nothing.
 
-    speed is calibrated on one cell, 8.86B on one node. hop: its all-gathers of 256 MB (5.1) take 1.0 ms on 8 ranks and
-    23 ms on 512, 43 us more for each.
+    hop: its all-gathers of 256 MB (5.1) take 1.0 ms on 8 ranks and 23 ms on 512, 43 us more for each.
     """
-    by = Trainer(0.787, 43e-6, bool(zero), accumulates=True, sent=4, all_to_all=False, async_tp=True, eager=True)
-    return replace(by, launch=LAUNCH, hidden=not zero)
+    by = Trainer(SPEED, 43e-6, bool(zero), accumulates=True, sent=4, all_to_all=False, async_tp=True, eager=True)
+    return replace(by, launch=LAUNCH, crowded=CROWDED, stall=STALL, hidden=not zero, shares=True, held=True)
 
 
 def runs_of(file: str) -> list[dict[str, str]]:
@@ -542,7 +610,7 @@ def cells() -> list[tuple[Plan, int, Plan, int, str, float, float]]:
         dp, tp, pp, m, _ = map(int, sizes)
         cfg = Config(**BOOK[name], vocab=131072, seq=4096, batch=256, gpus=8 * int(nodes), cp=1)
         book = predict(replace(cfg, dp=dp, tp=tp, pp=pp, microbatches=m), nanotron(int(zero)))
-        best = [(rows[0], zero) for zero in (0, 1) if (rows := plans(cfg, nanotron(zero), best_only=True)[0])]
+        best = [(rows[0], zero) for zero in (0, 1) if (rows := plans(cfg, nanotron(zero), keep=1)[0])]
         ours = max(best, key=lambda pair: pair[0].tokens)
         found.append((*ours, book, int(zero), name, float(gb), float(measured)))
     return found
@@ -594,7 +662,7 @@ def scale() -> tuple[str, list[Plan]]:
     ours, lines = [], []
     for preset, gpus in itertools.product(("llama3_8b", "llama3_70b", "llama3_405b"), SCALE):
         batch = min(2**24, max(2**22, 4096 * gpus)) // 8192
-        rows, _ = plans(Config(**PRESETS[preset], preset=preset, gpus=gpus, batch=batch, seq=8192), Trainer(), True)
+        rows, _ = plans(Config(**PRESETS[preset], preset=preset, gpus=gpus, batch=batch, seq=8192), Trainer(), keep=1)
         ours += rows[:1]
         lines += [f"{preset} on {gpus} GPUs: no layout fits"] * (not rows)
     lines = [table(ours, True), *lines, "Llama 3 405B as published, with its interleaved schedule:"]
@@ -674,7 +742,7 @@ def draw_plans(rows: list[Plan], left: pyplot.Axes, right: pyplot.Axes) -> None:
     right.set_yticks(range(len(shown)), [shape(row.cfg) for row in shown], fontsize=8)
     right.invert_yaxis()
     right.set_xlabel("seconds of a step, with the best number of micro-batches")
-    right.legend(frameon=False, ncol=6, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8, columnspacing=0.8)
+    right.legend(frameon=False, ncol=7, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8, columnspacing=0.8)
 
 
 def draw_scale(ours: list[Plan], axes: pyplot.Axes) -> None:
@@ -746,7 +814,7 @@ def main() -> None:
         text, rows = scale()
         print(text)
         return draw(rows, cfg.draw, draw_scale, 1) if cfg.draw else None
-    rows, steps = plans(cfg, Trainer())
+    rows, steps = plans(cfg, Trainer(), 0 if cfg.draw else max(cfg.top, 12))
     print(f"{cfg.preset}, {cfg.gpus} x {cfg.gpu}, {cfg.batch} sequences of {cfg.seq} tokens: {steps}")
     if not rows:
         raise SystemExit(

@@ -25,10 +25,12 @@ def kept() -> list:
     pairs = [(p, r) for p, r in pairs if p != "divergence" or r in DIVERGE or FAMILY[r].lists("train")]
     low = {"02_data_parallel/naive.py", "03_zero/zero1_overlap.py", "06_pipeline/1f1b.py", "06_pipeline/zbv.py", MOE}
     low |= {"03_zero/zero1_masters.py", "03_zero/zero3.py", "07_expert/expert_parallel.py"}
+    low |= {f"05_context_ring/{name}.py" for name in ("all_gather_kv", "zigzag", "usp")}
+    low |= {f"08_4d/{name}.py" for name in ("train", "moe")}
     later = [
         p in contract.THOROUGH
         or (is_twin(r) and p not in ("gradient", "training"))
-        or (p == "bfloat16" and r[:2] in ("02", "03", "06", "07") and r not in low)
+        or (p == "bfloat16" and r[:2] in ("02", "03", "05", "06", "07", "08") and r not in low)
         for p, r in pairs
     ]
     return [pytest.param(*pair, marks=pytest.mark.thorough if slow else ()) for pair, slow in zip(pairs, later)]

@@ -29,6 +29,7 @@ import pytest
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
+parse = functools.cache(ast.parse)  # for many tests
 RULE = re.compile(r"# -{20,} (.+)$")
 KEYS = ["Parent", "Lesson", "Plumbing", "Copy", "Needs", "Run", "Source"]  # of a header, in this order
 SECTIONS = ["config", "communication", "kernels", "model", "data", "training", "reference", "measure", "main"]
@@ -91,7 +92,7 @@ class Recipe:
 def read(path: str, source: str | None = None) -> Recipe:
     """Parse a recipe."""
     source = source if source is not None else (ROOT / path).read_text()
-    tree = ast.parse(source)
+    tree = parse(source)
     docstring = ast.get_docstring(tree) or ""
     fields = re.findall(rf"^({'|'.join(KEYS)}):\s+(.+(?:\n {{10}}.+)*)", docstring, re.M)
     header = {key: re.sub(r"\s+", " ", value).split(", ") for key, value in fields}
@@ -114,7 +115,7 @@ def needs(recipe: Recipe) -> list[str]:
 
     Fields of Config, attributes of the model, strings that select parameters or layers, and the recipe's other names.
     """
-    nodes = {named(node): node for node in ast.parse(recipe.source).body}
+    nodes = {named(node): node for node in parse(recipe.source).body}
     listed = [nodes[name] for name in copied(recipe)]
     inside = [node for definition in listed for node in ast.walk(definition)]
     read = {dotted(node) for node in inside if isinstance(node, ast.Attribute)}
@@ -324,7 +325,7 @@ def test_imports(path):
     name = Path(path).name
     allowed |= {"accelerate"} if name.startswith(("torch_", "accelerate_")) else set()
     allowed |= {"matplotlib"} if name in DRAWING else set()
-    for node in ast.walk(ast.parse(FAMILY[path].source)):
+    for node in ast.walk(parse(FAMILY[path].source)):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         modules += [node.module] if isinstance(node, ast.ImportFrom) else []
         assert all(module.split(".")[0] in allowed for module in modules), f"{path} imports {modules}"
@@ -333,13 +334,13 @@ def test_imports(path):
 @pytest.mark.parametrize("path", TRAINING)
 def test_annotations_are_not_evaluated(path):
     """A copied `model: Model` works in a file that has no Model."""
-    first = next(node for node in ast.parse(FAMILY[path].source).body if isinstance(node, ast.Import | ast.ImportFrom))
+    first = next(node for node in parse(FAMILY[path].source).body if isinstance(node, ast.Import | ast.ImportFrom))
     assert ast.unparse(first) == "from __future__ import annotations"
 
 
 @pytest.mark.parametrize("path", FAMILY)
 def test_nothing_runs_at_import(path):
-    *body, last = ast.parse(FAMILY[path].source).body
+    *body, last = parse(FAMILY[path].source).body
     assert ast.unparse(last) == "if __name__ == '__main__':\n    main()"
     for node in body:
         constant = isinstance(node, ast.Assign) and all(t.id.isupper() for t in node.targets)
@@ -384,7 +385,7 @@ def test_who_communicates_takes_its_group(path):
 
     Rank 0 of all logs, prints validation losses, and saves.
     """
-    for node in ast.parse(FAMILY[path].source).body:
+    for node in parse(FAMILY[path].source).body:
         name = getattr(node, "name", None)
         for inner in ast.walk(node):
             call = ast.unparse(inner) if isinstance(inner, ast.Call | ast.Attribute) else ""
