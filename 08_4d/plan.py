@@ -95,6 +95,7 @@ CELLS = """
 32   80B 64.21   4  4 16  64 1 1   594 | 64   80B 53.46  32 16  1   4 2 1   343"""
 # Llama 3 405B, table 4: dp, cp, tp, pp, sequences per dp rank, tokens of one, MFU in %.
 LLAMA = [(64, 1, 8, 16, 32, 8192, 43), (128, 1, 8, 16, 16, 8192, 41), (8, 16, 8, 16, 16, 131072, 38)]
+CHUNKS = 1, 2, 4  # stages per rank that are tried
 AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
 TP_COLORS = "#1f3b5c", "#2c7fb8", "#41b6a6", "#8cbf4a", "#e3a72f", "#d64541"
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "plan", "axes.spines.top": False, "axes.spines.right": False}
@@ -124,7 +125,8 @@ class Config:
     dp: int = 0  # ranks that split the batch; 0 here and below: whatever is best
     cp: int = 0  # ranks that split every sequence
     tp: int = 0  # ranks that split every block
-    pp: int = 0  # stages of the pipeline
+    pp: int = 0  # ranks that split the layers
+    chunks: int = 0  # stages per rank of pp: 1 is 1F1B, more are interleaved
     microbatches: int = 0  # parts of a rank's batch that go through the pipeline one after another
     top: int = 12  # rows of the table
     draw: str = ""  # draw the result into this .svg file
@@ -144,7 +146,6 @@ class Trainer:
     sent: int = 2  # bytes of a gradient on the wire
     all_to_all: bool = True  # reduces gradients so; otherwise by rings, and without ZeRO these gather sums, too
     cast: int = 0  # bytes per weight and micro-batch of a copy in bf16, and of its gradient in fp32
-    chunks: int = 1  # stages per rank: the interleaved schedule idles 1/chunks as long
     async_tp: bool = False  # all of tp's collectives overlap with matmuls, as in async_tensor_parallel.py
     launch: float = 0  # seconds in which the CPU launches a block's kernels, forward and backward: they wait for it
     crowded: float = 0  # seconds that this takes longer, per rank of tp, in a pipeline over several nodes
@@ -223,12 +224,13 @@ def equal_shares(cfg: Config, stages: int) -> list[range]:
 
 
 def stages(cfg: Config, by: Trainer) -> list[list[int]]:
-    """Elements of the units of every stage on a rank, as ZeRO gathers them: embedding, blocks, norm and head."""
+    """Elements of the units of every rank of pp, as ZeRO gathers them: embedding, blocks, norm and head."""
     table, block, last = -(-cfg.vocab // cfg.tp) * cfg.dim, matrices(cfg) + 2 * cfg.dim, cfg.pp - 1
-    head = cfg.dim + table * (cfg.pp > 1 or not cfg.tied)
+    head, chunks = cfg.dim + table * (cfg.pp > 1 or not cfg.tied), cfg.chunks if cfg.pp * cfg.chunks <= cfg.layers else 1
+    counts = [len(layers) for layers in (equal_shares if by.shares else split_layers)(cfg, cfg.pp * chunks)]
     return [
-        [table] * (stage == 0) + [block] * len(layers) + [head] * (stage == last)
-        for stage, layers in enumerate((equal_shares if by.shares else split_layers)(cfg, cfg.pp))
+        [table] * (rank == 0) + [block] * sum(counts[rank :: cfg.pp]) + [head] * (rank == last)
+        for rank in range(cfg.pp)
     ]
 
 
@@ -243,8 +245,13 @@ def stall(cfg: Config, by: Trainer) -> float:
     return by.stall * (cfg.pp > 1 and cfg.gpus > cfg.gpus_per_node and crawls)
 
 
+def ahead(cfg: Config, rank: int) -> int:
+    """Forwards that a rank of pp runs before its first backward, each through one of its stages; see schedule."""
+    return (cfg.pp - 1 - rank) * min(cfg.chunks, 2) + (cfg.chunks - 1) * cfg.pp
+
+
 def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
-    """Bytes of a stage's rank at its fullest moment, as torch counts them; 01_single_gpu/memory.py says more of each.
+    """Bytes of a rank of pp at its fullest moment, as torch counts them; 01_single_gpu/memory.py says more of each.
 
     Always: 2N of bf16 weights, 12N/(dp·cp) of fp32 masters and moments. Each micro-batch in flight keeps of a block x,
     two normalised inputs, o_proj's output, q, k, v, o, gate, up and their product, each 1/tp. With several
@@ -259,24 +266,25 @@ def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
     sums = 4 * N if cfg.microbatches > 1 or by.accumulates else 0
     always = 2 * N + 12 * N // shards + 16 * tokens(cfg) + rope + 2**26  # ids and targets, cuBLAS's workspace
     # other micro-batches in flight: at the first backward, which makes the sums, and at the second, which has them all
-    m, rest = cfg.microbatches, layers * kept + message + rope
-    first_flying, flying = (max(0, min(cfg.pp - stage, some) - 1) * rest for some in (m, m - 1))
+    own = layers / cfg.chunks * kept
+    m, rest = cfg.microbatches * cfg.chunks, own + message + rope
+    first_flying, flying = (max(0, min(ahead(cfg, stage), some - 1)) * rest for some in (m, m - cfg.chunks))
     logits, norm = (4 if by.eager else 2) * n * cfg.vocab * last, n * (10 * d + 4) * last
     wide = message + n * (2 * d + 2 * f) + 2 * d * f // cfg.tp  # of one block in backward
     done = 0 if sums else 4 * N // shards
     two = 0 if sums else 4 * block if layers > 1 else 2 * block + 2 * table * last  # units that ZeRO is reducing
     moments = {
-        "loss": sums + flying + layers * kept + norm + 2 * logits,
-        "head": sums + flying + layers * kept + norm + logits + (2 * n * d + 2 * table) * last,
-        "last block, first backward": first_flying + layers * kept + wide + 4 * table * last,
-        "last block": (sums + flying + layers * kept + wide) * (sums > 0),
+        "loss": sums + flying + own + norm + 2 * logits,
+        "head": sums + flying + own + norm + logits + (2 * n * d + 2 * table) * last,
+        "last block, first backward": first_flying + own + wide + 4 * table * last,
+        "last block": (sums + flying + own + wide) * (sums > 0),
         "first block": done + sums + first_flying + kept + max(wide + two, (4 if sums else 6) * block),
         "embedding": done + sums + first_flying + 4 * table * first + (0 if sums else 2 * block),
         "optimizer": 4 * N // shards + COPIES * N * (by.held and by.zero),
     }
     gathered = 2 * tokens(cfg) * d * (cfg.tp - 1) // cfg.tp  # bytes of all tokens, beside the rank's own
     held = int(FRAGMENTS) + HELD.get(cfg.pp, 25) * gathered * (not stall(cfg, by))
-    return always + held * by.held + max(moments.values())
+    return int(always + held * by.held + max(moments.values()))
 
 
 def most_memory(cfg: Config, by: Trainer) -> float:
@@ -394,44 +402,48 @@ def times_of(cfg: Config, by: Trainer, parts: list[list[int]]) -> list[dict[str,
     return [found[stage == 0, stage == cfg.pp - 1, len(units)] for stage, units in enumerate(parts)]
 
 
-def simulate(seconds: list[tuple[float, ...]], transfer: float, microbatches: int, hidden: bool = True) -> float:
-    """Run every stage's schedule, each operation as soon as its input is there; return when the last one ends.
+def simulate(seconds: list[tuple[float, ...]], transfer: float, cfg: Config, microbatches: int, hidden: bool) -> float:
+    """Run every rank's schedule, each operation as soon as its input is there; return when all has ended.
 
-    seconds: by stage, of forward, backward, the all-gather of its weights, beside the first forward, and the reduction
-    of its gradients, beside the last backward. transfer: of a message between stages. hidden: see Trainer.
+    seconds: by rank of pp, of a micro-batch's forward and backward, the all-gather of its weights, beside the first
+    forwards, and the reduction of its gradients, beside the last backwards. A chunk takes its share of all four.
+    transfer: of a message between ranks. hidden: see Trainer.
     """
-    forward, backward, gather, reduce = zip(*seconds)
-    stages = len(seconds)
-    left = [deque((op, i) for op, i, _ in schedule(stage, stages, 1, microbatches)) for stage in range(stages)]
-    ends, free, awake = {}, [0.0] * stages, deque(range(stages))
+    forward, backward, gather, reduce = ([x / cfg.chunks for x in times] for times in zip(*seconds))
+    p, last = cfg.pp, cfg.pp * cfg.chunks - 1  # stage
+    left = [deque(schedule(rank, p, cfg.chunks, microbatches)) for rank in range(p)]
+    ends, free, reduced, awake, transfer = {}, [0.0] * p, [0.0] * p, deque(range(p)), transfer * (p > 1)
     while awake:
-        stage = awake.popleft()
-        while left[stage]:
-            op, i = left[stage][0]
-            source = stage - 1 if op == "F" else stage + 1
-            if 0 <= source < stages and (op, i, source) not in ends:
-                break  # the stage that has it wakes this one
-            start = max(free[stage], ends.get((op, i, source), -transfer) + transfer)
-            time = forward[stage] if op == "F" else backward[stage]
-            wait = max(0, gather[stage] - start) if (op, i) == ("F", 0) else 0
-            ends[op, i, stage] = free[stage] = start + time + (beside(time, wait) if hidden else wait)
-            if (op, i) == ("B", microbatches - 1):  # the stage before has its gradient when the reduction begins to end
-                ends[op, i, stage] += hidden * CONTENTION * min(time, reduce[stage])
-                free[stage] += beside(time, reduce[stage]) if hidden else reduce[stage]
-            left[stage].popleft()
-            target = stage + 1 if op == "F" else stage - 1
-            if 0 <= target < stages:
-                awake.append(target)
-    return max(free)
+        rank = awake.popleft()
+        while left[rank]:
+            op, i, chunk = left[rank][0]
+            stage, forwards = chunk * p + rank, op == "F"
+            source, target = (stage - 1, stage + 1) if forwards else (stage + 1, stage - 1)
+            if 0 <= source <= last and (op, i, source) not in ends:
+                break  # the rank that has it wakes this one
+            start = max(free[rank], ends.get((op, i, source), -transfer) + transfer)
+            time = forward[rank] if forwards else backward[rank]
+            if forwards and i == 0 and (wait := gather[rank] * (chunk + 1) - start) > 0:
+                time += beside(time, wait) if hidden else wait
+            ends[op, i, stage] = free[rank] = start + time
+            if not forwards and i == microbatches - 1:  # reductions run on while the rank does, and slow it down:
+                slower = hidden * CONTENTION * min(time, reduce[rank])
+                free[rank] += slower
+                ends[op, i, stage] += slower * (cfg.chunks == 1)  # this backward, or those of other chunks after it
+                reduced[rank] = max(reduced[rank], start if hidden else free[rank]) + reduce[rank]
+            left[rank].popleft()
+            if 0 <= target <= last and target % p != rank:
+                awake.append(target % p)
+    return max(*free, *reduced)
 
 
-def end(seconds: list[tuple[float, ...]], transfer: float, microbatches: int, hidden: bool) -> float:
-    """Simulate; beyond four micro-batches per stage, each takes as long as those simulated last."""
-    most, fewer = min(microbatches, 4 * len(seconds)), 3 * len(seconds)
-    found = simulate(seconds, transfer, most, hidden)
-    if microbatches > most:
-        each = (found - simulate(seconds, transfer, fewer, hidden)) / (most - fewer)
-        found += (microbatches - most) * each
+def end(seconds: list[tuple[float, ...]], transfer: float, cfg: Config, hidden: bool) -> float:
+    """Simulate; beyond four micro-batches per rank of pp, each takes as long as those simulated last."""
+    most, fewer = min(cfg.microbatches, 4 * cfg.pp), 3 * cfg.pp
+    found = simulate(seconds, transfer, cfg, most, hidden)
+    if cfg.microbatches > most:
+        each = (found - simulate(seconds, transfer, cfg, fewer, hidden)) / (most - fewer)
+        found += (cfg.microbatches - most) * each
     return found
 
 
@@ -445,14 +457,14 @@ def step_time(cfg: Config, by: Trainer) -> Step:
         busy.append([sum(pair[i] for pair in kinds.values()) for i in (0, 1)])
         zero.append((gather, reduce * (1 if by.zero else 2)))
     transfer = message(cfg, by, 2 * tokens(cfg) // cfg.tp * cfg.dim, cfg.pp, cfg.dp * cfg.cp * cfg.tp)
-    waits = [stall(cfg, by) * (1 + (0 < stage < cfg.pp - 1)) for stage in range(cfg.pp)]  # for each neighbour
+    waits = [stall(cfg, by) * (1 + (0 < rank < cfg.pp - 1)) for rank in range(cfg.pp)]  # for each neighbour
     sending = [(forward + wait, backward + wait) for (forward, backward), wait in zip(busy, waits)]
-    whole = end([(*both, *traffic) for both, traffic in zip(sending, zero)], transfer, m, by.hidden)
-    local = end([(*both, 0, 0) for both in sending], transfer, m, by.hidden) if shards > 1 else whole
-    alone = end([(*both, 0, 0) for both in busy], 0, m, by.hidden) if cfg.pp > 1 else local
+    whole = end([(*both, *traffic) for both, traffic in zip(sending, zero)], transfer, cfg, by.hidden)
+    local = end([(*both, 0, 0) for both in sending], transfer, cfg, by.hidden) if shards > 1 else whole
+    alone = end([(*both, 0, 0) for both in busy], 0, cfg, by.hidden) if cfg.pp > 1 else local
     optimizer = [(46 / shards if by.zero else 40) * sum(units) / MEMORY_RATE[cfg.gpu] for units in parts]
     mean = {kind: m * sum(sum(kinds[kind]) for kinds in times) / cfg.pp for kind in times[0]}
-    bubble = max(0, alone - sum(mean.values())) / by.chunks
+    bubble = max(0, alone - sum(mean.values()))
     return Step(**mean, dp=whole - local, pp=local - alone, optimizer=max(optimizer) + HOST, bubble=bubble)
 
 
@@ -489,14 +501,18 @@ def cuts(cfg: Config) -> list[Config]:
         given = all(want in (0, size) for want, size in ((cfg.dp, dp), (cfg.cp, cp), (cfg.tp, tp), (cfg.pp, pp)))
         if not uneven and given:
             m = max(1, cfg.batch // dp)
-            found.append(replace(cfg, dp=dp, cp=cp, tp=tp, pp=pp, microbatches=m, batch=m * dp))
+            for chunks in [cfg.chunks or 1] if pp == 1 else [cfg.chunks] if cfg.chunks else CHUNKS:
+                if pp * chunks <= cfg.layers:
+                    sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, chunks=chunks)
+                    found.append(replace(cfg, **sizes, microbatches=m, batch=m * dp))
     return found
 
 
 def least(cfg: Config, by: Trainer) -> float:
-    """Seconds that a step takes at least: before and after a stage's own work a micro-batch passes all earlier ones."""
+    """Seconds that a step takes at least: before and after a rank's own work a micro-batch passes all earlier ones."""
     busy = [sum(sum(both) for both in times.values()) for times in times_of(cfg, by, stages(cfg, by))]
-    return max(before + cfg.microbatches * own for before, own in zip(itertools.accumulate([0, *busy]), busy))
+    passed = (before / cfg.chunks for before in itertools.accumulate([0, *busy]))
+    return max(before + cfg.microbatches * own for before, own in zip(passed, busy))
 
 
 def plans(cfg: Config, by: Trainer, keep: int = 0) -> tuple[list[Plan], str]:
@@ -509,6 +525,7 @@ def plans(cfg: Config, by: Trainer, keep: int = 0) -> tuple[list[Plan], str]:
     reach = [replace(one, batch=cfg.batch) for one in fit if cfg.batch % one.dp == 0]
     wanted = [m for m in divisors(cfg.batch) if cfg.microbatches in (0, m)]
     found = [replace(one, microbatches=m) for one in reach for m in wanted if cfg.batch // one.dp % m == 0]
+    found = [one for one in found if one.chunks == 1 or one.microbatches % one.pp == 0]
     found = [one for one in found if tokens(one) % one.tp == 0 and most_memory(one, by) <= limit]
     for floor, _, one in sorted((keep and least(one, by), i, one) for i, one in enumerate(found)):
         if not keep or len(totals) < keep or floor < totals[keep - 1]:
@@ -558,7 +575,7 @@ def measured(rows: list[dict[str, str]]) -> list[tuple[Plan, float, float]]:
     for row in rows:
         sizes = {axis: int(row[axis]) for axis in ("dp", "tp", "pp")} | {"microbatches": int(row["micro_batches"])}
         model = {**BOOK[row["model"]], "vocab": 131072} if row["model"] in BOOK else PRESETS[row["model"]]
-        cfg = Config(**model, seq=4096, cp=1, gpus=8 * int(row["nodes"]), **sizes)
+        cfg = Config(**model, seq=4096, cp=1, chunks=1, gpus=8 * int(row["nodes"]), **sizes)
         cfg = replace(cfg, batch=cfg.dp * cfg.microbatches * int(row["micro_batch_size"]))
         plan = predict(cfg, nanotron(int(row["zero"])))
         found.append((plan, float(row["tokens_per_s_per_gpu"]), float(row["gpu_memory_GB"])))
@@ -592,7 +609,7 @@ def quality(rows: list[dict[str, str]], found: list[tuple[Plan, float, float]]) 
     return "\n".join(lines)
 
 
-def compare(file: str) -> None:
+def compare(file: str, picture: str) -> None:
     """Print the lines of a .csv file with predicted tokens/s/GPU and GB at their ends, then how good these are."""
     rows = runs_of(file)
     found, out = measured(rows), csv.writer(sys.stdout, lineterminator="\n")
@@ -600,6 +617,8 @@ def compare(file: str) -> None:
     for row, (plan, *_) in zip(rows, found):
         out.writerow([*row.values(), f"{plan.tokens:.1f}", f"{plan.memory * GIB / 1e9:.2f}"])
     print(quality(rows, found))
+    if picture:
+        draw(found, picture, draw_measured, 2)
 
 
 def cells() -> list[tuple[Plan, int, Plan, int, str, float, float]]:
@@ -608,7 +627,7 @@ def cells() -> list[tuple[Plan, int, Plan, int, str, float, float]]:
     for cell in CELLS.replace("\n", "|").split("|")[1:]:
         nodes, name, gb, *sizes, zero, measured = cell.split()
         dp, tp, pp, m, _ = map(int, sizes)
-        cfg = Config(**BOOK[name], vocab=131072, seq=4096, batch=256, gpus=8 * int(nodes), cp=1)
+        cfg = Config(**BOOK[name], vocab=131072, seq=4096, batch=256, gpus=8 * int(nodes), cp=1, chunks=1)
         book = predict(replace(cfg, dp=dp, tp=tp, pp=pp, microbatches=m), nanotron(int(zero)))
         best = [(rows[0], zero) for zero in (0, 1) if (rows := plans(cfg, nanotron(zero), keep=1)[0])]
         ours = max(best, key=lambda pair: pair[0].tokens)
@@ -642,15 +661,19 @@ def playbook() -> str:
     return "\n".join(lines)
 
 
-def llama() -> list[tuple[Plan, int]]:
-    """Llama 3's own layouts as we predict them, and the published MFU in %.
+def llama() -> list[tuple[Plan, float, int]]:
+    """Llama 3's own layouts as we predict them, and their MFU by the paper's formula: predicted, and published in %.
 
-    Assumed: 1 sequence per micro-batch, 8 chunks per rank of the interleaved schedule, fp32 gradients by rings.
+    That formula (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) counts causal attention as if nothing were
+    masked: 6·layers·dim·seq more than flops_per_token. Assumed: 1 sequence per micro-batch, 8 chunks, fp32 gradients by
+    rings.
     """
-    found, by = [], Trainer(all_to_all=False, sent=4, chunks=8)
+    found, by = [], Trainer(all_to_all=False, sent=4)
     for dp, cp, tp, pp, m, seq, mfu in LLAMA:
-        sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, microbatches=m, gpus=dp * cp * tp * pp, batch=dp * m, seq=seq)
-        found.append((predict(Config(**PRESETS["llama3_405b"], preset="llama3_405b", **sizes), by), mfu))
+        sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, chunks=8, microbatches=m, gpus=dp * cp * tp * pp, batch=dp * m, seq=seq)
+        plan = predict(Config(**PRESETS["llama3_405b"], preset="llama3_405b", **sizes), by)
+        masked = 6 * plan.cfg.layers * plan.cfg.dim * seq
+        found.append((plan, plan.mfu * (1 + masked / flops_per_token(plan.cfg)), mfu))
     return found
 
 
@@ -666,8 +689,9 @@ def scale() -> tuple[str, list[Plan]]:
         ours += rows[:1]
         lines += [f"{preset} on {gpus} GPUs: no layout fits"] * (not rows)
     lines = [table(ours, True), *lines, "Llama 3 405B as published, with its interleaved schedule:"]
-    lines.append(table([plan for plan, _ in llama()], True))
-    lines += [f"{plan.cfg.gpus:,} GPUs: predicted {plan.mfu:.1%}, published {mfu} %" for plan, mfu in llama()]
+    lines.append(table([plan for plan, *_ in llama()], True))
+    text = "{:,} GPUs: predicted {:.1%}, by the formula of the paper {:.1%}, published {} %"
+    lines += [text.format(plan.cfg.gpus, plan.mfu, theirs, mfu) for plan, theirs, mfu in llama()]
     return "\n".join(lines), ours
 
 
@@ -675,17 +699,18 @@ def scale() -> tuple[str, list[Plan]]:
 def shape(cfg: Config) -> str:
     """The layout in words."""
     sizes = " ".join(f"{axis} {getattr(cfg, axis)}" for axis in AXES if getattr(cfg, axis) > 1)
+    sizes += f" in {cfg.chunks} chunks" * (cfg.chunks > 1)
     return f"{sizes or 'one GPU'}, {cfg.microbatches} micro-batch{'es' * (cfg.microbatches > 1)}"
 
 
 def table(rows: list[Plan], several: bool = False) -> str:
     """One line per layout, and per run if there are several."""
-    head = "   dp   cp   tp   pp micro-batches |   GiB | ms: step" + "".join(f"{f.name:>10}" for f in fields(Step))
+    head = "   dp   cp   tp   pp chunks micro-batches |   GiB | ms: step" + "".join(f"{f.name:>10}" for f in fields(Step))
     lines = [f"{'model         GPUs  batch |' * several}{head} | tokens/s/GPU    MFU"]
     for row in rows:
         c, parts = row.cfg, "".join(f"{seconds * 1e3:>10,.0f}" for seconds in asdict(row.step).values())
         line = f"{c.preset:11}{c.gpus:>7,}{c.batch:>7,} |" * several
-        line += f"{c.dp:>5}{c.cp:>5}{c.tp:>5}{c.pp:>5}{c.microbatches:>14} |{row.memory:>6.1f} |"
+        line += f"{c.dp:>5}{c.cp:>5}{c.tp:>5}{c.pp:>5}{c.chunks:>7}{c.microbatches:>14} |{row.memory:>6.1f} |"
         lines.append(f"{line}{row.step.total() * 1e3:>9,.0f}{parts} |{row.tokens:>13,.0f}{row.mfu:>7.1%}")
     return "\n".join(lines)
 
@@ -716,7 +741,7 @@ def command(cfg: Config) -> str:
     preset = "llama3_8b" if cfg.preset in ("llama3_70b", "llama3_405b") else cfg.preset  # train.py has none for these
     known = {**asdict(Config()), **PRESETS[preset]}
     model = f"--preset {preset}" + "".join(f" --{name} {size}" for name, size in given.items() if size != known[name])
-    layout = " ".join(f"--{name} {getattr(cfg, name)}" for name in (*AXES, "microbatches", "batch", "seq"))
+    layout = " ".join(f"--{name} {getattr(cfg, name)}" for name in (*AXES, "chunks", "microbatches", "batch", "seq"))
     return f"torchrun {several}--nproc_per_node {each} 08_4d/train.py {model} {layout} --dtype bfloat16 --compile"
 
 
@@ -754,9 +779,9 @@ def draw_scale(ours: list[Plan], axes: pyplot.Axes) -> None:
         place = dict(xytext=offset, textcoords="offset points", ha="center", fontsize=7.5, color=color)
         for row in rows:
             axes.annotate(f"{row.cfg.tp}·{row.cfg.cp}·{row.cfg.pp}", (row.cfg.gpus, 100 * row.mfu), **place)
-    gpus, published, predicted = zip(*((plan.cfg.gpus, mfu, 100 * plan.mfu) for plan, mfu in llama()))
+    gpus, published, predicted = zip(*((plan.cfg.gpus, mfu, 100 * theirs) for plan, theirs, mfu in llama()))
     axes.scatter(gpus, published, 50, "black", marker="x", label="Llama 3 405B, published; the lowest: 131,072 tokens")
-    axes.scatter(gpus, predicted, 60, "none", edgecolors="black", marker="s", label="the same layouts, predicted")
+    axes.scatter(gpus, predicted, 60, "none", edgecolors="black", marker="s", label="the same, predicted; both by the paper's formula")
     axes.set_xscale("log", base=2)
     axes.set_xticks(SCALE, [f"{n:,}" for n in SCALE])
     axes.set(xlabel="H100s; beside a point tp·cp·pp of the best layout", ylabel="MFU, %", ylim=0)
@@ -764,7 +789,24 @@ def draw_scale(ours: list[Plan], axes: pyplot.Axes) -> None:
     axes.legend(frameon=False, loc="lower left")
 
 
-def draw(rows: list[Plan], file: str, how: Callable[..., None], panels: int) -> None:
+def draw_measured(found: list[tuple[Plan, float, float]], left: pyplot.Axes, right: pyplot.Axes) -> None:
+    """Predicted against measured, one mark per run: speed and memory."""
+    marks = {(0, 2): ("o", "#1f3b5c", "1 and 2 nodes"), (2, 8): ("x", "#2c7fb8", "4 and 8")}
+    marks |= {(8, 32): ("+", "#5fa457", "16 and 32"), (32, 1e9): ("^", "#d64541", "64")}
+    for (above, most), (mark, color, label) in marks.items():
+        some = [run for run in found if above < run[0].cfg.gpus / run[0].cfg.gpus_per_node <= most]
+        for axes, pairs in (
+            (left, [(tokens, plan.tokens) for plan, tokens, _ in some]),
+            (right, [(gb, plan.memory * GIB / 1e9) for plan, _, gb in some]),
+        ):
+            axes.scatter(*zip(*pairs), 16, color, marker=mark, linewidths=0.7, alpha=0.7, label=label)
+    for axes, what in ((left, "tokens/s/GPU"), (right, "GB of the fullest GPU")):
+        axes.axline((100, 100), slope=1, color="#888888", linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel=f"{what}, measured", ylabel=f"{what}, predicted")
+    left.legend(frameon=False, loc="upper left")
+
+
+def draw(rows: list, file: str, how: Callable[..., None], panels: int) -> None:
     """Write a picture: text as text, and the same bytes each time."""
     matplotlib.rcParams.update(STYLE | {"font.size": 9})
     figure, axes = pyplot.subplots(1, panels, figsize=(11, 4.8), squeeze=False, layout="tight")
@@ -787,7 +829,7 @@ def parse_config() -> Config:
 def check(cfg: Config) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("memory", "microbatches", *AXES) else 1
+        least = 0 if flag in ("memory", "chunks", "microbatches", *AXES) else 1
         if type(value) in (int, float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     gpus, each, sizes = cfg.gpus, cfg.gpus_per_node, [(axis, getattr(cfg, axis)) for axis in AXES]
@@ -807,7 +849,7 @@ def main() -> None:
     cfg = parse_config()
     check(cfg)
     if cfg.measured:
-        return compare(cfg.measured)
+        return compare(cfg.measured, cfg.draw)
     if cfg.playbook:
         return print(playbook())
     if cfg.scale:

@@ -689,10 +689,11 @@ def together() -> str:
 def published() -> str:
     """Llama 3's published layouts: model FLOPs utilisation as it was measured, and as plan.py predicts it."""
     plan, rows = load("08_4d/plan.py"), []
-    for ours, mfu in plan.llama():
+    for ours, theirs, mfu in plan.llama():
         words = f"{ours.cfg.gpus:,}", plan.shape(ours.cfg), f"{ours.cfg.seq:,}"
-        rows.append([*words, f"{mfu} %", f"{100 * ours.mfu:.1f} %"])
-    return table(["GPUs", "layout", "tokens per sequence", "published MFU", "predicted"], rows)
+        rows.append([*words, f"{mfu} %", f"{100 * theirs:.1f} %", f"{100 * ours.mfu:.1f} %", f"{ours.memory:.0f} GiB"])
+    head = ["GPUs", "layout", "tokens per sequence", "published MFU", "predicted", "of what is computed"]
+    return table([*head, "memory as train.py's"], rows)
 
 
 def attention() -> str:
