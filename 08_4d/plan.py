@@ -1,15 +1,15 @@
 """Find the best layout: predict memory and step time of 08_4d/train.py for every way to cut a model over the GPUs.
 
 The playbook's three steps: which layouts fit in memory, which of them reach the global batch, which is the fastest.
-Memory is that of the fullest stage at its fullest moment. Time is simulated: every stage runs its 1F1B operations, each
-as long as its matmuls, attention and elementwise kernels take at measured rates, plus what communication adds to them:
+Memory is that of the fullest rank at its fullest moment. Time is simulated: every rank runs its pipeline's operations,
+each as long as its matmuls, attention and elementwise kernels take at measured rates, plus what communication adds:
 S bytes on n ranks take latency + S·(n-1)/n / bandwidth, and what overlaps with compute still costs half of that.
 
 Parent:   none; split_layers, schedule and flops_per_token are those of 08_4d/train.py to the letter
 Run:      python 08_4d/plan.py --preset llama3_8b --gpus 64 --batch 512 --seq 8192
           python 08_4d/plan.py --preset llama3_8b --gpus 64 --batch 512 --seq 8192 --draw 08_4d/plan.svg
           python 08_4d/plan.py --playbook
-          python 08_4d/plan.py --measured runs.csv
+          python 08_4d/plan.py --measured runs.csv --draw measured.svg
           python 08_4d/plan.py --scale --draw 08_4d/scale.svg
 Source:   Ultra-Scale Playbook, "Finding the best training configuration"; Llama 3, arXiv:2407.21783, table 4
 """
@@ -61,16 +61,16 @@ CONTENTION = 0.5
 # 15.0 ms in a step (tensor_few_layers, profile), and 9.5 ms by the rates above.
 WAITING = 1.6
 HOST = 6e-3  # seconds per step in which a GPU idles, and clips, logs: profiles of suites data_parallel, zero_stages
-# The next eight are of nanotron and fitted on half of its sweep. Its compute, which is eager, has SPEED times our rates.
+# The next seven are of nanotron and fitted on half of its sweep. SPEED: of its compute, which is eager, to our rates.
 SPEED = 0.75
-# Seconds in which it launches the kernels of a block, forward and backward: a block of a small micro-batch takes these.
+# Seconds in which it launches a block's kernels, forward and backward: a block of a small micro-batch takes as long.
 LAUNCH = 4.45e-3
-# How much longer that takes, per rank of tp, in a pipeline over several nodes: 13 ms with tp 4, 21 with tp 8.
+# Seconds that this takes longer, per rank of tp, in a pipeline over several nodes: of any model and micro-batch.
 CROWDED = 2.1e-3
-# Seconds that a message between stages costs each of the two where its pipelines crawl: see stall.
+# Seconds that a message between stages costs each of the two where its pipelines crawl, see stall.
 STALL = 0.29
-# Bytes: its allocator's fragments, and by stages (more: 25) how many activations of a micro-batch that tp has gathered
-# wait for NCCL's stream before their memory can be used again. Per weight, of ZeRO-1's copies at the optimizer.
+# Bytes of its allocator's fragments; how many activations that tp has gathered, by stages (more: 25), cannot be reused
+# yet, because the CPU is ahead of NCCL's stream; and bytes per weight of ZeRO-1's copies at the optimizer.
 FRAGMENTS = 3e8
 HELD = {1: 45, 2: 0}
 COPIES = 9
@@ -100,8 +100,9 @@ AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
 TP_COLORS = "#1f3b5c", "#2c7fb8", "#41b6a6", "#8cbf4a", "#e3a72f", "#d64541"
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "plan", "axes.spines.top": False, "axes.spines.right": False}
 SCALE = 8, 64, 512, 2048, 8192, 16384  # GPUs of --scale
-COLORS = dict(compute="#5b8db8", tp="#f2b661", cp="#d9c2e9", dp="#a9d6a0")
-COLORS |= dict(pp="#8c6bb1", optimizer="#c8c8c8", bubble="#e58f65")
+COLORS = dict(
+    compute="#5b8db8", tp="#f2b661", cp="#d9c2e9", dp="#a9d6a0", pp="#8c6bb1", optimizer="#c8c8c8", bubble="#e58f65"
+)
 
 
 @dataclass(frozen=True)
@@ -211,9 +212,9 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
 
 
 def equal_shares(cfg: Config, stages: int) -> list[range]:
-    """Divide the layers as nanotron does: each stage takes blocks until it has its share of their and the head's weights.
+    """Divide the layers as nanotron does: each stage takes blocks until it has its share of all weights.
 
-    So the first stages, which hold most micro-batches, have most blocks.
+    The last ones have the head's, too, so the first stages have more blocks, and they hold more micro-batches.
     """
     block, counts, stage = 4 * cfg.dim**2 + 3 * cfg.dim * cfg.ffn, [0] * stages, 0
     share = (cfg.layers * block + cfg.dim * cfg.vocab) / stages
@@ -226,7 +227,8 @@ def equal_shares(cfg: Config, stages: int) -> list[range]:
 def stages(cfg: Config, by: Trainer) -> list[list[int]]:
     """Elements of the units of every rank of pp, as ZeRO gathers them: embedding, blocks, norm and head."""
     table, block, last = -(-cfg.vocab // cfg.tp) * cfg.dim, matrices(cfg) + 2 * cfg.dim, cfg.pp - 1
-    head, chunks = cfg.dim + table * (cfg.pp > 1 or not cfg.tied), cfg.chunks if cfg.pp * cfg.chunks <= cfg.layers else 1
+    head = cfg.dim + table * (cfg.pp > 1 or not cfg.tied)
+    chunks = cfg.chunks if cfg.pp * cfg.chunks <= cfg.layers else 1  # Llama 3's first and last chunk have no block
     counts = [len(layers) for layers in (equal_shares if by.shares else split_layers)(cfg, cfg.pp * chunks)]
     return [
         [table] * (rank == 0) + [block] * sum(counts[rank :: cfg.pp]) + [head] * (rank == last)
@@ -670,8 +672,9 @@ def llama() -> list[tuple[Plan, float, int]]:
     """
     found, by = [], Trainer(all_to_all=False, sent=4)
     for dp, cp, tp, pp, m, seq, mfu in LLAMA:
-        sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, chunks=8, microbatches=m, gpus=dp * cp * tp * pp, batch=dp * m, seq=seq)
-        plan = predict(Config(**PRESETS["llama3_405b"], preset="llama3_405b", **sizes), by)
+        layout = dict(dp=dp, cp=cp, tp=tp, pp=pp, chunks=8, microbatches=m)
+        sizes = dict(preset="llama3_405b", gpus=dp * cp * tp * pp, batch=dp * m, seq=seq)
+        plan = predict(Config(**PRESETS["llama3_405b"], **sizes, **layout), by)
         masked = 6 * plan.cfg.layers * plan.cfg.dim * seq
         found.append((plan, plan.mfu * (1 + masked / flops_per_token(plan.cfg)), mfu))
     return found
@@ -705,7 +708,9 @@ def shape(cfg: Config) -> str:
 
 def table(rows: list[Plan], several: bool = False) -> str:
     """One line per layout, and per run if there are several."""
-    head = "   dp   cp   tp   pp chunks micro-batches |   GiB | ms: step" + "".join(f"{f.name:>10}" for f in fields(Step))
+    head = "   dp   cp   tp   pp chunks micro-batches |   GiB | ms: step" + "".join(
+        f"{f.name:>10}" for f in fields(Step)
+    )
     lines = [f"{'model         GPUs  batch |' * several}{head} | tokens/s/GPU    MFU"]
     for row in rows:
         c, parts = row.cfg, "".join(f"{seconds * 1e3:>10,.0f}" for seconds in asdict(row.step).values())
@@ -781,11 +786,19 @@ def draw_scale(ours: list[Plan], axes: pyplot.Axes) -> None:
             axes.annotate(f"{row.cfg.tp}·{row.cfg.cp}·{row.cfg.pp}", (row.cfg.gpus, 100 * row.mfu), **place)
     gpus, published, predicted = zip(*((plan.cfg.gpus, mfu, 100 * theirs) for plan, theirs, mfu in llama()))
     axes.scatter(gpus, published, 50, "black", marker="x", label="Llama 3 405B, published; the lowest: 131,072 tokens")
-    axes.scatter(gpus, predicted, 60, "none", edgecolors="black", marker="s", label="the same, predicted; both by the paper's formula")
+    axes.scatter(
+        gpus,
+        predicted,
+        60,
+        "none",
+        edgecolors="black",
+        marker="s",
+        label="the same, predicted; both by the paper's formula",
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks(SCALE, [f"{n:,}" for n in SCALE])
     axes.set(xlabel="H100s; beside a point tp·cp·pp of the best layout", ylabel="MFU, %", ylim=0)
-    axes.set_title("Predicted MFU of train.py's best layout, 1F1B, sequences of 8,192 tokens", loc="left", fontsize=9)
+    axes.set_title("Predicted MFU of train.py's best layout, sequences of 8,192 tokens", loc="left", fontsize=9)
     axes.legend(frameon=False, loc="lower left")
 
 

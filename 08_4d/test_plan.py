@@ -1,6 +1,7 @@
 """What plan.py predicts, against what was measured, published, and what memory.py and the simulated schedules say."""
 
 import dataclasses
+import itertools
 import json
 import re
 import statistics
@@ -110,6 +111,33 @@ def test_memory_is_what_memory_py_says():
                 assert 0.98 * theirs <= ours <= 1.02 * theirs + 4 * max(units), (preset, dp, cp, tp, pp, m, stage)
 
 
+def test_micro_batches_in_flight():
+    """As many as the schedule has, beside the one of the first backward."""
+    for p, chunks, m in ((1, 1, 3), (4, 1, 2), (4, 1, 8), (2, 2, 4), (4, 2, 4), (4, 3, 8), (8, 4, 16)):
+        cfg = PLAN.Config(pp=p, chunks=chunks)
+        for rank in range(p):
+            steps = (1 if op == "F" else -1 for op, *_ in PLAN.schedule(rank, p, chunks, m))
+            assert max(itertools.accumulate(steps)) - 1 == min(PLAN.ahead(cfg, rank), m * chunks - 1)
+
+
+@pytest.mark.parametrize("zero, pp", [(0, 1), (1, 2)])
+def test_tied_embeddings(zero, pp):
+    """A single stage has one table less: 2 bytes of weights, 4 of sums, 12 of masters and moments per element."""
+    sizes = dict(PLAN.PRESETS["llama3_1b"], seq=4096, dp=1, cp=1, tp=1, pp=pp, chunks=1, batch=4, microbatches=4)
+    tied, not_tied = (first_rank(PLAN.Config(**sizes, tied=tied), PLAN.nanotron(zero)) for tied in (True, False))
+    assert not_tied - tied == pytest.approx((pp == 1) * 18 * 128256 * 2048 / 2**30)
+
+
+def test_stages_of_nanotron():
+    """From its code: a stage takes blocks until it has its share of all weights, of which the last has the head's."""
+    cfg = PLAN.Config(**PLAN.BOOK["8.86B"], vocab=131072)  # the head weighs 2.2 blocks
+    assert [len(layers) for layers in PLAN.equal_shares(cfg, 4)] == [9, 9, 8, 6]
+    for name, stages in itertools.product(PLAN.BOOK, (1, 2, 4, 8, 16)):
+        cfg = PLAN.Config(**PLAN.BOOK[name], vocab=131072)
+        layers = [i for part in PLAN.equal_shares(cfg, stages) for i in part]
+        assert layers == [*range(cfg.layers)]
+
+
 def test_the_fullest_stage():
     """Of all stages: later ones have fewer micro-batches in flight, but may have more layers."""
     middle = 0
@@ -177,7 +205,7 @@ def test_what_zero_adds():
     # the gradient comes half of 12 later; the first rank waits for no reduction but its own
     assert simulated([(10, 20, 0, 0), (10, 20, 0, 12)], 1) == 66
     assert simulated([(10, 20, 4, 8)], 3, hidden=False) == 90 + 4 + 8
-    # halves of both: the first chunk's gather beside its forward, a quarter of the second's; reductions beside backwards
+    # halves: of the first chunk's gather, of 1 s that the second chunk's gather goes on, and of two reductions
     assert simulated([(10, 20, 8, 16)], 4, chunks=2) == 120 + 2 + 0.5 + 8
 
 
@@ -370,14 +398,27 @@ def test_runs_that_cannot_be(tmp_path, old, new, problem):
     file = tmp_path / "runs.csv"
     file.write_text(RUNS.format(*6 * [1]).replace(old, new, 1))
     with pytest.raises(SystemExit, match=f"^--measured {re.escape(str(file))}: {re.escape(problem)}"):
-        PLAN.compare(str(file))
+        PLAN.compare(str(file), "")
 
 
 def test_what_waits_for_the_cpu():
-    """A small block takes as long as its launches."""
+    """A small block takes as long as its launches, in pipelines over several nodes longer with every rank of tp."""
     cfg = PLAN.Config(**PLAN.BOOK["1.34B"], vocab=131072, seq=4096, batch=8, gpus=8, dp=8, cp=1, tp=1, pp=1, chunks=1)
     times = PLAN.block_times(dataclasses.replace(cfg, dp=1, tp=8, microbatches=8), PLAN.Trainer(launch=0.1))
     assert sum(map(sum, times.values())) == pytest.approx(0.1)
+    for pp, each in ((1, 0.1), (2, 0.1 + 8 * 0.01)):
+        far = dataclasses.replace(cfg, dp=1, tp=8, pp=pp, gpus=16, microbatches=8)
+        times = PLAN.block_times(far, PLAN.Trainer(launch=0.1, crowded=0.01))
+        assert sum(map(sum, times.values())) == pytest.approx(each)
+
+
+@pytest.mark.parametrize("layout, extra", [(dict(pp=1, dp=16), 0), (dict(pp=2, dp=8), 2), (dict(pp=4, dp=4), 4)])
+def test_a_pipeline_that_crawls(layout, extra):
+    """Without ZeRO, of nanotron: two messages per micro-batch and neighbour, beside which all else is short."""
+    sizes = dict(PLAN.BOOK["1.34B"], vocab=131072, seq=4096, cp=1, tp=1, chunks=1, gpus=16, batch=64 * layout["dp"])
+    cfg = PLAN.Config(**sizes, **layout, microbatches=64)
+    slow, fast = (PLAN.predict(cfg, PLAN.Trainer(zero=False, stall=wait)).step.total() for wait in (10, 0))
+    assert (slow - fast) / 64 == pytest.approx(10 * extra, rel=0.1)
 
 
 def test_llama_3():

@@ -661,6 +661,11 @@ def layouts() -> str:
     return table(head, rows)
 
 
+def measured_runs() -> str:
+    """What plan.py --measured says last, of half of the playbook's runs."""
+    return "```\n" + (RESULTS / "measured_runs.txt").read_text() + "```"
+
+
 def inheritance() -> str:
     """Lines of code, and how many of them stand in no parent."""
     rows = []
@@ -841,7 +846,7 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
         "05_context_ring": {"attention": attention},
         "06_pipeline": {"predictions": predictions},
         "07_expert": {"expert_layer": expert_layer},
-        "08_4d": {"layouts": layouts, "inheritance": inheritance, "published": published},
+        "08_4d": {"layouts": layouts, "inheritance": inheritance, "published": published, "runs": measured_runs},
         "09_kernels": {
             f"{Path(path).stem} measured": functools.partial(kernel_table, path)
             for path in recipes_of("09_kernels")
