@@ -96,6 +96,7 @@ CELLS = """
 # Llama 3 405B, table 4: dp, cp, tp, pp, sequences per dp rank, tokens of one, MFU in %.
 LLAMA = [(64, 1, 8, 16, 32, 8192, 43), (128, 1, 8, 16, 16, 8192, 41), (8, 16, 8, 16, 16, 131072, 38)]
 CHUNKS = 1, 2, 4  # stages per rank that are tried
+ERROR = 0.05  # of predicted speeds, against all layouts and recipes that were measured on one host
 AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
 TP_COLORS = "#1f3b5c", "#2c7fb8", "#41b6a6", "#8cbf4a", "#e3a72f", "#d64541"
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "plan", "axes.spines.top": False, "axes.spines.right": False}
@@ -128,6 +129,7 @@ class Config:
     tp: int = 0  # ranks that split every block
     pp: int = 0  # ranks that split the layers
     chunks: int = 0  # stages per rank of pp: 1 is 1F1B, more are interleaved
+    shard: int = 0  # ranks that share weights among them, where only dp is above 1: 1 is ZeRO-1, all ZeRO-3, else HSDP
     microbatches: int = 0  # parts of a rank's batch that go through the pipeline one after another
     top: int = 12  # rows of the table
     draw: str = ""  # draw the result into this .svg file
@@ -252,6 +254,30 @@ def ahead(cfg: Config, rank: int) -> int:
     return (cfg.pp - 1 - rank) * min(cfg.chunks, 2) + (cfg.chunks - 1) * cfg.pp
 
 
+def memory_of_shards(cfg: Config) -> int:
+    """Bytes of a rank at its fullest moment with ZeRO-3 or HSDP: 03_zero/zero3.py, which has full weights of few units.
+
+    These are the head and the last block, which wait for backward, and two more blocks: one computes, one is gathered.
+    """
+    d, f, table, block, n = cfg.dim, cfg.ffn, cfg.vocab * cfg.dim, matrices(cfg) + 2 * cfg.dim, tokens(cfg)
+    kept = n * (12 * d + 8 + 4 * kv_width(cfg) + 4 * cfg.heads + 6 * f)
+    rope, logits, norm = 8 * cfg.seq * (d // cfg.heads), 2 * n * cfg.vocab, n * (10 * d + 4)
+    shard, several = (2 * table + cfg.layers * block) // cfg.shard, cfg.microbatches > 1
+    shards, done = (
+        (16 if several else 12) * shard,
+        0 if several else 4 * shard,
+    )  # gradients come with the first backward
+    wide = n * (2 * d + 2 * f) + 2 * d * f
+    moments = {
+        "loss": cfg.layers * kept + norm + 2 * logits + 2 * (table + block),
+        "head": cfg.layers * kept + norm + logits + 2 * n * d + 2 * (table + block) + 2 * table,
+        "last block": cfg.layers * kept + wide + 4 * block + 6 * table,
+        "first block": done + kept + wide + 4 * block + 8 * block,
+        "embedding": done + 6 * table + 4 * block,
+    }
+    return shards + 16 * n + rope + 2**26 + max(moments.values())
+
+
 def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
     """Bytes of a rank of pp at its fullest moment, as torch counts them; 01_single_gpu/memory.py says more of each.
 
@@ -291,6 +317,8 @@ def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
 
 def most_memory(cfg: Config, by: Trainer) -> float:
     """GiB of the fullest stage: the ends hold tables; of others with as many layers the first has most in flight."""
+    if cfg.shard > 1:
+        return memory_of_shards(cfg) / GIB
     units = stages(cfg, by)
     inner = {len(units[stage]): stage for stage in reversed(range(1, cfg.pp - 1))}
     return max(memory(cfg, by, stage, units[stage]) for stage in {0, *inner.values(), cfg.pp - 1}) / GIB
@@ -449,6 +477,19 @@ def end(seconds: list[tuple[float, ...]], transfer: float, cfg: Config, hidden: 
     return found
 
 
+def added_by_shards(cfg: Config, by: Trainer, units: list[int], forward: float, backward: float) -> float:
+    """Seconds that a step of ZeRO-3 or HSDP takes longer than its compute.
+
+    In each micro-batch weights are gathered twice and gradients reduced, beside forward and backward. Groups of HSDP
+    add up their fp32 shards beside the last backward.
+    """
+    gather = sum(ring(cfg, by, 2 * unit, cfg.shard, 1) for unit in units)
+    reduce = sum(ring(cfg, by, 2 * unit, cfg.shard, 1, True) for unit in units)
+    each = beside(forward, gather) + beside(backward, gather + reduce)
+    groups = sum(2 * ring(cfg, by, 4 * unit / cfg.shard, cfg.dp // cfg.shard, cfg.shard) for unit in units)
+    return cfg.microbatches * each + beside(backward, groups)
+
+
 def step_time(cfg: Config, by: Trainer) -> Step:
     """Predict a step. dp and pp are what a step takes less without ZeRO's traffic, and then without messages."""
     m, shards, parts, busy, zero = cfg.microbatches, cfg.dp * cfg.cp, stages(cfg, by), [], []
@@ -464,6 +505,8 @@ def step_time(cfg: Config, by: Trainer) -> Step:
     whole = end([(*both, *traffic) for both, traffic in zip(sending, zero)], transfer, cfg, by.hidden)
     local = end([(*both, 0, 0) for both in sending], transfer, cfg, by.hidden) if shards > 1 else whole
     alone = end([(*both, 0, 0) for both in busy], 0, cfg, by.hidden) if cfg.pp > 1 else local
+    if cfg.shard > 1:
+        whole = local + added_by_shards(cfg, by, parts[0], *busy[0])
     optimizer = [(46 / shards if by.zero else 40) * sum(units) / MEMORY_RATE[cfg.gpu] for units in parts]
     mean = {kind: m * sum(sum(kinds[kind]) for kinds in times) / cfg.pp for kind in times[0]}
     bubble = max(0, alone - sum(mean.values()))
@@ -503,10 +546,12 @@ def cuts(cfg: Config) -> list[Config]:
         given = all(want in (0, size) for want, size in ((cfg.dp, dp), (cfg.cp, cp), (cfg.tp, tp), (cfg.pp, pp)))
         if not uneven and given:
             m = max(1, cfg.batch // dp)
-            for chunks in [cfg.chunks or 1] if pp == 1 else [cfg.chunks] if cfg.chunks else CHUNKS:
-                if pp * chunks <= cfg.layers:
-                    sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, chunks=chunks)
-                    found.append(replace(cfg, **sizes, microbatches=m, batch=m * dp))
+            sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, microbatches=m, batch=m * dp)
+            shards = {1, dp, min(dp, cfg.gpus_per_node)} if tp == cp == pp == 1 else {1}
+            for shard in shards & ({cfg.shard} if cfg.shard else shards):
+                for chunks in [cfg.chunks or 1] if pp == 1 else [cfg.chunks] if cfg.chunks else CHUNKS:
+                    if pp * chunks <= cfg.layers:
+                        found.append(replace(cfg, **sizes, shard=shard, chunks=chunks))
     return found
 
 
@@ -629,7 +674,7 @@ def cells() -> list[tuple[Plan, int, Plan, int, str, float, float]]:
     for cell in CELLS.replace("\n", "|").split("|")[1:]:
         nodes, name, gb, *sizes, zero, measured = cell.split()
         dp, tp, pp, m, _ = map(int, sizes)
-        cfg = Config(**BOOK[name], vocab=131072, seq=4096, batch=256, gpus=8 * int(nodes), cp=1, chunks=1)
+        cfg = Config(**BOOK[name], vocab=131072, seq=4096, batch=256, gpus=8 * int(nodes), cp=1, chunks=1, shard=1)
         book = predict(replace(cfg, dp=dp, tp=tp, pp=pp, microbatches=m), nanotron(int(zero)))
         best = [(rows[0], zero) for zero in (0, 1) if (rows := plans(cfg, nanotron(zero), keep=1)[0])]
         ours = max(best, key=lambda pair: pair[0].tokens)
@@ -702,26 +747,28 @@ def scale() -> tuple[str, list[Plan]]:
 def shape(cfg: Config) -> str:
     """The layout in words."""
     sizes = " ".join(f"{axis} {getattr(cfg, axis)}" for axis in AXES if getattr(cfg, axis) > 1)
-    sizes += f" in {cfg.chunks} chunks" * (cfg.chunks > 1)
+    sizes += f" in {cfg.chunks} chunks" * (cfg.chunks > 1) + f" shard {cfg.shard}" * (cfg.shard > 1)
     return f"{sizes or 'one GPU'}, {cfg.microbatches} micro-batch{'es' * (cfg.microbatches > 1)}"
 
 
 def table(rows: list[Plan], several: bool = False) -> str:
     """One line per layout, and per run if there are several."""
-    head = "   dp   cp   tp   pp chunks micro-batches |   GiB | ms: step" + "".join(
+    head = "   dp shard   cp   tp   pp chunks micro-batches |   GiB | ms: step" + "".join(
         f"{f.name:>10}" for f in fields(Step)
     )
     lines = [f"{'model         GPUs  batch |' * several}{head} | tokens/s/GPU    MFU"]
     for row in rows:
         c, parts = row.cfg, "".join(f"{seconds * 1e3:>10,.0f}" for seconds in asdict(row.step).values())
         line = f"{c.preset:11}{c.gpus:>7,}{c.batch:>7,} |" * several
-        line += f"{c.dp:>5}{c.cp:>5}{c.tp:>5}{c.pp:>5}{c.chunks:>7}{c.microbatches:>14} |{row.memory:>6.1f} |"
+        line += (
+            f"{c.dp:>5}{c.shard:>6}{c.cp:>5}{c.tp:>5}{c.pp:>5}{c.chunks:>7}{c.microbatches:>14} |{row.memory:>6.1f} |"
+        )
         lines.append(f"{line}{row.step.total() * 1e3:>9,.0f}{parts} |{row.tokens:>13,.0f}{row.mfu:>7.1%}")
     return "\n".join(lines)
 
 
 def reason(rows: list[Plan]) -> str:
-    """What bounds the fastest layout, and what the fastest of another cut loses to it, from the numbers."""
+    """What bounds the fastest layout, what the fastest of another cut loses to it, and which are as fast, perhaps."""
     best, names = rows[0], {axis: f"{word} parallelism's communication" for axis, word in AXES.items()}
     names |= dict(bubble="the pipeline's bubble", compute="less efficient compute", optimizer="the optimizer")
     parts, total = asdict(best.step), best.step.total()
@@ -734,8 +781,25 @@ def reason(rows: list[Plan]) -> str:
             worse, better = max(more, key=more.get), min(more, key=more.get)
             text += f" Next: {shape(row.cfg)}, {row.step.total() / total - 1:.1%} slower: loses {more[worse]:,.3g}"
             gain = f", and {-more[better]:,.3g} less to {names[better]}" * (more[better] < -0.5)
-            return f"{text} ms more to {names[worse]}{gain}."
+            text += f" ms more to {names[worse]}{gain}."
+            break
+    if len(near := ties(rows)) > 1:
+        text += (
+            f" {len(near)} of these are within {ERROR:.0%}, the error of such predictions; the one cut along the fewest"
+        )
+        text += f" axes: {shape(simplest(rows).cfg)}."
     return text
+
+
+def ties(rows: list[Plan]) -> list[Plan]:
+    """Those that may be the fastest, for all that is known."""
+    return [row for row in rows if row.step.total() < (1 + ERROR) * rows[0].step.total()]
+
+
+def simplest(rows: list[Plan]) -> Plan:
+    """Of those that may be the fastest, one that is cut along the fewest axes."""
+    axes = [sum(getattr(row.cfg, size) > 1 for size in (*AXES, "chunks", "shard")) for row in ties(rows)]
+    return rows[axes.index(min(axes))]
 
 
 def command(cfg: Config) -> str:
@@ -746,8 +810,12 @@ def command(cfg: Config) -> str:
     preset = "llama3_8b" if cfg.preset in ("llama3_70b", "llama3_405b") else cfg.preset  # train.py has none for these
     known = {**asdict(Config()), **PRESETS[preset]}
     model = f"--preset {preset}" + "".join(f" --{name} {size}" for name, size in given.items() if size != known[name])
-    layout = " ".join(f"--{name} {getattr(cfg, name)}" for name in (*AXES, "chunks", "microbatches", "batch", "seq"))
-    return f"torchrun {several}--nproc_per_node {each} 08_4d/train.py {model} {layout} --dtype bfloat16 --compile"
+    file, names = "08_4d/train.py", (*AXES, "chunks")
+    if cfg.shard > 1:
+        file, names = ("03_zero/hsdp.py", ["shard"]) if cfg.shard < cfg.dp else ("03_zero/zero3.py", [])
+    layout = " ".join(f"--{name} {getattr(cfg, name)}" for name in (*names, "microbatches", "batch", "seq"))
+    layout += {"llama3_70b": " --lr 1.5e-4", "llama3_405b": " --lr 8e-5"}.get(cfg.preset, "")  # Llama 3, table 3
+    return f"torchrun {several}--nproc_per_node {each} {file} {model} {layout} --dtype bfloat16 --compile"
 
 
 def draw_plans(rows: list[Plan], left: pyplot.Axes, right: pyplot.Axes) -> None:
@@ -842,7 +910,7 @@ def parse_config() -> Config:
 def check(cfg: Config) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("memory", "chunks", "microbatches", *AXES) else 1
+        least = 0 if flag in ("memory", "chunks", "shard", "microbatches", *AXES) else 1
         if type(value) in (int, float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     gpus, each, sizes = cfg.gpus, cfg.gpus_per_node, [(axis, getattr(cfg, axis)) for axis in AXES]
@@ -875,7 +943,8 @@ def main() -> None:
         raise SystemExit(
             f"--gpus {cfg.gpus}: no layout of this model has the sizes asked for, fits and makes the batch"
         )
-    print(table(rows[: cfg.top]), reason(rows), command(rows[0].cfg), sep="\n")
+    print(table(rows[: cfg.top]), reason(rows), sep="\n")
+    print(*dict.fromkeys(command(row.cfg) for row in (rows[0], simplest(rows))), sep="\n")
     if cfg.draw:
         draw(rows, cfg.draw, draw_plans, 2)
 
