@@ -61,14 +61,16 @@ CONTENTION = 0.5
 # 15.0 ms in a step (tensor_few_layers, profile), and 9.5 ms by the rates above.
 WAITING = 1.6
 HOST = 6e-3  # seconds per step in which a GPU idles, and clips, logs: profiles of suites data_parallel, zero_stages
-# The next seven are of nanotron and fitted on half of its sweep. SPEED: of its compute, which is eager, to our rates.
+# The next eight are of nanotron and fitted on half of its sweep. SPEED: of its compute, which is eager, to our rates.
 SPEED = 0.75
 # Seconds in which it launches a block's kernels, forward and backward: a block of a small micro-batch takes as long.
 LAUNCH = 4.45e-3
 # Seconds that this takes longer, per rank of tp, in a pipeline over several nodes: of any model and micro-batch.
 CROWDED = 2.1e-3
-# Seconds that a message between stages costs each of the two where its pipelines crawl, see stall.
+# Seconds that a message between stages costs each of the two where its pipelines crawl, see stall. They also do where
+# FULL bytes or more are predicted: the allocator then frees blocks in every micro-batch, and asks for them again.
 STALL = 0.29
+FULL = 7.6e10
 # Bytes of its allocator's fragments; how many activations that tp has gathered, by stages (more: 25), cannot be reused
 # yet, because the CPU is ahead of NCCL's stream; and bytes per weight of ZeRO-1's copies at the optimizer.
 FRAGMENTS = 3e8
@@ -500,7 +502,9 @@ def step_time(cfg: Config, by: Trainer) -> Step:
         busy.append([sum(pair[i] for pair in kinds.values()) for i in (0, 1)])
         zero.append((gather, reduce * (1 if by.zero else 2)))
     transfer = message(cfg, by, 2 * tokens(cfg) // cfg.tp * cfg.dim, cfg.pp, cfg.dp * cfg.cp * cfg.tp)
-    waits = [stall(cfg, by) * (1 + (0 < rank < cfg.pp - 1)) for rank in range(cfg.pp)]  # for each neighbour
+    full = by.stall and cfg.pp > 1 and most_memory(cfg, by) * GIB > FULL
+    waiting = by.stall if full else stall(cfg, by)
+    waits = [waiting * (1 + (0 < rank < cfg.pp - 1)) for rank in range(cfg.pp)]  # for each neighbour
     sending = [(forward + wait, backward + wait) for (forward, backward), wait in zip(busy, waits)]
     whole = end([(*both, *traffic) for both, traffic in zip(sending, zero)], transfer, cfg, by.hidden)
     local = end([(*both, 0, 0) for both in sending], transfer, cfg, by.hidden) if shards > 1 else whole

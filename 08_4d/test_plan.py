@@ -457,6 +457,15 @@ def test_a_pipeline_that_crawls(layout, extra):
     assert (slow - fast) / 64 == pytest.approx(10 * extra, rel=0.1)
 
 
+def test_a_pipeline_whose_memory_is_full():
+    """Of nanotron, on one node: it crawls with long sequences, and with short ones, which need less, it does not."""
+    sizes = dict(PLAN.BOOK["8.86B"], vocab=131072, dp=4, cp=1, tp=1, pp=2, chunks=1, gpus=8, batch=128, microbatches=32)
+    for seq, extra in ((2048, 0), (8192, 20)):
+        by = [dataclasses.replace(PLAN.nanotron(1), stall=wait) for wait in (10, 0)]
+        slow, fast = (PLAN.predict(PLAN.Config(**sizes, seq=seq), each).step.total() for each in by)
+        assert (slow - fast) / 32 == pytest.approx(extra, abs=2)
+
+
 def test_llama_3():
     """Its published MFU, to which nothing is fitted, by the paper's formula: within 12 % with 8,192 tokens.
 
