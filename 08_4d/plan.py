@@ -19,6 +19,7 @@ import bisect
 import csv
 import itertools
 import math
+import os
 import statistics
 import sys
 from collections import defaultdict, deque
@@ -65,14 +66,14 @@ HOST = 6e-3  # seconds per step in which a GPU idles, and clips, logs: profiles 
 SPEED = 0.75
 # Seconds in which it launches a block's kernels, forward and backward: a block of a small micro-batch takes as long.
 LAUNCH = 4.45e-3
-# Seconds that this takes longer, per rank of tp, in a pipeline over several nodes: of any model and micro-batch.
+# Extra launch seconds per rank of tp in a pipeline over several nodes: of any model and micro-batch.
 CROWDED = 2.1e-3
-# Seconds that a message between stages costs each of the two where its pipelines crawl, see stall. They also do where
-# FULL bytes or more are predicted: the allocator then frees blocks in every micro-batch, and asks for them again.
+# Seconds that a message between stages costs each of the two where pipelines crawl, see stall. Pipelines predicted to
+# need FULL bytes crawl, too: the allocator frees blocks in every micro-batch, and asks for them again.
 STALL = 0.29
 FULL = 7.6e10
-# Bytes of its allocator's fragments; how many activations that tp has gathered, by stages (more: 25), cannot be reused
-# yet, because the CPU is ahead of NCCL's stream; and bytes per weight of ZeRO-1's copies at the optimizer.
+# FRAGMENTS: bytes that the allocator loses. HELD: gathered activations whose memory waits for NCCL's stream, because
+# the CPU is ahead; by pp, 25 if that is above 2. COPIES: bytes per weight of ZeRO-1's copies at the optimizer.
 FRAGMENTS = 3e8
 HELD = {1: 45, 2: 0}
 COPIES = 9
@@ -98,9 +99,9 @@ CELLS = """
 # Llama 3 405B, table 4: dp, cp, tp, pp, sequences per dp rank, tokens of one, MFU in %.
 LLAMA = [(64, 1, 8, 16, 32, 8192, 43), (128, 1, 8, 16, 16, 8192, 41), (8, 16, 8, 16, 16, 131072, 38)]
 CHUNKS = 1, 2, 4  # stages per rank that are tried
-ERROR = 0.05  # of predicted speeds, against all layouts and recipes that were measured on one host
+ERROR = 0.05  # of predicted speeds on one host: most that was measured is within it, all within 7 %
 AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
-TP_COLORS = "#1f3b5c", "#2c7fb8", "#41b6a6", "#8cbf4a", "#e3a72f", "#d64541"
+TP_COLORS = "#1f3b5c", "#2c7fb8", "#41b6a6", "#8cbf4a", "#e3a72f", "#d64541", "#7b3f98", "#555555"
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "plan", "axes.spines.top": False, "axes.spines.right": False}
 SCALE = 8, 64, 512, 2048, 8192, 16384  # GPUs of --scale
 COLORS = dict(
@@ -125,13 +126,13 @@ class Config:
     gpus: int = 8
     gpus_per_node: int = 8
     gpu: Literal[tuple(USABLE)] = "H100"
-    memory: float = 0  # GiB per GPU that tensors may take; 0: what this GPU has
+    memory: float = 0.0  # GiB per GPU that tensors may take; 0: what this GPU has
     dp: int = 0  # ranks that split the batch; 0 here and below: whatever is best
     cp: int = 0  # ranks that split every sequence
     tp: int = 0  # ranks that split every block
     pp: int = 0  # ranks that split the layers
     chunks: int = 0  # stages per rank of pp: 1 is 1F1B, more are interleaved
-    shard: int = 0  # ranks that share weights among them, where only dp is above 1: 1 is ZeRO-1, all ZeRO-3, else HSDP
+    shard: int = 0  # ranks that share the weights, where only dp is above 1: 1 is ZeRO-1, dp ZeRO-3, between them HSDP
     microbatches: int = 0  # parts of a rank's batch that go through the pipeline one after another
     top: int = 12  # rows of the table
     draw: str = ""  # draw the result into this .svg file
@@ -167,15 +168,15 @@ FP32_WEIGHTS = Trainer(zero=False, sent=4, all_to_all=False, cast=8)
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step by what they are spent on, averaged over stages; their sum is the step."""
+    """Seconds of a step by what they are spent on; their sum is the step."""
 
-    compute: float
+    compute: float  # this, tp and cp: the mean of all stages
     tp: float
     cp: float
-    dp: float
-    pp: float  # messages
-    optimizer: float
-    bubble: float  # idle, because of the pipeline's ends and uneven stages
+    dp: float  # what the step takes less without ZeRO's traffic
+    pp: float  # and then without messages
+    optimizer: float  # and what the host does meanwhile
+    bubble: float  # the rest: the pipeline's ends, uneven stages
 
     def total(self) -> float:
         """Seconds of the step."""
@@ -244,22 +245,22 @@ def stall(cfg: Config, by: Trainer) -> float:
     """Seconds that a message between stages costs each of the two.
 
     Some of nanotron's pipelines over several nodes crawl: a micro-batch takes 0.6 s longer with two stages and 1.1 with
-    more, of any model and any size. All do on 64 nodes or with tp over four; from two nodes on, most without ZeRO and
-    with dp of 4 or more. The cause is not known.
+    more, of any model and any size. On 64 nodes all do, on fewer those with tp over four nodes, and most without ZeRO
+    and with dp of 4 or more. The cause is not known.
     """
     crawls = cfg.gpus >= 512 or cfg.tp >= 32 or (not by.zero and cfg.dp >= 4)
     return by.stall * (cfg.pp > 1 and cfg.gpus > cfg.gpus_per_node and crawls)
 
 
 def ahead(cfg: Config, rank: int) -> int:
-    """Forwards that a rank of pp runs before its first backward, each through one of its stages; see schedule."""
+    """Micro-batches in flight on a rank of pp, each in one of its stages, beside the one whose backward runs first."""
     return (cfg.pp - 1 - rank) * min(cfg.chunks, 2) + (cfg.chunks - 1) * cfg.pp
 
 
 def memory_of_shards(cfg: Config) -> int:
     """Bytes of a rank at its fullest moment with ZeRO-3 or HSDP: 03_zero/zero3.py, which has full weights of few units.
 
-    These are the head and the last block, which wait for backward, and two more blocks: one computes, one is gathered.
+    These are the head and the last block, which are not gathered again, and two more: one computes, one is gathered.
     """
     d, f, table, block, n = cfg.dim, cfg.ffn, cfg.vocab * cfg.dim, matrices(cfg) + 2 * cfg.dim, tokens(cfg)
     kept = n * (12 * d + 8 + 4 * kv_width(cfg) + 4 * cfg.heads + 6 * f)
@@ -295,7 +296,7 @@ def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
     rope, message = 8 * cfg.seq // cfg.cp * (d // cfg.heads), 0 if last else 2 * n * d
     sums = 4 * N if cfg.microbatches > 1 or by.accumulates else 0
     always = 2 * N + 12 * N // shards + 16 * tokens(cfg) + rope + 2**26  # ids and targets, cuBLAS's workspace
-    # other micro-batches in flight: at the first backward, which makes the sums, and at the second, which has them all
+    # The first backward allocates the sums; from the second on one micro-batch fewer is in flight. Chunks are alike.
     own = layers / cfg.chunks * kept
     m, rest = cfg.microbatches * cfg.chunks, own + message + rope
     first_flying, flying = (max(0, min(ahead(cfg, stage), some - 1)) * rest for some in (m, m - cfg.chunks))
@@ -351,7 +352,7 @@ def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tupl
 
 
 def ring(cfg: Config, by: Trainer, size: float, ranks: int, stride: int, all_to_all: bool = False) -> float:
-    """Seconds in which `ranks` ranks, `stride` apart, all-gather or reduce-scatter size bytes, or send so many to all.
+    """Seconds in which `ranks` ranks, `stride` apart, all-gather, reduce-scatter or exchange (all_to_all) size bytes.
 
     A ring between nodes has the network cards of all its ranks on a node, and its ranks - 1 steps each wait for the
     slowest link; an all-to-all sends all that is for other nodes through a rank's own card.
@@ -470,8 +471,8 @@ def simulate(seconds: list[tuple[float, ...]], transfer: float, cfg: Config, mic
 
 
 def end(seconds: list[tuple[float, ...]], transfer: float, cfg: Config, hidden: bool) -> float:
-    """Simulate; beyond four micro-batches per rank of pp, each takes as long as those simulated last."""
-    most, fewer = min(cfg.microbatches, 4 * cfg.pp), 3 * cfg.pp
+    """Simulate, of a long step its first micro-batches alone: the others take as long as the last of these."""
+    most, fewer = min(cfg.microbatches, 8 * cfg.pp), 7 * cfg.pp  # with chunks the pace settles late
     found = simulate(seconds, transfer, cfg, most, hidden)
     if cfg.microbatches > most:
         each = (found - simulate(seconds, transfer, cfg, fewer, hidden)) / (most - fewer)
@@ -482,18 +483,19 @@ def end(seconds: list[tuple[float, ...]], transfer: float, cfg: Config, hidden: 
 def added_by_shards(cfg: Config, by: Trainer, units: list[int], forward: float, backward: float) -> float:
     """Seconds that a step of ZeRO-3 or HSDP takes longer than its compute.
 
-    In each micro-batch weights are gathered twice and gradients reduced, beside forward and backward. Groups of HSDP
-    add up their fp32 shards beside the last backward.
+    In each micro-batch weights are gathered beside forward and again beside backward, except those of the last two
+    units, which are still there, and of the embedding; and gradients are reduced. With the last micro-batch the groups
+    of HSDP add up their fp32 shards.
     """
-    gather = sum(ring(cfg, by, 2 * unit, cfg.shard, 1) for unit in units)
-    reduce = sum(ring(cfg, by, 2 * unit, cfg.shard, 1, True) for unit in units)
-    each = beside(forward, gather) + beside(backward, gather + reduce)
+    gather, again = (sum(ring(cfg, by, 2 * unit, cfg.shard, 1) for unit in some) for some in (units, units[1:-2]))
+    again += sum(ring(cfg, by, 2 * unit, cfg.shard, 1, True) for unit in units)
     groups = sum(2 * ring(cfg, by, 4 * unit / cfg.shard, cfg.dp // cfg.shard, cfg.shard) for unit in units)
-    return cfg.microbatches * each + beside(backward, groups)
+    last = beside(forward, gather) + beside(backward, again + groups)
+    return (cfg.microbatches - 1) * (beside(forward, gather) + beside(backward, again)) + last
 
 
 def step_time(cfg: Config, by: Trainer) -> Step:
-    """Predict a step. dp and pp are what a step takes less without ZeRO's traffic, and then without messages."""
+    """Predict a step."""
     m, shards, parts, busy, zero = cfg.microbatches, cfg.dp * cfg.cp, stages(cfg, by), [], []
     times = times_of(cfg, by, parts)
     for kinds, units in zip(times, parts):
@@ -511,7 +513,8 @@ def step_time(cfg: Config, by: Trainer) -> Step:
     alone = end([(*both, 0, 0) for both in busy], 0, cfg, by.hidden) if cfg.pp > 1 else local
     if cfg.shard > 1:
         whole = local + added_by_shards(cfg, by, parts[0], *busy[0])
-    optimizer = [(46 / shards if by.zero else 40) * sum(units) / MEMORY_RATE[cfg.gpu] for units in parts]
+    held_by = max(1, shards if cfg.shard < 2 else cfg.shard)
+    optimizer = [(46 / held_by if by.zero else 40) * sum(units) / MEMORY_RATE[cfg.gpu] for units in parts]
     mean = {kind: m * sum(sum(kinds[kind]) for kinds in times) / cfg.pp for kind in times[0]}
     bubble = max(0, alone - sum(mean.values()))
     return Step(**mean, dp=whole - local, pp=local - alone, optimizer=max(optimizer) + HOST, bubble=bubble)
@@ -537,11 +540,12 @@ def predict(cfg: Config, by: Trainer) -> Plan:
 
 def divisors(n: int) -> list[int]:
     """Divisors of n, rising."""
-    return [i for i in range(1, n + 1) if n % i == 0]
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)})
 
 
 def cuts(cfg: Config) -> list[Config]:
-    """All ways to cut the model over the GPUs that train.py accepts, each with one sequence per micro-batch."""
+    """Ways to cut the model over the GPUs that train.py, zero3.py or hsdp.py accept, one sequence per micro-batch."""
     found = []
     for tp, cp, pp in itertools.product(divisors(cfg.gpus), repeat=3):
         dp, left = divmod(cfg.gpus, tp * cp * pp)
@@ -551,16 +555,17 @@ def cuts(cfg: Config) -> list[Config]:
         if not uneven and given:
             m = max(1, cfg.batch // dp)
             sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, microbatches=m, batch=m * dp)
-            shards = {1, dp, min(dp, cfg.gpus_per_node)} if tp == cp == pp == 1 else {1}
-            for shard in shards & ({cfg.shard} if cfg.shard else shards):
-                for chunks in [cfg.chunks or 1] if pp == 1 else [cfg.chunks] if cfg.chunks else CHUNKS:
-                    if pp * chunks <= cfg.layers:
-                        found.append(replace(cfg, **sizes, shard=shard, chunks=chunks))
+            alone = tp == cp == pp == 1
+            shards = {cfg.shard} if cfg.shard else {1, dp, min(dp, cfg.gpus_per_node)} if alone else {1}
+            chunks = [cfg.chunks] if cfg.chunks else [1] if pp == 1 else CHUNKS
+            for shard, stages in itertools.product(shards, chunks):
+                if (shard == 1 or alone and dp % shard == 0) and (stages == 1 or pp > 1 and pp * stages <= cfg.layers):
+                    found.append(replace(cfg, **sizes, shard=shard, chunks=stages))
     return found
 
 
 def least(cfg: Config, by: Trainer) -> float:
-    """Seconds that a step takes at least: before and after a rank's own work a micro-batch passes all earlier ones."""
+    """Lower bound of a step: a micro-batch passes all earlier ranks, one rank works, the last gradient goes back."""
     busy = [sum(sum(both) for both in times.values()) for times in times_of(cfg, by, stages(cfg, by))]
     passed = (before / cfg.chunks for before in itertools.accumulate([0, *busy]))
     return max(before + cfg.microbatches * own for before, own in zip(passed, busy))
@@ -569,10 +574,12 @@ def least(cfg: Config, by: Trainer) -> float:
 def plans(cfg: Config, by: Trainer, keep: int = 0) -> tuple[list[Plan], str]:
     """Take the playbook's three steps: what fits, what makes the batch, what is fastest. Return the fastest first.
 
-    keep: leave out what cannot be among so many.
+    keep: skip layouts whose lower bound is above the keep-th best; 0: none.
     """
     limit, every, rows, totals = cfg.memory or USABLE[cfg.gpu], cuts(cfg), [], []
-    fit = [one for one in every if most_memory(one, by) <= limit]
+    # with one sequence per micro-batch, or all at once, which needs no fp32 sums
+    least_memory = ((one, [replace(one, microbatches=m) for m in {one.microbatches, 1}]) for one in every)
+    fit = [one for one, some in least_memory if min(most_memory(each, by) for each in some) <= limit]
     reach = [replace(one, batch=cfg.batch) for one in fit if cfg.batch % one.dp == 0]
     wanted = [m for m in divisors(cfg.batch) if cfg.microbatches in (0, m)]
     found = [replace(one, microbatches=m) for one in reach for m in wanted if cfg.batch // one.dp % m == 0]
@@ -582,8 +589,8 @@ def plans(cfg: Config, by: Trainer, keep: int = 0) -> tuple[list[Plan], str]:
         if not keep or len(totals) < keep or floor < totals[keep - 1]:
             rows.append(predict(one, by))
             bisect.insort(totals, rows[-1].step.total())
-    steps = f"{len(every)} layouts. 1: {len(fit)} fit in {limit:g} GiB with one sequence per micro-batch. 2: "
-    steps += f"{len(reach)} make the batch, with {len(found)} choices of micro-batches that fit. 3: the fastest:"
+    steps = f"{len(every)} layouts have the sizes asked for. 1: {len(fit)} fit in {limit:g} GiB. 2: "
+    steps += f"{len(reach)} make the batch, with {len(found)} choices of micro-batches that fit"
     return sorted(rows, key=lambda row: row.step.total()), steps
 
 
@@ -613,7 +620,8 @@ def runs_of(file: str) -> list[dict[str, str]]:
             except (TypeError, ValueError):
                 valid = False
             if not valid:
-                wanted = f"one of {', '.join(sorted(known))}" if name == "model" else "a number > 0"
+                wanted = "0 or 1" if name == "zero" else f"a {'whole ' * (kind is int)}number > 0"
+                wanted = f"one of {', '.join(sorted(known))}" if name == "model" else wanted
                 raise SystemExit(f"--measured {file}: line {number}: {name} {row[name]}: must be {wanted}")
         if math.prod(int(row[axis]) for axis in ("dp", "tp", "pp")) != 8 * int(row["nodes"]) or int(row["zero"]) > 1:
             raise SystemExit(f"--measured {file}: line {number}: dp·tp·pp must be 8 per node, and zero 0 or 1")
@@ -722,7 +730,7 @@ def llama() -> list[tuple[Plan, float, int]]:
     found, by = [], Trainer(all_to_all=False, sent=4)
     for dp, cp, tp, pp, m, seq, mfu in LLAMA:
         layout = dict(dp=dp, cp=cp, tp=tp, pp=pp, chunks=8, microbatches=m)
-        sizes = dict(preset="llama3_405b", gpus=dp * cp * tp * pp, batch=dp * m, seq=seq)
+        sizes = dict(preset="llama3_405b", shard=1, gpus=dp * cp * tp * pp, batch=dp * m, seq=seq)
         plan = predict(Config(**PRESETS["llama3_405b"], **sizes, **layout), by)
         masked = 6 * plan.cfg.layers * plan.cfg.dim * seq
         found.append((plan, plan.mfu * (1 + masked / flops_per_token(plan.cfg)), mfu))
@@ -748,33 +756,39 @@ def scale() -> tuple[str, list[Plan]]:
 
 
 # -------------------------------------------------------------------------------------------------------------- main
+def zero_of(cfg: Config) -> str:
+    """How the ranks of dp share the model."""
+    return "ZeRO-1" if cfg.shard < 2 else "ZeRO-3" if cfg.shard == cfg.dp else f"HSDP-{cfg.shard}"
+
+
 def shape(cfg: Config) -> str:
     """The layout in words."""
     sizes = " ".join(f"{axis} {getattr(cfg, axis)}" for axis in AXES if getattr(cfg, axis) > 1)
-    sizes += f" in {cfg.chunks} chunks" * (cfg.chunks > 1) + f" shard {cfg.shard}" * (cfg.shard > 1)
+    sizes += f" in {cfg.chunks} chunks" * (cfg.chunks > 1) + f" {zero_of(cfg)}" * (cfg.shard > 1)
     return f"{sizes or 'one GPU'}, {cfg.microbatches} micro-batch{'es' * (cfg.microbatches > 1)}"
 
 
 def table(rows: list[Plan], several: bool = False) -> str:
     """One line per layout, and per run if there are several."""
-    head = "   dp shard   cp   tp   pp chunks micro-batches |   GiB | ms: step" + "".join(
-        f"{f.name:>10}" for f in fields(Step)
-    )
+    head = "   dp   ZeRO   cp   tp   pp chunks micro-batches |   GiB | ms: step"
+    head += "".join(f"{f.name:>10}" for f in fields(Step))
     lines = [f"{'model         GPUs  batch |' * several}{head} | tokens/s/GPU    MFU"]
     for row in rows:
         c, parts = row.cfg, "".join(f"{seconds * 1e3:>10,.0f}" for seconds in asdict(row.step).values())
         line = f"{c.preset:11}{c.gpus:>7,}{c.batch:>7,} |" * several
-        line += (
-            f"{c.dp:>5}{c.shard:>6}{c.cp:>5}{c.tp:>5}{c.pp:>5}{c.chunks:>7}{c.microbatches:>14} |{row.memory:>6.1f} |"
+        line += f"{c.dp:>5} {zero_of(c):>6}{c.cp:>5}{c.tp:>5}{c.pp:>5}{c.chunks:>7}{c.microbatches:>14}"
+        lines.append(
+            f"{line} |{row.memory:>6.1f} |{row.step.total() * 1e3:>9,.0f}{parts} |{row.tokens:>13,.0f}{row.mfu:>7.1%}"
         )
-        lines.append(f"{line}{row.step.total() * 1e3:>9,.0f}{parts} |{row.tokens:>13,.0f}{row.mfu:>7.1%}")
     return "\n".join(lines)
 
 
 def reason(rows: list[Plan]) -> str:
     """What bounds the fastest layout, what the fastest of another cut loses to it, and which are as fast, perhaps."""
     best, names = rows[0], {axis: f"{word} parallelism's communication" for axis, word in AXES.items()}
-    names |= dict(bubble="the pipeline's bubble", compute="less efficient compute", optimizer="the optimizer")
+    names |= dict(
+        bubble="the pipeline's bubble", compute="less efficient compute", optimizer="the optimizer and the host"
+    )
     parts, total = asdict(best.step), best.step.total()
     loss = max(parts, key=lambda kind: (kind != "compute") * parts[kind])
     text = f"Best: {shape(best.cfg)}. It computes for {parts['compute'] / total:.0%} of the step, and loses most, "
@@ -789,9 +803,9 @@ def reason(rows: list[Plan]) -> str:
             break
     if len(near := ties(rows)) > 1:
         text += (
-            f" {len(near)} of these are within {ERROR:.0%}, the error of such predictions; the one cut along the fewest"
+            f" The first {len(near)} are within {ERROR:.0%}, the error of such predictions; cut along the fewest axes"
         )
-        text += f" axes: {shape(simplest(rows).cfg)}."
+        text += f" is {shape(simplest(rows).cfg)}."
     return text
 
 
@@ -880,10 +894,9 @@ def draw_measured(found: list[tuple[Plan, float, float]], left: pyplot.Axes, rig
     marks |= {(8, 32): ("+", "#5fa457", "16 and 32"), (32, 1e9): ("^", "#d64541", "64")}
     for (above, most), (mark, color, label) in marks.items():
         some = [run for run in found if above < run[0].cfg.gpus / run[0].cfg.gpus_per_node <= most]
-        for axes, pairs in (
-            (left, [(tokens, plan.tokens) for plan, tokens, _ in some]),
-            (right, [(gb, plan.memory * GIB / 1e9) for plan, _, gb in some]),
-        ):
+        speeds = [(tokens, plan.tokens) for plan, tokens, _ in some]
+        sizes = [(gb, plan.memory * GIB / 1e9) for plan, _, gb in some]
+        for axes, pairs in ((left, speeds), (right, sizes)) if some else ():
             axes.scatter(*zip(*pairs), 16, color, marker=mark, linewidths=0.7, alpha=0.7, label=label)
     for axes, what in ((left, "tokens/s/GPU"), (right, "GB of the fullest GPU")):
         axes.axline((100, 100), slope=1, color="#888888", linewidth=0.8)
@@ -923,7 +936,12 @@ def check(cfg: Config) -> None:
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (gpus > each and gpus % each, f"--gpus {gpus}: must be a multiple of --gpus_per_node {each}"),
+        (cfg.shard and gpus % cfg.shard, f"--shard {cfg.shard}: must divide --gpus {gpus}"),
+        (cfg.tied, "--tied: no recipe of 08_4d ties its embeddings"),
+        (cfg.layers > 10_000, f"--layers {cfg.layers}: must be at most 10000"),
         (cfg.draw and not cfg.draw.endswith(".svg"), f"--draw {cfg.draw}: must end in .svg"),
+        (not os.path.isdir(os.path.dirname(cfg.draw) or "."), f"--draw {cfg.draw}: there is no such folder"),
+        (cfg.draw and cfg.playbook, f"--draw {cfg.draw}: --playbook has no picture"),
     ]
     for wrong, problem in problems:
         if wrong:
@@ -942,11 +960,9 @@ def main() -> None:
         print(text)
         return draw(rows, cfg.draw, draw_scale, 1) if cfg.draw else None
     rows, steps = plans(cfg, Trainer(), 0 if cfg.draw else max(cfg.top, 12))
-    print(f"{cfg.preset}, {cfg.gpus} x {cfg.gpu}, {cfg.batch} sequences of {cfg.seq} tokens: {steps}")
+    print(f"{cfg.preset}, {cfg.gpus} x {cfg.gpu}, {cfg.batch} sequences of {cfg.seq} tokens: {steps}.")
     if not rows:
-        raise SystemExit(
-            f"--gpus {cfg.gpus}: no layout of this model has the sizes asked for, fits and makes the batch"
-        )
+        raise SystemExit(f"--gpus {cfg.gpus}: {steps}")
     print(table(rows[: cfg.top]), reason(rows), sep="\n")
     print(*dict.fromkeys(command(row.cfg) for row in (rows[0], simplest(rows))), sep="\n")
     if cfg.draw:
