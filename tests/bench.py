@@ -2,10 +2,10 @@
 
     python tests/bench.py [SUITE ...] [--rounds 2]      all suites that fit the GPUs, or those named
 
-Each line is a run of its own, with a warm-up that does not count; the lines of a suite take turns for as many rounds as
-asked, so that a GPU that grows warm slows all of them. What is measured is stored after every round. A recipe of one
-process in a suite for several GPUs runs on each of them at once, and the slowest counts: what ranks that wait for each
-other cannot surpass.
+Each line is a run of its own, with a warm-up that does not count; the lines of a suite take turns in random order, for
+as many rounds as asked, so that a GPU that grows warm slows all of them. What is measured is stored after every round.
+A recipe of one process in a suite for several GPUs runs on each of them at once, and the slowest counts: what ranks
+that wait for each other cannot surpass.
 
 `blocks` measures forward and backward of the model's blocks alone, with CUDA events, on what a step gives the first.
 `idle` runs a pipeline recipe with CUDA events around every operation: the share of the time in which a stage computes
@@ -31,6 +31,7 @@ import itertools
 import json
 import math
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -794,7 +795,7 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
     command = f"python tests/bench.py {suite} --rounds {rounds}" + (f" --gpus {gpus}" if gpus != usual else "")
     result = {**where(gpus), "command": command, "alike": alike, "rows": rows}
     for turn in range(rounds):
-        for row in rows:
+        for row in random.Random(turn).sample(rows, len(rows)):
             row["rounds"].append(run(row["file"], row["flags"], gpus))
             print(f"round {turn + 1}  {row['file']:45} {row['rounds'][-1]}", flush=True)
         yield result
