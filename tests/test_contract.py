@@ -15,8 +15,8 @@ def kept() -> list:
     """What is tried: each promise of each recipe, but large values only where attention, matmuls or the loss are cut,
     bfloat16 where nothing is in fewer bits, and divergence once for each way to sum the loss.
 
-    The plain run asks library twins, which start slowly, for gradients and training alone, and for bfloat16 only the
-    first recipes of a folder, and those that add up in a way of their own.
+    The plain run asks library twins, which start slowly, for gradients alone, and for bfloat16 and large values only
+    the first recipes of a folder, and those that add up in a way of their own.
     """
     pairs = [(promise, recipe) for promise in contract.CHECKS for recipe in TRAINING]
     pairs = [(p, r) for p, r in pairs if p != "large_values" or r[:2] in ("04", "05") or r in LARGE_TOO]
@@ -27,9 +27,13 @@ def kept() -> list:
     low |= {"03_zero/zero1_masters.py", "03_zero/zero3.py", "07_expert/expert_parallel.py"}
     low |= {f"05_context_ring/{name}.py" for name in ("all_gather_kv", "zigzag", "usp")}
     low |= {f"08_4d/{name}.py" for name in ("train", "moe")}
+    large = {f"04_tensor_sequence/{name}.py" for name in ("vocab_parallel", "async_tensor_parallel")}
+    large |= {f"05_context_ring/{name}.py" for name in ("blockwise", "zigzag", "usp")}
     later = [
         p in contract.THOROUGH
-        or (is_twin(r) and p not in ("gradient", "training"))
+        or (is_twin(r) and p != "gradient")
+        or (p == "run" and r == KERNELS)  # interpreted
+        or (p == "large_values" and r[:2] in ("04", "05") and r not in large)
         or (p == "bfloat16" and r[:2] in ("02", "03", "05", "06", "07", "08") and r not in low)
         for p, r in pairs
     ]
