@@ -22,6 +22,7 @@ import math
 import os
 import statistics
 import sys
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -455,12 +456,12 @@ def simulate(seconds: list[tuple[float, ...]], transfer: float, cfg: Config, mic
             if 0 <= source <= last and (op, i, source) not in ends:
                 break  # the rank that has it wakes this one
             start = max(free[rank], ends.get((op, i, source), -transfer) + transfer)
-            time = forward[rank] if forwards else backward[rank]
+            takes = forward[rank] if forwards else backward[rank]
             if forwards and i == 0 and (wait := gather[rank] * (chunk + 1) - start) > 0:
-                time += beside(time, wait) if hidden else wait
-            ends[op, i, stage] = free[rank] = start + time
+                takes += beside(takes, wait) if hidden else wait
+            ends[op, i, stage] = free[rank] = start + takes
             if not forwards and i == microbatches - 1:  # reductions run on while the rank does, and slow it down:
-                slower = hidden * CONTENTION * min(time, reduce[rank])
+                slower = hidden * CONTENTION * min(takes, reduce[rank])
                 free[rank] += slower
                 ends[op, i, stage] += slower * (cfg.chunks == 1)  # this backward, or those of other chunks after it
                 reduced[rank] = max(reduced[rank], start if hidden else free[rank]) + reduce[rank]
@@ -585,10 +586,13 @@ def plans(cfg: Config, by: Trainer, keep: int = 0) -> tuple[list[Plan], str]:
     found = [replace(one, microbatches=m) for one in reach for m in wanted if cfg.batch // one.dp % m == 0]
     found = [one for one in found if one.chunks == 1 or one.microbatches % one.pp == 0]
     found = [one for one in found if tokens(one) % one.tp == 0 and most_memory(one, by) <= limit]
-    for floor, _, one in sorted((keep and least(one, by), i, one) for i, one in enumerate(found)):
+    begun, watched = time.monotonic(), sys.stderr.isatty()
+    for done, (floor, _, one) in enumerate(sorted((keep and least(one, by), i, one) for i, one in enumerate(found))):
         if not keep or len(totals) < keep or floor < totals[keep - 1]:
             rows.append(predict(one, by))
             bisect.insort(totals, rows[-1].step.total())
+            if watched and time.monotonic() - begun > 2:
+                print(f"{done:,} of {len(found):,} layouts on {cfg.gpus:,} GPUs", end="\r", file=sys.stderr)
     steps = f"{len(every)} layouts have the sizes asked for. 1: {len(fit)} fit in {limit:g} GiB. 2: "
     steps += f"{len(reach)} make the batch, with {len(found)} choices of micro-batches that fit"
     return sorted(rows, key=lambda row: row.step.total()), steps
