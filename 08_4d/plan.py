@@ -78,10 +78,11 @@ FULL = 7.6e10
 FRAGMENTS = 3e8
 HELD = {1: 45, 2: 0}
 COPIES = 9
-# The playbook's models (8.5): no grouped queries; the two small ones tie their embedding and head.
+# The playbook's models (8.5): no grouped queries; the first two tie their embedding and head.
+TIED = "1.34B", "3.57B"
 BOOK = {
-    "1.34B": dict(tied=True, layers=16, dim=2048, heads=32, kv_heads=32, ffn=8192),
-    "3.57B": dict(tied=True, layers=28, dim=3072, heads=32, kv_heads=32, ffn=8192),
+    "1.34B": dict(layers=16, dim=2048, heads=32, kv_heads=32, ffn=8192),
+    "3.57B": dict(layers=28, dim=3072, heads=32, kv_heads=32, ffn=8192),
     "8.86B": dict(layers=32, dim=4096, heads=32, kv_heads=32, ffn=14336),
     "80B": dict(layers=80, dim=8192, heads=64, kv_heads=64, ffn=28672),
 }
@@ -121,7 +122,6 @@ class Config:
     kv_heads: int = 4
     ffn: int = 384
     vocab: int = 256
-    tied: bool = False  # embedding and head are one matrix: a single stage holds it once
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
     gpus: int = 8
@@ -159,6 +159,7 @@ class Trainer:
     stall: float = 0  # seconds that each message of a crawling pipeline costs both stages
     hidden: bool = True  # ZeRO's collectives overlap with compute
     eager: bool = False  # not compiled: norms and SwiGLU keep more for backward, the loss has fp32 logits
+    tied: bool = False  # embedding and head are one matrix: a single stage holds it once
     shares: bool = False  # a stage takes blocks until it has its share of the weights, see equal_shares
     held: bool = False  # memory waits for NCCL's stream, and ZeRO copies, see HELD and COPIES
 
@@ -233,7 +234,7 @@ def equal_shares(cfg: Config, stages: int) -> list[range]:
 def stages(cfg: Config, by: Trainer) -> list[list[int]]:
     """Elements of the units of every rank of pp, as ZeRO gathers them: embedding, blocks, norm and head."""
     table, block, last = -(-cfg.vocab // cfg.tp) * cfg.dim, matrices(cfg) + 2 * cfg.dim, cfg.pp - 1
-    head = cfg.dim + table * (cfg.pp > 1 or not cfg.tied)
+    head = cfg.dim + table * (cfg.pp > 1 or not by.tied)
     chunks = cfg.chunks if cfg.pp * cfg.chunks <= cfg.layers else 1  # Llama 3's first and last chunk have no block
     counts = [len(layers) for layers in (equal_shares if by.shares else split_layers)(cfg, cfg.pp * chunks)]
     return [
@@ -266,11 +267,8 @@ def memory_of_shards(cfg: Config) -> int:
     d, f, table, block, n = cfg.dim, cfg.ffn, cfg.vocab * cfg.dim, matrices(cfg) + 2 * cfg.dim, tokens(cfg)
     kept = n * (12 * d + 8 + 4 * kv_width(cfg) + 4 * cfg.heads + 6 * f)
     rope, logits, norm = 8 * cfg.seq * (d // cfg.heads), 2 * n * cfg.vocab, n * (10 * d + 4)
-    shard, several = (2 * table + cfg.layers * block) // cfg.shard, cfg.microbatches > 1
-    shards, done = (
-        (16 if several else 12) * shard,
-        0 if several else 4 * shard,
-    )  # gradients come with the first backward
+    shard = (2 * table + cfg.layers * block) // cfg.shard
+    done = 0 if cfg.microbatches > 1 else 4 * shard  # gradients, which come with the first backward
     wide = n * (2 * d + 2 * f) + 2 * d * f
     moments = {
         "loss": cfg.layers * kept + norm + 2 * logits + 2 * (table + block),
@@ -279,7 +277,7 @@ def memory_of_shards(cfg: Config) -> int:
         "first block": done + kept + wide + 4 * block + 8 * block,
         "embedding": done + 6 * table + 4 * block,
     }
-    return shards + 16 * n + rope + 2**26 + max(moments.values())
+    return 16 * shard - done + 16 * n + rope + 2**26 + max(moments.values())
 
 
 def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
@@ -288,7 +286,8 @@ def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
     Always: 2N of bf16 weights, 12N/(dp·cp) of fp32 masters and moments. Each micro-batch in flight keeps of a block x,
     two normalised inputs, o_proj's output, q, k, v, o, gate, up and their product, each 1/tp. With several
     micro-batches 4N of fp32 sums. Beside these come at the loss the logits and their gradient, in a block's backward
-    the gradients of gate, up and down_proj and of units that ZeRO is reducing, and at the optimizer the shard's.
+    the gradients of gate, up and down_proj and of units that ZeRO is reducing, and at the optimizer the shard's. What
+    nanotron's allocator and ZeRO need more is fitted: FRAGMENTS, HELD, COPIES.
     """
     d, f, table = cfg.dim, cfg.ffn, -(-cfg.vocab // cfg.tp) * cfg.dim
     first, last, shards = stage == 0, stage == cfg.pp - 1, cfg.dp * cfg.cp if by.zero else 1
@@ -514,8 +513,8 @@ def step_time(cfg: Config, by: Trainer) -> Step:
     alone = end([(*both, 0, 0) for both in busy], 0, cfg, by.hidden) if cfg.pp > 1 else local
     if cfg.shard > 1:
         whole = local + added_by_shards(cfg, by, parts[0], *busy[0])
-    held_by = max(1, shards if cfg.shard < 2 else cfg.shard)
-    optimizer = [(46 / held_by if by.zero else 40) * sum(units) / MEMORY_RATE[cfg.gpu] for units in parts]
+    owners = cfg.shard if cfg.shard > 1 else shards  # ranks that update the same weights together
+    optimizer = [(46 / owners if by.zero else 40) * sum(units) / MEMORY_RATE[cfg.gpu] for units in parts]
     mean = {kind: m * sum(sum(kinds[kind]) for kinds in times) / cfg.pp for kind in times[0]}
     bubble = max(0, alone - sum(mean.values()))
     return Step(**mean, dp=whole - local, pp=local - alone, optimizer=max(optimizer) + HOST, bubble=bubble)
@@ -598,13 +597,15 @@ def plans(cfg: Config, by: Trainer, keep: int = 0) -> tuple[list[Plan], str]:
     return sorted(rows, key=lambda row: row.step.total()), steps
 
 
-def nanotron(zero: int) -> Trainer:
-    """The playbook's program: eager, fp32 gradients, async tensor parallelism, no all-to-all, ZeRO-1 beside nothing.
+def nanotron(zero: int, model: str = "") -> Trainer:
+    """The playbook's program with one of its models.
 
+    It is eager, with fp32 gradients, async tensor parallelism, no all-to-all, and ZeRO-1 beside nothing.
     hop: its all-gathers of 256 MB (5.1) take 1.0 ms on 8 ranks and 23 ms on 512, 43 us more for each.
     """
     by = Trainer(SPEED, 43e-6, bool(zero), accumulates=True, sent=4, all_to_all=False, async_tp=True, eager=True)
-    return replace(by, launch=LAUNCH, crowded=CROWDED, stall=STALL, hidden=not zero, shares=True, held=True)
+    by = replace(by, launch=LAUNCH, crowded=CROWDED, stall=STALL, hidden=not zero)
+    return replace(by, tied=model in TIED, shares=True, held=True)
 
 
 def runs_of(file: str) -> list[dict[str, str]]:
@@ -640,7 +641,7 @@ def measured(rows: list[dict[str, str]]) -> list[tuple[Plan, float, float]]:
         model = {**BOOK[row["model"]], "vocab": 131072} if row["model"] in BOOK else PRESETS[row["model"]]
         cfg = Config(**model, seq=4096, cp=1, chunks=1, gpus=8 * int(row["nodes"]), **sizes)
         cfg = replace(cfg, batch=cfg.dp * cfg.microbatches * int(row["micro_batch_size"]))
-        plan = predict(cfg, nanotron(int(row["zero"])))
+        plan = predict(cfg, nanotron(int(row["zero"]), row["model"]))
         found.append((plan, float(row["tokens_per_s_per_gpu"]), float(row["gpu_memory_GB"])))
     return found
 
@@ -691,8 +692,8 @@ def cells() -> list[tuple[Plan, int, Plan, int, str, float, float]]:
         nodes, name, gb, *sizes, zero, measured = cell.split()
         dp, tp, pp, m, _ = map(int, sizes)
         cfg = Config(**BOOK[name], vocab=131072, seq=4096, batch=256, gpus=8 * int(nodes), cp=1, chunks=1, shard=1)
-        book = predict(replace(cfg, dp=dp, tp=tp, pp=pp, microbatches=m), nanotron(int(zero)))
-        best = [(rows[0], zero) for zero in (0, 1) if (rows := plans(cfg, nanotron(zero), keep=1)[0])]
+        book = predict(replace(cfg, dp=dp, tp=tp, pp=pp, microbatches=m), nanotron(int(zero), name))
+        best = [(rows[0], zero) for zero in (0, 1) if (rows := plans(cfg, nanotron(zero, name), keep=1)[0])]
         ours = max(best, key=lambda pair: pair[0].tokens)
         found.append((*ours, book, int(zero), name, float(gb), float(measured)))
     return found
@@ -788,7 +789,7 @@ def table(rows: list[Plan], several: bool = False) -> str:
 
 
 def reason(rows: list[Plan]) -> str:
-    """What bounds the fastest layout, what the fastest of another cut loses to it, and which are as fast, perhaps."""
+    """Explain the first row: what bounds it, what the fastest of another cut loses to it, how many are as fast."""
     best, names = rows[0], {axis: f"{word} parallelism's communication" for axis, word in AXES.items()}
     names |= dict(
         bubble="the pipeline's bubble", compute="less efficient compute", optimizer="the optimizer and the host"
@@ -814,14 +815,15 @@ def reason(rows: list[Plan]) -> str:
 
 
 def ties(rows: list[Plan]) -> list[Plan]:
-    """Those that may be the fastest, for all that is known."""
+    """Return the rows that are as fast as the first within the error of predictions."""
     return [row for row in rows if row.step.total() < (1 + ERROR) * rows[0].step.total()]
 
 
 def simplest(rows: list[Plan]) -> Plan:
-    """Of those that may be the fastest, one that is cut along the fewest axes."""
-    axes = [sum(getattr(row.cfg, size) > 1 for size in (*AXES, "chunks", "shard")) for row in ties(rows)]
-    return rows[axes.index(min(axes))]
+    """Return the one of these that is cut along the fewest axes, without a pipeline if there is a choice."""
+    sizes = [[getattr(row.cfg, name) > 1 for name in (*AXES, "chunks", "shard")] for row in ties(rows)]
+    ranks = [(sum(cut), row.cfg.pp > 1) for cut, row in zip(sizes, rows)]
+    return rows[ranks.index(min(ranks))]
 
 
 def command(cfg: Config) -> str:
@@ -941,7 +943,6 @@ def check(cfg: Config) -> None:
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (gpus > each and gpus % each, f"--gpus {gpus}: must be a multiple of --gpus_per_node {each}"),
         (cfg.shard and gpus % cfg.shard, f"--shard {cfg.shard}: must divide --gpus {gpus}"),
-        (cfg.tied, "--tied: no recipe of 08_4d ties its embeddings"),
         (cfg.layers > 10_000, f"--layers {cfg.layers}: must be at most 10000"),
         (cfg.draw and not cfg.draw.endswith(".svg"), f"--draw {cfg.draw}: must end in .svg"),
         (not os.path.isdir(os.path.dirname(cfg.draw) or "."), f"--draw {cfg.draw}: there is no such folder"),

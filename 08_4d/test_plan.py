@@ -153,12 +153,13 @@ def test_micro_batches_in_flight():
 def test_tied_embeddings(zero, pp):
     """A single stage has one table less: 2 bytes of weights, 4 of sums, 12 of masters and moments per element."""
     sizes = dict(PLAN.PRESETS["llama3_1b"], seq=4096, dp=1, cp=1, tp=1, pp=pp, chunks=1, batch=4, microbatches=4)
-    tied, not_tied = (first_rank(PLAN.Config(**sizes, tied=tied), PLAN.nanotron(zero)) for tied in (True, False))
+    by = [dataclasses.replace(PLAN.nanotron(zero), tied=tied) for tied in (True, False)]
+    tied, not_tied = (first_rank(PLAN.Config(**sizes), each) for each in by)
     assert not_tied - tied == pytest.approx((pp == 1) * 18 * 128256 * 2048 / 2**30)
 
 
 def test_stages_of_nanotron():
-    """From its code: a stage takes blocks until it has its share of all weights, of which the last has the head's."""
+    """A stage takes blocks until it has its share of all weights, as in nanotron's code; the head's are the last."""
     cfg = PLAN.Config(**PLAN.BOOK["8.86B"], vocab=131072)  # the head weighs 2.2 blocks
     assert [len(layers) for layers in PLAN.equal_shares(cfg, 4)] == [9, 9, 8, 6]
     for name, stages in itertools.product(PLAN.BOOK, (1, 2, 4, 8, 16)):
@@ -333,7 +334,7 @@ def recipe_of(cfg):
 
 
 def typed(module, line):
-    """What a recipe makes of that line."""
+    """Parse that line as the recipe does."""
     with patch.object(sys, "argv", line.split()):
         return module.parse_config()
 
@@ -361,6 +362,18 @@ def test_best_only_finds_the_same():
         rows = PLAN.plans(cfg, by)[0]
         assert len(rows) > 50 and all(PLAN.least(row.cfg, by) <= row.step.total() for row in rows)
         assert [rows[:n] for n in (1, 12)] == [PLAN.plans(cfg, by, n)[0][:n] for n in (1, 12)]
+
+
+def test_the_simplest_of_those_that_may_be_the_fastest():
+    """Of a tiny model many are: the printed one has ranks of dp alone."""
+    rows = PLAN.plans(PLAN.Config(), TRAIN)[0]
+    near = PLAN.ties(rows)
+    assert near == [row for row in rows if row.tokens > rows[0].tokens / 1.05] and 1 < len(near) < len(rows)
+    assert rows[0].cfg.pp > 1 and PLAN.simplest(rows) in near
+    assert [getattr(PLAN.simplest(rows).cfg, size) for size in ("dp", "shard", "cp", "tp", "pp", "chunks")] == [
+        8,
+        *[1] * 5,
+    ]
 
 
 def test_what_fits_with_one_micro_batch_alone():
@@ -436,7 +449,7 @@ def test_measured_runs(tmp_path, monkeypatch, capsys):
     found, _ = compared(tmp_path, monkeypatch, capsys, *6 * [1])
     speeds, sizes = ([float(row[i]) for row in found] for i in (0, 1))
     cfg = PLAN.Config(**PLAN.BOOK["1.34B"], vocab=131072, seq=4096, batch=256, gpus=8, chunks=1)
-    plan = PLAN.predict(dataclasses.replace(cfg, dp=4, cp=1, tp=2, pp=1, microbatches=64), PLAN.nanotron(0))
+    plan = PLAN.predict(dataclasses.replace(cfg, dp=4, cp=1, tp=2, pp=1, microbatches=64), PLAN.nanotron(0, "1.34B"))
     assert speeds[0] == pytest.approx(plan.tokens, abs=0.1) and sizes[0] == pytest.approx(plan.memory * 1.0737, 1e-3)
     a, b, c = zip(speeds, sizes)
     _, said = compared(tmp_path, monkeypatch, capsys, *a, *b, *c)

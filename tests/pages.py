@@ -662,7 +662,7 @@ def layouts() -> str:
 
 
 def measured_runs() -> str:
-    """What plan.py --measured says last, of half of the playbook's runs."""
+    """The summary of plan.py --measured for half of the playbook's runs."""
     return "```\n" + (RESULTS / "measured_runs.txt").read_text() + "```"
 
 
