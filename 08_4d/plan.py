@@ -18,6 +18,7 @@ import argparse
 import bisect
 import csv
 import itertools
+import json
 import math
 import os
 import statistics
@@ -41,22 +42,7 @@ PRESETS = {  # of train.py, and the two larger models of Llama 3.1
     "llama3_70b": dict(layers=80, dim=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256),
     "llama3_405b": dict(layers=126, dim=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256),
 }
-PEAK = 989.5e12  # bf16 FLOPs per second of H100 and H200, as train.py counts MFU
-# GiB that tensors may take: what nvidia-smi shows, less about 2 for CUDA and NCCL, and 4 % for fragments.
-USABLE = {"H100": 74, "H200": 132}
-# Bytes per second: AdamW moves 3.4e12 on an H200 (kernel_steps.json); an H100 as many fewer as its specification has.
-MEMORY_RATE = {"H100": 2.4e12, "H200": 3.4e12}
-# FLOPs per second of matmuls within a step, at the power limit: 740e12 with dim 2048 (kernel_steps.json), less with
-# 4096: what one GPU needs for llama3_8b (suite mixed_llama3_8b) leaves 690e12.
-MATMULS = 720e12
-# FLOPs per second of causal attention, forward and backward, by head size, for long sequences; s tokens reach s/(s+400)
-# of it. A backward has 2.5 times the FLOPs. 64: kernel_steps.json. 128: 6 % below what context_attention has alone.
-ATTENTION = {64: (440e12, 390e12), 128: (590e12, 510e12)}
-# Bytes per second and seconds per collective on NVLink: all-reduce of 1 KiB to 256 MiB, suite collectives.
-NVLINK = 349e9
-NVLINK_LATENCY = 20e-6
-NVLINK_MESSAGE = 135e9  # bytes per second of one send and receive of 16 MiB, the ring of the same suite
-NETWORK = 40e9  # bytes per second and GPU between nodes: 400 Gb/s InfiniBand, of which NCCL reaches about 80 %
+NVLINK_LATENCY = 20e-6  # seconds per collective inside a node: all-reduce of 1 KiB to 256 MiB, suite collectives
 # The share of its time that a collective costs beside a matmul, which lends it SMs: suites zero and zero_8b.
 CONTENTION = 0.5
 # Everyone waits for tensor parallelism's collectives, which begin when the last rank does: 45 of 134 MB on 2 ranks take
@@ -86,6 +72,7 @@ BOOK = {
     "8.86B": dict(layers=32, dim=4096, heads=32, kv_heads=32, ffn=14336),
     "80B": dict(layers=80, dim=8192, heads=64, kv_heads=64, ffn=28672),
 }
+BOOK_RUNS = dict(machine="H100-EFA", zero=1, shard=1, recompute="none", ours=True)
 COLUMNS = "model nodes dp tp pp micro_batches micro_batch_size zero tokens_per_s_per_gpu gpu_memory_GB".split()
 # Its best configurations (8.4): nodes, model, GB, dp, tp, pp, micro-batches, sequences in one, ZeRO, tokens/s/GPU.
 CELLS = """
@@ -100,15 +87,71 @@ CELLS = """
 32   80B 64.21   4  4 16  64 1 1   594 | 64   80B 53.46  32 16  1   4 2 1   343"""
 # Llama 3 405B, table 4: dp, cp, tp, pp, sequences per dp rank, tokens of one, MFU in %.
 LLAMA = [(64, 1, 8, 16, 32, 8192, 43), (128, 1, 8, 16, 16, 8192, 41), (8, 16, 8, 16, 16, 131072, 38)]
+LLAMA_RUNS = dict(zero=2, shard=1, recompute="selective")
 CHUNKS = 1, 2, 4  # stages per rank that are tried
 ERROR = 0.05  # of predicted speeds on one host: most that was measured is within it, all within 7 %
+RECOMPUTE = "none", "selective", "full"  # as 01_single_gpu/train.py, selective_ and activation_checkpointing.py
 AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
 TP_COLORS = "#1f3b5c", "#2c7fb8", "#41b6a6", "#8cbf4a", "#e3a72f", "#d64541", "#7b3f98", "#555555"
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "plan", "axes.spines.top": False, "axes.spines.right": False}
 SCALE = 8, 64, 512, 2048, 8192, 16384  # GPUs of --scale
 COLORS = dict(
-    compute="#5b8db8", tp="#f2b661", cp="#d9c2e9", dp="#a9d6a0", pp="#8c6bb1", optimizer="#c8c8c8", bubble="#e58f65"
+    compute="#5b8db8",
+    recompute="#2f5573",
+    tp="#f2b661",
+    cp="#d9c2e9",
+    dp="#a9d6a0",
+    pp="#8c6bb1",
+    optimizer="#c8c8c8",
+    bubble="#e58f65",
 )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster: what a GPU of it reaches, in bytes and FLOPs per second. --gpus_per_node share a node."""
+
+    peak: float  # bf16 FLOPs by which MFU is counted
+    usable: float  # GiB that tensors may take: nvidia-smi's, less about 2 for CUDA and NCCL, and 4 % for fragments
+    memory: float  # bytes that AdamW moves
+    matmuls: float  # FLOPs of matmuls within a step, at the power limit
+    # FLOPs of causal attention, forward and backward, which has 2.5 times as many, by head size, for long sequences; s
+    # tokens reach s/(s+400) of it
+    attention: dict[int, tuple[float, float]]
+    nvlink: float  # bytes of a collective inside a node
+    pair: float  # bytes of one send and receive of 16 MiB inside a node
+    network: float  # bytes between nodes
+    hop: float  # seconds that a step of a ring between nodes takes
+    pod: int = 2**30  # nodes between which all can send at once
+    oversubscribed: float = 1  # how many times slower each is if all send to another pod at once
+
+
+# Matmuls: 740e12 with dim 2048 (kernel_steps.json), less with 4096: what one GPU needs for llama3_8b leaves 690e12
+# (suite mixed_llama3_8b). Attention: head 64 kernel_steps.json, 128 6 % below what context_attention has alone. NVLink:
+# suite collectives. AdamW: 3.4e12 on an H200 (kernel_steps.json), on an H100 as many fewer as its specification has.
+# Not measured: the network, 400 Gb/s of which NCCL reaches about 80 %, and its latency.
+ATTENTION = {64: (440e12, 390e12), 128: (590e12, 510e12)}
+HOPPER = dict(peak=989.5e12, matmuls=720e12, attention=ATTENTION, nvlink=349e9, pair=135e9, network=40e9, hop=15e-6)
+MACHINES = {
+    "H100": Machine(usable=74, memory=2.4e12, **HOPPER),
+    "H200": Machine(usable=132, memory=3.4e12, **HOPPER),
+    # AWS, where the playbook was measured (5.1): all-gathers of 256 MB take 1.0 ms on 8 ranks and 23 on 512.
+    "H100-EFA": Machine(usable=74, memory=2.4e12, **{**HOPPER, "hop": 43e-6}),
+    # Llama 3's (3.3.1): pods of 3,072 GPUs, between which the network is oversubscribed 1:7.
+    "H100-pods": Machine(usable=74, memory=2.4e12, **HOPPER, pod=384, oversubscribed=7),
+    # 80 GB and 200 Gb/s. Nothing was measured here: each is the share of the specification that an H100 reaches.
+    "A100": Machine(
+        peak=312e12,
+        usable=74,
+        memory=1.46e12,
+        matmuls=227e12,
+        attention={64: (139e12, 123e12), 128: (186e12, 161e12)},
+        nvlink=233e9,
+        pair=90e9,
+        network=20e9,
+        hop=15e-6,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -126,15 +169,18 @@ class Config:
     batch: int = 16  # sequences per step, over all ranks
     gpus: int = 8
     gpus_per_node: int = 8
-    gpu: Literal[tuple(USABLE)] = "H100"
-    memory: float = 0.0  # GiB per GPU that tensors may take; 0: what this GPU has
+    machine: Literal[tuple(MACHINES)] = "H100"
+    memory: float = 0.0  # GiB per GPU that tensors may take; 0: what this machine has
     dp: int = 0  # ranks that split the batch; 0 here and below: whatever is best
     cp: int = 0  # ranks that split every sequence
     tp: int = 0  # ranks that split every block
     pp: int = 0  # ranks that split the layers
     chunks: int = 0  # stages per rank of pp: 1 is 1F1B, more are interleaved
-    shard: int = 0  # ranks that share the weights, where only dp is above 1: 1 is ZeRO-1, dp ZeRO-3, between them HSDP
+    zero: int = 0  # 1: dp·cp ranks share AdamW's state; 2: summed gradients, too; 3: weights, too
+    shard: int = 0  # ranks that share the weights with ZeRO-3; fewer than dp: HSDP
     microbatches: int = 0  # parts of a rank's batch that go through the pipeline one after another
+    recompute: Literal[("any", *RECOMPUTE)] = "any"  # what backward computes again; any: the least that fits
+    ours: bool = False  # only what recipes here can do
     top: int = 12  # rows of the table
     draw: str = ""  # draw the result into this .svg file
     measured: str = ""  # a .csv file of nanotron's runs: append predictions instead, and say how good they are
@@ -147,7 +193,6 @@ class Trainer:
     """What differs between programs that train: train.py has the defaults."""
 
     speed: float = 1  # of compute
-    hop: float = 15e-6  # seconds that a step of a ring between nodes takes
     zero: bool = True  # AdamW's state is sharded over dp·cp
     accumulates: bool = False  # gradients add up in fp32, with one micro-batch, too
     sent: int = 2  # bytes of a gradient on the wire
@@ -172,7 +217,8 @@ FP32_WEIGHTS = Trainer(zero=False, sent=4, all_to_all=False, cast=8)
 class Step:
     """Seconds of a step by what they are spent on; their sum is the step."""
 
-    compute: float  # this, tp and cp: the mean of all stages
+    compute: float  # this and the next three: the mean of all stages
+    recompute: float  # forward once more, with its communication
     tp: float
     cp: float
     dp: float  # what the step takes less without ZeRO's traffic
@@ -259,59 +305,81 @@ def ahead(cfg: Config, rank: int) -> int:
     return (cfg.pp - 1 - rank) * min(cfg.chunks, 2) + (cfg.chunks - 1) * cfg.pp
 
 
+def kept(cfg: Config, eager: bool = False) -> int:
+    """Bytes that a block keeps of a micro-batch, as saved() of 01_single_gpu/memory.py explains."""
+    if cfg.recompute == "full":
+        return tokens(cfg) // cfg.tp * 2 * cfg.dim
+    attention = 4 * cfg.dim + 4 * kv_width(cfg) * cfg.tp + 4 * cfg.heads  # q, o, k, v, log-sum-exp
+    if cfg.recompute == "selective":  # also x, the outputs of o_proj, gate and up, in eager mode of down
+        return tokens(cfg) // cfg.tp * ((6 if eager else 4) * cfg.dim + attention + 4 * cfg.ffn)
+    return tokens(cfg) // cfg.tp * ((16 if eager else 8) * cfg.dim + 8 + attention + (8 if eager else 6) * cfg.ffn)
+
+
+def widest(cfg: Config) -> int:
+    """Bytes that a block's backward takes at its widest moment, the derivative of SwiGLU, beside what it has kept."""
+    d, f, n = cfg.dim, cfg.ffn, tokens(cfg) // cfg.tp
+    if cfg.recompute == "full":
+        return n * (14 * d + 8 + 4 * kv_width(cfg) * cfg.tp + 4 * cfg.heads + 12 * f)
+    if cfg.recompute == "selective":
+        return n * (2 * d + 8 * f)
+    return n * (2 * d + 2 * f) + 2 * d * f // cfg.tp  # and down_proj's gradient
+
+
 def memory_of_shards(cfg: Config) -> int:
     """Bytes of a rank at its fullest moment with ZeRO-3 or HSDP: 03_zero/zero3.py, which has full weights of few units.
 
     These are the head and the last block, which are not gathered again, and two more: one computes, one is gathered.
     """
-    d, f, table, block, n = cfg.dim, cfg.ffn, cfg.vocab * cfg.dim, matrices(cfg) + 2 * cfg.dim, tokens(cfg)
-    kept = n * (12 * d + 8 + 4 * kv_width(cfg) + 4 * cfg.heads + 6 * f)
+    d, table, block, n = cfg.dim, -(-cfg.vocab // cfg.tp) * cfg.dim, matrices(cfg) + 2 * cfg.dim, tokens(cfg) // cfg.tp
+    all_kept, wide = cfg.layers * kept(cfg), widest(cfg)
     rope, logits, norm = 8 * cfg.seq * (d // cfg.heads), 2 * n * cfg.vocab, n * (10 * d + 4)
     shard = (2 * table + cfg.layers * block) // cfg.shard
     done = 0 if cfg.microbatches > 1 else 4 * shard  # gradients, which come with the first backward
-    wide = n * (2 * d + 2 * f) + 2 * d * f
     moments = {
-        "loss": cfg.layers * kept + norm + 2 * logits + 2 * (table + block),
-        "head": cfg.layers * kept + norm + logits + 2 * n * d + 2 * (table + block) + 2 * table,
-        "last block": cfg.layers * kept + wide + 4 * block + 6 * table,
-        "first block": done + kept + wide + 4 * block + 8 * block,
+        "loss": all_kept + norm + 2 * logits + 2 * (table + block),
+        "head": all_kept + norm + logits + 2 * n * d + 2 * (table + block) + 2 * table,
+        "last block": all_kept + wide + 4 * block + 6 * table,
+        "first block": done + kept(cfg) + wide + 4 * block + 8 * block,
         "embedding": done + 6 * table + 4 * block,
     }
-    return 16 * shard - done + 16 * n + rope + 2**26 + max(moments.values())
+    return 16 * shard - done + 16 * tokens(cfg) + rope + 2**26 + max(moments.values())
 
 
 def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
     """Bytes of a rank of pp at its fullest moment, as torch counts them; 01_single_gpu/memory.py says more of each.
 
-    Always: 2N of bf16 weights, 12N/(dp·cp) of fp32 masters and moments. Each micro-batch in flight keeps of a block x,
-    two normalised inputs, o_proj's output, q, k, v, o, gate, up and their product, each 1/tp. With several
-    micro-batches 4N of fp32 sums. Beside these come at the loss the logits and their gradient, in a block's backward
-    the gradients of gate, up and down_proj and of units that ZeRO is reducing, and at the optimizer the shard's. What
-    nanotron's allocator and ZeRO need more is fitted: FRAGMENTS, HELD, COPIES.
+    Always: 2N of bf16 weights, 12N/(dp·cp) of fp32 masters and moments. Each micro-batch in flight keeps what its
+    blocks do. With several micro-batches come 4N of fp32 sums; with ZeRO-2 4N/(dp·cp), and of chunks, of which each is
+    reduced when it has had pp micro-batches, the sums of two. Beside these come at the loss the logits and their
+    gradient, in a block's backward its temporaries and the gradients of units that ZeRO is reducing, and at the
+    optimizer the shard's. What nanotron's allocator and ZeRO need more is fitted: FRAGMENTS, HELD, COPIES.
     """
-    d, f, table = cfg.dim, cfg.ffn, -(-cfg.vocab // cfg.tp) * cfg.dim
+    d, table = cfg.dim, -(-cfg.vocab // cfg.tp) * cfg.dim
     first, last, shards = stage == 0, stage == cfg.pp - 1, cfg.dp * cfg.cp if by.zero else 1
     n, N, block, layers = tokens(cfg) // cfg.tp, sum(units), matrices(cfg) + 2 * d, len(units) - first - last
-    kept = n * (12 * d + 8 + 4 * kv_width(cfg) * cfg.tp + 4 * cfg.heads + 6 * f + by.eager * (8 * d + 2 * f))
-    rope, message = 8 * cfg.seq // cfg.cp * (d // cfg.heads), 0 if last else 2 * n * d
-    sums = 4 * N if cfg.microbatches > 1 or by.accumulates else 0
+    each, rope = kept(cfg, by.eager), 8 * cfg.seq // cfg.cp * (d // cfg.heads)
+    message, several = 0 if last else 2 * n * d, cfg.microbatches > 1 or by.accumulates
+    sums, summed = 4 * N * several, 0
+    if cfg.zero == 2 and several:
+        sums, summed = 4 * N * min(cfg.chunks, 2) // cfg.chunks * (cfg.chunks > 1), 4 * N // shards
+    all_sums = sums + summed
     always = 2 * N + 12 * N // shards + 16 * tokens(cfg) + rope + 2**26  # ids and targets, cuBLAS's workspace
     # The first backward allocates the sums; from the second on one micro-batch fewer is in flight. Chunks are alike.
-    own = layers / cfg.chunks * kept
+    own = layers / cfg.chunks * each
     m, rest = cfg.microbatches * cfg.chunks, own + message + rope
     first_flying, flying = (max(0, min(ahead(cfg, stage), some - 1)) * rest for some in (m, m - cfg.chunks))
     logits, norm = (4 if by.eager else 2) * n * cfg.vocab * last, n * (10 * d + 4) * last
-    wide = message + n * (2 * d + 2 * f) + 2 * d * f // cfg.tp  # of one block in backward
-    done = 0 if sums else 4 * N // shards
+    wide = message + widest(cfg)  # of one block in backward
+    done = all_sums or 4 * N // shards
     two = 0 if sums else 4 * block if layers > 1 else 2 * block + 2 * table * last  # units that ZeRO is reducing
     moments = {
-        "loss": sums + flying + own + norm + 2 * logits,
-        "head": sums + flying + own + norm + logits + (2 * n * d + 2 * table) * last,
+        "loss": all_sums + flying + own + norm + 2 * logits,
+        "head": all_sums + flying + own + norm + logits + (2 * n * d + 2 * table) * last,
         "last block, first backward": first_flying + own + wide + 4 * table * last,
-        "last block": (sums + flying + own + wide) * (sums > 0),
-        "first block": done + sums + first_flying + kept + max(wide + two, (4 if sums else 6) * block),
-        "embedding": done + sums + first_flying + 4 * table * first + (0 if sums else 2 * block),
-        "optimizer": 4 * N // shards + COPIES * N * (by.held and by.zero),
+        "last block": (all_sums + flying + own + wide) * (all_sums > 0),
+        "first block": done + first_flying + each + max(wide + two, (4 if sums else 6) * block),
+        "embedding": done + first_flying + 4 * table * first + (0 if sums else 2 * block),
+        "optimizer": 4 * N // shards * (not summed) + summed + COPIES * N * (by.held and by.zero),
     }
     gathered = 2 * tokens(cfg) * d * (cfg.tp - 1) // cfg.tp  # bytes of all tokens, beside the rank's own
     held = int(FRAGMENTS) + HELD.get(cfg.pp, 25) * gathered * (not stall(cfg, by))
@@ -351,24 +419,28 @@ def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tupl
     return forwards[:ahead] + pairs + backwards[len(visits) - ahead :]
 
 
-def ring(cfg: Config, by: Trainer, size: float, ranks: int, stride: int, all_to_all: bool = False) -> float:
+def ring(cfg: Config, size: float, ranks: int, stride: int, all_to_all: bool = False) -> float:
     """Seconds in which `ranks` ranks, `stride` apart, all-gather, reduce-scatter or exchange (all_to_all) size bytes.
 
     A ring between nodes has the network cards of all its ranks on a node, and its ranks - 1 steps each wait for the
-    slowest link; an all-to-all sends all that is for other nodes through a rank's own card.
+    slowest link. It leaves a pod by one link alone. An all-to-all sends all that is for other nodes through a rank's
+    own card, and all ranks send to other pods at once.
     """
-    inside = min(ranks, max(1, cfg.gpus_per_node // stride))  # ranks on a node
-    if inside == ranks:
-        return (ranks > 1) * (NVLINK_LATENCY + size * (ranks - 1) / ranks / NVLINK)
+    at = MACHINES[cfg.machine]
+    node, pod = (min(ranks, max(1, n * cfg.gpus_per_node // stride)) for n in (1, at.pod))  # ranks in one
+    if node == ranks:
+        return (ranks > 1) * (NVLINK_LATENCY + size * (ranks - 1) / ranks / at.nvlink)
     if all_to_all:
-        return by.hop + size * (ranks - inside) / ranks / NETWORK
-    return by.hop * (ranks - 1) + size * (ranks - 1) / ranks / min(NVLINK, inside * NETWORK)
+        return at.hop + size * (ranks - node + (at.oversubscribed - 1) * (ranks - pod)) / ranks / at.network
+    return at.hop * (ranks - 1) + size * (ranks - 1) / ranks / min(at.nvlink, node * at.network)
 
 
-def message(cfg: Config, by: Trainer, size: float, ranks: int, stride: int) -> float:
+def message(cfg: Config, size: float, ranks: int, stride: int) -> float:
     """Seconds until a neighbour in a group of ranks, `stride` apart, has size bytes; the slowest pair counts."""
-    near = ranks * stride <= cfg.gpus_per_node
-    return NVLINK_LATENCY + size / NVLINK_MESSAGE if near else by.hop + size / NETWORK
+    at, nodes = MACHINES[cfg.machine], ranks * stride / cfg.gpus_per_node
+    if nodes <= 1:
+        return NVLINK_LATENCY + size / at.pair
+    return at.hop + size * (at.oversubscribed if nodes > at.pod else 1) / at.network
 
 
 def beside(compute: float, communication: float) -> float:
@@ -376,10 +448,10 @@ def beside(compute: float, communication: float) -> float:
     return max(CONTENTION * min(compute, communication), communication - compute)
 
 
-def gathered(cfg: Config, by: Trainer) -> float:
+def gathered(cfg: Config) -> float:
     """Seconds of one of tp's collectives, of the tokens of a micro-batch. Inside a node, it waits for the last rank."""
     waiting = WAITING if cfg.tp <= cfg.gpus_per_node else 1
-    return waiting * ring(cfg, by, 2 * tokens(cfg) * cfg.dim, cfg.tp, 1)
+    return waiting * ring(cfg, 2 * tokens(cfg) * cfg.dim, cfg.tp, 1)
 
 
 def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
@@ -387,25 +459,31 @@ def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
 
     tp: forward waits for two all-gathers and two reduce-scatters; backward for two gathers, while four more collectives
     overlap with matmuls. cp: keys and values pass by in a ring beside attention, in backward their fp32 gradients, too.
+    recompute: backward runs forward's elementwise kernels once more, or all of forward.
     """
-    n, d, f, kv = tokens(cfg), cfg.dim, cfg.ffn, kv_width(cfg)
-    linear, chunk = 2 * n * matrices(cfg) / MATMULS, cfg.seq if cfg.cp == 1 else cfg.seq // (2 * cfg.cp)
+    at, n, d, f, kv = MACHINES[cfg.machine], tokens(cfg), cfg.dim, cfg.ffn, kv_width(cfg)
+    linear, chunk = 2 * n * matrices(cfg) / at.matmuls, cfg.seq if cfg.cp == 1 else cfg.seq // (2 * cfg.cp)
     flops = 2 * n * cfg.seq * d / cfg.tp * (1 + 400 / chunk)
-    attention = [flops * times / rate for times, rate in zip((1, 2.5), ATTENTION[128 if d // cfg.heads > 64 else 64])]
-    elementwise = 2 * n * (36 * d + 8 * f) / cfg.tp / MEMORY_RATE[cfg.gpu]
+    rates = at.attention[128 if d // cfg.heads > 64 else 64]
+    attention = flops / rates[0], 2.5 * flops / rates[1]
+    elementwise = 2 * n * (36 * d + 8 * f) / cfg.tp / at.memory
     # sequence_parallel.py puts weights together for one matmul; train.py reads them where they are
-    copies = 4 * matrices(cfg) * (cfg.tp > 1 and by.cast > 0) / MEMORY_RATE[cfg.gpu]
+    copies = 4 * matrices(cfg) * (cfg.tp > 1 and by.cast > 0) / at.memory
     forward = (linear + attention[0] + elementwise / 3 + copies) / by.speed
     backward = (2 * linear + attention[1] + elementwise * 2 / 3) / by.speed
-    once = gathered(cfg, by)
-    hops = [message(cfg, by, 2 * n * kv * size, cfg.cp, cfg.tp) * (cfg.cp > 1) for size in (2, 6)]
+    once = gathered(cfg)
+    hops = [message(cfg, 2 * n * kv * size, cfg.cp, cfg.tp) * (cfg.cp > 1) for size in (2, 6)]
     passing = [(cfg.cp - 1) * beside(a / cfg.cp, hop) for a, hop in zip(attention, hops)]
     tensor = 4 * once, 2 * once + beside(2 * linear, 4 * once)
     if by.async_tp:
         tensor = beside(linear, 4 * once), beside(2 * linear, 6 * once)
+    down = 2 * n * d * f / cfg.tp / at.matmuls / by.speed  # the last matmul, whose output backward does not need
+    full = forward - down + tensor[0] * 3 / 4 + passing[0]
+    again = {"selective": elementwise / 3 / by.speed, "full": full}.get(cfg.recompute, 0)
     launch = by.launch + by.crowded * cfg.tp * (cfg.tp > 1 and cfg.pp > 1 and cfg.gpus > cfg.gpus_per_node)
     idle = max(0, launch - forward - backward - sum(tensor) - sum(passing))  # the GPU waits for the CPU
-    return dict(compute=(forward + idle / 3, backward + idle * 2 / 3), tp=tensor, cp=tuple(passing))
+    compute = forward + idle / 3, backward + idle * 2 / 3
+    return dict(compute=compute, recompute=(0, again), tp=tensor, cp=tuple(passing))
 
 
 def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[str, list[float]]:
@@ -413,10 +491,10 @@ def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[
 
     Backward moves the gradients of a unit into one tensor, and adds them to fp32 sums.
     """
-    n, d, first, last = tokens(cfg), cfg.dim, stage == 0, stage == cfg.pp - 1
-    layers, rate = len(units) - first - last, MEMORY_RATE[cfg.gpu]
+    at, n, d, first, last = MACHINES[cfg.machine], tokens(cfg), cfg.dim, stage == 0, stage == cfg.pp - 1
+    layers, rate = len(units) - first - last, at.memory
     times = {kind: [layers * x for x in both] for kind, both in block_times(cfg, by).items()}
-    once, head = gathered(cfg, by), 2 * n * d * cfg.vocab / cfg.tp / MATMULS
+    once, head = gathered(cfg), 2 * n * d * cfg.vocab / cfg.tp / at.matmuls
     logits = 2 * n * cfg.vocab / cfg.tp / rate  # one pass over them
     moved = sum(units) * ((14 if cfg.microbatches > 1 or by.accumulates else 4) + by.cast) / rate
     times["compute"][0] += last * (head + logits) / by.speed
@@ -487,34 +565,40 @@ def added_by_shards(cfg: Config, by: Trainer, units: list[int], forward: float, 
     units, which are still there, and of the embedding; and gradients are reduced. With the last micro-batch the groups
     of HSDP add up their fp32 shards.
     """
-    gather, again = (sum(ring(cfg, by, 2 * unit, cfg.shard, 1) for unit in some) for some in (units, units[1:-2]))
-    again += sum(ring(cfg, by, 2 * unit, cfg.shard, 1, True) for unit in units)
-    groups = sum(2 * ring(cfg, by, 4 * unit / cfg.shard, cfg.dp // cfg.shard, cfg.shard) for unit in units)
+    gather, again = (sum(ring(cfg, 2 * unit, cfg.shard, cfg.tp) for unit in some) for some in (units, units[1:-2]))
+    again += sum(ring(cfg, 2 * unit, cfg.shard, cfg.tp, True) for unit in units)
+    groups = sum(2 * ring(cfg, 4 * unit / cfg.shard, cfg.dp // cfg.shard, cfg.shard * cfg.tp) for unit in units)
     last = beside(forward, gather) + beside(backward, again + groups)
     return (cfg.microbatches - 1) * (beside(forward, gather) + beside(backward, again)) + last
 
 
 def step_time(cfg: Config, by: Trainer) -> Step:
-    """Predict a step."""
+    """Predict a step. With ZeRO-2 gradients are reduced beside every backward, or in chunks that of every pp-th."""
     m, shards, parts, busy, zero = cfg.microbatches, cfg.dp * cfg.cp, stages(cfg, by), [], []
     times = times_of(cfg, by, parts)
     for kinds, units in zip(times, parts):
-        gather = by.zero * sum(ring(cfg, by, 2 * unit, shards, cfg.tp) for unit in units)
-        reduce = sum(ring(cfg, by, by.sent * unit, shards, cfg.tp, by.all_to_all) for unit in units)
+        gather = by.zero * sum(ring(cfg, 2 * unit, shards, cfg.tp) for unit in units)
+        reduce = sum(ring(cfg, by.sent * unit, shards, cfg.tp, by.all_to_all) for unit in units)
         busy.append([sum(pair[i] for pair in kinds.values()) for i in (0, 1)])
         zero.append((gather, reduce * (1 if by.zero else 2)))
-    transfer = message(cfg, by, 2 * tokens(cfg) // cfg.tp * cfg.dim, cfg.pp, cfg.dp * cfg.cp * cfg.tp)
+    transfer = message(cfg, 2 * tokens(cfg) // cfg.tp * cfg.dim, cfg.pp, cfg.dp * cfg.cp * cfg.tp)
     full = by.stall and cfg.pp > 1 and most_memory(cfg, by) * GIB > FULL
     waiting = by.stall if full else stall(cfg, by)
     waits = [waiting * (1 + (0 < rank < cfg.pp - 1)) for rank in range(cfg.pp)]  # for each neighbour
     sending = [(forward + wait, backward + wait) for (forward, backward), wait in zip(busy, waits)]
-    whole = end([(*both, *traffic) for both, traffic in zip(sending, zero)], transfer, cfg, by.hidden)
+    if cfg.zero == 2:
+        often = 1 if cfg.chunks == 1 else cfg.pp
+        also = [beside(often * backward, reduce) / often for (_, backward), (_, reduce) in zip(sending, zero)]
+        ends = [(f, b + more, gather, 0) for (f, b), more, (gather, _) in zip(sending, also, zero)]
+    else:
+        ends = [(*both, *traffic) for both, traffic in zip(sending, zero)]
+    whole = end(ends, transfer, cfg, by.hidden)
     local = end([(*both, 0, 0) for both in sending], transfer, cfg, by.hidden) if shards > 1 else whole
     alone = end([(*both, 0, 0) for both in busy], 0, cfg, by.hidden) if cfg.pp > 1 else local
     if cfg.shard > 1:
         whole = local + added_by_shards(cfg, by, parts[0], *busy[0])
     owners = cfg.shard if cfg.shard > 1 else shards  # ranks that update the same weights together
-    optimizer = [(46 / owners if by.zero else 40) * sum(units) / MEMORY_RATE[cfg.gpu] for units in parts]
+    optimizer = [(46 / owners if by.zero else 40) * sum(units) / MACHINES[cfg.machine].memory for units in parts]
     mean = {kind: m * sum(sum(kinds[kind]) for kinds in times) / cfg.pp for kind in times[0]}
     bubble = max(0, alone - sum(mean.values()))
     return Step(**mean, dp=whole - local, pp=local - alone, optimizer=max(optimizer) + HOST, bubble=bubble)
@@ -535,7 +619,7 @@ def predict(cfg: Config, by: Trainer) -> Plan:
     """Predict a layout's memory, step and speed."""
     step = step_time(cfg, by)
     each = cfg.batch * cfg.seq / step.total() / (cfg.dp * cfg.cp * cfg.tp * cfg.pp)
-    return Plan(cfg, most_memory(cfg, by), step, each, each * flops_per_token(cfg) / PEAK)
+    return Plan(cfg, most_memory(cfg, by), step, each, each * flops_per_token(cfg) / MACHINES[cfg.machine].peak)
 
 
 def divisors(n: int) -> list[int]:
@@ -545,7 +629,7 @@ def divisors(n: int) -> list[int]:
 
 
 def cuts(cfg: Config) -> list[Config]:
-    """Ways to cut the model over the GPUs that train.py, zero3.py or hsdp.py accept, one sequence per micro-batch."""
+    """Ways to cut the model over the GPUs, with one sequence per micro-batch; ZeRO-3 and HSDP without cp and pp."""
     found = []
     for tp, cp, pp in itertools.product(divisors(cfg.gpus), repeat=3):
         dp, left = divmod(cfg.gpus, tp * cp * pp)
@@ -555,12 +639,38 @@ def cuts(cfg: Config) -> list[Config]:
         if not uneven and given:
             m = max(1, cfg.batch // dp)
             sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, microbatches=m, batch=m * dp)
-            alone = tp == cp == pp == 1
-            shards = {cfg.shard} if cfg.shard else {1, dp, min(dp, cfg.gpus_per_node)} if alone else {1}
+            shards = {1, dp, min(dp, max(1, cfg.gpus_per_node // tp))} if cp == pp == 1 else {1}
             chunks = [cfg.chunks] if cfg.chunks else [1] if pp == 1 else CHUNKS
-            for shard, stages in itertools.product(shards, chunks):
-                if (shard == 1 or alone and dp % shard == 0) and (stages == 1 or pp > 1 and pp * stages <= cfg.layers):
-                    found.append(replace(cfg, **sizes, shard=shard, chunks=stages))
+            for shard, stages in itertools.product(shards if cfg.shard == 0 else shards | {cfg.shard}, chunks):
+                zero = 3 if shard > 1 else cfg.zero
+                asked = cfg.shard in (0, shard) and cfg.zero in (0, zero) and (zero == 3) == (shard > 1)
+                possible = dp % shard == 0 and (shard == 1 or cp == pp == 1)
+                if asked and possible and (stages == 1 or pp > 1 and pp * stages <= cfg.layers):
+                    found.append(replace(cfg, **sizes, zero=zero, shard=shard, chunks=stages))
+    return found
+
+
+def needs(cfg: Config) -> str:
+    """Return what a layout needs that no recipe here has with it."""
+    alone = cfg.cp == cfg.tp == cfg.pp == 1
+    missing = ["recomputation"] * (cfg.recompute != "none") + [f"ZeRO-{cfg.zero}"] * (cfg.zero > 1 and not alone)
+    return " and ".join(missing)
+
+
+def fitting(cfg: Config, by: Trainer, limit: float) -> list[Config]:
+    """Return the layout as it fits: with the least recomputation, and if it has to recompute, with ZeRO-2, too.
+
+    ZeRO-0 and AFAB are not tried: they send as much, idle as long, and have more in memory than ZeRO-1 and 1F1B.
+    """
+    found = []
+    for zero in [cfg.zero] if cfg.zero else [1, 2] if cfg.dp * cfg.cp > 1 else [1]:
+        for recompute in RECOMPUTE if cfg.recompute == "any" else [cfg.recompute]:
+            one = replace(cfg, zero=zero, recompute=recompute)
+            if not (cfg.ours and needs(one)) and most_memory(one, by) <= limit:
+                found.append(one)
+                break
+        if found and found[0].recompute == "none":
+            break
     return found
 
 
@@ -576,15 +686,15 @@ def plans(cfg: Config, by: Trainer, keep: int = 0) -> tuple[list[Plan], str]:
 
     keep: skip layouts whose lower bound is above the keep-th best; 0: none.
     """
-    limit, every, rows, totals = cfg.memory or USABLE[cfg.gpu], cuts(cfg), [], []
+    limit, every, rows, totals = cfg.memory or MACHINES[cfg.machine].usable, cuts(cfg), [], []
     # with one sequence per micro-batch, or all at once, which needs no fp32 sums
     least_memory = ((one, [replace(one, microbatches=m) for m in {one.microbatches, 1}]) for one in every)
-    fit = [one for one, some in least_memory if min(most_memory(each, by) for each in some) <= limit]
+    fit = [one for one, some in least_memory if any(fitting(each, by, limit) for each in some)]
     reach = [replace(one, batch=cfg.batch) for one in fit if cfg.batch % one.dp == 0]
     wanted = [m for m in divisors(cfg.batch) if cfg.microbatches in (0, m)]
     found = [replace(one, microbatches=m) for one in reach for m in wanted if cfg.batch // one.dp % m == 0]
     found = [one for one in found if one.chunks == 1 or one.microbatches % one.pp == 0]
-    found = [one for one in found if tokens(one) % one.tp == 0 and most_memory(one, by) <= limit]
+    found = [some for one in found if tokens(one) % one.tp == 0 for some in fitting(one, by, limit)]
     begun, watched = time.monotonic(), sys.stderr.isatty()
     for done, (floor, _, one) in enumerate(sorted((keep and least(one, by), i, one) for i, one in enumerate(found))):
         if not keep or len(totals) < keep or floor < totals[keep - 1]:
@@ -598,12 +708,8 @@ def plans(cfg: Config, by: Trainer, keep: int = 0) -> tuple[list[Plan], str]:
 
 
 def nanotron(zero: int, model: str = "") -> Trainer:
-    """The playbook's program with one of its models.
-
-    It is eager, with fp32 gradients, async tensor parallelism, no all-to-all, and ZeRO-1 beside nothing.
-    hop: its all-gathers of 256 MB (5.1) take 1.0 ms on 8 ranks and 23 ms on 512, 43 us more for each.
-    """
-    by = Trainer(SPEED, 43e-6, bool(zero), accumulates=True, sent=4, all_to_all=False, async_tp=True, eager=True)
+    """The playbook's program, with one of its models: eager, fp32 gradients, async tp, rings, ZeRO-1 beside nothing."""
+    by = Trainer(SPEED, bool(zero), accumulates=True, sent=4, all_to_all=False, async_tp=True, eager=True)
     by = replace(by, launch=LAUNCH, crowded=CROWDED, stall=STALL, hidden=not zero)
     return replace(by, tied=model in TIED, shares=True, held=True)
 
@@ -639,7 +745,7 @@ def measured(rows: list[dict[str, str]]) -> list[tuple[Plan, float, float]]:
     for row in rows:
         sizes = {axis: int(row[axis]) for axis in ("dp", "tp", "pp")} | {"microbatches": int(row["micro_batches"])}
         model = {**BOOK[row["model"]], "vocab": 131072} if row["model"] in BOOK else PRESETS[row["model"]]
-        cfg = Config(**model, seq=4096, cp=1, chunks=1, gpus=8 * int(row["nodes"]), **sizes)
+        cfg = Config(**model, seq=4096, cp=1, chunks=1, gpus=8 * int(row["nodes"]), **sizes, **BOOK_RUNS)
         cfg = replace(cfg, batch=cfg.dp * cfg.microbatches * int(row["micro_batch_size"]))
         plan = predict(cfg, nanotron(int(row["zero"]), row["model"]))
         found.append((plan, float(row["tokens_per_s_per_gpu"]), float(row["gpu_memory_GB"])))
@@ -691,7 +797,7 @@ def cells() -> list[tuple[Plan, int, Plan, int, str, float, float]]:
     for cell in CELLS.replace("\n", "|").split("|")[1:]:
         nodes, name, gb, *sizes, zero, measured = cell.split()
         dp, tp, pp, m, _ = map(int, sizes)
-        cfg = Config(**BOOK[name], vocab=131072, seq=4096, batch=256, gpus=8 * int(nodes), cp=1, chunks=1, shard=1)
+        cfg = Config(**BOOK[name], vocab=131072, seq=4096, batch=256, gpus=8 * int(nodes), cp=1, chunks=1, **BOOK_RUNS)
         book = predict(replace(cfg, dp=dp, tp=tp, pp=pp, microbatches=m), nanotron(int(zero), name))
         best = [(rows[0], zero) for zero in (0, 1) if (rows := plans(cfg, nanotron(zero, name), keep=1)[0])]
         ours = max(best, key=lambda pair: pair[0].tokens)
@@ -735,7 +841,7 @@ def llama() -> list[tuple[Plan, float, int]]:
     found, by = [], Trainer(all_to_all=False, sent=4)
     for dp, cp, tp, pp, m, seq, mfu in LLAMA:
         layout = dict(dp=dp, cp=cp, tp=tp, pp=pp, chunks=8, microbatches=m)
-        sizes = dict(preset="llama3_405b", shard=1, gpus=dp * cp * tp * pp, batch=dp * m, seq=seq)
+        sizes = dict(preset="llama3_405b", gpus=dp * cp * tp * pp, batch=dp * m, seq=seq, **LLAMA_RUNS)
         plan = predict(Config(**PRESETS["llama3_405b"], **sizes, **layout), by)
         masked = 6 * plan.cfg.layers * plan.cfg.dim * seq
         found.append((plan, plan.mfu * (1 + masked / flops_per_token(plan.cfg)), mfu))
@@ -763,28 +869,28 @@ def scale() -> tuple[str, list[Plan]]:
 # -------------------------------------------------------------------------------------------------------------- main
 def zero_of(cfg: Config) -> str:
     """How the ranks of dp share the model."""
-    return "ZeRO-1" if cfg.shard < 2 else "ZeRO-3" if cfg.shard == cfg.dp else f"HSDP-{cfg.shard}"
+    return f"HSDP-{cfg.shard}" if 1 < cfg.shard < cfg.dp else f"ZeRO-{cfg.zero}"
 
 
 def shape(cfg: Config) -> str:
     """The layout in words."""
     sizes = " ".join(f"{axis} {getattr(cfg, axis)}" for axis in AXES if getattr(cfg, axis) > 1)
-    sizes += f" in {cfg.chunks} chunks" * (cfg.chunks > 1) + f" {zero_of(cfg)}" * (cfg.shard > 1)
-    return f"{sizes or 'one GPU'}, {cfg.microbatches} micro-batch{'es' * (cfg.microbatches > 1)}"
+    sizes += f" in {cfg.chunks} chunks" * (cfg.chunks > 1) + f" {zero_of(cfg)}" * (cfg.zero > 1)
+    sizes = f"{sizes or 'one GPU'}, {cfg.microbatches} micro-batch{'es' * (cfg.microbatches > 1)}"
+    return sizes + f", {cfg.recompute} recomputation" * (cfg.recompute != "none")
 
 
 def table(rows: list[Plan], several: bool = False) -> str:
     """One line per layout, and per run if there are several."""
-    head = "   dp   ZeRO   cp   tp   pp chunks micro-batches |   GiB | ms: step"
+    head = "   dp   ZeRO   cp   tp   pp chunks micro-batches recomputes |   GiB | ms: step"
     head += "".join(f"{f.name:>10}" for f in fields(Step))
     lines = [f"{'model         GPUs  batch |' * several}{head} | tokens/s/GPU    MFU"]
     for row in rows:
         c, parts = row.cfg, "".join(f"{seconds * 1e3:>10,.0f}" for seconds in asdict(row.step).values())
         line = f"{c.preset:11}{c.gpus:>7,}{c.batch:>7,} |" * several
         line += f"{c.dp:>5} {zero_of(c):>6}{c.cp:>5}{c.tp:>5}{c.pp:>5}{c.chunks:>7}{c.microbatches:>14}"
-        lines.append(
-            f"{line} |{row.memory:>6.1f} |{row.step.total() * 1e3:>9,.0f}{parts} |{row.tokens:>13,.0f}{row.mfu:>7.1%}"
-        )
+        line += f"{c.recompute:>11} |{row.memory:>6.1f} |{row.step.total() * 1e3:>9,.0f}{parts} |"
+        lines.append(f"{line}{row.tokens:>13,.0f}{row.mfu:>7.1%}" + f" | needs {needs(c)}" * bool(needs(c)))
     return "\n".join(lines)
 
 
@@ -794,6 +900,7 @@ def reason(rows: list[Plan]) -> str:
     names |= dict(
         bubble="the pipeline's bubble", compute="less efficient compute", optimizer="the optimizer and the host"
     )
+    names["recompute"] = "recomputation"
     parts, total = asdict(best.step), best.step.total()
     loss = max(parts, key=lambda kind: (kind != "compute") * parts[kind])
     text = f"Best: {shape(best.cfg)}. It computes for {parts['compute'] / total:.0%} of the step, and loses most, "
@@ -820,9 +927,9 @@ def ties(rows: list[Plan]) -> list[Plan]:
 
 
 def simplest(rows: list[Plan]) -> Plan:
-    """Return the one of these that is cut along the fewest axes, without a pipeline if there is a choice."""
+    """Return the one of these that is cut along the fewest axes; rather without a pipeline, and with a recipe here."""
     sizes = [[getattr(row.cfg, name) > 1 for name in (*AXES, "chunks", "shard")] for row in ties(rows)]
-    ranks = [(sum(cut), row.cfg.pp > 1) for cut, row in zip(sizes, rows)]
+    ranks = [(sum(cut), row.cfg.pp > 1, needs(row.cfg) > "") for cut, row in zip(sizes, rows)]
     return rows[ranks.index(min(ranks))]
 
 
@@ -835,22 +942,82 @@ def command(cfg: Config) -> str:
     known = {**asdict(Config()), **PRESETS[preset]}
     model = f"--preset {preset}" + "".join(f" --{name} {size}" for name, size in given.items() if size != known[name])
     file, names = "08_4d/train.py", (*AXES, "chunks")
-    if cfg.shard > 1:
-        file, names = ("03_zero/hsdp.py", ["shard"]) if cfg.shard < cfg.dp else ("03_zero/zero3.py", [])
+    if cfg.zero > 1:
+        file, names = ("03_zero/hsdp.py", ["shard"]) if 1 < cfg.shard < cfg.dp else (f"03_zero/zero{cfg.zero}.py", [])
     layout = " ".join(f"--{name} {getattr(cfg, name)}" for name in (*names, "microbatches", "batch", "seq"))
     layout += {"llama3_70b": " --lr 1.5e-4", "llama3_405b": " --lr 8e-5"}.get(cfg.preset, "")  # Llama 3, table 3
     return f"torchrun {several}--nproc_per_node {each} {file} {model} {layout} --dtype bfloat16 --compile"
 
 
+def elsewhere(cfg: Config) -> list[str]:
+    """The nearest flags of Megatron-LM and torchtitan, and settings of nanotron where it can do this."""
+    each, one, shard = cfg.batch // cfg.dp, cfg.batch // cfg.dp // cfg.microbatches, max(cfg.shard, 1)
+    kinds = {"none": {}, "selective": {"granularity": "selective", "modules": "layernorm"}}
+    kinds["full"] = {"granularity": "full", "method": "uniform", "num-layers": 1}
+    megatron = {
+        "tensor-model-parallel-size": cfg.tp,
+        "sequence-parallel": cfg.tp > 1,
+        "context-parallel-size": cfg.cp,
+        "pipeline-model-parallel-size": cfg.pp,
+        "num-virtual-stages-per-pipeline-rank": cfg.chunks if cfg.chunks > 1 else False,
+        "use-distributed-optimizer": True,
+        "overlap-grad-reduce": True,
+        "overlap-param-gather": True,
+        "use-megatron-fsdp": cfg.zero > 1,
+        "data-parallel-sharding-strategy": {2: "optim_grads", 3: "optim_grads_params"}.get(cfg.zero, False),
+        "num-distributed-optimizer-instances": cfg.dp // shard if 1 < shard < cfg.dp else False,
+        "micro-batch-size": one,
+        "global-batch-size": cfg.batch,
+        "seq-length": cfg.seq,
+        "bf16": True,
+        **{f"recompute-{name}": value for name, value in kinds[cfg.recompute].items()},
+    }
+    titan = {
+        "parallelism.data_parallel_replicate_degree": cfg.dp // shard if shard > 1 else 1,
+        "parallelism.data_parallel_shard_degree": shard if shard > 1 else cfg.dp,
+        "parallelism.fsdp_reshard_after_forward": "always" if cfg.zero == 3 else "never",
+        "parallelism.context_parallel_degree": cfg.cp,
+        "parallelism.tensor_parallel_degree": cfg.tp,
+        "parallelism.pipeline_parallel_degree": cfg.pp,
+        "parallelism.pipeline_parallel_schedule": "1F1B" if cfg.chunks == 1 else "Interleaved1F1B",
+        "parallelism.pipeline_parallel_microbatch_size": one,
+        "training.local_batch_size": each if cfg.pp > 1 else one,
+        "training.global_batch_size": cfg.batch,
+        "training.seq_len": cfg.seq,
+        "activation_checkpoint.mode": cfg.recompute,
+        "compile.enable": True,
+    }
+    lines = []
+    for name, given in (("Megatron-LM", megatron), ("torchtitan", titan)):
+        some = {flag: value for flag, value in given.items() if value is not False}
+        some = {flag: value for flag, value in some.items() if cfg.pp > 1 or "pipeline_parallel" not in flag}
+        lines.append(
+            f"{name}: " + " ".join(f"--{flag}" + f" {value}" * (value is not True) for flag, value in some.items())
+        )
+    if cfg.cp == cfg.chunks == 1 and cfg.zero < 2 and cfg.recompute != "selective":
+        cut = dict(dp=cfg.dp, tp=cfg.tp, pp=cfg.pp, pp_engine="1f1b", tp_mode="REDUCE_SCATTER")
+        cut |= dict(tp_linear_async_communication=cfg.tp > 1, recompute_layer=cfg.recompute == "full")
+        amount = dict(micro_batch_size=one, batch_accumulation_per_replica=cfg.microbatches, sequence_length=cfg.seq)
+        settings = dict(parallelism=cut, tokens=amount, optimizer=dict(zero_stage=1))
+        lines.append(f"nanotron: {json.dumps(settings)}")  # which is YAML, too
+    return lines
+
+
 def draw_plans(rows: list[Plan], left: pyplot.Axes, right: pyplot.Axes) -> None:
-    """Left: every layout that fits, memory against speed, by tp. Right: where the time of the best cuts goes."""
+    """Left: every layout that fits, memory against speed, by tp. Right: where the time of the best cuts goes.
+
+    Open marks need what no recipe here has.
+    """
     for tp, color in zip(sorted({row.cfg.tp for row in rows}), TP_COLORS):
-        places = [(row.memory, row.tokens) for row in rows if row.cfg.tp == tp]
-        left.scatter(*zip(*places), 14, color, label=f"tp {tp}")
+        some = [row for row in rows if row.cfg.tp == tp]
+        fills = [color if not needs(row.cfg) else "none" for row in some]
+        places = [row.memory for row in some], [row.tokens for row in some]
+        left.scatter(*places, 14, fills, edgecolors=color, linewidths=0.7)
+        left.scatter([], [], 14, color, label=f"tp {tp}")
     left.scatter(rows[0].memory, rows[0].tokens, 110, "none", edgecolors="black")
     left.set(xlabel="GiB of the fullest stage", ylabel="tokens/s/GPU, predicted", ylim=(0, 1.2 * rows[0].tokens))
     left.legend(frameon=False, loc="upper left", ncol=2, columnspacing=0.8)
-    title = "{preset}, {gpus} {gpu}s, {batch} x {seq} tokens: all ways that fit, best circled"
+    title = "{preset}, {gpus} {machine}s, {batch} x {seq} tokens:\nall that fit; open marks: by no recipe here"
     left.set_title(title.format(**asdict(rows[0].cfg)), loc="left", fontsize=9)
     best = {}
     for row in rows:
@@ -863,8 +1030,8 @@ def draw_plans(rows: list[Plan], left: pyplot.Axes, right: pyplot.Axes) -> None:
             start += seconds
     right.set_yticks(range(len(shown)), [shape(row.cfg) for row in shown], fontsize=8)
     right.invert_yaxis()
-    right.set_xlabel("seconds of a step, with the best number of micro-batches")
-    right.legend(frameon=False, ncol=7, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8, columnspacing=0.8)
+    right.set_xlabel("seconds of a step, best number of micro-batches")
+    right.legend(frameon=False, ncol=4, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8, columnspacing=0.8)
 
 
 def draw_scale(ours: list[Plan], axes: pyplot.Axes) -> None:
@@ -890,7 +1057,7 @@ def draw_scale(ours: list[Plan], axes: pyplot.Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(SCALE, [f"{n:,}" for n in SCALE])
     axes.set(xlabel="H100s; beside a point tp·cp·pp of the best layout", ylabel="MFU, %", ylim=0)
-    axes.set_title("Predicted MFU of train.py's best layout, sequences of 8,192 tokens", loc="left", fontsize=9)
+    axes.set_title("Predicted MFU of the best layout, sequences of 8,192 tokens", loc="left", fontsize=9)
     axes.legend(frameon=False, loc="lower left")
 
 
@@ -933,7 +1100,7 @@ def parse_config() -> Config:
 def check(cfg: Config) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("memory", "chunks", "shard", "microbatches", *AXES) else 1
+        least = 0 if flag in ("memory", "chunks", "zero", "shard", "microbatches", *AXES) else 1
         if type(value) in (int, float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     gpus, each, sizes = cfg.gpus, cfg.gpus_per_node, [(axis, getattr(cfg, axis)) for axis in AXES]
@@ -943,6 +1110,8 @@ def check(cfg: Config) -> None:
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (gpus > each and gpus % each, f"--gpus {gpus}: must be a multiple of --gpus_per_node {each}"),
         (cfg.shard and gpus % cfg.shard, f"--shard {cfg.shard}: must divide --gpus {gpus}"),
+        (cfg.zero > 3, f"--zero {cfg.zero}: must be 1, 2 or 3, or 0 for whatever is best"),
+        (cfg.shard > 1 and cfg.zero not in (0, 3), f"--shard {cfg.shard}: --zero must be 3"),
         (cfg.layers > 10_000, f"--layers {cfg.layers}: must be at most 10000"),
         (cfg.draw and not cfg.draw.endswith(".svg"), f"--draw {cfg.draw}: must end in .svg"),
         (not os.path.isdir(os.path.dirname(cfg.draw) or "."), f"--draw {cfg.draw}: there is no such folder"),
@@ -965,11 +1134,12 @@ def main() -> None:
         print(text)
         return draw(rows, cfg.draw, draw_scale, 1) if cfg.draw else None
     rows, steps = plans(cfg, Trainer(), 0 if cfg.draw else max(cfg.top, 12))
-    print(f"{cfg.preset}, {cfg.gpus} x {cfg.gpu}, {cfg.batch} sequences of {cfg.seq} tokens: {steps}.")
+    print(f"{cfg.preset}, {cfg.gpus} x {cfg.machine}, {cfg.batch} sequences of {cfg.seq} tokens: {steps}.")
     if not rows:
         raise SystemExit(f"--gpus {cfg.gpus}: {steps}")
     print(table(rows[: cfg.top]), reason(rows), sep="\n")
-    print(*dict.fromkeys(command(row.cfg) for row in (rows[0], simplest(rows))), sep="\n")
+    ours = dict.fromkeys(command(row.cfg) for row in (rows[0], simplest(rows)) if not needs(row.cfg))
+    print(*ours, *elsewhere(simplest(rows).cfg), sep="\n")
     if cfg.draw:
         draw(rows, cfg.draw, draw_plans, 2)
 

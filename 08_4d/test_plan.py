@@ -23,6 +23,8 @@ TRAIN = PLAN.Trainer()
 # Recipes of one technique: the axis that their processes are, and what they do that train.py does not.
 RECIPES = {
     "01_single_gpu/train.py": ("dp", PLAN.FP32_WEIGHTS),
+    "01_single_gpu/activation_checkpointing.py": ("dp", PLAN.FP32_WEIGHTS),
+    "01_single_gpu/selective_checkpointing.py": ("dp", PLAN.FP32_WEIGHTS),
     "03_zero/zero1_overlap.py": ("dp", TRAIN),
     "04_tensor_sequence/sequence_parallel.py": ("tp", PLAN.FP32_WEIGHTS),
     "05_context_ring/zigzag.py": ("cp", PLAN.FP32_WEIGHTS),
@@ -35,7 +37,7 @@ def config(flags, gpu, **layout):
     given = dict(re.findall(r"--(\w+) (\w+)", flags))
     names = ("layers", "vocab", "seq", "batch", "microbatches", "dp", "cp", "tp", "pp")
     sizes = {name: int(given[name]) for name in names if name in given}
-    base = dict(dp=1, cp=1, tp=1, pp=1, chunks=1, microbatches=1, gpu="H200" if "H200" in gpu else "H100")
+    base = dict(dp=1, cp=1, tp=1, pp=1, chunks=1, microbatches=1, machine="H200" if "H200" in gpu else "H100")
     cfg = PLAN.Config(**{**PLAN.PRESETS[given["preset"]], "preset": given["preset"], **base, **sizes, **layout})
     return PLAN.replace(cfg, gpus=cfg.dp * cfg.cp * cfg.tp * cfg.pp)
 
@@ -62,7 +64,11 @@ def one_technique():
             if row.get("file") in RECIPES and "rounds" in row:
                 axis, by = RECIPES[row["file"]]
                 gpus = 1 if row["file"].startswith("01") else int(content["gpu"].split()[0])
-                yield suite, row["file"], config(row["flags"], content["gpu"], **{axis: gpus}), by, measured(row)
+                again = (
+                    "full" if "activation_" in row["file"] else "selective" if "selective" in row["file"] else "none"
+                )
+                cfg = config(row["flags"], content["gpu"], **{axis: gpus}, recompute=again)
+                yield suite, row["file"], cfg, by, measured(row)
 
 
 def test_speed_of_one_technique():
@@ -76,7 +82,7 @@ def test_speed_of_one_technique():
         assert abs(predicted / tokens - 1) < 0.05, (suite, file, tokens, predicted)
     assert {file for _, file, *_ in rows} == set(RECIPES) and len(rows) > 20
     shapes = [(c.preset, c.layers, c.vocab, c.seq) for _, _, c, *_ in rows]
-    layouts = [(c.batch, c.dp, c.cp, c.tp, c.pp, c.microbatches) for _, _, c, *_ in rows]
+    layouts = [(c.batch, c.dp, c.cp, c.tp, c.pp, c.microbatches, c.recompute) for _, _, c, *_ in rows]
     pairs = 0
     for i, a in enumerate(rows):
         for j, b in enumerate(rows):
@@ -95,32 +101,36 @@ def test_who_updates():
 
 
 def test_sharded_weights():
-    """zero3.py and hsdp.py: memory within 1 % of every stored row and 3 % of memory.py, speed within 7 %."""
-    found = []
+    """zero2, zero3 and hsdp.py: memory within 2 % of every stored row and 3 % of memory.py, speed within 7 %."""
+    found, files = [], {f"03_zero/{name}.py": zero for name, zero in (("zero2", 2), ("zero3", 3), ("hsdp", 3))}
     for content in STORED.values():
         for row in content.get("rows", []):
             gpus = int(content["gpu"].split()[0]) if "gpu" in content else 1
-            if row.get("file") in ("03_zero/zero3.py", "03_zero/hsdp.py") and gpus > 1:
-                shard = int(*re.findall(r"--shard (\d+)", row["flags"]) or [gpus])
-                plan = PLAN.predict(config(row["flags"], content["gpu"], dp=gpus, shard=shard), TRAIN)
+            if row.get("file") in files and gpus > 1:
+                zero = files[row["file"]]
+                shard = int(*re.findall(r"--shard (\d+)", row["flags"]) or [gpus if zero == 3 else 1])
+                plan = PLAN.predict(config(row["flags"], content["gpu"], dp=gpus, zero=zero, shard=shard), TRAIN)
                 tokens, _, peak = measured(row)
                 found.append((row["file"], plan.tokens / tokens, plan.memory / peak))
-    assert all(0.93 < speed < 1.07 and 0.99 < memory < 1.01 for _, speed, memory in found), found
-    assert {file for file, *_ in found} == {"03_zero/zero3.py", "03_zero/hsdp.py"} and len(found) > 4
+    assert all(0.93 < speed < 1.07 and 0.98 < memory < 1.02 for _, speed, memory in found), found
+    assert {file for file, *_ in found} == set(files) and len(found) > 6
     for preset, dp, batch, m in (("smollm_1_7b", 8, 16, 2), ("llama3_8b", 2, 2, 1), ("llama3_1b", 64, 256, 4)):
-        same = dict(PLAN.PRESETS[preset], seq=4096, dp=dp, batch=batch, microbatches=m)
-        theirs = sum(MEMORY.peak(MEMORY.Config(**same, dtype="bfloat16", compile=True, zero=3))[1].values())
-        ours = PLAN.memory_of_shards(PLAN.Config(**same, cp=1, tp=1, pp=1, shard=dp))
-        assert 0.99 * theirs <= ours <= 1.03 * theirs, (preset, ours, theirs)
+        for again in PLAN.RECOMPUTE:
+            same = dict(PLAN.PRESETS[preset], seq=4096, dp=dp, batch=batch, microbatches=m, recompute=again)
+            theirs = sum(MEMORY.peak(MEMORY.Config(**same, dtype="bfloat16", compile=True, zero=3))[1].values())
+            ours = PLAN.memory_of_shards(PLAN.Config(**same, cp=1, tp=1, pp=1, shard=dp))
+            copies = 4 * same["vocab"] * same["dim"]  # of the head's reduction: memory.py leaves them out
+            assert 0.99 * theirs <= ours <= 1.03 * theirs + copies * (again != "none"), (preset, again, ours, theirs)
 
 
 def test_memory_of_one_technique():
     """Within 5 % of the measured peak; zigzag.py, which has no ZeRO, holds more than train.py with the same ranks.
 
-    So does what holds fp32 weights on several stages, whose copies in bf16 count, and AdamW's end of a small batch.
+    So does what holds fp32 weights on several stages, whose copies in bf16 count, and where activations are few, in a
+    small batch or recomputed, so that AdamW has most.
     """
     for suite, file, cfg, _, (*_, peak) in one_technique():
-        if not peak or "zigzag" in file or cfg.pp > 1 or suite == "strong_scaling":
+        if not peak or "zigzag" in file or cfg.pp > 1 or suite == "strong_scaling" or cfg.recompute != "none":
             continue
         assert abs(first_rank(cfg) / peak - 1) < 0.05, (suite, file, peak, first_rank(cfg))
 
@@ -128,16 +138,22 @@ def test_memory_of_one_technique():
 def test_memory_is_what_memory_py_says():
     """Alone and together: within 2 %, and up to two units more, a reduction's copies that memory.py leaves out."""
     sizes = [(1, 1, 1, 1), (8, 1, 1, 1), (1, 2, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (2, 2, 2, 2), (1, 1, 4, 2)]
-    for preset, seq in (("smollm_1_7b", 2048), ("llama3_8b", 8192), ("llama3_1b", 4096)):
-        for (dp, cp, tp, pp), m in ((size, m) for size in sizes for m in (1, 2, 8)):
+    models = [
+        ("smollm_1_7b", 2048, (2, "none")),
+        ("llama3_8b", 8192, (1, "selective")),
+        ("llama3_1b", 4096, (2, "full")),
+    ]
+    for preset, seq, other in models:
+        for (dp, cp, tp, pp), m, (zero, again) in itertools.product(sizes, (1, 2, 8), ((1, "none"), other)):
             same = dict(PLAN.PRESETS[preset], seq=seq, batch=dp * m, microbatches=m, dp=dp, cp=cp, tp=tp, pp=pp)
+            same |= dict(zero=zero, recompute=again)
             cfg = PLAN.Config(**same, chunks=1)
             for stage in {0, pp - 1}:
-                own = dict(dtype="bfloat16", compile=True, zero=1, sequence_parallel=True, stage=stage)
+                own = dict(dtype="bfloat16", compile=True, sequence_parallel=True, stage=stage)
                 theirs = sum(MEMORY.peak(MEMORY.Config(**same, **own))[1].values())
                 units = PLAN.stages(cfg, TRAIN)[stage]
                 ours = PLAN.memory(cfg, TRAIN, stage, units)
-                assert 0.98 * theirs <= ours <= 1.02 * theirs + 4 * max(units), (preset, dp, cp, tp, pp, m, stage)
+                assert 0.98 * theirs <= ours <= 1.02 * theirs + 4 * max(units), (preset, dp, cp, tp, pp, m, cfg, stage)
 
 
 def test_micro_batches_in_flight():
@@ -205,6 +221,36 @@ def test_layouts_of_train_py():
                     assert predicted > slower, (suite, PLAN.shape(cfg), PLAN.shape(other), tokens, less)
 
 
+def test_recomputation():
+    """Full: backward takes as much longer as forward, but for down_proj and its reduce-scatter; selective: a little."""
+    sizes = dict(PLAN.PRESETS["llama3_8b"], seq=8192, batch=8, microbatches=8, gpus=8, dp=1, cp=2, tp=2, pp=2, chunks=1)
+    none, some, full = (PLAN.Config(**sizes, recompute=again) for again in PLAN.RECOMPUTE)
+    times = PLAN.block_times(none, TRAIN)
+    forward = sum(pair[0] for pair in times.values())
+    again = forward - 2 * 4096 * 4096 * 14336 / 2 / 720e12 - PLAN.gathered(none)
+    assert PLAN.block_times(full, TRAIN) == times | {"recompute": (0, pytest.approx(again))}
+    assert 0.01 * forward < PLAN.block_times(some, TRAIN)["recompute"][1] < 0.2 * forward
+    assert PLAN.predict(full, TRAIN).step.recompute == pytest.approx(8 * 32 / 2 * again)  # of 8 micro-batches, 2 stages
+
+
+def test_zero_2():
+    """Gradients are reduced beside every backward, in chunks beside every pp-th; summed ones are sharded."""
+    sizes = dict(PLAN.PRESETS["llama3_8b"], seq=8192, batch=256, microbatches=16, gpus=64, dp=16, cp=1, tp=1)
+    one, two = (PLAN.Config(**sizes, pp=1, chunks=1, zero=zero) for zero in (1, 2))
+    units = PLAN.stages(one, TRAIN)
+    backward = sum(pair[1] for pair in PLAN.times_of(one, TRAIN, units)[0].values())
+    reduce = sum(PLAN.ring(one, 2 * unit, 16, 1, True) for unit in units[0])
+    slower = PLAN.predict(two, TRAIN).step.dp - PLAN.predict(one, TRAIN).step.dp
+    assert slower == pytest.approx(15 * PLAN.beside(backward, reduce), rel=0.02)
+    for chunks, part in ((1, 0), (4, 1 / 2)):
+        one, two = (PLAN.Config(**sizes, pp=4, chunks=chunks, zero=zero) for zero in (1, 2))
+        units = PLAN.stages(one, TRAIN)[0]
+        less = PLAN.memory(one, TRAIN, 0, units) - PLAN.memory(two, TRAIN, 0, units)
+        assert less == pytest.approx(4 * sum(units) * (1 - part - 1 / 16), rel=0.2), chunks
+        rare = PLAN.predict(two, TRAIN).step.dp
+    assert rare < slower  # four times instead of sixteen
+
+
 def simulated(seconds, m, transfer=0, chunks=1, hidden=True):
     """When a pipeline ends whose ranks take so long for forward, backward, ZeRO's gather and its reduction."""
     return PLAN.simulate(seconds, transfer, PLAN.Config(pp=len(seconds), chunks=chunks), m, hidden)
@@ -249,13 +295,13 @@ def test_what_zero_adds():
 def test_communication():
     """Inside a node by NVLink; between nodes by the cards of a node's ranks, all-to-all by a rank's own."""
     cfg, gib = PLAN.Config(gpus_per_node=8), 2**30
-    assert PLAN.ring(cfg, TRAIN, gib, 1, 1) == 0
-    assert PLAN.ring(cfg, TRAIN, gib, 8, 1) == pytest.approx(20e-6 + gib * 7 / 8 / 349e9)
-    assert PLAN.ring(cfg, TRAIN, gib, 16, 4) == pytest.approx(15 * 15e-6 + gib * 15 / 16 / 80e9)
-    assert PLAN.ring(cfg, TRAIN, gib, 16, 1, True) == pytest.approx(15e-6 + gib / 2 / 40e9)
-    assert PLAN.ring(cfg, TRAIN, gib, 4, 8) > PLAN.ring(cfg, TRAIN, gib, 4, 2)
-    assert PLAN.message(cfg, TRAIN, gib, 2, 4) == pytest.approx(20e-6 + gib / 135e9)
-    assert PLAN.message(cfg, TRAIN, gib, 4, 4) == pytest.approx(15e-6 + gib / 40e9)  # the group spans two nodes
+    assert PLAN.ring(cfg, gib, 1, 1) == 0
+    assert PLAN.ring(cfg, gib, 8, 1) == pytest.approx(20e-6 + gib * 7 / 8 / 349e9)
+    assert PLAN.ring(cfg, gib, 16, 4) == pytest.approx(15 * 15e-6 + gib * 15 / 16 / 80e9)
+    assert PLAN.ring(cfg, gib, 16, 1, True) == pytest.approx(15e-6 + gib / 2 / 40e9)
+    assert PLAN.ring(cfg, gib, 4, 8) > PLAN.ring(cfg, gib, 4, 2)
+    assert PLAN.message(cfg, gib, 2, 4) == pytest.approx(20e-6 + gib / 135e9)
+    assert PLAN.message(cfg, gib, 4, 4) == pytest.approx(15e-6 + gib / 40e9)  # the group spans two nodes
 
 
 @pytest.mark.parametrize(
@@ -294,14 +340,16 @@ def test_more_ranks_than_key_heads():
 
 def test_finds_the_best(monkeypatch, capsys):
     """The table is sorted, all rows fit, and the printed line is one that train.py accepts, with as many processes."""
-    flags = "--preset llama3_8b --gpus 16 --batch 64 --seq 8192 --top 500"
+    flags = "--preset llama3_8b --gpus 16 --batch 64 --seq 8192 --top 900 --ours"
     monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
     PLAN.main()
-    head, _, *lines, why, command = capsys.readouterr().out.splitlines()
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    end = next(i for i, line in enumerate(lines) if line.startswith("Best: "))
+    lines, (why, command, *_) = lines[:end], lines[end:]
     rows = [line.replace("|", " ").replace(",", "").split() for line in lines]
     assert f"{len(rows)} choices" in head and why.startswith("Best: ")
     speeds = [int(row[-2]) for row in rows]
-    assert speeds == sorted(speeds, reverse=True) and all(float(row[7]) <= 74 for row in rows)
+    assert speeds == sorted(speeds, reverse=True) and all(float(row[8]) <= 74 for row in rows)
     for dp, cp, tp, pp, _, m in (map(int, row[:1] + row[2:7]) for row in rows):
         assert dp * cp * tp * pp == 16 and 64 % (dp * m) == 0
     launcher, own = command.split(" 08_4d/train.py ")
@@ -315,11 +363,16 @@ def test_finds_the_best(monkeypatch, capsys):
     # every layout, not the best alone; of the second, fewer layers than GPUs
     files = set()
     for wanted in (PLAN.Config(gpus=8, batch=8), PLAN.Config(gpus=16, batch=16, ffn=72, seq=24)):
-        for row in PLAN.plans(wanted, TRAIN)[0]:
+        for row in PLAN.plans(PLAN.replace(wanted, ours=True), TRAIN)[0]:
             module, line = recipe_of(row.cfg)
             module.check(PLAN.replace(typed(module, line), device="cpu"), wanted.gpus)
             files.add(line.split()[0])
     assert len(files) == 3
+    for row in PLAN.plans(PLAN.Config(gpus=8, batch=32, zero=2), TRAIN)[0]:
+        if not PLAN.needs(row.cfg):
+            module, line = recipe_of(row.cfg)
+            module.check(PLAN.replace(typed(module, line), device="cpu"), 8)
+            assert line.startswith("03_zero/zero2.py ")
 
 
 @functools.cache
@@ -351,14 +404,15 @@ def test_the_printed_line_has_the_model():
 
 def test_memory_of_the_gpu_counts():
     """What does not fit on an H100 may fit on an H200."""
-    cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], gpus=8, batch=64, seq=8192, gpu="H200")
+    cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], gpus=8, batch=64, seq=8192, machine="H200")
     assert 74 < max(row.memory for row in PLAN.plans(cfg, TRAIN)[0]) <= 132
 
 
 def test_best_only_finds_the_same():
     """Skipping what cannot be faster changes nothing: the bound is below the step of every layout."""
-    for preset, gpus, by in (("llama3_8b", 16, TRAIN), ("llama3_70b", 64, TRAIN), ("llama3_1b", 32, PLAN.nanotron(1))):
-        cfg = PLAN.Config(**PLAN.PRESETS[preset], gpus=gpus, batch=64, seq=8192, shard=int(by.eager))
+    some = ("llama3_8b", 16, 0, TRAIN), ("llama3_70b", 64, 8, TRAIN), ("llama3_1b", 32, 2, PLAN.nanotron(1))
+    for preset, gpus, tp, by in some:
+        cfg = PLAN.Config(**PLAN.PRESETS[preset], gpus=gpus, tp=tp, batch=32, seq=8192, shard=int(by.eager))
         rows = PLAN.plans(cfg, by)[0]
         assert len(rows) > 50 and all(PLAN.least(row.cfg, by) <= row.step.total() for row in rows)
         assert [rows[:n] for n in (1, 12)] == [PLAN.plans(cfg, by, n)[0][:n] for n in (1, 12)]
@@ -377,10 +431,64 @@ def test_the_simplest_of_those_that_may_be_the_fastest():
 
 
 def test_what_fits_with_one_micro_batch_alone():
-    """It needs no fp32 sums of gradients."""
+    """It needs no fp32 sums of gradients; with several ZeRO-2 has no whole ones, and ZeRO-3 no whole weights."""
     sizes = dict(PLAN.PRESETS["llama3_70b"], gpus=32, batch=8, seq=2048, dp=4, tp=8)
-    (row,) = PLAN.plans(PLAN.Config(**sizes), TRAIN)[0]
+    (row,) = PLAN.plans(PLAN.Config(**sizes, ours=True), TRAIN)[0]
     assert row.cfg.microbatches == 1
+    assert {row.cfg.zero for row in PLAN.plans(PLAN.Config(**sizes), TRAIN)[0] if row.cfg.microbatches > 1} == {2, 3}
+
+
+def test_least_recomputation():
+    """What does not fit recomputes as little as makes it fit; then ZeRO-2 is an alternative. --ours has neither."""
+    cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], gpus=64, batch=512, seq=8192, dp=64, cp=1, tp=1, pp=1, chunks=1)
+    one = PLAN.replace(cfg, shard=1, microbatches=8)
+    found = {gib: [(c.zero, c.recompute) for c in PLAN.fitting(one, TRAIN, gib)] for gib in (100, 74, 60, 45, 25)}
+    other, both = [(1, "full"), (2, "none")], [(2, "selective")]
+    assert found == {100: [(1, "none")], 74: [(1, "selective"), (2, "none")], 60: other, 45: both, 25: [(2, "full")]}
+    assert PLAN.fitting(PLAN.replace(one, ours=True), TRAIN, 25) == []
+    rows = PLAN.plans(PLAN.replace(cfg, ours=True), TRAIN)[0]
+    assert rows and all(row.cfg.recompute == "none" for row in rows)
+
+
+def test_flags_of_others():
+    """Their sizes multiply to the GPUs and the batch."""
+    for wanted in (
+        PLAN.Config(gpus=16, batch=64, layers=16),
+        PLAN.Config(gpus=8, zero=3),
+        PLAN.Config(recompute="full"),
+    ):
+        for row in PLAN.plans(wanted, TRAIN)[0]:
+            cfg, (megatron, titan, *nano) = row.cfg, PLAN.elsewhere(row.cfg)
+            sizes = {name: int(size) for name, size in re.findall(r"--(\S+) (\d+)", megatron + " " + titan)}
+            axes = ("tensor", "context", "pipeline")
+            assert [sizes.get(f"{axis}-parallel-size", sizes.get(f"{axis}-model-parallel-size")) for axis in axes] == [
+                cfg.tp,
+                cfg.cp,
+                cfg.pp,
+            ]
+            degrees = [size for name, size in sizes.items() if name.endswith("_degree")]
+            assert functools.reduce(int.__mul__, degrees) == cfg.gpus
+            local = sizes["training.local_batch_size"] // (cfg.microbatches if cfg.pp > 1 else 1)
+            assert local == sizes["micro-batch-size"] == cfg.batch // cfg.dp // cfg.microbatches
+            assert sizes["training.global_batch_size"] == sizes["global-batch-size"] == cfg.batch
+            for line in nano:
+                given = json.loads(line.removeprefix("nanotron: "))
+                assert [given["parallelism"][axis] for axis in ("dp", "tp", "pp")] == [cfg.dp, cfg.tp, cfg.pp]
+                assert given["tokens"]["batch_accumulation_per_replica"] == cfg.microbatches and cfg.cp == 1
+
+
+def test_machines():
+    """An A100 is slower than an H100, EFA's hops are longer, all-to-alls and messages between pods 7 times slower."""
+    same = dict(PLAN.PRESETS["llama3_8b"], seq=8192, cp=1, tp=1, pp=1, chunks=1, batch=64)
+    cfg = PLAN.Config(**same, gpus=64, dp=64, microbatches=1)
+    speeds = {name: PLAN.predict(PLAN.replace(cfg, machine=name), TRAIN).tokens for name in PLAN.MACHINES}
+    assert speeds["A100"] < 0.4 * speeds["H100"] and speeds["H100-EFA"] < speeds["H100"] <= speeds["H200"]
+    assert speeds["H100"] == speeds["H100-pods"]
+    pods, gib = PLAN.Config(machine="H100-pods"), 2**30
+    assert PLAN.ring(pods, gib, 6144, 1, True) == pytest.approx(15e-6 + gib * (6136 / 6144 + 6 / 2) / 40e9)
+    assert PLAN.ring(pods, gib, 6144, 1) == PLAN.ring(PLAN.Config(), gib, 6144, 1)
+    assert PLAN.message(pods, gib, 2, 3072) == pytest.approx(15e-6 + 7 * gib / 40e9)
+    assert PLAN.message(pods, gib, 2, 1536) == pytest.approx(15e-6 + gib / 40e9)
 
 
 def test_taken_from_train_py():
@@ -405,9 +513,11 @@ def test_taken_from_train_py():
         ("--heads 7", "--heads 7: --dim 128 must be an even multiple of it"),
         (
             "--preset llama3_405b --batch 8",
-            "--gpus 8: 41 layouts have the sizes asked for. 1: 0 fit in 74 GiB. 2: 0 make the batch, with 0 choices of "
+            "--gpus 8: 43 layouts have the sizes asked for. 1: 0 fit in 74 GiB. 2: 0 make the batch, with 0 choices of "
             "micro-batches that fit",
         ),
+        ("--zero 4", "--zero 4: must be 1, 2 or 3, or 0 for whatever is best"),
+        ("--zero 1 --shard 2", "--shard 2: --zero must be 3"),
     ],
 )
 def test_bad_input(monkeypatch, flags, problem):
@@ -507,13 +617,33 @@ def test_a_pipeline_whose_memory_is_full():
 
 
 def test_llama_3():
-    """Its published MFU, to which nothing is fitted, by the paper's formula: within 12 % with 8,192 tokens.
+    """All three fit; by the paper's formula their MFU, to which nothing is fitted, is within 10 % with 8,192 tokens.
 
-    With 131,072 tokens it is not predicted, and none of the three fits: what its trainer keeps is not published.
+    With 131,072 tokens it is not: the formula counts attention across documents, which Llama masks.
     """
     short, shorter, long = PLAN.llama()
-    assert all(0 < theirs / mfu * 100 - 1 < 0.12 for _, theirs, mfu in (short, shorter))
-    assert long[1] / long[2] * 100 > 1.2 and all(plan.memory > 80 for plan, *_ in PLAN.llama())
+    assert all(plan.memory < 74 for plan, *_ in PLAN.llama())
+    assert all(0 < theirs / mfu * 100 - 1 < 0.1 for _, theirs, mfu in (short, shorter))
+    assert long[1] / long[2] * 100 > 1.2
+
+
+def test_what_people_use():
+    """8B on 64 GPUs: ranks of dp alone.
+
+    70B on 64 and 405B on 1,024 H100s: NVIDIA's layouts for Megatron-LM, bf16 without recomputation (Megatron Bridge,
+    performance recipes llama3_70b_pretrain_64gpu_h100_bf16 and llama31_405b_pretrain_1024gpu_h100_bf16), is the best or
+    equal to it within the error.
+    """
+    cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], gpus=64, batch=512, seq=8192)
+    best = PLAN.simplest(PLAN.plans(cfg, TRAIN, 12)[0]).cfg
+    assert (best.dp, best.cp, best.tp, best.pp) == (64, 1, 1, 1)
+    for preset, gpus, batch, layout in (("llama3_70b", 64, 256, (2, 4, 4)), ("llama3_405b", 1024, 512, (2, 8, 8))):
+        cfg = PLAN.Config(**PLAN.PRESETS[preset], gpus=gpus, batch=batch, seq=8192)
+        (best,) = PLAN.plans(PLAN.replace(cfg, recompute="none"), TRAIN, 1)[0][:1]
+        cp, tp, pp = layout
+        theirs = PLAN.plans(PLAN.replace(cfg, cp=cp, tp=tp, pp=pp), TRAIN, 1)[0][0]
+        assert theirs.step.total() < 1.05 * best.step.total(), preset
+    assert (best.cfg.tp, best.cfg.cp) == (8, 2)
 
 
 @pytest.mark.thorough
