@@ -41,6 +41,17 @@ def test_computes_what_transformers_computes(rope):
     witness.check(TRAIN, rope)
 
 
+def test_tied_head():
+    """As transformers has it: one matrix, whose gradient is that of both its uses."""
+    witness.check(equivalence.TIED, tied=True)
+
+
+def test_an_untied_file_is_refused(file=equivalence.TIED):
+    flags = f"{equivalence.SHAPE} --device cpu --init {equivalence.start(TRAIN, equivalence.SHAPE)}"
+    line = refusal(load(file), 1, flags)
+    assert line and "lm_head.weight is floats [256, 48], the model has no such tensor" in line, "it is accepted"
+
+
 @pytest.mark.parametrize("tied, shards", [(False, "5GB"), (False, "50KB"), (True, "5GB")])
 def test_loads_what_transformers_saves(tied, shards, tmp_path):
     """A random model goes in through --init, whole, in several files, or with a head tied to the embedding."""

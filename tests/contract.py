@@ -32,7 +32,7 @@ from test_lineage import FAMILY
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8"
 SMALLEST = {recipe: (world, flags) for recipe, world, flags in reversed(CASES) if "--compile" not in flags}
 # recipe: (ranks, flags), for what does not depend on the size
-SMALLEST[ROOT_RECIPE] = SMALLEST[equivalence.MOE] = 1, ""
+SMALLEST[ROOT_RECIPE] = SMALLEST[equivalence.MOE] = SMALLEST[equivalence.TIED] = 1, ""
 SMALLEST |= {recipe: (4, "--dp 1 --cp 1 --tp 2 --pp 2") for recipe in SMALLEST if recipe[:2] == "08"}
 SMALLEST["08_4d/2d.py"] = 4, "--dp 2 --tp 2"
 SMALLEST["08_4d/3d.py"] = 4, "--dp 1 --tp 2 --pp 2"
@@ -502,7 +502,7 @@ def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
     np.arange(1, 1001, dtype=np.uint16).tofile(folder / "ids.bin")
     (np.arange(1000, dtype=np.uint32) + 70000).tofile(folder / "wide.bin")
     weights = {name: tensor.half() for name, tensor in small_weights(recipe).items()}
-    del weights["lm_head.weight"]  # tied to the embedding
+    weights.pop("lm_head.weight", None)  # tied to the embedding
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)  # of older versions
     save_file(weights, folder / "tied[1].safetensors")
     everywhere = [

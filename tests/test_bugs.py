@@ -81,7 +81,9 @@ IN_FILES = {
             {"rope": "--theta 10000 --rope_factor 32 --seq 512 --batch 2"},
         ),
         "transformers, experts": ("check", "is off by", {"experts": "--experts 8 --top_k 2"}),
+        "transformers, tied": ("check", "is off by|names or shapes", {"tied": True}),
     },
+    "01_single_gpu/test_single_gpu.py": {"untied file": ("test_an_untied_file_is_refused", "it is accepted")},
     "01_single_gpu/test_validation.py": {
         "held out": ("test_what_is_held_out", "", {"lengths": [500, 440, 20, 20, 20], "cut": 960}),
         "printed validation": ("test_printed_every_n_steps", "not the loss of the evaluation"),

@@ -96,14 +96,16 @@ def stored(model, folder: Path | str) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "model.safetensors")
 
 
-def check(recipe: Path | str = ROOT_RECIPE, rope: str = "", experts: str = "") -> None:
+def check(recipe: Path | str = ROOT_RECIPE, rope: str = "", experts: str = "", tied: bool = False) -> None:
     """Assert that from_pretrained loads what the recipe saves, and computes the same logits, loss and gradients.
 
     experts: "--experts E --top_k K" of a recipe that has experts.
     """
     folder = tempfile.mkdtemp()
     numbers = [float(number) for number in rope.split()[1:4:2]]  # of --theta and --rope_factor
-    config = mixtral_config(*map(int, experts.split()[1::2]), *numbers[:1]) if experts else llama_config(*numbers)
+    config = llama_config(*numbers, tied=tied)
+    if experts:
+        config = mixtral_config(*map(int, experts.split()[1::2]), *numbers[:1])
     class_of(config)  # imported here, not in each of the forks
     weights = isolated(lambda: stored(random_model(config), f"{folder}/start"))
     start = f"{FLAGS} --data {equivalence.documents()} {rope} {experts} --init {folder}/start/model.safetensors"

@@ -1,0 +1,625 @@
+"""A pipeline with tied embedding and head: the first and the last stage each hold the matrix, and stay equal.
+
+1. Both copies start from the same numbers. The first stage looks tokens up in its copy, the last computes logits.
+2. After the last backward each has one of the two gradients. An all-reduce between these two ranks sums them.
+3. The norm counts one of the two, and the file has one. AdamW then changes both alike, to the bit.
+It costs 4·v·d bytes out and in on two ranks per step, and v·d parameters more on one of them.
+
+Parent:   06_pipeline/1f1b.py, 01_single_gpu/tied_embeddings.py
+Lesson:   Model, sum_tied, is_copy, forward_backward, clip_gradients
+Plumbing: build_model, save
+Copy:     sum_tied, is_copy, clip_gradients (beside what 1f1b.py says. Make the group of both ends on every rank, as
+          build_model does, and call sum_tied after the schedule, before the clip)
+Needs:    cfg.clip, model.ends, model.model.embed_tokens, model.pp, model.stage, model.stages
+Run:      torchrun --nproc_per_node 8 06_pipeline/tied_embeddings.py
+Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import zlib
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from dataclasses import asdict, dataclass, replace
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args, get_type_hints
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+# SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
+PRESETS = {
+    "tiny": dict(warmup=10),  # otherwise the defaults below: for laptops
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
+    seq: int = 128
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 40
+    validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
+    warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
+    compile: bool = False
+    microbatches: int = 8  # parts of the batch that go through the model one after another
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -> dict[str, dist.ProcessGroup]:
+    """Connect neighbours over links, a communicator per direction; return them.
+
+    "F" carries activations to the next stage, "B" gradients to the one before; path: the rank of each stage. On GPUs
+    the transfers of one communicator run one at a time, in the order in which they were started. If both directions
+    shared one, two neighbours that each had started a send first would wait for each other forever.
+    """
+    hello = torch.zeros(1, device=device)
+    for before, after in zip(path, path[1:]):
+        for op, source, target in (("F", before, after), ("B", after, before)):
+            # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
+            if links[op].rank() == source:
+                dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
+            if links[op].rank() == target:
+                dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
+    return links
+
+
+def receive(
+    model: nn.Module, op: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Receive what an operation takes from a neighbour: activations for a forward (F), gradients for a backward (B).
+
+    Call it when the operation is next: a receive that waits takes SMs from a GPU.
+    None on the first stage, whose forward starts from ids, and on the last, whose backward starts from the loss.
+    """
+    source = model.stage - 1 if op == "F" else model.stage + 1
+    if not 0 <= source < model.stages:
+        return None
+    buffer = torch.empty(shape, dtype=dtype, device=device)
+    dist.recv(buffer, group=model.links[op], group_src=source)  # the bytes of shape in; the operation waits for them
+    return buffer
+
+
+def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
+    """Start to send what an operation has computed to the neighbour that takes it; None if there is no such stage."""
+    target = model.stage + 1 if op == "F" else model.stage - 1
+    if not 0 <= target < model.stages:
+        return None
+    return dist.isend(tensor, group=model.links[op], group_dst=target)  # its bytes out; nothing waits for them
+
+
+def wait_for_send(work: dist.Work | None) -> None:
+    """Wait until a message has left; on GPUs the stream waits, not this process."""
+    if work:
+        work.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.k = cfg.dim // cfg.heads
+        self.q_proj = nn.Linear(cfg.dim, cfg.heads * self.k, bias=False)
+        self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.o_proj = nn.Linear(cfg.heads * self.k, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.up_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.down_proj = nn.Linear(cfg.ffn, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def split_layers(cfg: Config, stages: int) -> list[range]:
+    """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
+    head = 6 * cfg.dim * cfg.vocab
+    block = (flops_per_token(cfg) - head) / cfg.layers
+    counts, load = [1] * stages, [block] * stages
+    load[0] += cfg.dim  # embedding: backward adds a row per token
+    load[-1] += head
+    for _ in range(cfg.layers - stages):
+        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages hold fewer activations in flight
+        counts[lightest] += 1
+        load[lightest] += block
+    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+
+
+class Model(nn.Module):
+    """One stage of Llama 3: some layers; the first stage embeds, and the last one has the same matrix as its head."""
+
+    def __init__(
+        self, cfg: Config, pp: dist.ProcessGroup, links: dict[str, dist.ProcessGroup], ends: dist.ProcessGroup
+    ):
+        super().__init__()
+        self.cfg = cfg
+        self.pp = pp  # the ranks that split the model
+        self.links = links  # communicators by operation, see connect
+        self.ends = ends  # the first and the last rank of pp
+        self.stage, self.stages = pp.rank(), pp.size()  # stage i is rank i of the group
+        self.model = nn.Module()
+        if self.stage in (0, self.stages - 1):
+            self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in split_layers(cfg, self.stages)[self.stage]})
+        if self.stage == self.stages - 1:
+            self.model.norm = RMSNorm(cfg)
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """ids [b, s], after the first stage activations [b, s, d] -> activations, on the last stage logits [b, s, v]"""
+        rope = rope_table(self.cfg, torch.arange(x.shape[1], device=x.device))
+        if self.stage == 0:
+            x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        for block in self.model.layers.children():
+            x = block(x, rope)
+        if self.stage < self.stages - 1:
+            return x
+        return nn.functional.linear(self.model.norm(x), self.model.embed_tokens.weight)  # the head
+
+
+def init_files(cfg: Config) -> list[str]:
+    """Return the path of --init, or all paths that match it."""
+    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+
+
+def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
+    """Return the shape of every tensor of the full model by its published name."""
+    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
+    attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
+    mlp = {f"mlp.{x}_proj": shape for x, shape in dict(gate=[f, d], up=[f, d], down=[d, f]).items()}
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **mlp)
+    shapes = {"model.embed_tokens": [v, d], "model.norm": [d]}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
+
+    Published models that tie their head store it as the embedding.
+    """
+    if cfg.init:
+        files = [safe_open(path, "pt") for path in init_files(cfg)]
+        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
+        return next(file.get_tensor(stored) for file in files if stored in file.keys())
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def build_model(cfg: Config) -> Model:
+    """Build this stage and fill it tensor by tensor, so that at most one full tensor is held twice."""
+    pp = dist.group.WORLD
+    ends = dist.new_group(sorted({0, pp.size() - 1}))  # all ranks make it, whether they are in it or not
+    with torch.device("meta"):
+        model = Model(cfg, pp, connect({"F": pp, "B": dist.new_group()}, [*range(pp.size())], cfg.device), ends)
+    model.to_empty(device=cfg.device)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(full_tensor(cfg, name, p.shape))
+    if cfg.compile:
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    --validate holds out the documents that start in the last twentieth; if none does, the end of the last document.
+    """
+    path = Path(cfg.data)
+    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
+    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
+    else:
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        starts = np.cumsum([0, *map(len, documents[:-1])])
+        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+    if wrong:
+        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
+    if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
+        raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
+    cut = min(starts[(starts >= cut) & (starts < len(ids) - cfg.seq)], default=cut)
+    return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW, with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def schedule(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
+    """Return what a stage does, in order: (F forward or B backward, micro-batch)."""
+    forwards = [("F", i) for i in range(microbatches)]
+    backwards = [("B", i) for i in range(microbatches)]
+    ahead = min(stages - 1 - stage, microbatches)  # forwards to run before the first gradient can arrive
+    pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
+    return forwards[:ahead] + pairs + backwards[microbatches - ahead :]
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs of Model.forward, targets [b, s] -> activations [b, s, d], on the last stage the sum of the losses"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        output = model(inputs)
+        last = model.stage == model.stages - 1
+        return model.loss(output.flatten(0, 1), targets.flatten()) if last else output
+
+
+def run_schedule(
+    cfg: Config,
+    model: nn.Module,
+    operations: list[tuple[str, int]],
+    inputs: tuple[Tensor, ...],
+    targets: tuple[Tensor, ...],
+    tokens: Tensor,
+) -> Tensor:
+    """Run a stage's operations on micro-batches [b/m, s]; return its part of the loss: 0 except on the last stage.
+
+    forward(cfg, model, x, targets) returns activations [b/m, s, d] in cfg.dtype, on the last stage the summed loss. Any
+    list works in which each operation comes after those it needs, if both ends of a link take the micro-batches in
+    the same order: messages carry no tag. A list of forwards alone, under torch.no_grad(), evaluates.
+    """
+    saved, messages, dtype = {}, [], getattr(torch, cfg.dtype)
+    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    for op, i in operations:
+        arrived = receive(model, op, (*inputs[i].shape, cfg.dim), dtype, inputs[i].device)  # b/m s d
+        if op == "F":
+            x = inputs[i] if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
+            output = forward(cfg, model, x, targets[i])
+            if model.stage == model.stages - 1:
+                output = output / tokens
+                total += output.detach()
+            work = send(model, op, output.detach())
+            if output.requires_grad:
+                saved[i] = x, output, work
+            else:  # under torch.no_grad()
+                messages.append((work, output))
+        else:
+            x, output, work = saved.pop(i)
+            wait_for_send(work)  # the output has arrived, since its gradient has come back
+            output.backward(arrived)
+            messages.append((send(model, op, x.grad), x.grad))
+        if len(messages) > 2:
+            wait_for_send(messages.pop(0)[0])  # and frees what was sent
+    for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:
+        wait_for_send(work)
+    return total
+
+
+def sum_tied(model: nn.Module) -> None:
+    """Sum the gradients of the tied matrix: the lookup's, on the first stage, and the logits', on the last."""
+    if model.stage in (0, model.stages - 1) and model.stages > 1:
+        # its bytes out and in on each of the two, which wait: both need the sum before the clip
+        dist.all_reduce(model.model.embed_tokens.weight.grad, group=model.ends)
+
+
+def is_copy(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is the last stage's copy of what the first one has: counted, and saved, by that one."""
+    return name == "model.embed_tokens.weight" and model.stage == model.stages - 1 > 0
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
+    operations = schedule(model.pp.rank(), model.pp.size(), cfg.microbatches)
+    inputs, targets = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)  # b/m s
+    total = run_schedule(cfg, model, operations, inputs, targets, tokens)
+    sum_tied(model)
+    dist.all_reduce(total, group=model.pp)  # one element, for the log; everyone waits
+    return total
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    counted = [p.grad for name, p in model.named_parameters() if not is_copy(model, name)]
+    norm = nn.utils.get_total_norm(counted) ** 2
+    dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
+    return norm
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.microbatches) if op[0] == "F"]
+    micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/m s
+    loss = run_schedule(cfg, model, forwards, *micro, tokens)
+    dist.all_reduce(loss, group=model.pp)  # one element; everyone waits
+    return loss
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Print the mean loss of a batch of unseen text, the same one each time."""
+    loss = evaluate(cfg, model, *make_batch(cfg, unseen, 0)).item()
+    if dist.get_rank() == 0:
+        print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    mine, weights = {name: tensor for name, tensor in model.state_dict().items() if not is_copy(model, name)}, {}
+    shapes = [None] * model.pp.size()
+    # names and shapes; everyone waits
+    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
+    for rank, owned in enumerate(shapes):
+        for name, shape in owned.items():
+            tensor = mine[name] if name in mine else torch.empty(shape, device=cfg.device)
+            dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another; everyone waits
+            if dist.get_rank() == 0:
+                weights[name] = tensor.cpu()
+    if dist.get_rank() == 0:
+        part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+        part.write_bytes(to_bytes(weights, metadata))
+        part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, train it, log every step, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        if not math.isfinite(loss + norm):
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+        if cfg.validate and (step + 1) % cfg.validate == 0:
+            validate(cfg, model, unseen)
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    for name, hint in get_type_hints(Config).items():
+        value = dict(type=type(getattr(Config, name)), choices=get_args(hint) or None)
+        kind = dict(action="store_true") if hint is bool else value
+        parser.add_argument(f"--{name}", help=f"default: {getattr(Config, name)}", **kind)
+    given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+
+
+def check_init(cfg: Config) -> None:
+    """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
+    shapes = tensor_shapes(cfg)
+    for path in init_files(cfg):
+        try:
+            file = safe_open(path, "pt")
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {path} is no .safetensors file") from None
+        for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
+            tensor = file.get_slice(name)
+            kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            if f"{kind} {tensor.get_shape()}" != wanted:
+                raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
+    if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
+        raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
+
+
+def check(cfg: Config, world: int) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    edge = dict.fromkeys("steps validate warmup lr weight_decay seed compile".split(), 0) | {"clip": math.inf}
+    for flag, value in asdict(cfg).items():
+        if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
+            raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
+    large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.layers < world, f"--layers {cfg.layers}: must be at least the number of processes, {world}"),
+        (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    if found := [problem for wrong, problem in problems if wrong]:
+        raise SystemExit(found[0])
+    if cfg.init:
+        check_init(cfg)
+
+
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
+    data = load_data(cfg)
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    train(cfg, *data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
