@@ -10,8 +10,7 @@ Plumbing: Model.__init__, build_model, check, evaluate
 Copy:     connect, receive, send, wait_for_send, schedule, run_schedule, clip_gradients, evaluate (give the model the
           attributes stage, stages and links, and write forward(cfg, model, x, targets) as here. forward_backward calls
           run_schedule; so does a validation loop, under torch.no_grad() with a list of forwards. If embedding and head
-          are one tensor, the first and the last stage hold it: sum its two gradients before the clip, and count one of
-          them in the norm)
+          are one tensor, see tied_embeddings.py)
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.links, model.pp, model.stage, model.stages,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/afab.py

@@ -8,8 +8,7 @@ Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
 Lesson:   split_layers, Model, receive, send, forward, forward_backward
 Plumbing: build_model, clip_gradients, save, check, evaluate
 Copy:     receive, send, clip_gradients, evaluate (forward_backward calls receive and send. If embedding and head are
-          one tensor, the first and the last stage hold it: sum its two gradients before the clip, and count one of them
-          in the norm)
+          one tensor, see tied_embeddings.py)
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, model.pp, model.stage, model.stages, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/naive.py
 Source:   Huang et al. 2018, GPipe, arXiv:1811.06965, figure 2b

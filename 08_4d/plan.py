@@ -1,4 +1,4 @@
-"""Find the best layout: predict memory and step time of 08_4d/train.py for every way to cut a model over the GPUs.
+"""Find the best layout: predict memory and step time of every way to cut a model over GPUs, as recipes here train.
 
 The playbook's three steps: which layouts fit in memory, which of them reach the global batch, which is the fastest.
 Memory is that of the fullest rank at its fullest moment. Time is simulated: every rank runs its pipeline's operations,
@@ -72,7 +72,7 @@ BOOK = {
     "8.86B": dict(layers=32, dim=4096, heads=32, kv_heads=32, ffn=14336),
     "80B": dict(layers=80, dim=8192, heads=64, kv_heads=64, ffn=28672),
 }
-BOOK_RUNS = dict(machine="H100-EFA", zero=1, shard=1, recompute="none", ours=True)
+BOOK_RUNS = dict(machine="H100-EFA", zero=1, recompute="none")
 COLUMNS = "model nodes dp tp pp micro_batches micro_batch_size zero tokens_per_s_per_gpu gpu_memory_GB".split()
 # Its best configurations (8.4): nodes, model, GB, dp, tp, pp, micro-batches, sequences in one, ZeRO, tokens/s/GPU.
 CELLS = """
@@ -87,7 +87,7 @@ CELLS = """
 32   80B 64.21   4  4 16  64 1 1   594 | 64   80B 53.46  32 16  1   4 2 1   343"""
 # Llama 3 405B, table 4: dp, cp, tp, pp, sequences per dp rank, tokens of one, MFU in %.
 LLAMA = [(64, 1, 8, 16, 32, 8192, 43), (128, 1, 8, 16, 16, 8192, 41), (8, 16, 8, 16, 16, 131072, 38)]
-LLAMA_RUNS = dict(zero=2, shard=1, recompute="selective")
+LLAMA_RUNS = dict(zero=2, recompute="selective")
 CHUNKS = 1, 2, 4  # stages per rank that are tried
 ERROR = 0.05  # of predicted speeds on one host: most that was measured is within it, all within 7 %
 RECOMPUTE = "none", "selective", "full"  # as 01_single_gpu/train.py, selective_ and activation_checkpointing.py
@@ -109,11 +109,11 @@ COLORS = dict(
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster: what a GPU of it reaches, in bytes and FLOPs per second. --gpus_per_node share a node."""
+    """A kind of cluster: what each of its GPUs reaches. Rates are per second; a node has --gpus_per_node GPUs."""
 
     peak: float  # bf16 FLOPs by which MFU is counted
     usable: float  # GiB that tensors may take: nvidia-smi's, less about 2 for CUDA and NCCL, and 4 % for fragments
-    memory: float  # bytes that AdamW moves
+    bandwidth: float  # bytes of memory that AdamW moves
     matmuls: float  # FLOPs of matmuls within a step, at the power limit
     # FLOPs of causal attention, forward and backward, which has 2.5 times as many, by head size, for long sequences; s
     # tokens reach s/(s+400) of it
@@ -122,7 +122,7 @@ class Machine:
     pair: float  # bytes of one send and receive of 16 MiB inside a node
     network: float  # bytes between nodes
     hop: float  # seconds that a step of a ring between nodes takes
-    pod: int = 2**30  # nodes between which all can send at once
+    pod: int = 2**30  # nodes within which all can send at full speed at once
     oversubscribed: float = 1  # how many times slower each is if all send to another pod at once
 
 
@@ -133,17 +133,18 @@ class Machine:
 ATTENTION = {64: (440e12, 390e12), 128: (590e12, 510e12)}
 HOPPER = dict(peak=989.5e12, matmuls=720e12, attention=ATTENTION, nvlink=349e9, pair=135e9, network=40e9, hop=15e-6)
 MACHINES = {
-    "H100": Machine(usable=74, memory=2.4e12, **HOPPER),
-    "H200": Machine(usable=132, memory=3.4e12, **HOPPER),
-    # AWS, where the playbook was measured (5.1): all-gathers of 256 MB take 1.0 ms on 8 ranks and 23 on 512.
-    "H100-EFA": Machine(usable=74, memory=2.4e12, **{**HOPPER, "hop": 43e-6}),
+    "H100": Machine(usable=74, bandwidth=2.4e12, **HOPPER),
+    "H200": Machine(usable=132, bandwidth=3.4e12, **HOPPER),
+    # AWS, where the playbook was measured (5.1): all-gathers of 256 MB take 1.0 ms on 8 ranks and 23 on 512, which is
+    # 511 hops and the bytes
+    "H100-EFA": Machine(usable=74, bandwidth=2.4e12, **{**HOPPER, "hop": 43e-6}),
     # Llama 3's (3.3.1): pods of 3,072 GPUs, between which the network is oversubscribed 1:7.
-    "H100-pods": Machine(usable=74, memory=2.4e12, **HOPPER, pod=384, oversubscribed=7),
+    "H100-pods": Machine(usable=74, bandwidth=2.4e12, **HOPPER, pod=384, oversubscribed=7),
     # 80 GB and 200 Gb/s. Nothing was measured here: each is the share of the specification that an H100 reaches.
     "A100": Machine(
         peak=312e12,
         usable=74,
-        memory=1.46e12,
+        bandwidth=1.46e12,
         matmuls=227e12,
         attention={64: (139e12, 123e12), 128: (186e12, 161e12)},
         nvlink=233e9,
@@ -466,9 +467,9 @@ def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
     flops = 2 * n * cfg.seq * d / cfg.tp * (1 + 400 / chunk)
     rates = at.attention[128 if d // cfg.heads > 64 else 64]
     attention = flops / rates[0], 2.5 * flops / rates[1]
-    elementwise = 2 * n * (36 * d + 8 * f) / cfg.tp / at.memory
+    elementwise = 2 * n * (36 * d + 8 * f) / cfg.tp / at.bandwidth
     # sequence_parallel.py puts weights together for one matmul; train.py reads them where they are
-    copies = 4 * matrices(cfg) * (cfg.tp > 1 and by.cast > 0) / at.memory
+    copies = 4 * matrices(cfg) * (cfg.tp > 1 and by.cast > 0) / at.bandwidth
     forward = (linear + attention[0] + elementwise / 3 + copies) / by.speed
     backward = (2 * linear + attention[1] + elementwise * 2 / 3) / by.speed
     once = gathered(cfg)
@@ -492,7 +493,7 @@ def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[
     Backward moves the gradients of a unit into one tensor, and adds them to fp32 sums.
     """
     at, n, d, first, last = MACHINES[cfg.machine], tokens(cfg), cfg.dim, stage == 0, stage == cfg.pp - 1
-    layers, rate = len(units) - first - last, at.memory
+    layers, rate = len(units) - first - last, at.bandwidth
     times = {kind: [layers * x for x in both] for kind, both in block_times(cfg, by).items()}
     once, head = gathered(cfg), 2 * n * d * cfg.vocab / cfg.tp / at.matmuls
     logits = 2 * n * cfg.vocab / cfg.tp / rate  # one pass over them
@@ -598,7 +599,7 @@ def step_time(cfg: Config, by: Trainer) -> Step:
     if cfg.shard > 1:
         whole = local + added_by_shards(cfg, by, parts[0], *busy[0])
     owners = cfg.shard if cfg.shard > 1 else shards  # ranks that update the same weights together
-    optimizer = [(46 / owners if by.zero else 40) * sum(units) / MACHINES[cfg.machine].memory for units in parts]
+    optimizer = [(46 / owners if by.zero else 40) * sum(units) / MACHINES[cfg.machine].bandwidth for units in parts]
     mean = {kind: m * sum(sum(kinds[kind]) for kinds in times) / cfg.pp for kind in times[0]}
     bubble = max(0, alone - sum(mean.values()))
     return Step(**mean, dp=whole - local, pp=local - alone, optimizer=max(optimizer) + HOST, bubble=bubble)
@@ -644,7 +645,7 @@ def cuts(cfg: Config) -> list[Config]:
             for shard, stages in itertools.product(shards if cfg.shard == 0 else shards | {cfg.shard}, chunks):
                 zero = 3 if shard > 1 else cfg.zero
                 asked = cfg.shard in (0, shard) and cfg.zero in (0, zero) and (zero == 3) == (shard > 1)
-                possible = dp % shard == 0 and (shard == 1 or cp == pp == 1)
+                possible = dp % shard == 0 and (shard == 1 or cp == pp == 1) and (zero != 2 or dp * cp > 1)
                 if asked and possible and (stages == 1 or pp > 1 and pp * stages <= cfg.layers):
                     found.append(replace(cfg, **sizes, zero=zero, shard=shard, chunks=stages))
     return found
@@ -658,7 +659,7 @@ def needs(cfg: Config) -> str:
 
 
 def fitting(cfg: Config, by: Trainer, limit: float) -> list[Config]:
-    """Return the layout as it fits: with the least recomputation, and if it has to recompute, with ZeRO-2, too.
+    """Return the layout as it fits: with the least recomputation, and with ZeRO-2 if that recomputes less.
 
     ZeRO-0 and AFAB are not tried: they send as much, idle as long, and have more in memory than ZeRO-1 and 1F1B.
     """
@@ -666,11 +667,11 @@ def fitting(cfg: Config, by: Trainer, limit: float) -> list[Config]:
     for zero in [cfg.zero] if cfg.zero else [1, 2] if cfg.dp * cfg.cp > 1 else [1]:
         for recompute in RECOMPUTE if cfg.recompute == "any" else [cfg.recompute]:
             one = replace(cfg, zero=zero, recompute=recompute)
+            if found and found[0].recompute == recompute:
+                break
             if not (cfg.ours and needs(one)) and most_memory(one, by) <= limit:
                 found.append(one)
                 break
-        if found and found[0].recompute == "none":
-            break
     return found
 
 
@@ -897,9 +898,7 @@ def table(rows: list[Plan], several: bool = False) -> str:
 def reason(rows: list[Plan]) -> str:
     """Explain the first row: what bounds it, what the fastest of another cut loses to it, how many are as fast."""
     best, names = rows[0], {axis: f"{word} parallelism's communication" for axis, word in AXES.items()}
-    names |= dict(
-        bubble="the pipeline's bubble", compute="less efficient compute", optimizer="the optimizer and the host"
-    )
+    names |= dict(bubble="the pipeline's bubble", compute="compute itself", optimizer="the optimizer and the host")
     names["recompute"] = "recomputation"
     parts, total = asdict(best.step), best.step.total()
     loss = max(parts, key=lambda kind: (kind != "compute") * parts[kind])
@@ -909,8 +908,8 @@ def reason(rows: list[Plan]) -> str:
         if any(getattr(row.cfg, axis) != getattr(best.cfg, axis) for axis in AXES):
             more = {kind: 1e3 * (seconds - parts[kind]) for kind, seconds in asdict(row.step).items()}
             worse, better = max(more, key=more.get), min(more, key=more.get)
-            text += f" Next: {shape(row.cfg)}, {row.step.total() / total - 1:.1%} slower: loses {more[worse]:,.3g}"
-            gain = f", and {-more[better]:,.3g} less to {names[better]}" * (more[better] < -0.5)
+            text += f" Next: {shape(row.cfg)}, {row.step.total() / total - 1:.1%} slower: loses {more[worse]:,.1f}"
+            gain = f", and {-more[better]:,.1f} less to {names[better]}" * (more[better] < -0.5)
             text += f" ms more to {names[worse]}{gain}."
             break
     if len(near := ties(rows)) > 1:
@@ -950,28 +949,37 @@ def command(cfg: Config) -> str:
 
 
 def elsewhere(cfg: Config) -> list[str]:
-    """The nearest flags of Megatron-LM and torchtitan, and settings of nanotron where it can do this."""
+    """The nearest flags of Megatron-LM and torchtitan, and settings of nanotron, of those that can do it.
+
+    Selective recomputation differs: Megatron-LM's runs the MLP again, torchtitan's every second matmul.
+    """
     each, one, shard = cfg.batch // cfg.dp, cfg.batch // cfg.dp // cfg.microbatches, max(cfg.shard, 1)
-    kinds = {"none": {}, "selective": {"granularity": "selective", "modules": "layernorm"}}
+    kinds = {"none": {}, "selective": {"granularity": "selective", "modules": "layernorm mlp"}}
     kinds["full"] = {"granularity": "full", "method": "uniform", "num-layers": 1}
+    stages, fsdp = split_layers(cfg, cfg.pp * cfg.chunks), cfg.zero > 1 and cfg.pp == 1  # its FSDP has no pipelines
+    layout = "|".join("E" * (i == 0) + f"t*{len(stage)}" for i, stage in enumerate(stages)) + "L"
     megatron = {
         "tensor-model-parallel-size": cfg.tp,
         "sequence-parallel": cfg.tp > 1,
         "context-parallel-size": cfg.cp,
         "pipeline-model-parallel-size": cfg.pp,
-        "num-virtual-stages-per-pipeline-rank": cfg.chunks if cfg.chunks > 1 else False,
+        "pipeline-model-parallel-layout": cfg.pp > 1 and f"'{layout}'",
         "use-distributed-optimizer": True,
         "overlap-grad-reduce": True,
         "overlap-param-gather": True,
-        "use-megatron-fsdp": cfg.zero > 1,
-        "data-parallel-sharding-strategy": {2: "optim_grads", 3: "optim_grads_params"}.get(cfg.zero, False),
-        "num-distributed-optimizer-instances": cfg.dp // shard if 1 < shard < cfg.dp else False,
+        "use-megatron-fsdp": fsdp,
+        "ckpt-format": fsdp and "fsdp_dtensor",
+        "data-parallel-sharding-strategy": fsdp and {2: "optim_grads", 3: "optim_grads_params"}[cfg.zero],
+        "num-distributed-optimizer-instances": 1 < shard < cfg.dp and cfg.dp // shard,
         "micro-batch-size": one,
         "global-batch-size": cfg.batch,
         "seq-length": cfg.seq,
         "bf16": True,
         **{f"recompute-{name}": value for name, value in kinds[cfg.recompute].items()},
     }
+    # torchtitan cuts stages of equal size, and may count embedding and head as a layer each
+    sizes = [(-(-(cfg.layers + 2 * ends) // len(stages)), ends) for ends in (1, 0)]
+    size, ends = next(((n, e) for n, e in sizes if -(-(cfg.layers + 2 * e) // n) == len(stages)), (0, 0))
     titan = {
         "parallelism.data_parallel_replicate_degree": cfg.dp // shard if shard > 1 else 1,
         "parallelism.data_parallel_shard_degree": shard if shard > 1 else cfg.dp,
@@ -980,6 +988,9 @@ def elsewhere(cfg: Config) -> list[str]:
         "parallelism.tensor_parallel_degree": cfg.tp,
         "parallelism.pipeline_parallel_degree": cfg.pp,
         "parallelism.pipeline_parallel_schedule": "1F1B" if cfg.chunks == 1 else "Interleaved1F1B",
+        "parallelism.pipeline_parallel_layers_per_stage": size,
+        "parallelism.pipeline_parallel_first_stage_less_layers": ends,
+        "parallelism.pipeline_parallel_last_stage_less_layers": ends,
         "parallelism.pipeline_parallel_microbatch_size": one,
         "training.local_batch_size": each if cfg.pp > 1 else one,
         "training.global_batch_size": cfg.batch,
@@ -987,14 +998,11 @@ def elsewhere(cfg: Config) -> list[str]:
         "activation_checkpoint.mode": cfg.recompute,
         "compile.enable": True,
     }
-    lines = []
-    for name, given in (("Megatron-LM", megatron), ("torchtitan", titan)):
-        some = {flag: value for flag, value in given.items() if value is not False}
-        some = {flag: value for flag, value in some.items() if cfg.pp > 1 or "pipeline_parallel" not in flag}
-        lines.append(
-            f"{name}: " + " ".join(f"--{flag}" + f" {value}" * (value is not True) for flag, value in some.items())
-        )
-    if cfg.cp == cfg.chunks == 1 and cfg.zero < 2 and cfg.recompute != "selective":
+    titan = {flag: value for flag, value in titan.items() if cfg.pp > 1 or "pipeline_parallel" not in flag}
+    order = "CUDA_DEVICE_MAX_CONNECTIONS=1 " * (max(cfg.tp, cfg.cp) > 1 and not fsdp)  # it asks for this
+    lines = [f"Megatron-LM{' with ZeRO-1' * (cfg.zero == 2 and not fsdp)}: {order}{typed(megatron)}"]
+    lines += [f"torchtitan: {typed(titan)}"] * (size > 0)
+    if cfg.cp == cfg.chunks == 1 and cfg.zero < 2 and cfg.recompute != "selective" and cfg.microbatches >= cfg.pp - 1:
         cut = dict(dp=cfg.dp, tp=cfg.tp, pp=cfg.pp, pp_engine="1f1b", tp_mode="REDUCE_SCATTER")
         cut |= dict(tp_linear_async_communication=cfg.tp > 1, recompute_layer=cfg.recompute == "full")
         amount = dict(micro_batch_size=one, batch_accumulation_per_replica=cfg.microbatches, sequence_length=cfg.seq)
@@ -1003,12 +1011,18 @@ def elsewhere(cfg: Config) -> list[str]:
     return lines
 
 
+def typed(flags: dict[str, object]) -> str:
+    """Flags as one types them: True stands alone, False is left out."""
+    given = {flag: value for flag, value in flags.items() if value is not False}
+    return " ".join(f"--{flag}" + f" {value}" * (value is not True) for flag, value in given.items())
+
+
 def draw_plans(rows: list[Plan], left: pyplot.Axes, right: pyplot.Axes) -> None:
     """Left: every layout that fits, memory against speed, by tp. Right: where the time of the best cuts goes.
 
     Open marks need what no recipe here has.
     """
-    for tp, color in zip(sorted({row.cfg.tp for row in rows}), TP_COLORS):
+    for tp, color in zip(sorted({row.cfg.tp for row in rows}), itertools.cycle(TP_COLORS)):
         some = [row for row in rows if row.cfg.tp == tp]
         fills = [color if not needs(row.cfg) else "none" for row in some]
         places = [row.memory for row in some], [row.tokens for row in some]
@@ -1017,7 +1031,7 @@ def draw_plans(rows: list[Plan], left: pyplot.Axes, right: pyplot.Axes) -> None:
     left.scatter(rows[0].memory, rows[0].tokens, 110, "none", edgecolors="black")
     left.set(xlabel="GiB of the fullest stage", ylabel="tokens/s/GPU, predicted", ylim=(0, 1.2 * rows[0].tokens))
     left.legend(frameon=False, loc="upper left", ncol=2, columnspacing=0.8)
-    title = "{preset}, {gpus} {machine}s, {batch} x {seq} tokens:\nall that fit; open marks: by no recipe here"
+    title = "{preset}, {gpus} x {machine}, {batch} x {seq} tokens:\nall that fit; open marks: by no recipe here"
     left.set_title(title.format(**asdict(rows[0].cfg)), loc="left", fontsize=9)
     best = {}
     for row in rows:
@@ -1104,6 +1118,7 @@ def check(cfg: Config) -> None:
         if type(value) in (int, float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     gpus, each, sizes = cfg.gpus, cfg.gpus_per_node, [(axis, getattr(cfg, axis)) for axis in AXES]
+    product, sharded = math.prod(size or 1 for _, size in sizes), cfg.zero == 3 or cfg.shard > 1
     problems = [
         *((size and gpus % size, f"--{axis} {size}: must divide --gpus {gpus}") for axis, size in sizes),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
@@ -1112,6 +1127,11 @@ def check(cfg: Config) -> None:
         (cfg.shard and gpus % cfg.shard, f"--shard {cfg.shard}: must divide --gpus {gpus}"),
         (cfg.zero > 3, f"--zero {cfg.zero}: must be 1, 2 or 3, or 0 for whatever is best"),
         (cfg.shard > 1 and cfg.zero not in (0, 3), f"--shard {cfg.shard}: --zero must be 3"),
+        (cfg.zero == 3 and 1 in (cfg.dp, cfg.shard), "--zero 3: --dp and --shard must be above 1"),
+        (sharded and max(cfg.cp, cfg.pp) > 1, "--zero 3: must go without --cp and --pp, and so must --shard"),
+        (gpus % product, f"--gpus {gpus}: must be divisible by {product}, the product of --dp, --cp, --tp and --pp"),
+        (cfg.batch % max(1, cfg.microbatches), f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
+        (bool(cfg.measured) + cfg.playbook + cfg.scale > 1, "--measured, --playbook, --scale: one at a time"),
         (cfg.layers > 10_000, f"--layers {cfg.layers}: must be at most 10000"),
         (cfg.draw and not cfg.draw.endswith(".svg"), f"--draw {cfg.draw}: must end in .svg"),
         (not os.path.isdir(os.path.dirname(cfg.draw) or "."), f"--draw {cfg.draw}: there is no such folder"),
@@ -1134,12 +1154,16 @@ def main() -> None:
         print(text)
         return draw(rows, cfg.draw, draw_scale, 1) if cfg.draw else None
     rows, steps = plans(cfg, Trainer(), 0 if cfg.draw else max(cfg.top, 12))
-    print(f"{cfg.preset}, {cfg.gpus} x {cfg.machine}, {cfg.batch} sequences of {cfg.seq} tokens: {steps}.")
     if not rows:
         raise SystemExit(f"--gpus {cfg.gpus}: {steps}")
+    print(f"{cfg.preset}, {cfg.gpus} x {cfg.machine}, {cfg.batch} sequences of {cfg.seq} tokens: {steps}.")
     print(table(rows[: cfg.top]), reason(rows), sep="\n")
-    ours = dict.fromkeys(command(row.cfg) for row in (rows[0], simplest(rows)) if not needs(row.cfg))
-    print(*ours, *elsewhere(simplest(rows).cfg), sep="\n")
+    best, simple = rows[0].cfg, simplest(rows).cfg
+    ours = [one for one in dict.fromkeys((best, simple)) if not needs(one)]
+    ours = ours or [row.cfg for row in rows if not needs(row.cfg)][:1]
+    for one in ours:
+        print(f"{shape(one)}:\n  {command(one)}")
+    print(f"{shape(simple)}, elsewhere:", *elsewhere(simple), sep="\n  ")
     if cfg.draw:
         draw(rows, cfg.draw, draw_plans, 2)
 

@@ -37,7 +37,8 @@ def config(flags, gpu, **layout):
     given = dict(re.findall(r"--(\w+) (\w+)", flags))
     names = ("layers", "vocab", "seq", "batch", "microbatches", "dp", "cp", "tp", "pp")
     sizes = {name: int(given[name]) for name in names if name in given}
-    base = dict(dp=1, cp=1, tp=1, pp=1, chunks=1, microbatches=1, machine="H200" if "H200" in gpu else "H100")
+    base = dict(dp=1, cp=1, tp=1, pp=1, chunks=1, microbatches=1, recompute="none")
+    base["machine"] = "H200" if "H200" in gpu else "H100"
     cfg = PLAN.Config(**{**PLAN.PRESETS[given["preset"]], "preset": given["preset"], **base, **sizes, **layout})
     return PLAN.replace(cfg, gpus=cfg.dp * cfg.cp * cfg.tp * cfg.pp)
 
@@ -345,7 +346,7 @@ def test_finds_the_best(monkeypatch, capsys):
     PLAN.main()
     head, _, *lines = capsys.readouterr().out.splitlines()
     end = next(i for i, line in enumerate(lines) if line.startswith("Best: "))
-    lines, (why, command, *_) = lines[:end], lines[end:]
+    lines, (why, _, command, *_) = lines[:end], lines[end:]
     rows = [line.replace("|", " ").replace(",", "").split() for line in lines]
     assert f"{len(rows)} choices" in head and why.startswith("Best: ")
     speeds = [int(row[-2]) for row in rows]
@@ -353,7 +354,7 @@ def test_finds_the_best(monkeypatch, capsys):
     for dp, cp, tp, pp, _, m in (map(int, row[:1] + row[2:7]) for row in rows):
         assert dp * cp * tp * pp == 16 and 64 % (dp * m) == 0
     launcher, own = command.split(" 08_4d/train.py ")
-    assert launcher.startswith("torchrun --nnodes 2 ") and launcher.endswith("--nproc_per_node 8")
+    assert launcher.startswith("  torchrun --nnodes 2 ") and launcher.endswith("--nproc_per_node 8")
     train = load("08_4d/train.py")
     monkeypatch.setattr(sys, "argv", ["train.py", *own.split(), "--device", "cpu"])
     cfg = train.parse_config()
@@ -458,8 +459,14 @@ def test_flags_of_others():
         PLAN.Config(recompute="full"),
     ):
         for row in PLAN.plans(wanted, TRAIN)[0]:
-            cfg, (megatron, titan, *nano) = row.cfg, PLAN.elsewhere(row.cfg)
+            cfg, (megatron, *others) = row.cfg, PLAN.elsewhere(row.cfg)
+            assert [line.partition(":")[0] for line in others][:1] == ["torchtitan"], "its stages are of equal size"
+            titan, *nano = others
             sizes = {name: int(size) for name, size in re.findall(r"--(\S+) (\d+)", megatron + " " + titan)}
+            layout = re.findall(r"t\*(\d+)", megatron)
+            assert [int(n) for n in layout] == [len(s) for s in PLAN.split_layers(cfg, cfg.pp * cfg.chunks)] * (
+                cfg.pp > 1
+            )
             axes = ("tensor", "context", "pipeline")
             assert [sizes.get(f"{axis}-parallel-size", sizes.get(f"{axis}-model-parallel-size")) for axis in axes] == [
                 cfg.tp,
@@ -518,6 +525,10 @@ def test_taken_from_train_py():
         ),
         ("--zero 4", "--zero 4: must be 1, 2 or 3, or 0 for whatever is best"),
         ("--zero 1 --shard 2", "--shard 2: --zero must be 3"),
+        ("--shard 2 --pp 2", "--zero 3: must go without --cp and --pp, and so must --shard"),
+        ("--tp 8 --dp 8", "--gpus 8: must be divisible by 64, the product of --dp, --cp, --tp and --pp"),
+        ("--microbatches 3", "--microbatches 3: must divide --batch 16"),
+        ("--playbook --scale", "--measured, --playbook, --scale: one at a time"),
     ],
 )
 def test_bad_input(monkeypatch, flags, problem):
@@ -641,7 +652,7 @@ def test_what_people_use():
         cfg = PLAN.Config(**PLAN.PRESETS[preset], gpus=gpus, batch=batch, seq=8192)
         (best,) = PLAN.plans(PLAN.replace(cfg, recompute="none"), TRAIN, 1)[0][:1]
         cp, tp, pp = layout
-        theirs = PLAN.plans(PLAN.replace(cfg, cp=cp, tp=tp, pp=pp), TRAIN, 1)[0][0]
+        theirs = PLAN.plans(PLAN.replace(cfg, cp=cp, tp=tp, pp=pp, recompute="none"), TRAIN, 1)[0][0]
         assert theirs.step.total() < 1.05 * best.step.total(), preset
     assert (best.cfg.tp, best.cfg.cp) == (8, 2)
 
