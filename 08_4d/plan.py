@@ -1002,13 +1002,17 @@ def elsewhere(cfg: Config) -> list[str]:
     order = "CUDA_DEVICE_MAX_CONNECTIONS=1 " * (max(cfg.tp, cfg.cp) > 1 and not fsdp)  # it asks for this
     lines = [f"Megatron-LM{' with ZeRO-1' * (cfg.zero == 2 and not fsdp)}: {order}{typed(megatron)}"]
     lines += [f"torchtitan: {typed(titan)}"] * (size > 0)
-    if cfg.cp == cfg.chunks == 1 and cfg.zero < 2 and cfg.recompute != "selective" and cfg.microbatches >= cfg.pp - 1:
-        cut = dict(dp=cfg.dp, tp=cfg.tp, pp=cfg.pp, pp_engine="1f1b", tp_mode="REDUCE_SCATTER")
-        cut |= dict(tp_linear_async_communication=cfg.tp > 1, recompute_layer=cfg.recompute == "full")
-        amount = dict(micro_batch_size=one, batch_accumulation_per_replica=cfg.microbatches, sequence_length=cfg.seq)
-        settings = dict(parallelism=cut, tokens=amount, optimizer=dict(zero_stage=1))
-        lines.append(f"nanotron: {json.dumps(settings)}")  # which is YAML, too
-    return lines
+    simple = cfg.cp == cfg.chunks == 1 and cfg.zero < 2 and cfg.recompute != "selective"
+    return lines + [f"nanotron: {settings(cfg)}"] * (simple and cfg.microbatches >= cfg.pp - 1)
+
+
+def settings(cfg: Config) -> str:
+    """The layout as nanotron's file has it; JSON is YAML, too."""
+    cut = dict(dp=cfg.dp, tp=cfg.tp, pp=cfg.pp, pp_engine="1f1b", tp_mode="REDUCE_SCATTER")
+    cut |= dict(tp_linear_async_communication=cfg.tp > 1, recompute_layer=cfg.recompute == "full")
+    m = cfg.microbatches
+    amount = dict(micro_batch_size=cfg.batch // cfg.dp // m, batch_accumulation_per_replica=m, sequence_length=cfg.seq)
+    return json.dumps(dict(parallelism=cut, tokens=amount, optimizer=dict(zero_stage=1)))
 
 
 def typed(flags: dict[str, object]) -> str:
