@@ -99,6 +99,7 @@ SIZES = """
 01_single_gpu/activation_checkpointing.py: *1
 01_single_gpu/selective_checkpointing.py: *1 | 1 --compile
 01_single_gpu/tied_embeddings.py: 1 --compile
+01_single_gpu/muon.py: 1 --compile
 02_data_parallel/naive.py: 2 | *3 | 4 | 8 --batch 16
 02_data_parallel/overlap.py: 2 | *3
 02_data_parallel/bucketed.py: *2 --bucket_mb 0.05 | 3 --bucket_mb 0 | 4 | 8 --batch 16 --bucket_mb 0.05
@@ -199,10 +200,11 @@ SIZES = """
 """
 ROOT_RECIPE = "01_single_gpu/train.py"
 MOE = "07_expert/moe.py"  # the root of a family of its own
-TIED = "01_single_gpu/tied_embeddings.py"  # and another
+TIED = "01_single_gpu/tied_embeddings.py"  # and of those that have its name, as below
+MUON = "01_single_gpu/muon.py"
 BLOCKWISE = "05_context_ring/blockwise.py"  # the only one of its folder on one device
 KERNELS = "09_kernels/train.py"  # which no CPU can compile: there its kernels are interpreted
-CASES, HARDEST = [], {recipe: (1, "") for recipe in (ROOT_RECIPE, MOE, TIED)}
+CASES, HARDEST = [], {recipe: (1, "") for recipe in (ROOT_RECIPE, MOE, TIED, MUON)}
 for recipe, cases in (line.split(": ") for line in SIZES.splitlines() if line and line[0] != "#"):
     for ranks, _, flags in (case.partition(" ") for case in cases.split(" | ")):
         CASES.append((recipe, int(ranks.strip("*")), flags))
@@ -244,8 +246,8 @@ def on_one_device(recipe: str) -> bool:
 
 def root_of(recipe: str) -> str:
     """The recipe that trains the same model on one device."""
-    if recipe.endswith("/tied_embeddings.py"):
-        return TIED
+    if same := [root for root in (TIED, MUON) if Path(root).name == Path(recipe).name]:
+        return same[0]
     return MOE if recipe.startswith("07") or recipe == "08_4d/moe.py" else ROOT_RECIPE
 
 

@@ -223,7 +223,7 @@ def dtypes_of_the_optimizer(module: ModuleType) -> Report:
 
     def report() -> list[str]:
         for state in optimizers[0].state.values():
-            seen.update(str(state[key].dtype) for key in ("exp_avg", "exp_avg_sq"))
+            seen.update(str(state[key].dtype) for key in ("exp_avg", "exp_avg_sq", "momentum") if key in state)
         return sorted(seen)
 
     module.clip_gradients = clipped

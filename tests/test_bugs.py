@@ -83,6 +83,10 @@ IN_FILES = {
         "transformers, experts": ("check", "is off by", {"experts": "--experts 8 --top_k 2"}),
         "transformers, tied": ("check", "is off by|names or shapes", {"tied": True}),
     },
+    "01_single_gpu/test_muon.py": {
+        "torch's Muon": ("test_trains_as_with_torchs_muon", "is off by|nan"),
+        "singular values": ("test_orthogonalise", "singular", {"dtype": "float64", "low": 0.68, "high": 1.21}),
+    },
     "01_single_gpu/test_single_gpu.py": {"untied file": ("test_an_untied_file_is_refused", "it is accepted")},
     "01_single_gpu/test_validation.py": {
         "held out": ("test_what_is_held_out", "", {"lengths": [500, 440, 20, 20, 20], "cut": 960}),
