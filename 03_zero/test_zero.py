@@ -21,6 +21,7 @@ ROOT_RECIPE = "01_single_gpu/train.py"
 ZERO1, OVERLAP, ZERO2, ZERO3, HSDP, OFFLOAD = (
     f"03_zero/{name}.py" for name in ("zero1", "zero1_overlap", "zero2", "zero3", "hsdp", "offload")
 )
+MUON = "03_zero/muon.py"
 MASTERS, COPY_ENGINES = "03_zero/zero1_masters.py", "03_zero/zero3_copy_engines.py"
 TORCH_FSDP, ACCELERATE_FSDP = "03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py"
 WHOLE = (ZERO1, MASTERS)  # one unit, which is gathered and reduced at once
@@ -371,6 +372,49 @@ def check_building(recipe, run, sizes, shards, whole, peak, after):
     shared = 2 * (3 * max(sizes) + everything) * (recipe == COPY_ENGINES)
     assert whole == 1 and shard + weights + shared <= after < shard + weights + shared + 1000
     assert peak - shared <= shard + weights + 2 * max(sizes) * (recipe != MASTERS) + 2 * largest
+
+
+def orthogonalised(module):
+    """A probe: the shapes of what this rank orthogonalises in each step."""
+    steps, train_step, orthogonalise = [], module.train_step, module.orthogonalise
+
+    def step(*args):
+        steps.append([])
+        return train_step(*args)
+
+    module.orthogonalise = lambda x: steps[-1].append(tuple(x.shape)) or orthogonalise(x)
+    module.train_step = step
+    return lambda: steps
+
+
+def test_each_matrix_has_one_owner(file=MUON):
+    """On 3 ranks, together: every matrix of a block once per step. What is sent is ZeRO-1's, and padding."""
+    run = launch(file, 3, f"{SMALL} --steps 2", probe=probes.together(orthogonalised, communication))
+    matrices = sorted(tuple(x.shape) for name, x in run.weights.items() if ".layers." in name and x.ndim > 1)
+    everything = sum(x.numel() for x in run.weights.values())
+    for step in range(2):
+        assert sorted(shape for mine, _ in run.probes for shape in mine[step]) == matrices, "not by one owner each"
+        for _, steps in run.probes:
+            sent = dict.fromkeys(SENT, 0)
+            for kind, _, elements, _ in steps[step]:
+                sent[kind] += elements
+            assert everything <= sent["reduce_scatter"] == 3 * sent["allgather"] < 1.1 * everything
+            assert sent["allreduce"] == 2 and not sent["alltoall"]  # the loss and the norm
+
+
+def test_newton_schulz_is_balanced(file=MUON):
+    """Of Llama-3.1-8B's 224 matrices: even on 8 and 16 ranks; on 64 the longest takes 6 % longer, padding 8 %."""
+    module = load(file)
+    cfg = module.Config(**module.PRESETS["llama3_8b"])
+    shapes = [shape for name, shape in module.tensor_shapes(cfg).items() if ".layers." in name and len(shape) > 1]
+    matrices = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    for ranks, longer, padded in (8, 1, 1), (16, 1, 1), (64, 1.06, 1.08):
+        owned = module.by_owner(matrices, ranks)
+        assert sorted(id(p) for part in owned for p in part[:-1]) == sorted(map(id, matrices))
+        assert len({sum(p.numel() for p in part) for part in owned}) == 1, "shards of several lengths"
+        work = [sum(map(module.newton_schulz_flops, part[:-1])) for part in owned]
+        assert max(work) <= longer * sum(work) / ranks, f"{ranks} ranks: the work is not balanced"
+        assert sum(p.numel() for part in owned for p in part) <= padded * sum(p.numel() for p in matrices)
 
 
 @pytest.mark.thorough

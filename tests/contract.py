@@ -46,7 +46,7 @@ KEEP_THE_GROUP = {
     "05_context_ring/torch_context_parallel.py",
 }
 # fp32 gradients in one buffer, by design: the header's formulas have them
-KEEP_GRADIENTS = {"03_zero/zero1.py", "03_zero/offload.py"}
+KEEP_GRADIENTS = {"03_zero/zero1.py", "03_zero/muon.py", "03_zero/offload.py"}
 PIPELINE_TWIN = "06_pipeline/torch_pipelining.py"
 TWO_CHUNKS = {"06_pipeline/interleaved.py", "06_pipeline/zbv.py"}  # stages per rank
 FIXED = {"04_tensor_sequence/async_tensor_parallel.py"}  # its shared memory is as large as the batch of a step

@@ -114,6 +114,8 @@ SIZES = """
 02_data_parallel/accelerate_ddp.py: 2 | *4 --bucket_mb 0.05
 # units of which 5 shards need padding
 03_zero/zero1.py: 2 | 3 | 4 | *5 --batch 10 | 8 --batch 16
+# of one layer 7 matrices: the eighth rank owns none
+03_zero/muon.py: 2 | *3 | 4 | 5 --batch 10 | 8 --batch 16 --layers 1
 03_zero/zero1_masters.py: 2 | 3 | *5 --batch 10
 03_zero/zero1_overlap.py: 2 --microbatches 1 | 2 --microbatches 3 | 3 --microbatches 2 | *4 --microbatches 3
 03_zero/zero1_overlap.py: 5 --batch 10 | 8 --batch 16

@@ -50,6 +50,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "03_zero/zero3_copy_engines.py": "... moved without taking SMs",
     "03_zero/hsdp.py": "shards inside a node, replicas across nodes",
     "03_zero/offload.py": "optimizer state and step on the CPU",
+    "03_zero/muon.py": "ZeRO-1 whose shards are whole matrices, for Muon",
     "03_zero/torch_fsdp.py": "ZeRO-3 by torch's fully_shard",
     "03_zero/accelerate_fsdp.py": "... by Accelerate around it",
     "04_tensor_sequence/tensor_parallel.py": "every matmul of a block split, two all-reduces",
