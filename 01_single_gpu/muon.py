@@ -11,7 +11,7 @@ Newton-Schulz takes 5·(4·m²·n + 2·m³) FLOPs for m <= n, training 6·m·n p
 
 Parent:   01_single_gpu/train.py
 Lesson:   COEFFICIENTS, orthogonalise, muon_step, make_optimizer, train_step
-Plumbing: Config
+Plumbing: Config, check
 Copy:     COEFFICIENTS, orthogonalise, muon_step (give the optimizer a group of matrices with the key "momentum", and
           call muon_step just before optimizer.step(). Split a fused qkv weight: it is three matrices)
 Needs:    cfg.dtype, "momentum"
@@ -465,6 +465,7 @@ def check(cfg: Config, world: int) -> None:
         (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.momentum >= 1, f"--momentum {cfg.momentum}: must be below 1, or gradients would not count"),
         (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
         (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),

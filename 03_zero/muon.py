@@ -9,7 +9,7 @@ A shard that is cut anywhere is no matrix. Orthogonalised, it gives another upda
 
 Parent:   03_zero/zero1.py, 01_single_gpu/muon.py
 Lesson:   newton_schulz_flops, by_owner, muon_step, make_optimizer, train_step
-Plumbing: Model.__init__, build_model
+Plumbing: Model.__init__, build_model, check
 Copy:     newton_schulz_flops, by_owner, muon_step (beside what zero1.py and muon.py say: make a unit of what by_owner
           returns, and keep the shapes of this rank's matrices)
 Needs:    cfg.dtype, model.owned, "momentum", orthogonalise
@@ -569,6 +569,7 @@ def check(cfg: Config, world: int) -> None:
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.momentum >= 1, f"--momentum {cfg.momentum}: must be below 1, or gradients would not count"),
         (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
         (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
