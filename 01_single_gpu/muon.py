@@ -1,19 +1,22 @@
 """Muon: the matrices of the blocks are updated by their momentum with all singular values set to about 1.
 
 1. Momentum, with Nesterov's step, of the clipped gradient: one moment per element, where AdamW has two.
-2. Orthogonalise: of U·S·Vᵀ keep U·Vᵀ. Newton-Schulz does it by matmuls, five rounds of a polynomial that takes every
-   singular value to 0.7 ... 1.2. Rare directions, which a gradient hardly shows, then move as far as frequent ones.
+2. Orthogonalise: of U·S·Vᵀ keep U·Vᵀ. Newton-Schulz does it by matmuls: five rounds of a polynomial take singular
+   values above 0.3 % of the matrix's norm to 0.7 ... 1.2, and enlarge smaller ones up to 480 times. Rare directions,
+   which a gradient hardly shows, then move nearly as far as frequent ones.
 3. Scale by 0.2·sqrt(max(m, n)): an update [m, n] is as large (RMS 0.2) as AdamW's, so --lr and decay stay the same.
 
-Embedding, head and norms stay with AdamW: rows of a vocabulary are looked up one by one, not multiplied as a matrix.
-Newton-Schulz takes 5·(4·m²·n + 2·m³) FLOPs for m <= n, training 6·m·n per token. With t tokens per step and GPU that is
-3·m/t to 5·m/t of them: little where t is large, as much again as half of training with m = 2,048 and t = 16,384.
+Embedding, head and norms stay with AdamW: the embedding is a lookup, norms are vectors, and the head, though a matmul,
+was found to train better so. Newton-Schulz takes 5·(4·m²·n + 2·m³) FLOPs for m <= n, training 6·m·n per token. With t
+tokens per step and GPU that adds 3.3·m/t (n >> m) to 5·m/t (n = m): about half with m = 2,048 and t = 16,384, a
+hundredth with a million.
 
 Parent:   01_single_gpu/train.py
 Lesson:   COEFFICIENTS, orthogonalise, muon_step, make_optimizer, train_step
 Plumbing: Config, check
-Copy:     COEFFICIENTS, orthogonalise, muon_step (give the optimizer a group of matrices with the key "momentum", and
-          call muon_step just before optimizer.step(). Split a fused qkv weight: it is three matrices)
+Copy:     COEFFICIENTS, orthogonalise, muon_step (give AdamW a group of matrices with the key "momentum", and call
+          muon_step just before optimizer.step(); leave both out where a loss scaler skips a step. Make three parameters
+          of a fused qkv weight, two of a fused gate and up. Shards of tensor parallelism are no whole matrices)
 Needs:    cfg.dtype, "momentum"
 Run:      python 01_single_gpu/muon.py
 Source:   Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982
@@ -297,7 +300,12 @@ def muon_step(cfg: Config, optimizer: torch.optim.Optimizer) -> None:
     """Update the matrices of groups that have a momentum, and free their gradients: AdamW leaves them out."""
     for group in (group for group in optimizer.param_groups if "momentum" in group):
         for p in group["params"]:
-            momentum = optimizer.state[p].setdefault("momentum", torch.zeros_like(p))
+            if p.grad is None:
+                continue
+            state = optimizer.state[p]
+            if not state:  # AdamW's load_state_dict wants a step
+                state.update(step=torch.zeros(()), momentum=torch.zeros_like(p))
+            momentum = state["momentum"]
             momentum.lerp_(p.grad, 1 - group["momentum"])
             update = p.grad.lerp(momentum, group["momentum"])  # Nesterov
             update = orthogonalise(update.to(torch.bfloat16 if cfg.dtype == "bfloat16" else update.dtype))

@@ -1,10 +1,14 @@
 """Muon is what torch.optim.Muon is, and orthogonalises."""
 
+import copy
+
+import contract
 import equivalence
 import pytest
 import torch
 from compare import assert_close, history_errors, relative_errors
 from launch import launch, load
+from torch.utils.flop_counter import FlopCounterMode
 
 TRAIN = "01_single_gpu/train.py"
 
@@ -18,12 +22,54 @@ def test_orthogonalise(dtype, low, high, file=equivalence.MUON):
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
         u, _, v = torch.linalg.svd(x, full_matrices=False)
         values = torch.linspace(0.05, 1, len(v), dtype=torch.float64)
-        x = 1e-3 * u @ values.diag() @ v
+        x = 2e-7 / values.norm() * u @ values.diag() @ v
         core = u.T @ module.orthogonalise(x.to(dtype)).double() @ v.T
         around = (core - core.diag().diag()).abs().max()
         assert core.diag().min() > low and core.diag().max() < high, (shape, "its singular values are not about 1")
         assert around < (1e-10 if exact else 0.1), (shape, "its singular vectors have changed")
     assert not module.orthogonalise(torch.zeros(4, 6, dtype=dtype)).any()
+    small = module.orthogonalise(torch.tensor([1, 1e-5], dtype=dtype).diag())[1, 1]  # 480 times larger, and no more
+    assert 4.5e-3 < small < 5e-3, "small singular values are not enlarged 480 times"
+
+
+@pytest.mark.parametrize("shape", [(16, 60), (60, 16), (24, 24)])
+def test_flops(shape, file="03_zero/muon.py"):
+    """What Newton-Schulz takes is what its owners are chosen by."""
+    module, x = load(file), torch.ones(shape)
+    with FlopCounterMode(display=False) as counter:
+        module.orthogonalise(x)
+    assert module.newton_schulz_flops(x) == counter.get_total_flops(), "the FLOPs are others"
+
+
+def resumes(module):
+    """A probe: whether a second optimizer takes over the state of the first, and steps as it would."""
+    seen, muon_step = [], module.muon_step
+
+    def step(cfg, *others):  # in 03 the model, and the optimizer
+        optimizer = others[-1]
+        twin = torch.optim.AdamW(
+            [{**g, "params": [p.detach().clone() for p in g["params"]]} for g in optimizer.param_groups]
+        )
+        twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for ours, theirs in zip(optimizer.param_groups, twin.param_groups):
+            for p, q in zip(ours["params"], theirs["params"]):
+                q.grad = p.grad.clone()
+        for one in optimizer, twin:
+            muon_step(cfg, *others[:-1], one)
+        mine, its = (list(one.param_groups[0]["params"]) for one in (optimizer, twin))
+        seen.append(all(torch.equal(p, q) for p, q in zip(mine, its)))
+        states = [optimizer.state[p] for p in mine]
+        seen.append(all(set(state) == {"step", "momentum"} for state in states))
+
+    module.muon_step = step
+    return lambda: seen
+
+
+@pytest.mark.parametrize("recipe, world", [(equivalence.MUON, 1), ("03_zero/muon.py", 2)])
+def test_state_can_be_loaded(recipe, world, file=None):
+    """One moment per element, beside the step that AdamW's load_state_dict asks for."""
+    run = launch(file or recipe, world, f"{contract.SMALL} --steps 3", probe=resumes)
+    assert run.probes == [[True] * 6] * world, "the state that was loaded is another"
 
 
 class Both:

@@ -1,17 +1,20 @@
 """Muon over ranks: each matrix has one owner, who orthogonalises it whole; all else is ZeRO-1.
 
-1. Matrices are dealt out to the ranks, so that all have as much of Newton-Schulz to do, the largest first.
+1. Every matrix goes to one rank, the largest first, always to the rank with the least Newton-Schulz work so far.
 2. The weights lie in one tensor owner by owner, each owner's part padded to the longest. So a rank's shard is the
    matrices that it owns: ZeRO-1's reduce-scatter brings it their summed gradients, and its all-gather the new weights.
 3. A rank has momentum for its matrices alone, 4 bytes per element of its shard.
 
-A shard that is cut anywhere is no matrix. Orthogonalised, it gives another update on every number of ranks.
+zero1.py cuts shards anywhere, even inside a matrix. Orthogonalising such pieces would give another update for every
+number of ranks.
 
 Parent:   03_zero/zero1.py, 01_single_gpu/muon.py
 Lesson:   newton_schulz_flops, by_owner, muon_step, make_optimizer, train_step
 Plumbing: Model.__init__, build_model, check
-Copy:     newton_schulz_flops, by_owner, muon_step (beside what zero1.py and muon.py say: make a unit of what by_owner
-          returns, and keep the shapes of this rank's matrices)
+Copy:     newton_schulz_flops, by_owner, muon_step (beside what zero1.py and 01_single_gpu/muon.py say, whose muon_step
+          this one replaces: make one unit of what by_owner returns and one of all other parameters, give the optimizer
+          the first's `matrices` as a group of its own with the key "momentum", and set model.owned to this rank's
+          shapes, without the padding)
 Needs:    cfg.dtype, model.owned, "momentum", orthogonalise
 Run:      torchrun --nproc_per_node 8 03_zero/muon.py
 Source:   Liu et al. 2025, Muon is scalable for LLM training, arXiv:2502.16982
@@ -280,7 +283,7 @@ def newton_schulz_flops(p: Tensor) -> int:
 
 
 def by_owner(matrices: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
-    """Give every matrix to a rank, so that Newton-Schulz takes all ranks as long; pad what each has to one length."""
+    """Give every matrix to a rank, so that Newton-Schulz takes equally long on all; pad what each has to one length."""
     owned, load = [[] for _ in range(ranks)], [0] * ranks
     for p in sorted(matrices, key=newton_schulz_flops, reverse=True):
         rank = load.index(min(load))
@@ -379,7 +382,10 @@ def muon_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer) -> No
     """Update the matrices that this rank owns, and free their gradients: AdamW leaves them out."""
     (group,) = (group for group in optimizer.param_groups if "momentum" in group)
     (shard,) = group["params"]  # [n/N] of all of them, one after another
-    momentum = optimizer.state[shard].setdefault("momentum", torch.zeros_like(shard))
+    state = optimizer.state[shard]
+    if not state:  # AdamW's load_state_dict wants a step
+        state.update(step=torch.zeros(()), momentum=torch.zeros_like(shard))
+    momentum = state["momentum"]
     momentum.lerp_(shard.grad, 1 - group["momentum"])
     update = shard.grad.lerp(momentum, group["momentum"])  # Nesterov
     shard.mul_(1 - group["lr"] * group["weight_decay"])

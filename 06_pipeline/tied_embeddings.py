@@ -3,13 +3,16 @@
 1. Both copies start from the same numbers. The first stage looks tokens up in its copy, the last computes logits.
 2. After the last backward each has one of the two gradients. An all-reduce between these two ranks sums them.
 3. The norm counts one of the two, and the file has one. AdamW then changes both alike, to the bit.
-It costs 4·v·d bytes out and in on two ranks per step, and v·d parameters more on one of them.
+It costs 4·v·d bytes out and in on two ranks per step, and saves no memory: the last stage of 1f1b.py has a head of its
+own.
 
 Parent:   06_pipeline/1f1b.py, 01_single_gpu/tied_embeddings.py
 Lesson:   Model, sum_tied, is_copy, forward_backward, clip_gradients
 Plumbing: build_model, save
-Copy:     sum_tied, is_copy, clip_gradients (beside what 1f1b.py says. Make the group of both ends on every rank, as
-          build_model does, and call sum_tied after the schedule, before the clip)
+Copy:     sum_tied, is_copy, clip_gradients (beside what 1f1b.py says. Give the last stage the matrix, too, with the
+          same numbers; call sum_tied after the schedule, before the clip; leave is_copy's parameter out of what you
+          save. Every rank makes the group of both ends; with several pipelines those of all, in one order: new_group
+          takes global ranks, see dist.get_process_group_ranks)
 Needs:    cfg.clip, model.ends, model.model.embed_tokens, model.pp, model.stage, model.stages
 Run:      torchrun --nproc_per_node 8 06_pipeline/tied_embeddings.py
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473
@@ -433,9 +436,9 @@ def sum_tied(model: nn.Module) -> None:
         dist.all_reduce(model.model.embed_tokens.weight.grad, group=model.ends)
 
 
-def is_copy(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is the last stage's copy of what the first one has: counted, and saved, by that one."""
-    return name == "model.embed_tokens.weight" and model.stage == model.stages - 1 > 0
+def is_copy(model: nn.Module, p: nn.Parameter) -> bool:
+    """Whether p is the last stage's copy of what the first one has: counted, and saved, by that one."""
+    return model.stage == model.stages - 1 > 0 and p is model.model.embed_tokens.weight
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -452,7 +455,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    counted = [p.grad for name, p in model.named_parameters() if not is_copy(model, name)]
+    counted = [p.grad for p in model.parameters() if not is_copy(model, p)]
     norm = nn.utils.get_total_norm(counted) ** 2
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
@@ -511,7 +514,7 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
-    mine, weights = {name: tensor for name, tensor in model.state_dict().items() if not is_copy(model, name)}, {}
+    mine, weights = {name: p.detach() for name, p in model.named_parameters() if not is_copy(model, p)}, {}
     shapes = [None] * model.pp.size()
     # names and shapes; everyone waits
     dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
