@@ -95,7 +95,8 @@ def transport(module, line: schedules.Pipeline, rank: int) -> tuple[list, dict, 
 
     module.dist = types.SimpleNamespace(
         group=types.SimpleNamespace(WORLD=Group(0, rank, ranks)),
-        new_group=lambda _=None: Group(next(numbers), rank, ranks),
+        new_group=lambda *_, **__: Group(next(numbers), rank, ranks),
+        get_process_group_ranks=lambda group: [*range(ranks)],
         new_subgroups_by_enumeration=lambda pairs: (None, None),
         send=send,
         isend=send,

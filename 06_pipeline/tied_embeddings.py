@@ -11,8 +11,7 @@ Lesson:   Model, sum_tied, is_copy, forward_backward, clip_gradients
 Plumbing: build_model, save
 Copy:     sum_tied, is_copy, clip_gradients (beside what 1f1b.py says. Give the last stage the matrix, too, with the
           same numbers; call sum_tied after the schedule, before the clip; leave is_copy's parameter out of what you
-          save. Every rank makes the group of both ends; with several pipelines those of all, in one order: new_group
-          takes global ranks, see dist.get_process_group_ranks)
+          save)
 Needs:    cfg.clip, model.ends, model.model.embed_tokens, model.pp, model.stage, model.stages
 Run:      torchrun --nproc_per_node 8 06_pipeline/tied_embeddings.py
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473
@@ -230,13 +229,13 @@ class Model(nn.Module):
     """One stage of Llama 3: some layers; the first stage embeds, and the last one has the same matrix as its head."""
 
     def __init__(
-        self, cfg: Config, pp: dist.ProcessGroup, links: dict[str, dist.ProcessGroup], ends: dist.ProcessGroup
+        self, cfg: Config, pp: dist.ProcessGroup, links: dict[str, dist.ProcessGroup], ends: dist.ProcessGroup | None
     ):
         super().__init__()
         self.cfg = cfg
         self.pp = pp  # the ranks that split the model
         self.links = links  # communicators by operation, see connect
-        self.ends = ends  # the first and the last rank of pp
+        self.ends = ends  # the first and the last rank of pp; None on all others
         self.stage, self.stages = pp.rank(), pp.size()  # stage i is rank i of the group
         self.model = nn.Module()
         if self.stage in (0, self.stages - 1):
@@ -292,7 +291,8 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def build_model(cfg: Config) -> Model:
     """Build this stage and fill it tensor by tensor, so that at most one full tensor is held twice."""
     pp = dist.group.WORLD
-    ends = dist.new_group(sorted({0, pp.size() - 1}))  # all ranks make it, whether they are in it or not
+    ranks = dist.get_process_group_ranks(pp)  # global ones, as new_group takes them
+    ends = dist.new_group(sorted({ranks[0], ranks[-1]}), use_local_synchronization=True)  # others need not take part
     with torch.device("meta"):
         model = Model(cfg, pp, connect({"F": pp, "B": dist.new_group()}, [*range(pp.size())], cfg.device), ends)
     model.to_empty(device=cfg.device)
