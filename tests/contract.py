@@ -418,7 +418,7 @@ def bad_inputs(recipe: str, folder: Path) -> list[tuple[str, list[str]]]:
         save_file(tensors, folder / f"{name}.safetensors")
     init = f"{sizes} --init {folder}"
     momentum = [("--momentum 1", ["--momentum 1.0", "below 1"])]
-    return momentum * ("momentum" in FAMILY[recipe].definitions["Config"]) + [
+    return momentum * (equivalence.root_of(recipe) == equivalence.MUON) + [
         ("--heads 7", ["--heads 7", "--dim 128"]),
         ("--heads 128", ["--heads 128", "--dim 128", "even"]),
         ("--kv_heads 3", ["--kv_heads 3", "--heads 8"]),
