@@ -1,4 +1,4 @@
-"""Muon over ranks: each matrix has one owner, who orthogonalises it whole; all else is ZeRO-1.
+"""Muon over ranks: each matrix has one owner, which orthogonalises it whole; all else is ZeRO-1.
 
 1. Every matrix goes to one rank, the largest first, always to the rank with the least Newton-Schulz work so far.
 2. The weights lie in one tensor owner by owner, each owner's part padded to the longest. So a rank's shard is the
@@ -291,7 +291,7 @@ def by_owner(matrices: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter
         load[rank] += newton_schulz_flops(p)
     sizes = [sum(p.numel() for p in part) for part in owned]
     for part, size in zip(owned, sizes):
-        part.append(nn.Parameter(matrices[0].new_zeros(1, max(sizes) - size)))
+        part.append(nn.Parameter(matrices[0].new_zeros(1, max(sizes) - size)))  # a matrix: make_unit keeps its place
     return owned
 
 

@@ -350,9 +350,9 @@ def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
     """Bytes of a rank of pp at its fullest moment, as torch counts them; 01_single_gpu/memory.py says more of each.
 
     Always: 2N of bf16 weights, 12N/(dp·cp) of fp32 masters and moments. Each micro-batch in flight keeps what its
-    blocks do. With several micro-batches come 4N of fp32 sums; with ZeRO-2 4N/(dp·cp), and of chunks, of which each is
-    reduced when it has had pp micro-batches, the sums of two. Beside these come at the loss the logits and their
-    gradient, in a block's backward its temporaries and the gradients of units that ZeRO is reducing, and at the
+    blocks do. With several micro-batches come 4N of fp32 sums, with ZeRO-2 4N/(dp·cp) instead. With chunks ZeRO-2 also
+    has the whole sums of two: a chunk is reduced after pp micro-batches. Beside these come at the loss the logits and
+    their gradient, in a block's backward its temporaries and the gradients of units that ZeRO is reducing, and at the
     optimizer the shard's. What nanotron's allocator and ZeRO need more is fitted: FRAGMENTS, HELD, COPIES.
     """
     d, table = cfg.dim, -(-cfg.vocab // cfg.tp) * cfg.dim
