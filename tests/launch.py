@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for GPUs must not touch CUDA: a fork could not use it then
@@ -53,6 +53,8 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_
 ROOT = Path(__file__).resolve().parent.parent
 IMPATIENT = False  # whether a launch ends as soon as all its ranks wait for each other, for seeded bugs that hang
 HANGS = 4.0  # seconds with hardly any work after which that is so: longer than any pause that a test makes on purpose
+gc.freeze()  # to look at all that torch consists of for garbage takes a second each time
+atexit.register(gc.unfreeze)  # else Triton's bindings complain of leaks
 torch.set_num_threads(1)  # ranks share the cores, and the threads of a pool would not survive the fork
 
 if importlib.util.find_spec("triton"):  # which macOS does not have
@@ -122,8 +124,14 @@ def load(path: Path | str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"recipe_{Path(path).stem}", ROOT / path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    exec(compiled(ROOT / path, (ROOT / path).read_text()), vars(module))
     return module
+
+
+@functools.cache
+def compiled(path: Path, source: str) -> CodeType:
+    """A recipe's code, which a launch compiles once and not on each of its ranks."""
+    return compile(source, path, "exec", dont_inherit=True)
 
 
 @functools.cache
@@ -164,6 +172,7 @@ def launch(
         saved = Path(folder) / "weights.safetensors"
         argv = [str(ROOT / recipe), *(["--save", str(saved)] if save else []), *flags.split()]
         context, data = multiprocessing.get_context("fork"), shared_data(recipe, flags)
+        compiled(ROOT / recipe, (ROOT / recipe).read_text())
         ranks = [
             context.Process(target=run_rank, args=(recipe, argv, rank, world, port, folder, data, probe))
             for rank in range(world)

@@ -73,15 +73,19 @@ OWN = {f"08_4d/{name}.py": n for name, n in dict([("2d", 90), ("3d", 60)], train
 
 @dataclass
 class Recipe:
-    """A recipe's source, its header and its definitions: name -> text with the comments before it.
-
-    A class counts as its head and fields, under its name, and its methods, each under Class.method.
-    """
+    """A recipe's source and its header."""
 
     path: str
     source: str
     header: dict[str, list[str]]
-    definitions: dict[str, str]
+
+    @functools.cached_property  # every worker of pytest has all recipes, and parses few of them
+    def definitions(self) -> dict[str, str]:
+        """Text of every definition by its name, with the comments before it.
+
+        A class counts as its head and fields, under its name, and its methods, each under Class.method.
+        """
+        return definitions(self.source, parse(self.source))
 
     def lists(self, name: str) -> bool:
         """Whether the header names the definition, or its class, as one that differs."""
@@ -90,13 +94,11 @@ class Recipe:
 
 
 def read(path: str, source: str | None = None) -> Recipe:
-    """Parse a recipe."""
+    """Read a recipe and its header."""
     source = source if source is not None else (ROOT / path).read_text()
-    tree = parse(source)
-    docstring = ast.get_docstring(tree) or ""
-    fields = re.findall(rf"^({'|'.join(KEYS)}):\s+(.+(?:\n {{10}}.+)*)", docstring, re.M)
+    fields = re.findall(rf"^({'|'.join(KEYS)}):\s+(.+(?:\n {{10}}.+)*)", source.split('"""')[1], re.M)
     header = {key: re.sub(r"\s+", " ", value).split(", ") for key, value in fields}
-    return Recipe(path, source, header, definitions(source, tree))
+    return Recipe(path, source, header)
 
 
 def copied(recipe: Recipe) -> list[str]:
@@ -280,7 +282,7 @@ def propagate(name: str, family: dict[str, Recipe]) -> list[str]:
 
 
 FAMILY = recipes()
-TRAINING = {path: recipe for path, recipe in FAMILY.items() if "train_step" in recipe.definitions}  # not tools
+TRAINING = {path: recipe for path, recipe in FAMILY.items() if "\ndef train_step(" in recipe.source}  # not tools
 CHILDREN = [path for path, recipe in FAMILY.items() if parents(recipe)]
 PASTED = [path for path, recipe in FAMILY.items() if copied(recipe) and path[:2] != "09"]  # kernels need nothing
 
