@@ -21,18 +21,21 @@ def relative_errors(ours: Weights, reference: Weights, start: Weights | None = N
     """‖ours − reference‖ / ‖reference − start‖ of every tensor, in float64; start is 0 if not given.
 
     NaN, which no tolerance admits, where the reference has not moved from start: such a tensor would prove nothing. But
-    an expert to which no token went must not have moved, and does not count.
+    an expert to which no token went must not have moved, and does not count; nor do, with LoRA, which moves projections
+    alone, the other tensors.
     Raises AssertionError if the two differ in names or shapes.
     """
     shapes = [{name: tuple(tensor.shape) for name, tensor in weights.items()} for weights in (ours, reference)]
     assert shapes[0] == shapes[1], f"names or shapes differ: {dict(shapes[0].items() ^ shapes[1].items())}"
-    errors = {}
+    errors, start = {}, start or {}
+    moved = {name: (theirs.double() - start.get(name, 0)).norm() for name, theirs in reference.items()}
+    lora = all(("_proj." in name) == (distance > 0) for name, distance in moved.items())
     for name, theirs in reference.items():
         difference = (ours[name].double() - theirs.double()).norm()
-        moved = (theirs.double() - start[name].double()).norm() if start else theirs.double().norm()
-        if start and ".experts." in name and moved == 0 == difference:
+        may_stay = start and (".experts." in name or (lora and "_proj." not in name))
+        if may_stay and moved[name] == 0 == difference:
             continue
-        errors[name] = (difference / moved).item() if moved > 0 else float("nan")
+        errors[name] = (difference / moved[name]).item() if moved[name] > 0 else float("nan")
     return errors
 
 

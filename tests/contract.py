@@ -24,7 +24,7 @@ import equivalence
 import numpy as np
 import probes
 import torch
-from equivalence import CASES, CONTEXT_TWIN, HARDEST, ROOT_RECIPE
+from equivalence import CASES, CONTEXT_TWIN, HARDEST, LORA
 from launch import RankFailed, Run, isolated, launch, load, once
 from safetensors.torch import save_file
 from test_lineage import FAMILY
@@ -32,7 +32,7 @@ from test_lineage import FAMILY
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8"
 SMALLEST = {recipe: (world, flags) for recipe, world, flags in reversed(CASES) if "--compile" not in flags}
 # recipe: (ranks, flags), for what does not depend on the size
-SMALLEST |= {recipe: (1, "") for recipe in (ROOT_RECIPE, equivalence.MOE, equivalence.TIED, equivalence.MUON)}
+SMALLEST |= equivalence.ROOTS
 SMALLEST |= {recipe: (4, "--dp 1 --cp 1 --tp 2 --pp 2") for recipe in SMALLEST if recipe[:2] == "08"}
 SMALLEST["08_4d/2d.py"] = 4, "--dp 2 --tp 2"
 SMALLEST["08_4d/3d.py"] = 4, "--dp 1 --tp 2 --pp 2"
@@ -98,14 +98,15 @@ def check_training(recipe: str, file: str | None = None) -> None:
     roots += f" {equivalence.TRAINING} --steps 3"
     reference = root_evaluated(equivalence.root_of(recipe), roots, recipe not in FIXED)
     assert min(norm for _, norm, *_ in reference.history) > 0.5, "the clip never acted"
-    errors = compare.relative_errors(run.weights, reference.weights)
+    errors, lora = compare.relative_errors(run.weights, reference.weights), equivalence.root_of(recipe) == LORA
     errors |= compare.history_errors(run.history, reference.history)
     for rank, (losses, parameters) in enumerate(run.probes):
         assert losses[0] == losses[1], f"{recipe}: two evaluations of the same batch differ"
         for i, (mine, theirs) in enumerate(zip(losses, reference.probes[0], strict=True)):
             errors[f"validation loss {i} on rank {rank}"] = abs(mine / theirs - 1)
         for name, bits in parameters.items():
-            assert bits == run.weights[name].numpy().tobytes(), f"{recipe}: {name} is not the same on all ranks"
+            one = run.probes[0][1][name] if lora else run.weights[name].numpy().tobytes()  # adapters are saved merged
+            assert bits == one, f"{recipe}: {name} is not the same on all ranks"
     compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"{recipe} on {world} ranks, training")
 
 
@@ -185,7 +186,7 @@ def check_bfloat16(recipe: str, file: str | None = None) -> None:
     for what, logged in zip(("loss", "norm"), run.history[0]):
         assert torch.tensor(logged).bfloat16().item() != logged, f"the {what} that is logged has 16 bits"
     before, parts = compare.read(init)[0], parts_of(recipe, *HARDEST[recipe])
-    if recipe != DILOCO and root != equivalence.MUON:  # one logs its first worker's, one's matrices move otherwise
+    if recipe != DILOCO and root not in (equivalence.MUON, LORA):  # it logs its first worker's, they move otherwise
         changes = [(run.weights[name] - tensor).double() / 100 for name, tensor in before.items()]  # rate 100
         norm = torch.stack([change.norm() for change in changes]).norm().item()
         error = abs(run.history[0][1] / norm - 1)
@@ -308,7 +309,9 @@ def check_log_line(recipe: str, file: str | None = None) -> None:
     speed = 16 * 2048 / 0.5 / (1 if equivalence.on_one_device(recipe) else 4)
     layers, d, f, v = (16, 2048, 8 * 1024, 50304) if experts else (24, 2048, 8192, 49152)
     router = d * 64 if experts else 0
-    flops = 6 * (layers * (4 * d * d + 3 * d * f + router) + d * v) + 6 * layers * d * 2048
+    lora = equivalence.root_of(recipe) == LORA  # frozen weights have no gradient; adapters have 16 (in + out) elements
+    each, adapters = (4, 16 * (11 * d + 3 * f)) if lora else (6, 0)
+    flops = each * (layers * (4 * d * d + 3 * d * f + router) + d * v) + 6 * layers * (d * 2048 + adapters)
     wanted = ["loss 1.2346", "gradient norm 0.500", *(["busiest expert 3.14x"] if experts else [])]
     wanted += [*(["dropped 3.1%"] if drops else []), f"tokens/s/GPU {speed:,.0f}"]
     for line, mfu in (known, f"MFU {speed * flops / 989.5e12:.1%}"), (unknown, "MFU -"):

@@ -43,7 +43,9 @@ GRADIENT = "--steps 1 --eps 1e12 --lr 1e12 --clip 1e9 --weight_decay 0 --warmup 
 LOW_GRADIENT = GRADIENT.replace("--lr 1e12", "--lr 1e14")  # rate 100: float32 weights must not round the change away
 TRAINING = "--steps 4 --lr 1e-2 --clip 0.5 --warmup 1"
 # what is trained: the root's flags too
-MODEL = "--layers --batch --seq --vocab --dim --heads --kv_heads --ffn --experts --top_k".split()
+MODEL = (
+    "--layers --batch --seq --vocab --dim --heads --kv_heads --ffn --experts --top_k --lora_rank --lora_alpha".split()
+)
 LARGE = {"lm_head": 1000, "q_proj": 15, "k_proj": 15, "embed_tokens": 50}  # times the weights, by their names
 LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
     f"03_zero/{name}.py"
@@ -100,6 +102,7 @@ SIZES = """
 01_single_gpu/selective_checkpointing.py: *1 | 1 --compile
 01_single_gpu/tied_embeddings.py: 1 --compile
 01_single_gpu/muon.py: 1 --compile
+01_single_gpu/lora.py: 1 --compile
 02_data_parallel/naive.py: 2 | *3 | 4 | 8 --batch 16
 02_data_parallel/overlap.py: 2 | *3
 02_data_parallel/bucketed.py: *2 --bucket_mb 0.05 | 3 --bucket_mb 0 | 4 | 8 --batch 16 --bucket_mb 0.05
@@ -204,15 +207,20 @@ ROOT_RECIPE = "01_single_gpu/train.py"
 MOE = "07_expert/moe.py"  # the root of a family of its own
 TIED = "01_single_gpu/tied_embeddings.py"  # and of those that have its name, as below
 MUON = "01_single_gpu/muon.py"
+LORA = "01_single_gpu/lora.py"
 BLOCKWISE = "05_context_ring/blockwise.py"  # the only one of its folder on one device
 KERNELS = "09_kernels/train.py"  # which no CPU can compile: there its kernels are interpreted
-CASES, HARDEST = [], {recipe: (1, "") for recipe in (ROOT_RECIPE, MOE, TIED, MUON)}
+LORA_ALPHA = "--lora_alpha 300"  # else gradients are too small for the clip
+ROOTS = {recipe: (1, "") for recipe in (ROOT_RECIPE, MOE, TIED, MUON)} | {LORA: (1, LORA_ALPHA)}
+CASES, HARDEST = [], dict(ROOTS)
 for recipe, cases in (line.split(": ") for line in SIZES.splitlines() if line and line[0] != "#"):
     for ranks, _, flags in (case.partition(" ") for case in cases.split(" | ")):
         CASES.append((recipe, int(ranks.strip("*")), flags))
         if ranks[0] == "*":
             HARDEST[recipe] = CASES[-1][1:]
 CASES += [
+    *(("03_zero/lora.py", n, f"{LORA_ALPHA} {flags}") for n, flags in ((2, ""), (4, "--batch 16"), (8, "--batch 16"))),
+    ("03_zero/lora.py", 3, f"{LORA_ALPHA} --lora_rank 5"),
     *(("08_4d/2d.py", dp * tp, f"--dp {dp} --tp {tp} {flags}") for dp, tp, flags in TWO_D),
     *(("08_4d/3d.py", dp * tp * pp, stages(dp, tp, pp, chunks)) for dp, tp, pp, chunks in THREE_D),
     *(("08_4d/train.py", 8, mesh(*sizes)) for sizes in EIGHT),
@@ -234,6 +242,7 @@ CASES += [
     *(("08_4d/moe.py", 2, f"{mesh(*sizes)} --ep {ep}") for *sizes, ep in ((2, 1, 1, 1, 2), (1, 1, 2, 1, 1))),
 ]
 CASES.sort(key=lambda case: case[0][:2])  # by folder, each in its order
+HARDEST["03_zero/lora.py"] = 3, f"{LORA_ALPHA} --lora_rank 5"
 HARDEST["08_4d/2d.py"] = 8, "--dp 2 --tp 4 --heads 8 --kv_heads 2 --vocab 257"
 HARDEST["08_4d/3d.py"] = 8, stages(2, 2, 2, 2)
 HARDEST["08_4d/train.py"] = 8, mesh(2, 1, 2, 2)
@@ -248,7 +257,7 @@ def on_one_device(recipe: str) -> bool:
 
 def root_of(recipe: str) -> str:
     """The recipe that trains the same model on one device."""
-    if same := [root for root in (TIED, MUON) if Path(root).name == Path(recipe).name]:
+    if same := [root for root in (TIED, MUON, LORA) if Path(root).name == Path(recipe).name]:
         return same[0]
     return MOE if recipe.startswith("07") or recipe == "08_4d/moe.py" else ROOT_RECIPE
 
@@ -332,13 +341,13 @@ def sum_of_parts(parts: int, low_weights: bool, rounded: int = 0) -> Callable[[M
                 part.backward()
                 loss += part.detach()
                 for p, total, gradient in zip(low.parameters(), totals, sums):
-                    gradient += p.grad
+                    gradient += 0 if p.grad is None else p.grad  # it is frozen
                     p.grad = None
                     if not rounded or i % rounded == 0:
                         total += gradient.bfloat16() if rounded else gradient
                         gradient.zero_()
             for p, total in zip(model.parameters(), totals):
-                p.grad = total.to(p.dtype)
+                p.grad = total.to(p.dtype) if p.requires_grad else None
             return loss
 
         module.forward_backward = summed

@@ -196,7 +196,8 @@ def whole_parameters(module: ModuleType) -> Report:
         found = {}
         for name, p in models[0].named_parameters():
             p = p.detach()
-            whole = not hasattr(p, "placements") and p.shape == shapes.get(name) and p.untyped_storage().nbytes()
+            shape = p.shape if "lora_" in name else shapes.get(name)  # of adapters every rank has all
+            whole = not hasattr(p, "placements") and p.shape == shape and p.untyped_storage().nbytes()
             if whole:
                 found[name] = p.numpy().tobytes()
         return found

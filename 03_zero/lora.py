@@ -1,0 +1,690 @@
+"""LoRA with ZeRO-3: frozen weights are sharded in 2 bytes and gathered, adapters are whole and simply all-reduced.
+
+1. Each block is gathered before its forward and again before its backward, as in zero3.py. Its weights never change:
+   there are no master weights, no moments, no gradients, and nothing of it is reduced.
+2. Adapters are few. Every rank has all of them, and the same AdamW; one all-reduce per step sums their gradients.
+3. The embedding is frozen, so backward ends inside the first block. A block's weights are freed when the gradient of
+   its input is there; here there is none, so the first block's are freed after backward.
+
+Memory: 2Ψ/dp bytes for Ψ frozen weights and full weights of two units, as in zero3.py; 16 per element of the adapters.
+A rank sends (dp-1)/dp of two times 2Ψ bytes per micro-batch, minus one gather of the embedding, the last block and the
+head, and of 8 bytes per element of the adapters per step.
+
+Parent:   03_zero/zero3.py, 01_single_gpu/lora.py
+Lesson:   Unit, after_backward, make_unit, check_units, build_model, sum_gradients, forward_backward
+Plumbing: Config, Model.__init__, save_adapters, save, check
+Copy:     Unit, gather, free, before_forward, after_forward, after_backward, make_unit, check_units, sum_gradients,
+          clip_gradients, evaluate (beside what lora.py's Copy line says: put each frozen parameter into exactly one
+          unit, the embedding into unit 0, and call check_units; give the model the attributes of Model.__init__; call
+          before_forward before and after_forward after each unit; after each backward free the first block's unit; call
+          sum_gradients after the last one, and divide the loss by the valid tokens of all ranks)
+Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.units, IGNORE, forward
+Run:      torchrun --nproc_per_node 8 03_zero/lora.py
+          torchrun --nproc_per_node 2 03_zero/lora.py --init 'model-*.safetensors' --preset llama3_8b --batch 4 \
+          --seq 4096 --dtype bfloat16 --compile --data text.bin --adapters adapters
+Source:   Hu et al. 2021, arXiv:2106.09685; Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import warnings
+import weakref
+import zlib
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args, get_type_hints
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+# SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
+PRESETS = {
+    "tiny": dict(warmup=10),  # otherwise the defaults below: for laptops
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
+    seq: int = 128
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 40
+    validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
+    warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
+    lora_rank: int = 16
+    lora_alpha: float = 32.0  # lora_alpha / lora_rank scales what the adapters add
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the weights, with the adapters merged, to this .safetensors file
+    adapters: str = ""  # write the adapters to this folder, as PEFT reads them
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over bf16 weights, fp32 masters
+    compile: bool = False
+    microbatches: int = 2  # parts of a rank's batch that go through the model one after another
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+@dataclass(eq=False)
+class Unit:
+    """Frozen weights that are gathered together: n elements, zeros at the end so that its N ranks divide n."""
+
+    group: dist.ProcessGroup  # the N ranks that hold the unit; each keeps n/N elements
+    parameters: list[nn.Parameter]  # views of `full`
+    sizes: list[int]  # elements of the parameters, and of the padding after them
+    full: Tensor  # [n] the weights, in the dtype of the matmuls
+    shard: Tensor  # [n/N] this rank's, in the same dtype
+    gathering: dist.Work | None = None  # the all-gather of `full`; None if that is free
+    pending: weakref.ref | None = None  # of the forward that backward has not finished
+
+
+def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
+    """Start the all-gather of `full` unless it is up to date; wait on `unit.gathering` before reading it."""
+    if unit.gathering is None:
+        unit.full.untyped_storage().resize_(unit.full.nbytes)
+        if stream:
+            stream.wait_stream(torch.cuda.current_stream())  # after all reads of this memory and writes of the shard
+        with torch.cuda.stream(stream):
+            mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
+            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits
+            unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
+
+
+def free(unit: Unit) -> None:
+    """Free the memory of `full`. The tensor stays, and so do the parameters, to be filled by the next gather."""
+    unit.full.untyped_storage().resize_(0)
+    unit.gathering = None
+
+
+@torch.compiler.disable  # also where the model around it is compiled
+def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
+    """Wait for the weights of unit i, which will read x, and prefetch the next unit's.
+
+    When backward has the gradient of x, it has finished unit i.
+    """
+    for unit in model.units[i : i + 2]:
+        gather(unit, model.gathers)
+    model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
+    if x.requires_grad:  # not under torch.no_grad(), and not the ids
+        if model.units[i].pending and model.units[i].pending():
+            raise RuntimeError("run backward after each forward: it frees the weights that another backward needs")
+
+        def hook(gradient: Tensor) -> None:
+            after_backward(model, i)
+
+        model.units[i].pending = weakref.ref(hook)  # dead if the graph goes without a backward
+        x.register_hook(hook)
+
+
+@torch.compiler.disable  # also where the model around it is compiled
+def after_forward(model: nn.Module, i: int) -> None:
+    """Free the weights of unit i after its forward. Those of the last two units stay: backward needs them first."""
+    if i < len(model.units) - 2:
+        free(model.units[i])
+
+
+def after_backward(model: nn.Module, i: int) -> None:
+    """Free the weights of unit i, which backward has finished; wait for those of i - 1; prefetch those of i - 2."""
+    model.units[i].pending = None
+    if i > 1:  # unit 0 must be an embedding: its backward needs no weights
+        model.units[i - 1].gathering.wait()
+    free(model.units[i])
+    if i > 2:
+        gather(model.units[i - 2], model.gathers)
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear without bias, and a trained adapter beside it. x [..., in] -> [..., out]
+
+    The adapter adds alpha / rank · (x·Aᵀ)·Bᵀ. A starts as a linear of torch.nn does, B at 0.
+    """
+
+    def __init__(self, inputs: int, outputs: int, rank: int, alpha: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.lora_A = nn.Linear(inputs, rank, bias=False)
+        self.lora_B = nn.Linear(rank, outputs, bias=False)
+        self.scale = alpha / rank
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight) + self.scale * self.lora_B(self.lora_A(x))
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.k = cfg.dim // cfg.heads
+        self.q_proj = LoRALinear(cfg.dim, cfg.heads * self.k, cfg.lora_rank, cfg.lora_alpha)
+        self.k_proj = LoRALinear(cfg.dim, cfg.kv_heads * self.k, cfg.lora_rank, cfg.lora_alpha)
+        self.v_proj = LoRALinear(cfg.dim, cfg.kv_heads * self.k, cfg.lora_rank, cfg.lora_alpha)
+        self.o_proj = LoRALinear(cfg.heads * self.k, cfg.dim, cfg.lora_rank, cfg.lora_alpha)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.gate_proj = LoRALinear(cfg.dim, cfg.ffn, cfg.lora_rank, cfg.lora_alpha)
+        self.up_proj = LoRALinear(cfg.dim, cfg.ffn, cfg.lora_rank, cfg.lora_alpha)
+        self.down_proj = LoRALinear(cfg.ffn, cfg.dim, cfg.lora_rank, cfg.lora_alpha)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        torch._dynamo.graph_break()  # the MLP's gradients are ready while attention is still in backward
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Model(nn.Module):
+    """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
+
+    def __init__(self, cfg: Config, dp: dist.ProcessGroup):
+        super().__init__()
+        self.cfg = cfg
+        self.dp = dp  # the ranks that split the batch
+        self.units: list[Unit] = []  # filled by build_model, in the order of forward
+        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.model.norm = RMSNorm(cfg)
+        self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
+        for name, p in self.named_parameters():
+            p.requires_grad_("lora_" in name)
+            p.data = p.data if p.requires_grad else p.data.to(getattr(torch, cfg.dtype))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> logits [b, s, v]"""
+        rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
+        before_forward(self, 0, ids)
+        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        after_forward(self, 0)
+        for i, block in enumerate(self.model.layers, 1):
+            before_forward(self, i, x)
+            x = block(x, rope)
+            after_forward(self, i)
+        before_forward(self, len(self.units) - 1, x)
+        return self.lm_head(self.model.norm(x))
+
+
+def init_files(cfg: Config) -> list[str]:
+    """Return the path of --init, or all paths that match it."""
+    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+
+
+def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
+    """Return the shape of every tensor of the full model by its published name."""
+    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
+    attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
+    mlp = {f"mlp.{x}_proj": shape for x, shape in dict(gate=[f, d], up=[f, d], down=[d, f]).items()}
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **mlp)
+    shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
+
+    Published models that tie their head store it as the embedding.
+    """
+    if cfg.init:
+        files = [safe_open(path, "pt") for path in init_files(cfg)]
+        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
+        return next(file.get_tensor(stored) for file in files if stored in file.keys())
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def full_adapter(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one matrix of an adapter: B [out, rank] is 0, A [rank, in] has a variance of 1/(3·in), as in torch.nn."""
+    if "lora_B" in name:
+        return torch.zeros(shape, device=cfg.device)
+    return full_tensor(replace(cfg, init=""), name, shape) / 0.02 / (3 * shape[1]) ** 0.5
+
+
+@torch.no_grad()
+def make_unit(
+    named: list[tuple[str, nn.Parameter]],
+    initial: Callable[[str, torch.Size], Tensor],
+    group: dist.ProcessGroup,
+    device: str,
+    dtype: torch.dtype,
+) -> Unit:
+    """Build a unit from named frozen parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
+    if not named:
+        raise ValueError("a unit needs at least one parameter")
+    if trained := [name for name, p in named if p.requires_grad]:
+        raise ValueError(f"{trained[0]} is trained: gradients of a unit are not reduced")
+    sizes = [p.numel() for _, p in named]
+    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
+    sizes.append(group.size() * each - sum(sizes))  # the padding
+    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
+    shard = torch.zeros(each, dtype=dtype, device=device)
+    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    for (name, p), weight in zip(named, full.split(sizes)):
+        own = shard[max(0, start) : max(0, start + p.numel())]
+        own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
+        # .data: autograd must not notice that gather overwrites the weights
+        torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data, requires_grad=False))
+        start += p.numel()
+    return Unit(group, [p for _, p in named], sizes, full, shard)
+
+
+def check_units(model: nn.Module) -> None:
+    """Raise unless each frozen parameter is in one unit."""
+    held = [p for unit in model.units for p in unit.parameters]
+    for name, p in model.named_parameters():
+        if not p.requires_grad and sum(p is other for other in held) != 1:
+            raise ValueError(f"{name} must be in exactly one unit")
+
+
+def build_model(cfg: Config) -> Model:
+    """Build the model unit by unit, filled tensor by tensor: no rank ever has all weights."""
+    dp = dist.group.WORLD
+    with torch.device("meta"):
+        model = Model(cfg, dp)
+    blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
+    dtype = getattr(torch, cfg.dtype)
+    for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names) and not p.requires_grad]
+        model.units.append(make_unit(named, partial(full_tensor, cfg), dp, cfg.device, dtype))
+        free(model.units[-1])
+    check_units(model)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            torch.utils.swap_tensors(p, nn.Parameter(full_adapter(cfg, name, p.shape).to(p.dtype)))
+    if cfg.compile:
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    --validate holds out the documents that start in the last twentieth; if none does, the end of the last document.
+    """
+    path = Path(cfg.data)
+    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
+    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
+    else:
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        starts = np.cumsum([0, *map(len, documents[:-1])])
+        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+    if wrong:
+        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
+    if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
+        raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
+    cut = min(starts[(starts >= cut) & (starts < len(ids) - cfg.seq)], default=cut)
+    return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW of the adapters."""
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    decay = cfg.weight_decay
+    return torch.optim.AdamW(adapters, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, weight_decay=decay, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Sum the gradients of the adapters over the ranks, all in one message."""
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.cat([p.grad.flatten() for p in adapters])
+    # 2·(dp-1)/dp of their bytes out and in per rank; everyone waits
+    dist.all_reduce(flat, group=model.dp)
+    for p, part in zip(adapters, flat.split([p.numel() for p in adapters])):
+        p.grad = part.view(p.shape)
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    total = 0
+    for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/dp/microbatches s
+        loss = forward(cfg, model, x, y) / tokens
+        loss.backward()  # gathers and frees the weights of each block, see before_forward
+        free(model.units[1])  # of the first block alone: its input has no gradient that would call after_backward
+        total += loss.detach()
+    sum_gradients(model)
+    dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
+    return total
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    own = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    micro = (x.chunk(cfg.microbatches) for x in own)  # b/dp/microbatches s
+    loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
+    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    return loss / tokens
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 4 per frozen weight in a matmul, 6 per element of an adapter.
+
+    And 6·layers·dim·seq in causal attention. The embedding is a lookup, only the unmasked half of attention counts, and
+    recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    adapters = cfg.lora_rank * (9 * cfg.dim + 2 * kv + 3 * cfg.ffn)  # inputs and outputs of seven linears
+    frozen = 4 * (cfg.layers * block + cfg.dim * cfg.vocab)
+    return frozen + 6 * cfg.layers * adapters + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Print the mean loss of a batch of unseen text, the same one each time."""
+    loss = evaluate(cfg, model, *make_batch(cfg, unseen, 0)).item()
+    if dist.get_rank() == 0:
+        print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
+
+
+def merge(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Add what the adapters add to the weights by name, on the CPU: in fp32, where it is not rounded away."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            added = module.scale * (module.lora_B.weight @ module.lora_A.weight)
+            weights[f"{name}.weight"] = weights[f"{name}.weight"] + added.detach().cpu()
+
+
+def save_adapters(cfg: Config, model: nn.Module) -> None:
+    """Write the folder --adapters: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(...), FOLDER)."""
+    weights = {f"base_model.model.{name}": p.detach() for name, p in model.named_parameters() if "lora_" in name}
+    linears = sorted({name.split(".")[-3] for name in weights})  # base_model. ... .q_proj.lora_A.weight
+    config = dict(peft_type="LORA", r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=linears)
+    if model.dp.rank() > 0:
+        return
+    folder = Path(cfg.adapters)
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(to_bytes(weights, {"format": "pt"}))
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    names, weights = {p: name for name, p in model.named_parameters()}, {}
+    for unit in model.units:
+        gather(unit, model.gathers)
+        unit.gathering.wait()
+        if dist.get_rank() == 0:
+            weights |= {names[p]: p.to("cpu", copy=True) for p in unit.parameters}
+        free(unit)
+    if dist.get_rank() == 0:
+        merge(model, weights)
+        part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+        part.write_bytes(to_bytes(weights, metadata))
+        part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, train it, log every step, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        if not math.isfinite(loss + norm):
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+        if cfg.validate and (step + 1) % cfg.validate == 0:
+            validate(cfg, model, unseen)
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, history)
+    if cfg.adapters:
+        save_adapters(cfg, model)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    for name, hint in get_type_hints(Config).items():
+        value = dict(type=type(getattr(Config, name)), choices=get_args(hint) or None)
+        kind = dict(action="store_true") if hint is bool else value
+        parser.add_argument(f"--{name}", help=f"default: {getattr(Config, name)}", **kind)
+    given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+
+
+def check_init(cfg: Config) -> None:
+    """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
+    shapes = tensor_shapes(cfg)
+    for path in init_files(cfg):
+        try:
+            file = safe_open(path, "pt")
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {path} is no .safetensors file") from None
+        for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
+            tensor = file.get_slice(name)
+            kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            if f"{kind} {tensor.get_shape()}" != wanted:
+                raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
+    if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
+        raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
+
+
+def check(cfg: Config, world: int) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    edge = dict.fromkeys("steps validate warmup lr weight_decay seed compile".split(), 0) | {"clip": math.inf}
+    for flag, value in asdict(cfg).items():
+        if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
+            raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
+    each = cfg.batch // max(1, world)
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
+    large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
+    folder = Path(cfg.adapters).resolve()
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
+        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a process"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
+        (cfg.adapters and not os.access(folder.parent, os.W_OK), f"--adapters {cfg.adapters}: no folder for it"),
+        (cfg.adapters and folder.is_file(), f"--adapters {cfg.adapters}: is no folder"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    if found := [problem for wrong, problem in problems if wrong]:
+        raise SystemExit(found[0])
+    if cfg.init:
+        check_init(cfg)
+
+
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
+    data = load_data(cfg)
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # torch 2.13 has other names for both, and warns on every rank
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
+    dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    train(cfg, *data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
