@@ -21,7 +21,7 @@ ROOT_RECIPE = "01_single_gpu/train.py"
 ZERO1, OVERLAP, ZERO2, ZERO3, HSDP, OFFLOAD = (
     f"03_zero/{name}.py" for name in ("zero1", "zero1_overlap", "zero2", "zero3", "hsdp", "offload")
 )
-MUON = "03_zero/muon.py"
+MUON, LORA = "03_zero/muon.py", "03_zero/lora.py"
 MASTERS, COPY_ENGINES = "03_zero/zero1_masters.py", "03_zero/zero3_copy_engines.py"
 TORCH_FSDP, ACCELERATE_FSDP = "03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py"
 WHOLE = (ZERO1, MASTERS)  # one unit, which is gathered and reduced at once
@@ -65,11 +65,12 @@ def last_rank_is_late(module):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("when", ["at once", "late"])
-@pytest.mark.parametrize("recipe", IN_UNITS)
+@pytest.mark.parametrize("recipe", [*IN_UNITS, LORA])
 def test_whenever_streams_get_to_it(recipe, when):
     """A collective writes at some time between its start and the end of the wait for it, a side stream likewise."""
     probe = probes.together(last_rank_is_late, streams(when))
-    equivalence.check(recipe, 4 if recipe == HSDP else 2, "--microbatches 3", probe=probe)
+    lora = equivalence.LORA_FLAGS * (recipe == LORA)
+    equivalence.check(recipe, 4 if recipe == HSDP else 2, f"--microbatches 3 {lora}", probe=probe)
 
 
 @pytest.mark.thorough
@@ -417,6 +418,30 @@ def test_newton_schulz_is_balanced(file=MUON):
         assert sum(p.numel() for part in owned for p in part) <= padded * sum(p.numel() for p in matrices)
 
 
+def test_frozen_weights_are_gathered_and_never_reduced(file=LORA):
+    """On 3 ranks, in two micro-batches: 2 bytes per frozen weight and 16 per element of an adapter, which is whole."""
+    with torch.device("meta"):
+        module = load(ROOT_RECIPE)
+        sizes = sizes_by_hand(dict(module.Model(module.Config(**SIZES)).named_parameters()), 3)
+    d, kv, ffn = 32, 16, 48
+    everything, elements = sum(sizes), LAYERS * 16 * (9 * d + 2 * kv + 3 * ffn)  # rank 16
+    state = 2 * everything // 3 + 12 * elements
+    rest = 3 * BATCH + 200 * LAYERS * 14  # batches and a part of them; AdamW's steps, and what is logged
+    formula = [state + 4 * elements, state + 4 * elements, state]
+    probe = probes.together(bytes_held([size + rest for size in formula]), communication, probes.gathered_at_a_time)
+    run = launch(file, 3, f"{SMALL} --dtype bfloat16 --steps 2", probe=probe)
+    gathered = 2 * (2 * everything - sizes[0] - sizes[-2] - sizes[-1]) // 3
+    for memory, steps, at_a_time in run.probes:
+        beside = [ours - wanted for ours, wanted in zip(memory, formula, strict=True)]
+        assert all(0 < more < rest < everything for more in beside), f"{beside} bytes beside those of the formulas"
+        assert at_a_time == [2, 1, 0], f"weights are held: {at_a_time}"
+        for seen in steps:
+            kinds = {(kind, dtype, elements) for kind, dtype, elements, _ in seen if kind != "allgather"}
+            assert kinds == {("allreduce", "torch.float32", n) for n in (elements, 1)} and len(seen) - 2 == 2 * 9
+            sent = sum(elements for kind, dtype, elements, _ in seen if dtype == "torch.bfloat16")
+            assert sent == gathered, "other weights are gathered"
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "recipe, world, flags", [*((r, 3, "") for r in (*WHOLE, *IN_UNITS) if r != HSDP), (HSDP, 6, "--shard 3")]
@@ -513,7 +538,7 @@ def has_one_more_norm(module):
 
     def larger(self, cfg, *args):
         init(self, cfg, *args)
-        self.model.extra = module.RMSNorm(cfg)
+        self.model.extra = module.RMSNorm(cfg).requires_grad_(not hasattr(module, "LoRALinear"))
 
     module.Model.__init__ = larger
     return lambda: None
@@ -542,7 +567,8 @@ def zeroes_gradients_as_usual(module):
         *((recipe, freezes_the_embedding, "embed_tokens.weight is frozen") for recipe in (MASTERS, HSDP, OFFLOAD)),
         *((recipe, has_a_block_less, "at least one parameter") for recipe in (OVERLAP, HSDP, OFFLOAD)),
         (OVERLAP, has_one_more_norm, "model.extra.weight must be in exactly one unit"),
-        *((recipe, has_two_losses, "run backward after each forward") for recipe in (ZERO3, COPY_ENGINES)),
+        *((recipe, has_two_losses, "run backward after each forward") for recipe in (ZERO3, COPY_ENGINES, LORA)),
+        (LORA, has_one_more_norm, "model.extra.weight must be in exactly one unit"),
     ],
 )
 def test_a_silent_misuse_is_refused(recipe, probe, words):  # others share these definitions
@@ -576,8 +602,9 @@ def leaves_a_graph(module):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("file", [ZERO3, LORA])
 @pytest.mark.parametrize("probe", [compiles_the_model, leaves_a_graph])
-def test_other_ways_to_call_a_model(probe, file=ZERO3):
+def test_other_ways_to_call_a_model(probe, file):
     runs = [launch(file, 2, f"{SMALL} --steps 2 --dtype float64", probe=probe) for probe in (None, probe)]
     for name, weight in runs[0].weights.items():
         assert torch.equal(weight, runs[1].weights[name]), name

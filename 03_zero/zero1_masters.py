@@ -287,7 +287,7 @@ def make_unit(
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if frozen := [name for name, p in named if not p.requires_grad]:
-        raise ValueError(f"{frozen[0]} is frozen: every element of a unit is trained")
+        raise ValueError(f"{frozen[0]} is frozen, a unit is trained: see 03_zero/lora.py")
     named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up

@@ -9,13 +9,13 @@ Parent:   03_zero/zero2.py
 Lesson:   Unit, gather, free, before_forward, after_forward, after_backward, Model.forward, build_model
 Copy:     Unit, gather, free, reduce_scatter, take_gradients, reduce, before_forward, after_forward, after_backward,
           make_unit, check_units, clip_gradients, evaluate (give the model the attributes of Model.__init__; put each
-          parameter into exactly one unit, the embedding into unit 0, frozen ones into none, and call check_units; call
-          before_forward before and after_forward after each unit; hook unit 0 as build_model does, or, if it is several
-          tensors, call reduce(model, 0) after each backward; the optimizer, clip_gradients and save take the shards,
-          never model.parameters(); after a step set unit.gathering and unit.gradient to None; gradients are summed, so
-          divide the loss by the valid tokens of all ranks; run backward once after each forward. If embedding and head
-          are one tensor, put it into unit 0, do not call after_forward for that unit, and free it after the last
-          backward)
+          parameter into exactly one unit, the embedding into unit 0, frozen ones into none, or into units of lora.py;
+          call check_units; call before_forward before and after_forward after each unit; hook unit 0 as build_model
+          does, or, if it is several tensors, call reduce(model, 0) after each backward; the optimizer, clip_gradients
+          and save take the shards, never model.parameters(); after a step set unit.gathering and unit.gradient to None;
+          gradients are summed, so divide the loss by the valid tokens of all ranks; run backward once after each
+          forward. If embedding and head are one tensor, put it into unit 0, do not call after_forward for that unit,
+          and free it after the last backward)
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero3.py
@@ -369,7 +369,7 @@ def make_unit(
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if frozen := [name for name, p in named if not p.requires_grad]:
-        raise ValueError(f"{frozen[0]} is frozen: every element of a unit is trained")
+        raise ValueError(f"{frozen[0]} is frozen, a unit is trained: see 03_zero/lora.py")
     named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
     sizes = [p.numel() for _, p in named]
     each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up

@@ -30,6 +30,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "01_single_gpu/selective_checkpointing.py": "... all but matmuls and attention",
     "01_single_gpu/tied_embeddings.py": "one matrix embeds the tokens and computes the logits",
     "01_single_gpu/muon.py": "matrices move along their orthogonalised momentum",
+    "01_single_gpu/lora.py": "weights are frozen in 2 bytes, narrow matrices beside them are trained",
     "01_single_gpu/memory.py": "predict the memory of a run, then measure it",
     "01_single_gpu/profiling.py": "where the time of a step goes",
     "02_data_parallel/collectives.py": "all-reduce from send and receive, timed",
@@ -51,6 +52,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "03_zero/hsdp.py": "shards inside a node, replicas across nodes",
     "03_zero/offload.py": "optimizer state and step on the CPU",
     "03_zero/muon.py": "ZeRO-1 whose shards are whole matrices, for Muon",
+    "03_zero/lora.py": "frozen weights in shards, gathered and never reduced",
     "03_zero/torch_fsdp.py": "ZeRO-3 by torch's fully_shard",
     "03_zero/accelerate_fsdp.py": "... by Accelerate around it",
     "04_tensor_sequence/tensor_parallel.py": "every matmul of a block split, two all-reduces",
@@ -198,7 +200,7 @@ MORE = {  # what else a row of a kernel may hold: the column, and how it is writ
 EXCESS = re.compile(r"(\w+) (\d+)x, (\d+)x$")  # coalescing.py: a kernel, and its excess of sectors read, and written
 USELESS = re.compile(r"(\w+), ([\d.]+)x the steps$")  # divergence.py: a way, and the steps that it executes for one
 PART = re.compile(r", (forward|backward|forward and backward)$")  # of what is measured
-MARKS = {f"01_single_gpu/{name}.py": " †" for name in ("train", "tied_embeddings", "muon")}
+MARKS = {f"01_single_gpu/{name}.py": " †" for name in ("train", "tied_embeddings", "muon", "lora")}
 MARKS |= {"02_data_parallel/diloco.py": " ‡"}  # what the pages say of their errors
 NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the recipe is for
     "03_zero/zero2.py",  # with one micro-batch, where it does what zero1_overlap.py does

@@ -89,6 +89,12 @@ IN_FILES = {
         "FLOPs": ("test_flops", "the FLOPs are others", {"shape": (60, 16)}),
         "loaded state": ("test_state_can_be_loaded", "the state that was loaded is another|KeyError"),
     },
+    "01_single_gpu/test_lora.py": {
+        "merged weights": ("test_trains_inside_merged_weights", "is off by|at 0|another variance|no gradient"),
+        "PEFT": ("test_what_peft_reads", "is off by|the config is|have an adapter|target modules|\\[|do not require"),
+        "frozen weights": ("test_frozen_weights_take_two_bytes", "other dtypes|merged in 16 bits"),
+        "pasted linear": ("test_a_pasted_linear_initialises_itself", ""),
+    },
     "01_single_gpu/test_single_gpu.py": {"untied file": ("test_an_untied_file_is_refused", "it is accepted")},
     "01_single_gpu/test_validation.py": {
         "held out": ("test_what_is_held_out", "", {"lengths": [500, 440, 20, 20, 20], "cut": 960}),
@@ -97,6 +103,10 @@ IN_FILES = {
     "03_zero/test_zero.py": {
         "owners": ("test_each_matrix_has_one_owner", "not by one owner each"),
         "balance": ("test_newton_schulz_is_balanced", "the work is not balanced"),
+        "frozen shards": (
+            "test_frozen_weights_are_gathered_and_never_reduced",
+            "bytes beside|weights are held|other weights",
+        ),
     },
     "05_context_ring/test_context.py": {
         "attention in bfloat16": (

@@ -1,0 +1,123 @@
+"""LoRA trains A and B of W + alpha/rank·B·A, and writes what PEFT and transformers read."""
+
+import json
+import sys
+from pathlib import Path
+
+import equivalence
+import pytest
+import torch
+from compare import assert_close, history_errors, relative_errors
+from contract import refusal
+from launch import in_a_fork, isolated, launch, load
+from safetensors.torch import load_file
+
+SCALE = 300 / 5
+SHAPE = f"{equivalence.SHAPE} --device cpu --dtype float64"
+ADAPTERS = "--lora_rank 5 --lora_alpha 300"
+PREFIX = "base_model.model."  # of PEFT's names
+
+
+def adapters(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A and B by the names of the linears' weights, from a folder of PEFT's."""
+    found = load_file(folder / "adapter_model.safetensors")
+    linears = [name.removesuffix(".lora_A.weight") for name in found if name.endswith(".lora_A.weight")]
+    pairs = {f"{name}.weight": (found[f"{name}.lora_A.weight"], found[f"{name}.lora_B.weight"]) for name in linears}
+    assert len(found) == 2 * len(pairs) and all(name.startswith(PREFIX) for name in pairs), sorted(found)
+    return {name.removeprefix(PREFIX): pair for name, pair in pairs.items()}
+
+
+def merged(weights: dict[str, torch.Tensor], pairs: dict[str, tuple[torch.Tensor, ...]]) -> dict[str, torch.Tensor]:
+    """The weights with SCALE·B·A added."""
+    return weights | {name: weights[name] + SCALE * b @ a for name, (a, b) in pairs.items()}
+
+
+def trained_inside_merged_weights(flags: str, pairs: dict[str, tuple[torch.Tensor, ...]]):
+    """Train A and B inside the root's model, of which each linear's weight is merged; weights and history."""
+    root = load(equivalence.ROOT_RECIPE)
+    sys.argv = ["train.py", *flags.split()]
+    cfg = root.parse_config()
+    torch.set_default_dtype(torch.float64)
+    model, (data, _), history = root.build_model(cfg), root.load_data(cfg), []
+    frozen, leaves = model.state_dict(), [x.requires_grad_() for pair in pairs.values() for x in pair]
+    optimizer = torch.optim.AdamW(leaves, betas=(0.9, 0.95), eps=cfg.eps, weight_decay=cfg.weight_decay)
+    for step in range(cfg.steps):
+        inputs, targets = root.make_batch(cfg, data, step)
+        logits = torch.func.functional_call(model, merged(frozen, pairs), inputs)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=root.IGNORE)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(leaves, cfg.clip)
+        history.append((loss.item(), norm.item()))
+        root.set_learning_rate(cfg, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert min(norm for _, norm in history) > cfg.clip, "the clip never acted"
+    return {name: x.detach() for name, x in merged(frozen, pairs).items()}, history
+
+
+def test_trains_inside_merged_weights(tmp_path, file=equivalence.LORA):
+    """Three steps with a clip that acts; A as --adapters has it before the first, B is 0."""
+    init = equivalence.start(equivalence.ROOT_RECIPE, equivalence.SHAPE)
+    flags = f"{SHAPE} --data {equivalence.documents()} --init {init}"
+    launch(file, 1, f"{flags} {ADAPTERS} --steps 0 --adapters {tmp_path}", save=False)
+    pairs = adapters(tmp_path)
+    assert not any(b.any() for _, b in pairs.values()), "B does not start at 0"
+    for a, _ in pairs.values():  # up to 6 standard errors
+        assert abs(a.std() * (3 * a.shape[1]) ** 0.5 - 1) < 4 / a.numel() ** 0.5, "A has another variance"
+    flags += f" {equivalence.TRAINING} --steps 3"
+    ours = launch(file, 1, f"{flags} {ADAPTERS}")
+    weights, history = isolated(lambda: trained_inside_merged_weights(flags, pairs))
+    errors = relative_errors(ours.weights, weights) | history_errors(ours.history, history)
+    assert_close(errors, equivalence.TOLERANCE["float64"], "training inside merged weights")
+
+
+def test_what_peft_reads(tmp_path, file=equivalence.LORA):
+    """Names, and what config says of them: with it, the adapters make the merged weights that are saved."""
+    init = equivalence.start(equivalence.ROOT_RECIPE, equivalence.SHAPE)
+    run = launch(file, 1, f"{SHAPE} {ADAPTERS} --init {init} --steps 2 --lr 0.1 --adapters {tmp_path}/new")
+    pairs, config = adapters(tmp_path / "new"), json.loads((tmp_path / "new" / "adapter_config.json").read_text())
+    linears = {name for name, tensor in run.weights.items() if ".layers." in name and tensor.ndim == 2}
+    assert set(pairs) == linears, "not all linears of the blocks have an adapter"
+    assert set(config.pop("target_modules")) == {name.split(".")[-2] for name in linears}, "other target modules"
+    assert config == dict(peft_type="LORA", r=5, lora_alpha=300), f"the config is another: {config}"
+    errors = relative_errors(run.weights, merged(load_file(init), pairs), load_file(init))
+    assert_close(errors, 1e-12, "merged weights")
+
+
+def what_is_frozen(module):
+    """A probe: of the parameters after a step dtypes, whether they are trained, whether the optimizer has moments."""
+    seen, train_step = [], module.train_step
+
+    def step(cfg, model, optimizer, *batch):
+        loss = module.forward_backward(cfg, model, *batch)  # once more: a step clears the gradients
+        for name, p in model.named_parameters():
+            seen.append(("lora_" in name, str(p.dtype), p.requires_grad, p.grad is not None, p in optimizer.state))
+        optimizer.zero_grad()
+        del loss
+        return train_step(cfg, model, optimizer, *batch)
+
+    module.train_step = step
+    return lambda: set(seen[len(seen) // 2 :])
+
+
+def test_frozen_weights_take_two_bytes(file=equivalence.LORA):
+    """... and no gradient, no moments; adapters are fp32, and so are the weights into which they are merged."""
+    run = launch(file, 1, f"{SHAPE} --dtype bfloat16 --steps 2", probe=what_is_frozen)
+    frozen, trained = (False, "torch.bfloat16", False, False, False), (True, "torch.float32", True, True, True)
+    assert run.probes == [{frozen, trained}], f"other dtypes, gradients or moments: {run.probes}"
+    assert all((x.dtype == torch.float32) == ("_proj." in name) for name, x in run.weights.items()), "merged in 16 bits"
+
+
+@pytest.mark.parametrize("recipe", [equivalence.LORA, "03_zero/lora.py"])
+def test_where_adapters_cannot_be_written(recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder, words in (tmp_path / "none" / "new", "no folder for it"), (tmp_path / "file", "is no folder"):
+        line = refusal(load(recipe), 1, f"--device cpu --adapters {folder}")
+        assert line == f"--adapters {folder}: {words}", line
+
+
+@in_a_fork
+def test_a_pasted_linear_initialises_itself(file=equivalence.LORA):
+    linear, x = load(file).LoRALinear(6, 4, 2, 8.0), torch.randn(3, 6)
+    linear.weight.data = torch.randn(4, 6)
+    assert torch.equal(linear(x), x @ linear.weight.T) and linear.lora_A.weight.abs().max() < 6**-0.5
