@@ -102,6 +102,7 @@ SIZES = """
 01_single_gpu/tied_embeddings.py: 1 --compile
 01_single_gpu/muon.py: 1 --compile
 01_single_gpu/lora.py: 1 --compile
+01_single_gpu/document_mask.py: 1 --compile
 02_data_parallel/naive.py: 2 | *3 | 4 | 8 --batch 16
 02_data_parallel/overlap.py: 2 | *3
 02_data_parallel/bucketed.py: *2 --bucket_mb 0.05 | 3 --bucket_mb 0 | 4 | 8 --batch 16 --bucket_mb 0.05
@@ -207,11 +208,12 @@ MOE = "07_expert/moe.py"  # the root of a family of its own
 TIED = "01_single_gpu/tied_embeddings.py"  # and of those that have its name, as below
 MUON = "01_single_gpu/muon.py"
 LORA = "01_single_gpu/lora.py"
+DOCUMENTS = "01_single_gpu/document_mask.py"
 BLOCKWISE = "05_context_ring/blockwise.py"  # the only one of its folder on one device
 KERNELS = "09_kernels/train.py"  # which no CPU can compile: there its kernels are interpreted
 # else gradients are too small for the clip; those of A, which begin at 0, are near eps, where AdamW enlarges rounding
 LORA_FLAGS = "--lora_alpha 300 --eps 1e-4"
-ROOTS = {recipe: (1, "") for recipe in (ROOT_RECIPE, MOE, TIED, MUON)} | {LORA: (1, LORA_FLAGS)}
+ROOTS = {recipe: (1, "") for recipe in (ROOT_RECIPE, MOE, TIED, MUON, DOCUMENTS)} | {LORA: (1, LORA_FLAGS)}
 CASES, HARDEST = [], dict(ROOTS)
 for recipe, cases in (line.split(": ") for line in SIZES.splitlines() if line and line[0] != "#"):
     for ranks, _, flags in (case.partition(" ") for case in cases.split(" | ")):
@@ -220,7 +222,7 @@ for recipe, cases in (line.split(": ") for line in SIZES.splitlines() if line an
             HARDEST[recipe] = CASES[-1][1:]
 CASES += [
     *(("03_zero/lora.py", n, f"{LORA_FLAGS} {flags}") for n, flags in ((2, ""), (4, "--batch 16"), (8, "--batch 16"))),
-    ("03_zero/lora.py", 3, f"{LORA_FLAGS} --lora_rank 4"),
+    ("03_zero/lora.py", 3, f"{LORA_FLAGS} --lora_rank 12"),
     *(("08_4d/2d.py", dp * tp, f"--dp {dp} --tp {tp} {flags}") for dp, tp, flags in TWO_D),
     *(("08_4d/3d.py", dp * tp * pp, stages(dp, tp, pp, chunks)) for dp, tp, pp, chunks in THREE_D),
     *(("08_4d/train.py", 8, mesh(*sizes)) for sizes in EIGHT),
@@ -242,7 +244,7 @@ CASES += [
     *(("08_4d/moe.py", 2, f"{mesh(*sizes)} --ep {ep}") for *sizes, ep in ((2, 1, 1, 1, 2), (1, 1, 2, 1, 1))),
 ]
 CASES.sort(key=lambda case: case[0][:2])  # by folder, each in its order
-HARDEST["03_zero/lora.py"] = 3, f"{LORA_FLAGS} --lora_rank 4"
+HARDEST["03_zero/lora.py"] = 3, f"{LORA_FLAGS} --lora_rank 12"
 HARDEST["08_4d/2d.py"] = 8, "--dp 2 --tp 4 --heads 8 --kv_heads 2 --vocab 257"
 HARDEST["08_4d/3d.py"] = 8, stages(2, 2, 2, 2)
 HARDEST["08_4d/train.py"] = 8, mesh(2, 1, 2, 2)
@@ -259,6 +261,8 @@ def root_of(recipe: str) -> str:
     """The recipe that trains the same model on one device."""
     if same := [root for root in (TIED, MUON, LORA) if Path(root).name == Path(recipe).name]:
         return same[0]
+    if recipe in (DOCUMENTS, "05_context_ring/documents.py"):
+        return DOCUMENTS
     return MOE if recipe.startswith("07") or recipe == "08_4d/moe.py" else ROOT_RECIPE
 
 

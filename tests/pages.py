@@ -28,6 +28,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "01_single_gpu/gradient_accumulation.py": "the batch in micro-batches",
     "01_single_gpu/activation_checkpointing.py": "blocks run forward twice, and keep one tensor",
     "01_single_gpu/selective_checkpointing.py": "... all but matmuls and attention",
+    "01_single_gpu/document_mask.py": "tokens attend within their document",
     "01_single_gpu/tied_embeddings.py": "one matrix embeds the tokens and computes the logits",
     "01_single_gpu/muon.py": "matrices move along their orthogonalised momentum",
     "01_single_gpu/lora.py": "weights are frozen in 2 bytes, narrow matrices beside them are trained",
@@ -200,7 +201,7 @@ MORE = {  # what else a row of a kernel may hold: the column, and how it is writ
 EXCESS = re.compile(r"(\w+) (\d+)x, (\d+)x$")  # coalescing.py: a kernel, and its excess of sectors read, and written
 USELESS = re.compile(r"(\w+), ([\d.]+)x the steps$")  # divergence.py: a way, and the steps that it executes for one
 PART = re.compile(r", (forward|backward|forward and backward)$")  # of what is measured
-MARKS = {f"01_single_gpu/{name}.py": " †" for name in ("train", "tied_embeddings", "muon", "lora")}
+MARKS = {f"01_single_gpu/{name}.py": " †" for name in ("train", "document_mask", "tied_embeddings", "muon", "lora")}
 MARKS |= {"02_data_parallel/diloco.py": " ‡"}  # what the pages say of their errors
 NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the recipe is for
     "03_zero/zero2.py",  # with one micro-batch, where it does what zero1_overlap.py does

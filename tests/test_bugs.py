@@ -89,6 +89,11 @@ IN_FILES = {
         "FLOPs": ("test_flops", "the FLOPs are others", {"shape": (60, 16)}),
         "loaded state": ("test_state_can_be_loaded", "the state that was loaded is another|KeyError"),
     },
+    "01_single_gpu/test_document_mask.py": {
+        "documents alone": ("test_equals_each_document_alone", "is off by|split_with_sizes"),
+        "end of a document": ("test_end_of_a_document_in_a_file_of_ids", "a token after --eos is predicted"),
+        "compiled anew": ("test_lengths_compile_nothing_anew", "compiled again"),
+    },
     "01_single_gpu/test_lora.py": {
         "merged weights": ("test_trains_inside_merged_weights", "is off by|at 0|another variance|no gradient"),
         "PEFT": ("test_what_peft_reads", "is off by|the config is|have an adapter|target modules|\\[|do not require"),

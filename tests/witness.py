@@ -65,13 +65,25 @@ def random_model(config):
     return model
 
 
-def loss_of(model, flags: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The model's logits on the root's first batch of these flags, and from them the mean loss of its valid targets."""
+def restarted_positions(last: torch.Tensor) -> torch.Tensor:
+    """Positions [b, s] that begin at 0 after the last token of a document: transformers tells documents by them."""
+    positions = torch.zeros(last.shape, dtype=torch.long)
+    for i in range(1, last.shape[1]):
+        positions[:, i] = (positions[:, i - 1] + 1) * ~last[:, i - 1]
+    return positions
+
+
+def loss_of(model, flags: str, documents: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's logits on the root's first batch of these flags, and from them the mean loss of its valid targets.
+
+    documents: attention does not cross from one to the next.
+    """
     sys.argv = [ROOT_RECIPE, *flags.split()]
     module = load(ROOT_RECIPE)
     cfg = module.parse_config()
     inputs, targets = module.make_batch(cfg, module.load_data(cfg)[0], 0)
-    logits = model(input_ids=inputs).logits
+    packed = dict(position_ids=restarted_positions(targets == module.IGNORE), use_cache=False) if documents else {}
+    logits = model(input_ids=inputs, **packed).logits
     losses = -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return logits, losses[targets != module.IGNORE].sum() / (targets != module.IGNORE).sum()
 
@@ -79,7 +91,7 @@ def loss_of(model, flags: str) -> tuple[torch.Tensor, torch.Tensor]:
 def first_logits(module):
     """A probe: the logits of the first forward."""
     seen, original = [], module.Model.forward
-    module.Model.forward = lambda self, ids: seen.append(original(self, ids)) or seen[-1]
+    module.Model.forward = lambda self, *args: seen.append(original(self, *args)) or seen[-1]
     return lambda: seen[0].detach()
 
 
@@ -96,10 +108,12 @@ def stored(model, folder: Path | str) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "model.safetensors")
 
 
-def check(recipe: Path | str = ROOT_RECIPE, rope: str = "", experts: str = "", tied: bool = False) -> None:
+def check(
+    recipe: Path | str = ROOT_RECIPE, rope: str = "", experts: str = "", tied: bool = False, documents: bool = False
+) -> None:
     """Assert that from_pretrained loads what the recipe saves, and computes the same logits, loss and gradients.
 
-    experts: "--experts E --top_k K" of a recipe that has experts.
+    experts: "--experts E --top_k K" of a recipe that has experts. documents: of one with document masks.
     """
     folder = tempfile.mkdtemp()
     numbers = [float(number) for number in rope.split()[1:4:2]]  # of --theta and --rope_factor
@@ -125,7 +139,7 @@ def check(recipe: Path | str = ROOT_RECIPE, rope: str = "", experts: str = "", t
             if experts.endswith("--top_k 1"):
                 for layer in model.model.layers:
                     layer.mlp.gate.forward = partial(switch_router, layer.mlp.gate)
-            logits, loss = loss_of(model, f"{FLAGS} --data {equivalence.documents()} {rope}")
+            logits, loss = loss_of(model, f"{FLAGS} --data {equivalence.documents()} {rope}", documents)
             loss.backward()
         with torch.no_grad():
             for p in model.parameters():

@@ -1,0 +1,137 @@
+"""Documents that share a row train as if each were alone, and cost no more than that."""
+
+import numpy as np
+import pytest
+import torch
+from compare import assert_close, relative_errors
+from contract import SMALL
+from equivalence import DOCUMENTS, ROOT_RECIPE, documents
+from launch import in_a_fork, launch, load
+from witness import check
+
+IGNORE = -100
+
+
+def models(file):
+    """Root and documents, each with its config and a small model in float64, with the same weights."""
+    torch.set_default_dtype(torch.float64)
+    sizes = dict(layers=2, dim=32, heads=4, kv_heads=2, ffn=48, vocab=40, device="cpu", dtype="float64")
+    modules = load(ROOT_RECIPE), load(file)
+    configs = [module.Config(**sizes) for module in modules]
+    return *modules, *configs, *(module.build_model(cfg) for module, cfg in zip(modules, configs))
+
+
+def batch(lengths: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random inputs and targets, with documents of these lengths in each row."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(40, (len(lengths), sum(lengths[0]) + 1), generator=generator)
+    inputs, targets = ids[:, :-1], ids[:, 1:].clone()
+    for row, sizes in zip(targets, lengths):
+        row[torch.tensor(sizes[:-1], dtype=torch.long).cumsum(0) - 1] = IGNORE
+    return inputs, targets
+
+
+LENGTHS = [[5, 1, 10], [16], [1, 1, 13, 1]]
+
+
+@in_a_fork
+def test_equals_each_document_alone(file=DOCUMENTS):
+    """The sum of losses and all gradients; alone, a document's positions begin at 0."""
+    root, module, root_cfg, cfg, theirs, ours = models(file)
+    inputs, targets = batch(LENGTHS)
+    loss, total = module.forward(cfg, ours, inputs, targets), 0
+    loss.backward()
+    for x, y, sizes in zip(inputs, targets, LENGTHS):
+        for one, other in zip(x.split(sizes), y.split(sizes)):
+            part = root.forward(root_cfg, theirs, one[None], other[None])
+            part.backward()
+            total += part.detach()
+    gradients = [{name: p.grad for name, p in model.named_parameters()} for model in (ours, theirs)]
+    errors = relative_errors(*gradients) | {"loss": abs(loss.item() / total.item() - 1)}
+    assert_close(errors, 1e-10, "documents, each alone")
+
+
+@in_a_fork
+def test_no_document_sees_another(file=DOCUMENTS):
+    """To the bit."""
+    *_, model = models(file)
+    inputs, targets = batch(LENGTHS)
+    lengths = load(file).document_lengths(targets)
+    before = model(inputs, lengths)
+    inputs[0, 7] = (inputs[0, 7] + 1) % 40  # the second token of the last document of row 0
+    changed = (before != model(inputs, lengths)).any(-1)
+    wanted = torch.zeros_like(changed)
+    wanted[0, 7:] = True
+    assert torch.equal(changed, wanted), "a change in one document shows in another"
+
+
+def test_lengths(file=DOCUMENTS):
+    lengths = load(file).document_lengths(batch(LENGTHS)[1])
+    assert lengths.tolist() == sum(LENGTHS, []) and lengths.device.type == "cpu", "other lengths"
+
+
+def test_end_of_a_document_in_a_file_of_ids(tmp_path, file=DOCUMENTS):
+    """The token after --eos is not predicted, and sees nothing before it."""
+    ids = np.array([7, 7, 3, 7, 7, 7, 3, 3, 7], np.uint16)
+    ids.tofile(tmp_path / "ids.bin")
+    module = load(file)
+    cfg = module.Config(data=str(tmp_path / "ids.bin"), seq=7, batch=1, vocab=8, eos=3)
+    inputs, targets = module.make_batch(cfg, module.load_data(cfg)[0], 0)
+    after = inputs == 3
+    assert after.any() and torch.equal(targets == module.IGNORE, after), "a token after --eos is predicted"
+    cfg = module.Config(data=str(tmp_path / "ids.bin"), seq=7, batch=1, vocab=8)
+    assert not (module.make_batch(cfg, module.load_data(cfg)[0], 0)[1] == module.IGNORE).any()
+
+
+def scores(module):
+    """A probe: queries times keys of each attention."""
+    seen, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q, k, v, **how):
+        seen.append(q.shape[0] * q.shape[2] * k.shape[2])
+        return attend(q, k, v, **how)
+
+    torch.nn.functional.scaled_dot_product_attention = watched
+    return lambda: seen
+
+
+def test_scores_between_documents_are_not_computed(tmp_path, file=DOCUMENTS):
+    """Documents of 4 tokens in rows of 16: a quarter of the scores, and a few more where a window cuts one."""
+    for i in range(64):
+        (tmp_path / f"{i:02}.txt").write_bytes(bytes(range(4)))
+    run = launch(file, 1, f"{SMALL} --steps 1 --data {tmp_path}", probe=scores)
+    assert 0.2 * 8 * 16**2 < sum(run.probes[0]) / 4 <= 0.25 * 8 * 16**2, "scores between documents are computed"
+
+
+def compilations(module):
+    """A probe: how many graphs have been compiled after each step."""
+    from torch._dynamo.utils import counters
+
+    compile_, train_step, seen = torch.compile, module.train_step, []
+    torch.compile = lambda function, **options: compile_(function, backend="eager", **options)
+    module.train_step = lambda *args: (train_step(*args), seen.append(counters["stats"]["unique_graphs"]))[0]
+    return lambda: seen
+
+
+@pytest.mark.thorough
+def test_lengths_compile_nothing_anew(file=DOCUMENTS):
+    """The first batch compiles, the first with another number of documents does once more, and no other."""
+    (graphs,) = launch(file, 1, f"{SMALL} --data {documents()} --steps 8 --compile", probe=compilations).probes
+    assert graphs[0] < graphs[-1] == graphs[2] <= 2 * graphs[0], f"compiled again: {graphs}"
+
+
+@pytest.mark.thorough
+def test_computes_what_transformers_computes(file=DOCUMENTS):
+    """Its packed attention tells documents by positions that begin anew."""
+    check(file, documents=True)
+
+
+@pytest.mark.parametrize("eos, fine", [(-1, True), (0, True), (255, True), (256, False), (-2, False)])
+def test_ends_of_documents(eos, fine, file=DOCUMENTS):
+    module = load(file)
+    try:
+        module.check(module.Config(eos=eos, device="cpu"), 1)
+    except SystemExit as end:
+        assert not fine and str(end).startswith(f"--eos {eos}: ")
+    else:
+        assert fine, "it is not refused"
