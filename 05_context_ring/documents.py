@@ -1,0 +1,701 @@
+"""Document masks over ranks: zigzag ring attention that computes no score between two documents.
+
+Rank r holds parts r and 2·cp-1-r of every sequence, as in zigzag.py, and documents begin and end anywhere in them.
+
+1. A part of the queries and an earlier part of the keys have at most one document in common, the one that reaches from
+   there to here: a rectangle of scores, without any mask.
+2. A part has with itself its documents, or pieces of them, in common: each is plain causal attention.
+3. No mask is built, and between parts without a common document nothing is computed; their keys only pass by.
+
+Memory and messages are zigzag.py's. Work is balanced over the ranks if documents are much shorter than a part, or fill
+whole sequences. In between, the ranks that hold the longest document compute longest.
+
+Parent:   05_context_ring/zigzag.py, 01_single_gpu/document_mask.py
+Lesson:   held, visible, merge, RingAttention, attention
+Plumbing: Config, Attention.forward, Model.forward, forward, forward_backward, evaluate, check
+Copy:     shard, document_lengths, ring_exchange, held, visible, masked_scores, local_attention,
+          local_attention_backward, pack, unpack, merge, RingAttention, attention, backward, evaluate (find the lengths
+          in the targets of whole sequences, before shard cuts them; otherwise as all_gather_kv.py and document_mask.py
+          say)
+Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
+Run:      torchrun --nproc_per_node 8 05_context_ring/documents.py
+Source:   Llama 3, arXiv:2407.21783, sections 3.2 and 3.3.2
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import zlib
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from dataclasses import asdict, dataclass, replace
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args, get_type_hints
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+from einops import einsum, rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+# SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
+PRESETS = {
+    "tiny": dict(warmup=10),  # otherwise the defaults below: for laptops
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
+    seq: int = 128
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other in every layer
+    validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
+    warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
+    eos: int = -1  # the id that ends a document in a .bin file; -1: none does
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
+    compile: bool = False
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
+    """Return the positions [s/cp] that this rank holds, in its order, of every sequence of s = cfg.seq tokens.
+
+    Inputs, targets (next tokens, found before the cut) and rotary angles are all cut by these.
+    """
+    parts = torch.arange(cfg.seq, device=cfg.device).chunk(2 * cp.size())
+    return torch.cat([parts[cp.rank()], parts[-1 - cp.rank()]])
+
+
+def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to send x to the next rank and to receive the previous rank's, into a new tensor.
+
+    Wait on the work before reading what has arrived, and before writing x.
+    """
+    arriving, rank, ranks = torch.empty_like(x), cp.rank(), range(cp.size())
+    to_next = [len(x) * (r == (rank + 1) % len(ranks)) for r in ranks]
+    from_previous = [len(x) * (r == (rank - 1) % len(ranks)) for r in ranks]
+    # all of x out and in per rank, as one all-to-all in which each rank has a message for its neighbour alone: separate
+    # sends and receives would wait for each other on two ranks. Nobody waits, attention goes on
+    passing = dist.all_to_all_single(arriving, x, from_previous, to_next, group=cp, async_op=True)
+    return arriving, passing
+
+
+def held(start: int, end: int, part: int, i: int, n: int) -> slice:
+    """Where a rank holds the tokens from start to end of a sequence, as far as they are in a part [n], its i-th."""
+    return slice(max(start - part * n, 0) + i * n, min(end - part * n, n) + i * n)
+
+
+def visible(lengths: Tensor, rank: int, owner: int, cp: int, s: int) -> list[tuple[slice, slice, slice, bool]]:
+    """Return which of a rank's queries attend to which of their owner's keys: rows, queries, keys, whether causally.
+
+    lengths [n] are those of the documents in all rows, each of which has s tokens on cp ranks.
+    """
+    n, found, place = s // (2 * cp), [], 0  # tokens of a part
+    for length in lengths.tolist():
+        row, start = divmod(place, s)
+        place += length
+        for i, part in enumerate((rank, 2 * cp - 1 - rank)):  # of the queries
+            queries = held(start, start + length, part, i, n)
+            for j, other in enumerate((owner, 2 * cp - 1 - owner)):  # of the keys
+                keys = held(start, start + length, other, j, n)
+                if other <= part and queries.start < queries.stop and keys.start < keys.stop:
+                    found.append((slice(row, row + 1), queries, keys, other == part))
+    return found
+
+
+# Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
+def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q = rearrange(q, "b (g n) s k -> b g n s k", g=k.shape[1])
+    scores = einsum(q.to(wide), k.to(wide), "b g n s k, b g t k -> b g n s t") * q.shape[-1] ** -0.5
+    return scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1).bool(), -torch.inf) if causal else scores
+
+
+def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attend from q [b, h, s, k] to k, v [b, g, t, k]: output [b, h, s, k], log-sum-exp of the scores [b, h, s, 1].
+
+    On GPUs in bf16 by cuDNN, the fastest that returns the log-sum-exp; it rounds the output to bf16. Elsewhere by plain
+    matmuls in fp32 or above, with all scores in memory.
+    """
+    if q.is_cuda and q.dtype == torch.bfloat16:
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
+    scores = masked_scores(q, k, causal)
+    lse = scores.logsumexp(-1, keepdim=True)
+    o = einsum((scores - lse).exp(), v.to(scores.dtype), "b g n s t, b g t k -> b g n s k")
+    return rearrange(o, "b g n s k -> b (g n) s k"), rearrange(lse, "b g n s 1 -> b (g n) s 1")
+
+
+def local_attention_backward(
+    gradient: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what these keys add to the gradients of q, and the gradients of k and v that these queries cause.
+
+    With output, its gradient and log-sum-exp of attention to *all* keys: exp(score - lse) is then the probability of a
+    key among all of them, and gradients of parts are plain sums.
+    """
+    if q.is_cuda and q.dtype == torch.bfloat16:
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is off, the operator still takes its seed
+        sizes = q.shape[2], k.shape[2]
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            gradient, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
+        )
+    scores = masked_scores(q, k, causal)
+    wide = scores.dtype
+    q, o, gradient, lse = (rearrange(x, "b (g n) s k -> b g n s k", g=k.shape[1]) for x in (q, o, gradient, lse))
+    q, k, v, o, gradient = (x.to(wide) for x in (q, k, v, o, gradient))
+    p = (scores - lse).exp()  # b g n s t
+    dv = einsum(p, gradient, "b g n s t, b g n s k -> b g t k")
+    dp = einsum(gradient, v, "b g n s k, b g t k -> b g n s t")
+    ds = p * (dp - (gradient * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    dq = einsum(ds, k, "b g n s t, b g t k -> b g n s k")
+    dk = einsum(ds, q, "b g n s t, b g n s k -> b g t k")
+    return rearrange(dq, "b g n s k -> b (g n) s k"), dk, dv
+
+
+def pack(k: Tensor, v: Tensor) -> Tensor:
+    """k, v [b, g, s, k] -> [2, b, s, g, k], a token's elements side by side, as the projections make them"""
+    return torch.stack([rearrange(x, "b g s k -> b s g k") for x in (k, v)])
+
+
+def unpack(kv: Tensor) -> Tensor:
+    """What pack has made -> [2, b, g, s, k], a view: k and v"""
+    return rearrange(kv, "n b s g k -> n b g s k")
+
+
+def merge(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
+    """Add attention to more keys to o [b, h, s, k] and to the log-sum-exp [b, h, s, 1], in place: at first 0 and -inf.
+
+    Outputs are averaged in fp32 or above, weighted by their sums of exponentials. With a sigmoid and logaddexp nothing
+    overflows, however far apart the log-sum-exps are.
+    """
+    o.lerp_(o_part.to(o.dtype), torch.sigmoid(lse_part - lse))  # o + weight·(o_part - o)
+    lse.copy_(torch.logaddexp(lse, lse_part))
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention of this rank's queries to the keys of their documents, which pass by; see attention."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, cp: dist.ProcessGroup) -> Tensor:
+        kv, s = pack(k, v), q.shape[2] * cp.size()  # kv 2 b s g k
+        o = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = torch.full_like(o[..., :1], -torch.inf)
+        for step in range(cp.size()):
+            if step < cp.size() - 1:
+                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
+            owner = (cp.rank() - step) % cp.size()
+            for row, queries, keys, causal in visible(lengths, cp.rank(), owner, cp.size(), s):
+                new = local_attention(q[row, :, queries], *unpack(kv[:, row, keys]), causal)
+                merge(o[row, :, queries], lse[row, :, queries], *new)
+            if step < cp.size() - 1:
+                passing.wait()
+                kv = arriving
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)  # this rank's tokens alone
+        ctx.lengths, ctx.cp = lengths, cp
+        return o
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        (q, k, v, o, lse), lengths, cp = ctx.saved_tensors, ctx.lengths, ctx.cp
+        kv, s, sums = pack(k, v), q.shape[2] * cp.size(), torch.zeros_like(q, dtype=lse.dtype)
+        own = torch.zeros_like(kv, dtype=lse.dtype)  # gradients of this rank's keys that its own queries cause
+        travelling, returning = torch.zeros_like(own), None  # those of the keys that pass by
+        for step in range(cp.size()):
+            if step < cp.size() - 1:
+                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
+            if returning:
+                returning.wait()  # gradients of these keys, from all ranks that have seen them
+            gradients = travelling if step else own
+            owner = (cp.rank() - step) % cp.size()
+            for row, queries, keys, causal in visible(lengths, cp.rank(), owner, cp.size(), s):
+                rows = [x[row, :, queries] for x in (gradient, q, o, lse)]
+                dq, dk, dv = local_attention_backward(*rows, *unpack(kv[:, row, keys]), causal)
+                sums[row, :, queries] += dq
+                gradients[:, row, keys] += pack(dk, dv)
+            if step:
+                travelling, returning = ring_exchange(travelling, cp)  # waited for before the next attention
+            if step < cp.size() - 1:
+                passing.wait()
+                kv = arriving
+        if returning:
+            returning.wait()  # its own, after the last hop
+            own += travelling
+        return sums.to(q.dtype), *unpack(own.to(k.dtype)), None, None
+
+
+@torch.compiler.disable  # a compiler would wait for communication where it begins
+def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, cp: dist.ProcessGroup) -> Tensor:
+    """Exact causal attention within documents, whose lengths [n] are those in whole sequences; see visible.
+
+    Each rank has the tokens that shard gives it: q [b, h, s/cp, k] and k, v [b, g, s/cp, k] -> o like q.
+    """
+    with torch.autocast(q.device.type, enabled=False):  # plain matmuls stay in fp32
+        return RingAttention.apply(q, k, v, lengths, cp)
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+def document_lengths(targets: Tensor) -> Tensor:
+    """targets [b, s] -> lengths [n] of all documents, or parts of them, row after row; their sum is b·s. On the CPU.
+
+    A document ends where the next token is not predicted, and at the end of a row.
+    """
+    last = targets == IGNORE  # b s, the token is the last one of its document
+    last[:, -1] = True
+    ends = last.flatten().nonzero().flatten() + 1
+    return ends.diff(prepend=ends.new_zeros(1)).cpu()  # waits for the GPU, which has nothing to do yet
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config, cp: dist.ProcessGroup):
+        super().__init__()
+        self.cp = cp
+        self.k = cfg.dim // cfg.heads
+        self.q_proj = nn.Linear(cfg.dim, cfg.heads * self.k, bias=False)
+        self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.o_proj = nn.Linear(cfg.heads * self.k, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], lengths: Tensor) -> Tensor:
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = attention(q, k, v, lengths, self.cp)  # b h s/cp k
+        return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.up_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.down_proj = nn.Linear(cfg.ffn, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config, cp: dist.ProcessGroup):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg, cp)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], lengths: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, lengths)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Model(nn.Module):
+    """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
+
+    def __init__(self, cfg: Config, cp: dist.ProcessGroup):
+        super().__init__()
+        self.cfg = cfg
+        self.cp = cp  # the ranks that split every sequence
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleList(Block(cfg, cp) for _ in range(cfg.layers))
+        self.model.norm = RMSNorm(cfg)
+        self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
+
+    def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """ids [b, s/cp] -> logits [b, s/cp, v], of the tokens that shard gives this rank.
+
+        lengths [n] of the documents in whole sequences, on the CPU; None: a sequence is one.
+        """
+        lengths = torch.full([len(ids)], ids.shape[1] * self.cp.size()) if lengths is None else lengths
+        rope = rope_table(self.cfg, shard(self.cfg, self.cp))
+        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        for block in self.model.layers:
+            x = block(x, rope, lengths)
+        return self.lm_head(self.model.norm(x))
+
+
+def init_files(cfg: Config) -> list[str]:
+    """Return the path of --init, or all paths that match it."""
+    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+
+
+def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
+    """Return the shape of every tensor of the full model by its published name."""
+    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
+    attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
+    mlp = {f"mlp.{x}_proj": shape for x, shape in dict(gate=[f, d], up=[f, d], down=[d, f]).items()}
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **mlp)
+    shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
+
+    Published models that tie their head store it as the embedding.
+    """
+    if cfg.init:
+        files = [safe_open(path, "pt") for path in init_files(cfg)]
+        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
+        return next(file.get_tensor(stored) for file in files if stored in file.keys())
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def build_model(cfg: Config) -> Model:
+    """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice."""
+    with torch.device("meta"):
+        model = Model(cfg, dist.group.WORLD)
+    model.to_empty(device=cfg.device)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(full_tensor(cfg, name, p.shape))
+    if cfg.compile:
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    --validate holds out the documents that start in the last twentieth; if none does, the end of the last document.
+    """
+    path = Path(cfg.data)
+    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
+    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
+    else:
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        starts = np.cumsum([0, *map(len, documents[:-1])])
+        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+    if wrong:
+        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
+    if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
+        raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
+    cut = min(starts[(starts >= cut) & (starts < len(ids) - cfg.seq)], default=cut)
+    return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Neither attention nor the loss crosses from one to the next.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    unrelated |= window[:, :-1] == cfg.eos
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW, with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """inputs, targets [b, s/cp] -> sum of the losses of the valid targets; lengths [n] are those of Model.forward"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs, lengths).flatten(0, 1), targets.flatten())
+
+
+def backward(model: nn.Module, loss: Tensor) -> None:
+    """Run backward; start to sum gradients over the ranks, a few at a time, as soon as this rank has them.
+
+    Weights are replicated, but each rank's gradients come from its own tokens alone. Call it once per step.
+    """
+    ready, reductions = [], []
+
+    def reduce(least: int) -> None:
+        if len(ready) >= least:  # in one order on all ranks, which run through the same graph
+            # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+            # 2 (cp-1)/cp of their bytes out and in per rank; nobody waits, backward goes on
+            reductions.append(model.cp.allreduce_coalesced(ready[:]))
+            ready.clear()
+
+    def hook(p: Tensor) -> None:
+        ready.append(p.grad)
+        reduce(9)  # about a block's
+
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    loss.backward()
+    for handle in hooks:
+        handle.remove()
+    reduce(1)
+    for reduction in reductions:
+        reduction.wait()  # on GPUs the stream waits, not this process
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    held, lengths = shard(cfg, model.cp), document_lengths(targets)
+    inputs, targets = inputs.to(cfg.device)[:, held], targets.to(cfg.device)[:, held]  # b s/cp
+    loss = forward(cfg, model, inputs, targets, lengths) / tokens
+    backward(model, loss)
+    loss = loss.detach()
+    dist.all_reduce(loss, group=model.cp)  # one element, for the log; everyone waits
+    return loss
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    held, lengths = shard(cfg, model.cp), document_lengths(targets)
+    loss = forward(cfg, model, *(x.to(cfg.device)[:, held] for x in (inputs, targets)), lengths)  # b s/cp
+    dist.all_reduce(loss, group=model.cp)  # one element; everyone waits
+    return loss / tokens
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Print the mean loss of a batch of unseen text, the same one each time."""
+    loss = evaluate(cfg, model, *make_batch(cfg, unseen, 0)).item()
+    if dist.get_rank() == 0:
+        print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    if dist.get_rank() == 0:  # all replicas are the same
+        part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+        part.write_bytes(to_bytes(model.state_dict(), metadata))
+        part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, train it, log every step, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        if not math.isfinite(loss + norm):
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+        if cfg.validate and (step + 1) % cfg.validate == 0:
+            validate(cfg, model, unseen)
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    for name, hint in get_type_hints(Config).items():
+        value = dict(type=type(getattr(Config, name)), choices=get_args(hint) or None)
+        kind = dict(action="store_true") if hint is bool else value
+        parser.add_argument(f"--{name}", help=f"default: {getattr(Config, name)}", **kind)
+    given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+
+
+def check_init(cfg: Config) -> None:
+    """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
+    shapes = tensor_shapes(cfg)
+    for path in init_files(cfg):
+        try:
+            file = safe_open(path, "pt")
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {path} is no .safetensors file") from None
+        for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
+            tensor = file.get_slice(name)
+            kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            if f"{kind} {tensor.get_shape()}" != wanted:
+                raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
+    if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
+        raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
+
+
+def check(cfg: Config, world: int) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    edge = dict.fromkeys("steps validate warmup lr weight_decay seed compile".split(), 0) | {"clip": math.inf}
+    for flag, value in asdict(cfg).items():
+        if flag != "eos" and isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
+            raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
+    large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.seq % max(1, 2 * world), f"--seq {cfg.seq}: must be divisible by {2 * world}, two parts per process"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (not -1 <= cfg.eos < cfg.vocab, f"--eos {cfg.eos}: must be an id below --vocab {cfg.vocab}, or -1"),
+        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    if found := [problem for wrong, problem in problems if wrong]:
+        raise SystemExit(found[0])
+    if cfg.init:
+        check_init(cfg)
+
+
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
+    data = load_data(cfg)
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    train(cfg, *data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
