@@ -237,17 +237,18 @@ class RingAttention(torch.autograd.Function):
         for step in range(cp.size()):
             if step < cp.size() - 1:
                 arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
-            if returning:
-                returning.wait()  # gradients of these keys, from all ranks that have seen them
-            gradients = travelling if step else own
-            owner = (cp.rank() - step) % cp.size()
+            owner, changes = (cp.rank() - step) % cp.size(), []
             for row, queries, keys, causal in visible(lengths, cp.rank(), owner, cp.size(), s):
                 rows = [x[row, :, queries] for x in (gradient, q, o, lse)]
                 dq, dk, dv = local_attention_backward(*rows, *unpack(kv[:, row, keys]), causal)
                 sums[row, :, queries] += dq
-                gradients[:, row, keys] += pack(dk, dv)
+                changes.append((row, keys, pack(dk, dv)))
+            if returning:
+                returning.wait()  # gradients of these keys, from all ranks that have seen them
+            for row, keys, change in changes:
+                (travelling if step else own)[:, row, keys] += change
             if step:
-                travelling, returning = ring_exchange(travelling, cp)  # waited for before the next attention
+                travelling, returning = ring_exchange(travelling, cp)  # overlaps with the next attention
             if step < cp.size() - 1:
                 passing.wait()
                 kv = arriving

@@ -66,6 +66,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "05_context_ring/ring.py": "... which pass from rank to rank instead",
     "05_context_ring/striped.py": "... every cp-th token to a rank, so that none idles",
     "05_context_ring/zigzag.py": "... or an early and a late part, with fewer masks",
+    "05_context_ring/documents.py": "... within documents, wherever they begin and end",
     "05_context_ring/ulysses.py": "tokens swapped for heads around attention",
     "05_context_ring/usp.py": "... inside a host, a zigzag ring across hosts",
     "05_context_ring/torch_context_parallel.py": "the same by torch's context_parallel",

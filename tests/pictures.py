@@ -565,6 +565,42 @@ def draw_steps() -> str:
     return canvas.svg(y + 18)
 
 
+# Bytes of nine files of Python's library that follow each other, the last one cut where a row of 131,072 ends.
+LENGTHS = [38413, 4975, 7489, 5990, 21320, 8681, 9656, 24074, 10474]
+
+
+def scores_of_ranks(lengths: list[int], cp: int) -> list[int]:
+    """The scores that each rank computes of a row of documents, by documents.py."""
+    visible, s = load("05_context_ring/documents.py").visible, sum(lengths)
+
+    def count(queries: slice, keys: slice, causal: bool) -> int:
+        n, m = (x.stop - x.start for x in (queries, keys))
+        return n * (n + 1) // 2 if causal else n * m
+
+    pairs = [[visible(torch.tensor(lengths), rank, owner, cp, s) for owner in range(cp)] for rank in range(cp)]
+    return [sum(count(*where) for found in of_rank for _, *where in found) for of_rank in pairs]
+
+
+def draw_documents() -> str:
+    """How much each rank computes, with document masks and without."""
+    canvas, left, top, width, cp = Canvas("Attention's work of 8 ranks, with document masks", 640), 62, 84, 480, 8
+    whole, masked = (scores_of_ranks(lengths, cp) for lengths in ([sum(LENGTHS)], LENGTHS))
+    most, mean = max(masked) / whole[0], sum(masked) / sum(whole)
+    canvas.text(14, 26, ("How much each rank computes", "ink"), size=15)
+    words = f"Scores in a row of {sum(LENGTHS):,} tokens and {len(LENGTHS)} documents; a rank of zigzag.py has 100 %"
+    canvas.text(14, 46, (words, "muted"))
+    legend(canvas, 14, 70, [("rank0", "documents.py"), ("plain", "zigzag.py, which computes all")])
+    for rank, (ours, theirs) in enumerate(zip(masked, whole)):
+        y = top + 24 * rank
+        canvas.text(left - 8, y + 13, (f"rank {rank}", "ink"), anchor="end")
+        canvas.box(Box(left, y, width * theirs / max(whole), 18), "plain")
+        canvas.box(Box(left, y, width * ours / max(whole), 18), "rank0")
+        canvas.text(left + width * ours / max(whole) + 6, y + 13, (f"{ours / max(whole):.0%}", "ink"))
+    words = f"All wait for the busiest, which computes {most:.0%}; shared evenly it would be {mean:.0%}."
+    canvas.text(14, top + 24 * cp + 18, (words, "ink"))
+    return canvas.svg(top + 24 * cp + 32)
+
+
 def draw_tokens() -> str:
     """Which rank holds which token: a row for each way in which recipes cut the sequence."""
     cell, left, y = 38, 14, 62
@@ -1183,6 +1219,7 @@ PICTURES = {
     "03_zero/timeline.svg": draw_timeline,
     "05_context_ring/steps.svg": draw_steps,
     "05_context_ring/tokens.svg": draw_tokens,
+    "05_context_ring/documents.svg": draw_documents,
     "07_expert/balance.svg": draw_balance,
     "08_4d/mesh.svg": draw_mesh,
     "09_kernels/addresses.svg": draw_addresses,
