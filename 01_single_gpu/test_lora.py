@@ -71,10 +71,13 @@ def test_trains_inside_merged_weights(tmp_path, file=equivalence.LORA):
     assert_close(errors, equivalence.TOLERANCE["float64"], "training inside merged weights")
 
 
-def test_what_peft_reads(tmp_path, file=equivalence.LORA):
+@pytest.mark.parametrize(
+    "file, world", [(equivalence.LORA, 1), ("03_zero/lora.py", 2), ("04_tensor_sequence/lora.py", 2)]
+)
+def test_what_peft_reads(tmp_path, file, world):
     """Names, and what config says of them: with it, the adapters make the merged weights that are saved."""
     init = equivalence.start(equivalence.ROOT_RECIPE, equivalence.SHAPE)
-    run = launch(file, 1, f"{SHAPE} {ADAPTERS} --init {init} --steps 2 --lr 0.1 --adapters {tmp_path}/new")
+    run = launch(file, world, f"{SHAPE} {ADAPTERS} --init {init} --steps 2 --lr 0.1 --adapters {tmp_path}/new")
     pairs, config = adapters(tmp_path / "new"), json.loads((tmp_path / "new" / "adapter_config.json").read_text())
     linears = {name for name, tensor in run.weights.items() if ".layers." in name and tensor.ndim == 2}
     assert set(pairs) == linears, "not all linears of the blocks have an adapter"
@@ -108,7 +111,7 @@ def test_frozen_weights_take_two_bytes(file=equivalence.LORA):
     assert all((x.dtype == torch.float32) == ("_proj." in name) for name, x in run.weights.items()), "merged in 16 bits"
 
 
-@pytest.mark.parametrize("recipe", [equivalence.LORA, "03_zero/lora.py"])
+@pytest.mark.parametrize("recipe", [equivalence.LORA, "03_zero/lora.py", "04_tensor_sequence/lora.py"])
 def test_where_adapters_cannot_be_written(recipe, tmp_path):
     (tmp_path / "file").write_text("")
     for folder, words in (tmp_path / "none" / "new", "no folder for it"), (tmp_path / "file", "is no folder"):

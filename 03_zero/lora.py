@@ -546,12 +546,12 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
         print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
 
 
-def merge(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Add what the adapters add to the weights by name, on the CPU: in fp32, where it is not rounded away."""
-    for name, module in model.named_modules():
-        if isinstance(module, LoRALinear):
-            added = module.scale * (module.lora_B.weight @ module.lora_A.weight)
-            weights[f"{name}.weight"] = weights[f"{name}.weight"] + added.detach().cpu()
+def merge(weights: dict[str, Tensor], scale: float) -> None:
+    """Add the adapters among the weights to those of their linears, in fp32, where it is not rounded away."""
+    for name in [name for name in weights if name.endswith(".lora_A.weight")]:
+        linear = name.removesuffix(".lora_A.weight")
+        a, b = weights.pop(name), weights.pop(f"{linear}.lora_B.weight")
+        weights[f"{linear}.weight"] = weights[f"{linear}.weight"] + scale * (b @ a)
 
 
 def save_adapters(cfg: Config, model: nn.Module) -> None:
@@ -570,7 +570,8 @@ def save_adapters(cfg: Config, model: nn.Module) -> None:
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
-    names, weights = {p: name for name, p in model.named_parameters()}, {}
+    names = {p: name for name, p in model.named_parameters()}
+    weights = {name: p.detach().cpu() for p, name in names.items() if p.requires_grad}
     for unit in model.units:
         gather(unit, model.gathers)
         unit.gathering.wait()
@@ -578,7 +579,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
             weights |= {names[p]: p.to("cpu", copy=True) for p in unit.parameters}
         free(unit)
     if dist.get_rank() == 0:
-        merge(model, weights)
+        merge(weights, cfg.lora_alpha / cfg.lora_rank)
         part = Path(f"{os.path.realpath(cfg.save)}.tmp")
         part.write_bytes(to_bytes(weights, metadata))
         part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that

@@ -223,6 +223,9 @@ for recipe, cases in (line.split(": ") for line in SIZES.splitlines() if line an
             HARDEST[recipe] = CASES[-1][1:]
 CASES += [
     *(("03_zero/lora.py", n, f"{LORA_FLAGS} {flags}") for n, flags in ((2, ""), (4, "--batch 16"), (8, "--batch 16"))),
+    ("04_tensor_sequence/lora.py", 2, LORA_FLAGS),
+    *(("04_tensor_sequence/lora.py", n, f"{LORA_FLAGS} --heads {n} --kv_heads 2") for n in (4, 8)),
+    ("04_tensor_sequence/lora.py", 3, f"{LORA_FLAGS} --kv_heads 3 --ffn 96"),
     ("03_zero/lora.py", 3, f"{LORA_FLAGS} --lora_rank 12"),
     *(("08_4d/2d.py", dp * tp, f"--dp {dp} --tp {tp} {flags}") for dp, tp, flags in TWO_D),
     *(("08_4d/3d.py", dp * tp * pp, stages(dp, tp, pp, chunks)) for dp, tp, pp, chunks in THREE_D),
@@ -246,6 +249,7 @@ CASES += [
 ]
 CASES.sort(key=lambda case: case[0][:2])  # by folder, each in its order
 HARDEST["03_zero/lora.py"] = 3, f"{LORA_FLAGS} --lora_rank 12"
+HARDEST["04_tensor_sequence/lora.py"] = 4, f"{LORA_FLAGS} --heads 4 --kv_heads 2"
 HARDEST["08_4d/2d.py"] = 8, "--dp 2 --tp 4 --heads 8 --kv_heads 2 --vocab 257"
 HARDEST["08_4d/3d.py"] = 8, stages(2, 2, 2, 2)
 HARDEST["08_4d/train.py"] = 8, mesh(2, 1, 2, 2)

@@ -60,6 +60,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "04_tensor_sequence/vocab_parallel.py": "... embedding, head and loss, too",
     "04_tensor_sequence/sequence_parallel.py": "... and the tokens in between",
     "04_tensor_sequence/async_tensor_parallel.py": "transfers overlap with the matmuls that need them",
+    "04_tensor_sequence/lora.py": "... with adapters, of which one matrix is split",
     "04_tensor_sequence/torch_dtensor.py": "the same by torch's DTensor",
     "05_context_ring/blockwise.py": "attention by blocks of queries and keys, on one GPU",
     "05_context_ring/all_gather_kv.py": "tokens split, attention gathers keys and values",

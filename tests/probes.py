@@ -1,6 +1,7 @@
 """Probes for launch(): each is called with a recipe's module before main, and returns a function that reports after."""
 
 import ctypes
+import functools
 import gc
 import itertools
 import os
@@ -189,15 +190,19 @@ def whole_parameters(module: ModuleType) -> Report:
     models, build_model = [], module.build_model
     module.build_model = lambda *args: models.append(build_model(*args)) or models[0]
     shapes: dict[str, torch.Size] = {}
-    full_tensor = module.full_tensor
-    module.full_tensor = lambda cfg, name, shape: shapes.update({name: shape}) or full_tensor(cfg, name, shape)
+
+    def noted(draw, cfg, name, shape):
+        shapes[name] = shape
+        return draw(cfg, name, shape)
+
+    for draw in {"full_tensor", "full_adapter"} & vars(module).keys():
+        setattr(module, draw, functools.partial(noted, getattr(module, draw)))
 
     def report() -> dict[str, bytes]:
         found = {}
         for name, p in models[0].named_parameters():
             p = p.detach()
-            shape = p.shape if "lora_" in name else shapes.get(name)  # of adapters every rank has all
-            whole = not hasattr(p, "placements") and p.shape == shape and p.untyped_storage().nbytes()
+            whole = not hasattr(p, "placements") and p.shape == shapes.get(name) and p.untyped_storage().nbytes()
             if whole:
                 found[name] = p.numpy().tobytes()
         return found
@@ -370,7 +375,7 @@ def left_by_backward(enough: int) -> Callable[[ModuleType], Report]:
         def step(cfg, model, *batch):
             def watched(loss):
                 backward(loss)
-                there = start[0] + sum(p.grad.nbytes for p in model.parameters())
+                there = start[0] + sum(p.grad.nbytes for p in model.parameters() if p.requires_grad)
                 left.append(settled(lambda: bytes_of_tensors() - there, enough))
 
             torch.Tensor.backward, start[0] = watched, bytes_of_tensors()

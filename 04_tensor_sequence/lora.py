@@ -1,0 +1,631 @@
+"""LoRA with tensor parallelism: of each adapter one matrix is split like its linear, the other one is on all ranks.
+
+    column-parallel (q, k, v, gate, up):  W, B split by outputs, A whole:  y_r = x·W_rᵀ + scale·(x·Aᵀ)·B_rᵀ
+    row-parallel (o, down):               W, A split by inputs, B whole:   y = Σ_r x_r·W_rᵀ + scale·(x_r·A_rᵀ)·Bᵀ
+
+1. Forward needs no message more: a row-parallel adapter's output is partial, and is summed with the linear's.
+2. Backward gives a partial gradient to every whole matrix: to A, because each rank sees its part of the outputs, to B,
+   because each has its part of x·Aᵀ. They are summed over tp once per step. Without that, replicas drift apart.
+3. Each whole matrix counts once in the norm, and is drawn alike on all ranks.
+
+Memory per rank: 2/tp bytes per frozen weight of a block, and 16 per element of the adapters' whole matrices, 16/tp of
+the others. Once per step, a rank also sends 2·(tp-1)/tp of 4 bytes per element of the whole matrices.
+
+Parent:   04_tensor_sequence/tensor_parallel.py, 01_single_gpu/lora.py
+Lesson:   placement, sum_partial, forward_backward, clip_gradients
+Plumbing: Config, Attention.__init__, MLP.__init__, Model.__init__, build_model, unshard, save_adapters, save, check
+Copy:     LoRALinear, SPLIT, CopyToTP, ReduceFromTP, placement, sum_partial, clip_gradients, unshard, merge,
+          save_adapters (as tensor_parallel.py and lora.py say; call sum_partial after the last backward)
+Needs:    cfg.adapters, cfg.clip, cfg.kv_heads, cfg.lora_alpha, cfg.lora_rank, model.replicas, model.tp, ".",
+          ".lora_A.", ".lora_B.", "k_proj", "v_proj"
+Run:      torchrun --nproc_per_node 8 04_tensor_sequence/lora.py
+Source:   Hu et al. 2021, arXiv:2106.09685; Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import zlib
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from dataclasses import asdict, dataclass, replace
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args, get_type_hints
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+# The axis of a weight [out, in] along which a layer is split: 0 is column-parallel, 1 is row-parallel.
+SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1)
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+# SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
+PRESETS = {
+    "tiny": dict(warmup=10),  # otherwise the defaults below: for laptops
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
+    seq: int = 128
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 20  # half the root's: on two cores, processes wait long for each other in every layer
+    validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
+    warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
+    lora_rank: int = 16
+    lora_alpha: float = 32.0  # lora_alpha / lora_rank scales what the adapters add
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the weights, with the adapters merged, to this .safetensors file
+    adapters: str = ""  # write the adapters to this folder, as PEFT reads them
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
+    compile: bool = False
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+class CopyToTP(torch.autograd.Function):
+    """Where split weights begin (Megatron's f): forward is the identity; backward all-reduces partial gradients."""
+
+    @staticmethod
+    @torch.compiler.disable  # as in ReduceFromTP
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd may use it elsewhere
+        dist.all_reduce(gradient, group=ctx.tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        return gradient, None
+
+
+class ReduceFromTP(torch.autograd.Function):
+    """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
+
+    Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
+    """
+
+    @staticmethod
+    @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear without bias, and a trained adapter beside it. x [..., in] -> [..., out]
+
+    The adapter adds alpha / rank · (x·Aᵀ)·Bᵀ. A starts as a linear of torch.nn does, B at 0.
+    """
+
+    def __init__(self, inputs: int, outputs: int, rank: int, alpha: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.lora_A = nn.Linear(inputs, rank, bias=False)
+        self.lora_B = nn.Linear(rank, outputs, bias=False)
+        self.scale = alpha / rank
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight) + self.scale * self.lora_B(self.lora_A(x))
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.tp = tp
+        self.k = cfg.dim // cfg.heads
+        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
+        self.q_proj = LoRALinear(cfg.dim, heads * self.k, cfg.lora_rank, cfg.lora_alpha)
+        self.k_proj = LoRALinear(cfg.dim, kv_heads * self.k, cfg.lora_rank, cfg.lora_alpha)
+        self.v_proj = LoRALinear(cfg.dim, kv_heads * self.k, cfg.lora_rank, cfg.lora_alpha)
+        self.o_proj = LoRALinear(heads * self.k, cfg.dim, cfg.lora_rank, cfg.lora_alpha)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = CopyToTP.apply(x, self.tp)
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)  # b h/tp s k
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return ReduceFromTP.apply(self.o_proj(rearrange(o, "b h s k -> b s (h k)")), self.tp)  # b s d
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.tp = tp
+        ffn = cfg.ffn // tp.size()  # of this rank
+        self.gate_proj = LoRALinear(cfg.dim, ffn, cfg.lora_rank, cfg.lora_alpha)
+        self.up_proj = LoRALinear(cfg.dim, ffn, cfg.lora_rank, cfg.lora_alpha)
+        self.down_proj = LoRALinear(ffn, cfg.dim, cfg.lora_rank, cfg.lora_alpha)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = CopyToTP.apply(x, self.tp)
+        x = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)  # b s f/tp
+        return ReduceFromTP.apply(self.down_proj(x), self.tp)  # b s d
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg, tp)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg, tp)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Model(nn.Module):
+    """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
+
+    def __init__(self, cfg: Config, tp: dist.ProcessGroup, replicas: dist.ProcessGroup):
+        super().__init__()
+        self.cfg = cfg
+        self.tp = tp  # the ranks that split every block
+        self.replicas = replicas  # those of them that hold the same key heads
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleList(Block(cfg, tp) for _ in range(cfg.layers))
+        self.model.norm = RMSNorm(cfg)
+        self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
+        for name, p in self.named_parameters():
+            p.requires_grad_("lora_" in name)
+            p.data = p.data if p.requires_grad else p.data.to(getattr(torch, cfg.dtype))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> logits [b, s, v]"""
+        rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
+        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        for block in self.model.layers:
+            x = block(x, rope)
+        return self.lm_head(self.model.norm(x))
+
+
+def init_files(cfg: Config) -> list[str]:
+    """Return the path of --init, or all paths that match it."""
+    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+
+
+def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
+    """Return the shape of every tensor of the full model by its published name."""
+    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
+    attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
+    mlp = {f"mlp.{x}_proj": shape for x, shape in dict(gate=[f, d], up=[f, d], down=[d, f]).items()}
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **mlp)
+    shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
+
+    Published models that tie their head store it as the embedding.
+    """
+    if cfg.init:
+        files = [safe_open(path, "pt") for path in init_files(cfg)]
+        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
+        return next(file.get_tensor(stored) for file in files if stored in file.keys())
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def full_adapter(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one matrix of an adapter: B [out, rank] is 0, A [rank, in] has a variance of 1/(3·in), as in torch.nn."""
+    if "lora_B" in name:
+        return torch.zeros(shape, device=cfg.device)
+    return full_tensor(replace(cfg, init=""), name, shape) / 0.02 / (3 * shape[1]) ** 0.5
+
+
+def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
+    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
+
+    SPLIT names the split layers; all others are replicated. So are A of column-parallel layers and B of row-parallel
+    ones. Split q, k and v of a fused qkv weight separately.
+    """
+    layer = next((layer for layer in SPLIT if f".{layer}." in name), None)
+    if layer is None or (".lora_A." in name and SPLIT[layer] == 0) or (".lora_B." in name and SPLIT[layer] == 1):
+        return 0, 1
+    return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+
+
+def build_model(cfg: Config) -> Model:
+    """Build this rank's shard of the model and fill it tensor by tensor: no rank ever has the whole model."""
+    tp = dist.group.WORLD
+    replicas, _ = dist.new_subgroups(max(1, tp.size() // cfg.kv_heads))  # neighbours, as placement says
+    with torch.device("meta"):
+        model = Model(cfg, tp, replicas)
+    model.to_empty(device=cfg.device)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            axis, parts = placement(name, tp.size(), cfg.kv_heads)
+            shape = torch.Size(n * parts if i == axis else n for i, n in enumerate(p.shape))
+            full = full_adapter(cfg, name, shape) if p.requires_grad else full_tensor(cfg, name, shape)
+            p.copy_(full.chunk(parts, axis)[tp.rank() * parts // tp.size()])
+    if cfg.compile:
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    --validate holds out the documents that start in the last twentieth; if none does, the end of the last document.
+    """
+    path = Path(cfg.data)
+    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
+    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
+    else:
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        starts = np.cumsum([0, *map(len, documents[:-1])])
+        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+    if wrong:
+        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
+    if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
+        raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
+    cut = min(starts[(starts >= cut) & (starts < len(ids) - cfg.seq)], default=cut)
+    return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW of the adapters."""
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    decay = cfg.weight_decay
+    return torch.optim.AdamW(adapters, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, weight_decay=decay, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def sum_partial(cfg: Config, model: nn.Module) -> None:
+    """Sum the gradients of adapters' matrices that several ranks hold: each has computed what its own part adds."""
+    whole, shared = [], []
+    for name, p in model.named_parameters():
+        parts = placement(name, model.tp.size(), cfg.kv_heads)[1]
+        if p.requires_grad and parts < model.tp.size():
+            (whole if parts == 1 else shared).append(p.grad)  # shared: B of key and value heads
+    # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+    # 2 (n-1)/n of their bytes out and in per rank, with the n ranks that hold them, which wait
+    for gradients, group in (whole, model.tp), (shared, model.replicas):
+        if gradients:
+            group.allreduce_coalesced(gradients).wait()
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
+    loss = forward(cfg, model, inputs, targets) / tokens
+    loss.backward()
+    sum_partial(cfg, model)
+    return loss.detach()
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    held_by = {}  # number of ranks -> gradients that so many ranks hold
+    for name, p in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+        held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
+    squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
+    norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
+    dist.all_reduce(norm, group=model.tp)  # one element; everyone waits
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
+    return norm
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    return forward(cfg, model, inputs.to(cfg.device), targets.to(cfg.device)) / tokens
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 4 per frozen weight in a matmul, 6 per element of an adapter.
+
+    And 6·layers·dim·seq in causal attention. The embedding is a lookup, only the unmasked half of attention counts, and
+    recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    adapters = cfg.lora_rank * (9 * cfg.dim + 2 * kv + 3 * cfg.ffn)  # inputs and outputs of seven linears
+    frozen = 4 * (cfg.layers * block + cfg.dim * cfg.vocab)
+    return frozen + 6 * cfg.layers * adapters + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Print the mean loss of a batch of unseen text, the same one each time."""
+    loss = evaluate(cfg, model, *make_batch(cfg, unseen, 0)).item()
+    if dist.get_rank() == 0:
+        print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
+
+
+def unshard(cfg: Config, model: nn.Module, adapters: bool) -> dict[str, Tensor]:
+    """Return whole weights by name, on the CPU of rank 0 of tp; on request those of adapters alone."""
+    tp, weights = model.tp, {}
+    for name, p in ((name, p) for name, p in model.named_parameters() if p.requires_grad or not adapters):
+        axis, parts = placement(name, tp.size(), cfg.kv_heads)
+        shards = [torch.empty_like(p) for _ in range(tp.size())] if tp.rank() == 0 else None
+        dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one; everyone waits
+        if tp.rank() == 0:
+            weights[name] = torch.cat(shards[:: tp.size() // parts], axis).cpu()
+    return weights
+
+
+def merge(weights: dict[str, Tensor], scale: float) -> None:
+    """Add the adapters among the weights to those of their linears, in fp32, where it is not rounded away."""
+    for name in [name for name in weights if name.endswith(".lora_A.weight")]:
+        linear = name.removesuffix(".lora_A.weight")
+        a, b = weights.pop(name), weights.pop(f"{linear}.lora_B.weight")
+        weights[f"{linear}.weight"] = weights[f"{linear}.weight"] + scale * (b @ a)
+
+
+def save_adapters(cfg: Config, model: nn.Module) -> None:
+    """Write the folder --adapters: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(...), FOLDER)."""
+    weights = {f"base_model.model.{name}": x for name, x in unshard(cfg, model, adapters=True).items()}
+    if model.tp.rank() > 0:
+        return
+    linears = sorted({name.split(".")[-3] for name in weights})  # base_model. ... .q_proj.lora_A.weight
+    config = dict(peft_type="LORA", r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=linears)
+    folder = Path(cfg.adapters)
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(to_bytes(weights, {"format": "pt"}))
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    weights = unshard(cfg, model, adapters=False)
+    if dist.get_rank() == 0:
+        merge(weights, cfg.lora_alpha / cfg.lora_rank)
+        part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+        part.write_bytes(to_bytes(weights, metadata))
+        part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, train it, log every step, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        if not math.isfinite(loss + norm):
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+        if cfg.validate and (step + 1) % cfg.validate == 0:
+            validate(cfg, model, unseen)
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, history)
+    if cfg.adapters:
+        save_adapters(cfg, model)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    for name, hint in get_type_hints(Config).items():
+        value = dict(type=type(getattr(Config, name)), choices=get_args(hint) or None)
+        kind = dict(action="store_true") if hint is bool else value
+        parser.add_argument(f"--{name}", help=f"default: {getattr(Config, name)}", **kind)
+    given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+
+
+def check_init(cfg: Config) -> None:
+    """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
+    shapes = tensor_shapes(cfg)
+    for path in init_files(cfg):
+        try:
+            file = safe_open(path, "pt")
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {path} is no .safetensors file") from None
+        for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
+            tensor = file.get_slice(name)
+            kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            if f"{kind} {tensor.get_shape()}" != wanted:
+                raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
+    if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
+        raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
+
+
+def check(cfg: Config, world: int) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    edge = dict.fromkeys("steps validate warmup lr weight_decay seed compile".split(), 0) | {"clip": math.inf}
+    for flag, value in asdict(cfg).items():
+        if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
+            raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
+    tp = max(1, world)
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
+    large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
+    folder = Path(cfg.adapters).resolve()
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.heads % tp, f"--heads {cfg.heads}: must be divisible by the number of processes, {tp}"),
+        (cfg.kv_heads % tp and tp % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: must divide, or be divisible by, {tp}"),
+        (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by the number of processes, {tp}"),
+        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
+        (cfg.adapters and not os.access(folder.parent, os.W_OK), f"--adapters {cfg.adapters}: no folder for it"),
+        (cfg.adapters and folder.is_file(), f"--adapters {cfg.adapters}: is no folder"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    if found := [problem for wrong, problem in problems if wrong]:
+        raise SystemExit(found[0])
+    if cfg.init:
+        check_init(cfg)
+
+
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
+    data = load_data(cfg)
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    train(cfg, *data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
