@@ -122,7 +122,7 @@ def visible(lengths: Tensor, rank: int, owner: int, cp: int, s: int) -> list[tup
 
     lengths [n] are those of the documents in all rows, each of which has s tokens on cp ranks.
     """
-    n, found, place = s // (2 * cp), [], 0  # tokens of a part
+    n, place, found = s // (2 * cp), 0, {}  # tokens of a part; queries, keys and whether causally -> rows
     for length in lengths.tolist():
         row, start = divmod(place, s)
         place += length
@@ -131,8 +131,13 @@ def visible(lengths: Tensor, rank: int, owner: int, cp: int, s: int) -> list[tup
             for j, other in enumerate((owner, 2 * cp - 1 - owner)):  # of the keys
                 keys = held(start, start + length, other, j, n)
                 if other <= part and queries.start < queries.stop and keys.start < keys.stop:
-                    found.append((slice(row, row + 1), queries, keys, other == part))
-    return found
+                    piece = queries.start, queries.stop, keys.start, keys.stop, other == part
+                    rows = found.setdefault(piece, [])
+                    if rows and rows[-1].stop == row:  # the row before has the same one: one kernel for both
+                        rows[-1] = slice(rows[-1].start, row + 1)
+                    else:
+                        rows.append(slice(row, row + 1))
+    return [(some, slice(a, b), slice(c, d), causal) for (a, b, c, d, causal), rows in found.items() for some in rows]
 
 
 # Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
