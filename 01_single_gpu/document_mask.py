@@ -5,17 +5,17 @@ next: that costs time, and shows a token text that has nothing to do with it. He
 computed. With documents of n tokens, attention in rows of s tokens takes about n/s of the FLOPs. (The log's MFU counts
 a row as one document, as train.py's does.)
 
-1. A document ends where the next token is not predicted, and at the end of a row. A folder has one document per file;
-   in a .bin file, --eos names the id that ends one.
+1. A document ends where the next token is not predicted, and at the end of a row. A file is one document; if it has
+   several, as a .bin file has, --eos names the id that ends one.
 2. All rows are put in a line, and cut where a document ends. Each piece is plain causal attention.
 3. Positions go on from document to document: rotary angles depend on differences alone, so they need not start anew.
 
 Parent:   01_single_gpu/train.py
 Lesson:   document_lengths, attention, Attention.forward, Block.forward, Model.forward, forward
 Plumbing: Config, make_batch, check
-Copy:     document_lengths, attention (call document_lengths once per batch, and pass the lengths to all layers. To it
-          every ignored target is the first token of a document: if you ignore others, too, as in prompts, note the
-          lengths where you pack the rows)
+Copy:     document_lengths, attention (call document_lengths once per batch, and pass the lengths to all layers. Its
+          targets are the next tokens, and to it every ignored one is the first of a document: if you ignore others,
+          too, as in prompts, note the lengths where you pack the rows)
 Needs:    IGNORE
 Run:      python 01_single_gpu/document_mask.py
 Source:   Llama 3, arXiv:2407.21783, section 3.2; Krell et al. 2021, arXiv:2107.02027
@@ -40,6 +40,7 @@ from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
@@ -77,7 +78,7 @@ class Config:
     clip: float = 1.0  # largest gradient norm; inf turns clipping off
     seed: int = 0
     data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
-    eos: int = -1  # the id that ends a document in a .bin file; -1: none does
+    eos: int = -1  # the id that ends a document, where a file has several; -1: none does
     init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
     save: str = ""  # write the trained weights to this .safetensors file
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
@@ -133,7 +134,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     """Causal attention within each document: q [b, h, s, k], k, v [b, g, s, k] and lengths [n] -> o like q."""
     pieces = (rearrange(x, "b h s k -> 1 h (b s) k").split(lengths.tolist(), 2) for x in (q, k, v))
     attend = nn.functional.scaled_dot_product_attention
-    o = torch.cat([attend(*piece, is_causal=True, enable_gqa=True) for piece in zip(*pieces)], 2)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN would plan anew for every length
+        o = torch.cat([attend(*piece, is_causal=True, enable_gqa=True) for piece in zip(*pieces)], 2)
     return rearrange(o, "1 h (b s) k -> b h s k", b=len(q))
 
 

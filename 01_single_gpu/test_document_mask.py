@@ -9,7 +9,7 @@ from equivalence import DOCUMENTS, ROOT_RECIPE, documents
 from launch import in_a_fork, launch, load
 from witness import check
 
-IGNORE = -100
+IGNORE, OVER_RANKS = -100, "05_context_ring/documents.py"
 
 
 def models(file):
@@ -49,6 +49,7 @@ def test_equals_each_document_alone(file=DOCUMENTS):
     gradients = [{name: p.grad for name, p in model.named_parameters()} for model in (ours, theirs)]
     errors = relative_errors(*gradients) | {"loss": abs(loss.item() / total.item() - 1)}
     assert_close(errors, 1e-10, "documents, each alone")
+    assert_close(relative_errors({"logits": ours(inputs)}, {"logits": theirs(inputs)}), 1e-10, "without lengths")
 
 
 @in_a_fork
@@ -70,7 +71,8 @@ def test_lengths(file=DOCUMENTS):
     assert lengths.tolist() == sum(LENGTHS, []) and lengths.device.type == "cpu", "other lengths"
 
 
-def test_end_of_a_document_in_a_file_of_ids(tmp_path, file=DOCUMENTS):
+@pytest.mark.parametrize("file", [DOCUMENTS, OVER_RANKS])
+def test_end_of_a_document_in_a_file_of_ids(tmp_path, file):
     """The token after --eos is not predicted, and sees nothing before it."""
     ids = np.array([7, 7, 3, 7, 7, 7, 3, 3, 7], np.uint16)
     ids.tofile(tmp_path / "ids.bin")
@@ -126,8 +128,9 @@ def test_computes_what_transformers_computes(file=DOCUMENTS):
     check(file, documents=True)
 
 
+@pytest.mark.parametrize("file", [DOCUMENTS, OVER_RANKS])
 @pytest.mark.parametrize("eos, fine", [(-1, True), (0, True), (255, True), (256, False), (-2, False)])
-def test_ends_of_documents(eos, fine, file=DOCUMENTS):
+def test_ends_of_documents(eos, fine, file):
     module = load(file)
     try:
         module.check(module.Config(eos=eos, device="cpu"), 1)

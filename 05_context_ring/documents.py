@@ -7,11 +7,11 @@ Rank r holds parts r and 2·cp-1-r of every sequence, as in zigzag.py, and docum
 2. A part has with itself its documents, or pieces of them, in common: each is plain causal attention.
 3. No mask is built, and between parts without a common document nothing is computed; their keys only pass by.
 
-Memory and messages are zigzag.py's. Work is balanced over the ranks if documents are much shorter than a part, or fill
-whole sequences. In between, the ranks that hold the longest document compute longest.
+What is kept for backward, and messages, are zigzag.py's. Work is balanced over the ranks if documents are much shorter
+than a part, or fill whole sequences. In between, the ranks that hold the end of the longest document compute longest.
 
 Parent:   05_context_ring/zigzag.py, 01_single_gpu/document_mask.py
-Lesson:   held, visible, merge, RingAttention, attention
+Lesson:   held, visible, local_attention, local_attention_backward, merge, RingAttention, attention
 Plumbing: Config, Attention.forward, Model.forward, forward, forward_backward, evaluate, check
 Copy:     shard, document_lengths, ring_exchange, held, visible, masked_scores, local_attention,
           local_attention_backward, pack, unpack, merge, RingAttention, attention, backward, evaluate (find the lengths
@@ -24,6 +24,7 @@ Source:   Llama 3, arXiv:2407.21783, sections 3.2 and 3.3.2
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -80,7 +81,7 @@ class Config:
     clip: float = 1.0  # largest gradient norm; inf turns clipping off
     seed: int = 0
     data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
-    eos: int = -1  # the id that ends a document in a .bin file; -1: none does
+    eos: int = -1  # the id that ends a document, where a file has several; -1: none does
     init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
     save: str = ""  # write the trained weights to this .safetensors file
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
@@ -113,17 +114,18 @@ def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
 
 
 def held(start: int, end: int, part: int, i: int, n: int) -> slice:
-    """Where a rank holds the tokens from start to end of a sequence, as far as they are in a part [n], its i-th."""
+    """Where a rank holds those of the tokens from start to end of a sequence that are in a part [n], its i-th."""
     return slice(max(start - part * n, 0) + i * n, min(end - part * n, n) + i * n)
 
 
-def visible(lengths: Tensor, rank: int, owner: int, cp: int, s: int) -> list[tuple[slice, slice, slice, bool]]:
+@functools.lru_cache(maxsize=256)  # all layers ask for the same, in forward and in backward
+def visible(lengths: tuple[int, ...], rank: int, owner: int, cp: int, s: int) -> list[tuple[slice, slice, slice, bool]]:
     """Return which of a rank's queries attend to which of their owner's keys: rows, queries, keys, whether causally.
 
-    lengths [n] are those of the documents in all rows, each of which has s tokens on cp ranks.
+    lengths are those of the documents in all rows, each of which has s tokens on cp ranks.
     """
     n, place, found = s // (2 * cp), 0, {}  # tokens of a part; queries, keys and whether causally -> rows
-    for length in lengths.tolist():
+    for length in lengths:
         row, start = divmod(place, s)
         place += length
         for i, part in enumerate((rank, 2 * cp - 1 - rank)):  # of the queries
@@ -155,7 +157,7 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
     On GPUs in bf16 by cuDNN, the fastest that returns the log-sum-exp; it rounds the output to bf16. Elsewhere by plain
     matmuls in fp32 or above, with all scores in memory.
     """
-    if q.is_cuda and q.dtype == torch.bfloat16:
+    if q.is_cuda and q.dtype == torch.bfloat16 and min(q.shape[2], k.shape[2]) > 1:  # cuDNN may refuse one token
         return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
     scores = masked_scores(q, k, causal)
     lse = scores.logsumexp(-1, keepdim=True)
@@ -171,7 +173,7 @@ def local_attention_backward(
     With output, its gradient and log-sum-exp of attention to *all* keys: exp(score - lse) is then the probability of a
     key among all of them, and gradients of parts are plain sums.
     """
-    if q.is_cuda and q.dtype == torch.bfloat16:
+    if q.is_cuda and q.dtype == torch.bfloat16 and min(q.shape[2], k.shape[2]) > 1:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is off, the operator still takes its seed
         sizes = q.shape[2], k.shape[2]
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -214,7 +216,7 @@ class RingAttention(torch.autograd.Function):
     """Attention of this rank's queries to the keys of their documents, which pass by; see attention."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, cp: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], cp: dist.ProcessGroup) -> Tensor:
         kv, s = pack(k, v), q.shape[2] * cp.size()  # kv 2 b s g k
         o = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = torch.full_like(o[..., :1], -torch.inf)
@@ -270,7 +272,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, cp: dist.Process
     Each rank has the tokens that shard gives it: q [b, h, s/cp, k] and k, v [b, g, s/cp, k] -> o like q.
     """
     with torch.autocast(q.device.type, enabled=False):  # plain matmuls stay in fp32
-        return RingAttention.apply(q, k, v, lengths, cp)
+        return RingAttention.apply(q, k, v, tuple(lengths.tolist()), cp)
 
 
 # ------------------------------------------------------------------------------------------------------------- model

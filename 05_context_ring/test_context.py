@@ -352,7 +352,8 @@ def attending(module):
             if dtype == torch.float64:  # scores near 1,000 with half of the key heads, near -1,000 with the others
                 whole[0][..., 0], whole[1][:, :2, :, 0], whole[1][:, 2:, :, 0] = 100, 40, -40
             *ours, gradient = (x[:, :, held] for x in whole)
-            o = module.attention(*(x.requires_grad_() for x in ours), parts)
+            documents = [torch.full([B], cfg.seq)] * hasattr(module, "document_lengths")  # a row is one
+            o = module.attention(*(x.requires_grad_() for x in ours), *documents, parts)
             found = [o, *torch.autograd.grad(o, ours, gradient)]
             right = [x[:, :, held] for x in exact_attention(*whole, dtype)]
             base = [(x - x.to(dtype)).norm() if dtype == torch.bfloat16 else x.norm() for x in right]
@@ -368,7 +369,7 @@ MESH = "--dp 1 --cp 6 --tp 1 --pp 1"
 @pytest.mark.parametrize(
     "recipe, flags",
     [
-        *((BLOCKWISE, "--blocks 6"), (GATHER, ""), (ZIGZAG, "")),
+        *((BLOCKWISE, "--blocks 6"), (GATHER, ""), (ZIGZAG, ""), (DOCUMENTS, "")),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in ((RING, ""), (STRIPED, ""), (USP, "--ulysses 1"), ("08_4d/train.py", MESH))

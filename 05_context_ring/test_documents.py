@@ -22,7 +22,7 @@ def test_each_score_once(cp, file=DOCUMENTS):
     """All pairs of ranks together compute the scores of the mask, each once."""
     module, computed = load(file), torch.zeros(len(LENGTHS), 48, 48)
     for rank, owner in itertools.product(range(cp), repeat=2):
-        for row, queries, keys, causal in module.visible(torch.tensor(sum(LENGTHS, [])), rank, owner, cp, 48):
+        for row, queries, keys, causal in module.visible(tuple(sum(LENGTHS, [])), rank, owner, cp, 48):
             mine, theirs = positions(rank, cp)[queries], positions(owner, cp)[keys]
             ones = torch.ones(len(mine), len(theirs))
             computed[row, mine[0] : mine[-1] + 1, theirs[0] : theirs[-1] + 1] += ones.tril() if causal else ones
@@ -40,6 +40,8 @@ def changes(module):
         targets[0, [2, 9]] = module.IGNORE  # documents of 3, 7 and 6 tokens
         lengths, held = module.document_lengths(targets), module.shard(cfg, model.cp)
         with torch.no_grad():
+            whole = model(inputs[:, held], torch.full([2], inputs.shape[1]))
+            assert torch.equal(model(inputs[:, held]), whole), "without lengths, a row is not one document"
             before = model(inputs[:, held], lengths)
             inputs[0, 4] = (inputs[0, 4] + 1) % cfg.vocab
             changed = (before != model(inputs[:, held], lengths)).any(-1)

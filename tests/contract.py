@@ -264,8 +264,8 @@ def check_run(recipe: str, file: str | None = None) -> None:
         assert 18 * unseen < text < 20 * unseen, "not a twentieth of the text is held out"
         assert made == wanted, "each step has its own batch, each validation the same one, and no other is made"
         growth = {kind: counts[-1] - counts[0] for kind, counts in alive.items()}
-        if recipe == CONTEXT_TWIN:
-            del growth["objects"]  # its library keeps the wrapper of every context that was ever entered
+        if recipe in (CONTEXT_TWIN, "05_context_ring/documents.py"):
+            del growth["objects"]  # libraries keep a wrapper per context, and (einops) up to 1,024 shapes
         assert max(growth.values()) <= 0, f"left by every step: {growth}"
         assert not alive["gradients"][0] or recipe in KEEP_GRADIENTS, "gradients are held between steps"
         assert not initialised, "the process group is not destroyed"

@@ -148,7 +148,7 @@ SIZES = """
 05_context_ring/ring.py: 2 | 3 --kv_heads 6 | *4 | 8
 05_context_ring/striped.py: 2 | *3 --kv_heads 1 | 4 | 8
 05_context_ring/zigzag.py: 2 | 2 --compile | 3 --kv_heads 1 | *4 | 8 --seq 48
-05_context_ring/documents.py: 2 | 3 | *4 | 8 --seq 48
+05_context_ring/documents.py: 2 | 2 --compile | 3 | *4 | 8 --seq 48
 05_context_ring/ulysses.py: 2 | 3 --kv_heads 3 | *4 --heads 8 --kv_heads 2 | 8 --heads 8 --kv_heads 2
 05_context_ring/usp.py: 4 --ulysses 2 | 2 --ulysses 2 | 3 --ulysses 1 | 8 --ulysses 2
 05_context_ring/usp.py: *8 --ulysses 4 --heads 8 --kv_heads 2

@@ -577,7 +577,7 @@ def scores_of_ranks(lengths: list[int], cp: int) -> list[int]:
         n, m = (x.stop - x.start for x in (queries, keys))
         return n * (n + 1) // 2 if causal else n * m
 
-    pairs = [[visible(torch.tensor(lengths), rank, owner, cp, s) for owner in range(cp)] for rank in range(cp)]
+    pairs = [[visible(tuple(lengths), rank, owner, cp, s) for owner in range(cp)] for rank in range(cp)]
     return [sum(count(*where) for found in of_rank for _, *where in found) for of_rank in pairs]
 
 
