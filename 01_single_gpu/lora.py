@@ -1,4 +1,4 @@
-"""LoRA: the weights are frozen in bf16, and a product of two narrow matrices is trained beside each linear.
+"""LoRA: the weights are frozen, in bf16, and a product of two narrow matrices is trained beside each linear.
 
     y = x·Wᵀ + alpha/rank · (x·Aᵀ)·Bᵀ        W [out, in] frozen, A [rank, in] and B [out, rank] trained
 
@@ -6,15 +6,16 @@
 2. Backward computes the gradients of A, B and x, but none of W: of three matmuls per linear two are left.
 3. --save merges: W + alpha/rank · B·A has the shape and the name of W. --adapters writes A and B alone, for PEFT.
 
-Memory: 2 bytes per frozen weight, 16 per element of A and B (fp32, gradient, two moments): rank·(in + out) elements
-beside in·out, 0.5 % of llama3_8b at rank 16. Activations stay: x and its gradient are needed as before.
+Memory: 2 bytes per frozen weight in bf16, 16 per element of A and B (fp32, gradient, two moments). A and B have
+rank·(in + out) elements, W in·out; for llama3_8b at rank 16 that is 0.5 %. Activations are as many as before.
 
 Parent:   01_single_gpu/train.py
 Lesson:   LoRALinear, Attention.__init__, MLP.__init__, Model.__init__, full_adapter, build_model, make_optimizer,
           merge, save_adapters, save
 Plumbing: Config, flops_per_token, train, check
-Copy:     LoRALinear, merge, save_adapters (replace linears by LoRALinear, and copy their weights into it; freeze all
-          other parameters; give the optimizer what requires a gradient)
+Copy:     LoRALinear, merge, save_adapters (replace linears without bias; assign their weights, so that these keep
+          their dtype; freeze all other parameters; train under autocast; give the optimizer what requires a gradient;
+          PEFT wants transformers' names)
 Needs:    cfg.adapters, cfg.lora_alpha, cfg.lora_rank, "lora_"
 Run:      python 01_single_gpu/lora.py
           python 01_single_gpu/lora.py --init 'model-*.safetensors' --preset llama3_8b --batch 2 --seq 4096 \
@@ -84,7 +85,9 @@ class Config:
     save: str = ""  # write the weights, with the adapters merged, to this .safetensors file
     adapters: str = ""  # write the adapters to this folder, as PEFT reads them
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
+    dtype: Literal["float32", "bfloat16", "float64"] = (
+        "float32"  # bfloat16 is autocast; frozen weights have it, adapters are fp32
+    )
     compile: bool = False
 
 
@@ -393,7 +396,7 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
 
 
 def merge(weights: dict[str, Tensor], scale: float) -> None:
-    """Add the adapters among the weights to those of their linears, in fp32, where it is not rounded away."""
+    """Replace W, A and B of every linear by W + scale·B·A, in the dtype of A and B: fp32 rounds little away."""
     for name in [name for name in weights if name.endswith(".lora_A.weight")]:
         linear = name.removesuffix(".lora_A.weight")
         a, b = weights.pop(name), weights.pop(f"{linear}.lora_B.weight")
@@ -490,6 +493,7 @@ def check(cfg: Config, world: int) -> None:
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
     large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
     folder = Path(cfg.adapters).resolve()
+    place = folder if folder.exists() else folder.parent
     problems = [
         (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
@@ -497,7 +501,7 @@ def check(cfg: Config, world: int) -> None:
         (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
         (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
-        (cfg.adapters and not os.access(folder.parent, os.W_OK), f"--adapters {cfg.adapters}: no folder for it"),
+        (cfg.adapters and not os.access(place, os.W_OK), f"--adapters {cfg.adapters}: no folder for it"),
         (cfg.adapters and folder.is_file(), f"--adapters {cfg.adapters}: is no folder"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]

@@ -64,6 +64,7 @@ def test_trains_inside_merged_weights(tmp_path, file=equivalence.LORA):
     assert not any(b.any() for _, b in pairs.values()), "B does not start at 0"
     for a, _ in pairs.values():  # up to 6 standard errors
         assert abs(a.std() * (3 * a.shape[1]) ** 0.5 - 1) < 4 / a.numel() ** 0.5, "A has another variance"
+    assert len({a.flatten()[0].item() for a, _ in pairs.values()}) == len(pairs), "two linears have the same A"
     flags += f" {equivalence.TRAINING} --steps 3"
     ours = launch(file, 1, f"{flags} {ADAPTERS}")
     weights, history = isolated(lambda: trained_inside_merged_weights(flags, pairs))
@@ -114,6 +115,7 @@ def test_frozen_weights_take_two_bytes(file=equivalence.LORA):
 @pytest.mark.parametrize("recipe", [equivalence.LORA, "03_zero/lora.py", "04_tensor_sequence/lora.py"])
 def test_where_adapters_cannot_be_written(recipe, tmp_path):
     (tmp_path / "file").write_text("")
+    assert not refusal(load(recipe), 1, f"--device cpu --adapters {tmp_path}"), "a folder that is there is refused"
     for folder, words in (tmp_path / "none" / "new", "no folder for it"), (tmp_path / "file", "is no folder"):
         line = refusal(load(recipe), 1, f"--device cpu --adapters {folder}")
         assert line == f"--adapters {folder}: {words}", line

@@ -7,18 +7,19 @@
    its input is there; here there is none, so the first block's are freed after backward.
 
 Memory: 2Ψ/dp bytes for Ψ frozen weights and full weights of two units, as in zero3.py; 16 per element of the adapters.
-A rank sends (dp-1)/dp of two times 2Ψ bytes per micro-batch, minus one gather of the embedding, the last block and the
-head, and of 8 bytes per element of the adapters per step.
+Per micro-batch a rank sends (dp-1)/dp of 4Ψ bytes, less one gather of embedding, last block and head; per step,
+(dp-1)/dp of 8 bytes per element of the adapters.
 
 Parent:   03_zero/zero3.py, 01_single_gpu/lora.py
 Lesson:   Unit, after_backward, make_unit, check_units, build_model, sum_gradients, forward_backward
 Plumbing: Config, Model.__init__, save_adapters, save, check
 Copy:     Unit, gather, free, before_forward, after_forward, after_backward, make_unit, check_units, sum_gradients,
-          clip_gradients, evaluate (beside what lora.py's Copy line says: put each frozen parameter into exactly one
+          clip_gradients, evaluate, save_adapters (beside what 01_single_gpu/lora.py says: put each frozen one into one
           unit, the embedding into unit 0, and call check_units; give the model the attributes of Model.__init__; call
           before_forward before and after_forward after each unit; after each backward free the first block's unit; call
           sum_gradients after the last one, and divide the loss by the valid tokens of all ranks)
-Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.units, IGNORE, forward
+Needs:    cfg.adapters, cfg.clip, cfg.device, cfg.lora_alpha, cfg.lora_rank, cfg.microbatches, model.dp, model.gathers,
+          model.units, "lora_", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/lora.py
           torchrun --nproc_per_node 2 03_zero/lora.py --init 'model-*.safetensors' --preset llama3_8b --batch 4 \
           --seq 4096 --dtype bfloat16 --compile --data text.bin --adapters adapters
@@ -93,7 +94,9 @@ class Config:
     save: str = ""  # write the weights, with the adapters merged, to this .safetensors file
     adapters: str = ""  # write the adapters to this folder, as PEFT reads them
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over bf16 weights, fp32 masters
+    dtype: Literal["float32", "bfloat16", "float64"] = (
+        "float32"  # bfloat16 is autocast; frozen weights have it, adapters are fp32
+    )
     compile: bool = False
     microbatches: int = 2  # parts of a rank's batch that go through the model one after another
 
@@ -547,7 +550,7 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
 
 
 def merge(weights: dict[str, Tensor], scale: float) -> None:
-    """Add the adapters among the weights to those of their linears, in fp32, where it is not rounded away."""
+    """Replace W, A and B of every linear by W + scale·B·A, in the dtype of A and B: fp32 rounds little away."""
     for name in [name for name in weights if name.endswith(".lora_A.weight")]:
         linear = name.removesuffix(".lora_A.weight")
         a, b = weights.pop(name), weights.pop(f"{linear}.lora_B.weight")
@@ -655,6 +658,7 @@ def check(cfg: Config, world: int) -> None:
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
     large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
     folder = Path(cfg.adapters).resolve()
+    place = folder if folder.exists() else folder.parent
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
@@ -664,7 +668,7 @@ def check(cfg: Config, world: int) -> None:
         (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
         (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
-        (cfg.adapters and not os.access(folder.parent, os.W_OK), f"--adapters {cfg.adapters}: no folder for it"),
+        (cfg.adapters and not os.access(place, os.W_OK), f"--adapters {cfg.adapters}: no folder for it"),
         (cfg.adapters and folder.is_file(), f"--adapters {cfg.adapters}: is no folder"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]

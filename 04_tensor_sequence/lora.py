@@ -495,7 +495,7 @@ def unshard(cfg: Config, model: nn.Module, adapters: bool) -> dict[str, Tensor]:
 
 
 def merge(weights: dict[str, Tensor], scale: float) -> None:
-    """Add the adapters among the weights to those of their linears, in fp32, where it is not rounded away."""
+    """Replace W, A and B of every linear by W + scale·B·A, in the dtype of A and B: fp32 rounds little away."""
     for name in [name for name in weights if name.endswith(".lora_A.weight")]:
         linear = name.removesuffix(".lora_A.weight")
         a, b = weights.pop(name), weights.pop(f"{linear}.lora_B.weight")
@@ -596,6 +596,7 @@ def check(cfg: Config, world: int) -> None:
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
     large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
     folder = Path(cfg.adapters).resolve()
+    place = folder if folder.exists() else folder.parent
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
@@ -606,7 +607,7 @@ def check(cfg: Config, world: int) -> None:
         (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
         (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
-        (cfg.adapters and not os.access(folder.parent, os.W_OK), f"--adapters {cfg.adapters}: no folder for it"),
+        (cfg.adapters and not os.access(place, os.W_OK), f"--adapters {cfg.adapters}: no folder for it"),
         (cfg.adapters and folder.is_file(), f"--adapters {cfg.adapters}: is no folder"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]

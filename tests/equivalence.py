@@ -226,6 +226,7 @@ CASES += [
     ("04_tensor_sequence/lora.py", 2, LORA_FLAGS),
     *(("04_tensor_sequence/lora.py", n, f"{LORA_FLAGS} --heads {n} --kv_heads 2") for n in (4, 8)),
     ("04_tensor_sequence/lora.py", 3, f"{LORA_FLAGS} --kv_heads 3 --ffn 96"),
+    ("03_zero/lora.py", 2, f"{LORA_FLAGS} --compile"),
     ("03_zero/lora.py", 3, f"{LORA_FLAGS} --lora_rank 12"),
     *(("08_4d/2d.py", dp * tp, f"--dp {dp} --tp {tp} {flags}") for dp, tp, flags in TWO_D),
     *(("08_4d/3d.py", dp * tp * pp, stages(dp, tp, pp, chunks)) for dp, tp, pp, chunks in THREE_D),
