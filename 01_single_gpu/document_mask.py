@@ -126,7 +126,7 @@ def document_lengths(targets: Tensor) -> Tensor:
     last = targets == IGNORE  # b s, the token is the last one of its document
     last[:, -1] = True
     ends = last.flatten().nonzero().flatten() + 1
-    return ends.diff(prepend=ends.new_zeros(1)).cpu()  # waits for the GPU, which has nothing to do yet
+    return ends.diff(prepend=ends.new_zeros(1)).cpu()  # waits for a GPU that has the targets
 
 
 @torch.compiler.disable  # it would compile anew for the lengths of every batch

@@ -85,9 +85,7 @@ class Config:
     save: str = ""  # write the weights, with the adapters merged, to this .safetensors file
     adapters: str = ""  # write the adapters to this folder, as PEFT reads them
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = (
-        "float32"  # bfloat16 is autocast; frozen weights have it, adapters are fp32
-    )
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast, frozen weights are bf16
     compile: bool = False
 
 
@@ -369,7 +367,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
 def flops_per_token(cfg: Config) -> float:
     """Count the FLOPs of forward and backward: 4 per frozen weight in a matmul, 6 per element of an adapter.
 
-    And 6·layers·dim·seq in causal attention. The embedding is a lookup, only the unmasked half of attention counts, and
+    Causal attention has 6·layers·dim·seq. The embedding is a lookup, only the unmasked half of attention counts, and
     recomputation does not count.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads

@@ -33,7 +33,7 @@ def merged(weights: dict[str, torch.Tensor], pairs: dict[str, tuple[torch.Tensor
 
 
 def trained_inside_merged_weights(flags: str, pairs: dict[str, tuple[torch.Tensor, ...]]):
-    """Train A and B inside the root's model, of which each linear's weight is merged; weights and history."""
+    """Train A and B with the root's model, whose linears are W + SCALE·B·A. Return merged weights and the history."""
     root = load(equivalence.ROOT_RECIPE)
     sys.argv = ["train.py", *flags.split()]
     cfg = root.parse_config()

@@ -15,9 +15,9 @@ Parent:   04_tensor_sequence/tensor_parallel.py, 01_single_gpu/lora.py
 Lesson:   placement, sum_partial, forward_backward, clip_gradients
 Plumbing: Config, Attention.__init__, MLP.__init__, Model.__init__, build_model, unshard, save_adapters, save, check
 Copy:     LoRALinear, SPLIT, CopyToTP, ReduceFromTP, placement, sum_partial, clip_gradients, unshard, merge,
-          save_adapters (as tensor_parallel.py and lora.py say; call sum_partial after the last backward)
-Needs:    cfg.adapters, cfg.clip, cfg.kv_heads, cfg.lora_alpha, cfg.lora_rank, model.replicas, model.tp, ".",
-          ".lora_A.", ".lora_B.", "k_proj", "v_proj"
+          save_adapters (as tensor_parallel.py and 01_single_gpu/lora.py say; call sum_partial after the last backward)
+Needs:    cfg.adapters, cfg.clip, cfg.kv_heads, cfg.lora_alpha, cfg.lora_rank, model.replicas, model.tp, ".lora_A.",
+          ".lora_B.", "k_proj", "v_proj"
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/lora.py
 Source:   Hu et al. 2021, arXiv:2106.09685; Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
@@ -88,7 +88,7 @@ class Config:
     save: str = ""  # write the weights, with the adapters merged, to this .safetensors file
     adapters: str = ""  # write the adapters to this folder, as PEFT reads them
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast, frozen weights are bf16
     compile: bool = False
 
 
@@ -302,7 +302,7 @@ def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
     SPLIT names the split layers; all others are replicated. So are A of column-parallel layers and B of row-parallel
     ones. Split q, k and v of a fused qkv weight separately.
     """
-    layer = next((layer for layer in SPLIT if f".{layer}." in name), None)
+    layer = next((layer for layer in name.split(".") if layer in SPLIT), None)
     if layer is None or (".lora_A." in name and SPLIT[layer] == 0) or (".lora_B." in name and SPLIT[layer] == 1):
         return 0, 1
     return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
@@ -454,7 +454,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
 def flops_per_token(cfg: Config) -> float:
     """Count the FLOPs of forward and backward: 4 per frozen weight in a matmul, 6 per element of an adapter.
 
-    And 6·layers·dim·seq in causal attention. The embedding is a lookup, only the unmasked half of attention counts, and
+    Causal attention has 6·layers·dim·seq. The embedding is a lookup, only the unmasked half of attention counts, and
     recomputation does not count.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads

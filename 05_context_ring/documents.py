@@ -198,7 +198,7 @@ def pack(k: Tensor, v: Tensor) -> Tensor:
 
 
 def unpack(kv: Tensor) -> Tensor:
-    """What pack has made -> [2, b, g, s, k], a view: k and v"""
+    """Take k and v, a view [2, b, g, s, k], out of what pack has made."""
     return rearrange(kv, "n b s g k -> n b g s k")
 
 
@@ -315,7 +315,7 @@ def document_lengths(targets: Tensor) -> Tensor:
     last = targets == IGNORE  # b s, the token is the last one of its document
     last[:, -1] = True
     ends = last.flatten().nonzero().flatten() + 1
-    return ends.diff(prepend=ends.new_zeros(1)).cpu()  # waits for the GPU, which has nothing to do yet
+    return ends.diff(prepend=ends.new_zeros(1)).cpu()  # waits for a GPU that has the targets
 
 
 class Attention(nn.Module):

@@ -12,7 +12,7 @@ LENGTHS = [[48], [1, 47], [5, 1, 1, 30, 11], [24, 24], [12] * 4, [1] * 48]  # of
 
 
 def positions(rank: int, cp: int) -> torch.Tensor:
-    """Those of the tokens that a rank holds, by zigzag.py's header."""
+    """Return the positions of the tokens that a rank holds, by the header of zigzag.py."""
     parts = torch.arange(48).chunk(2 * cp)
     return torch.cat([parts[rank], parts[2 * cp - 1 - rank]])
 

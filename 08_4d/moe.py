@@ -451,7 +451,7 @@ def pack(k: Tensor, v: Tensor) -> Tensor:
 
 
 def unpack(kv: Tensor) -> Tensor:
-    """What pack has made -> [2, b, g, s, k], a view: k and v"""
+    """Take k and v, a view [2, b, g, s, k], out of what pack has made."""
     return rearrange(kv, "n b s g k -> n b g s k")
 
 
