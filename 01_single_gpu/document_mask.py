@@ -40,7 +40,6 @@ from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
@@ -132,11 +131,19 @@ def document_lengths(targets: Tensor) -> Tensor:
 @torch.compiler.disable  # it would compile anew for the lengths of every batch
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     """Causal attention within each document: q [b, h, s, k], k, v [b, g, s, k] and lengths [n] -> o like q."""
+    attend, b = nn.functional.scaled_dot_product_attention, len(q)
+    if len(lengths) == b:  # each row is one document
+        return attend(q, k, v, is_causal=True, enable_gqa=True)
+    if q.is_cuda and q.dtype == torch.bfloat16:  # FlashAttention, one kernel for all documents
+        q, k, v = (rearrange(x, "b h s k -> (b s) h k") for x in (q, k, v))
+        ends = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(q.device, torch.int32, non_blocking=True)
+        longest = lengths.max().item()
+        # torch.nn.attention.varlen calls this, too, but the arguments of its public function change between versions
+        o = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, longest, longest, 0.0, True, False)[0]
+        return rearrange(o, "(b s) h k -> b h s k", b=b)
     pieces = (rearrange(x, "b h s k -> 1 h (b s) k").split(lengths.tolist(), 2) for x in (q, k, v))
-    attend = nn.functional.scaled_dot_product_attention
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN would plan anew for every length
-        o = torch.cat([attend(*piece, is_causal=True, enable_gqa=True) for piece in zip(*pieces)], 2)
-    return rearrange(o, "1 h (b s) k -> b h s k", b=len(q))
+    o = torch.cat([attend(*piece, is_causal=True, enable_gqa=True) for piece in zip(*pieces)], 2)
+    return rearrange(o, "1 h (b s) k -> b h s k", b=b)
 
 
 class Attention(nn.Module):

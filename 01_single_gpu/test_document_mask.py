@@ -7,6 +7,7 @@ from compare import assert_close, relative_errors
 from contract import SMALL
 from equivalence import DOCUMENTS, ROOT_RECIPE, documents
 from launch import in_a_fork, launch, load
+from probes import OnGPU
 from witness import check
 
 IGNORE, OVER_RANKS = -100, "05_context_ring/documents.py"
@@ -103,6 +104,33 @@ def test_scores_between_documents_are_not_computed(tmp_path, file=DOCUMENTS):
         (tmp_path / f"{i:02}.txt").write_bytes(bytes(range(4)))
     run = launch(file, 1, f"{SMALL} --steps 1 --data {tmp_path}", probe=scores)
     assert 0.2 * 8 * 16**2 < sum(run.probes[0]) / 4 <= 0.25 * 8 * 16**2, "scores between documents are computed"
+
+
+@in_a_fork
+def test_one_kernel_for_all_documents(file=DOCUMENTS):
+    """On a GPU in bf16: it gets all tokens in a line, where documents begin and end, and the length of the longest."""
+    attention, q = load(file).attention, torch.randn(2, 4, 16, 8).bfloat16()
+    k, v, lengths = q[:, :2] + 1, q[:, 2:] - 1, torch.tensor([5, 1, 10, 16])
+
+    def kernel(q, k, v, first, second, longest, other, dropout, causal, debug):
+        assert first.dtype == torch.int32 and (first.tolist(), longest, dropout, causal) == ([0, 5, 6, 16, 32], 16, 0, True)
+        assert first is second and longest == other, "keys and queries differ"
+        tokens = (x.unflatten(0, (1, -1)).transpose(1, 2).as_subclass(torch.Tensor) for x in (q, k, v))
+        return (attention(*tokens, lengths).transpose(1, 2)[0],)
+
+    torch.ops.aten._flash_attention_forward = kernel
+    found = attention(q.as_subclass(OnGPU), k, v, lengths)
+    assert torch.equal(found, attention(q, k, v, lengths)), "other results"
+
+
+@in_a_fork
+def test_rows_of_one_document(file=DOCUMENTS):
+    """One call for all of them, which has the fastest kernel: as in train.py."""
+    calls, attend = [], torch.nn.functional.scaled_dot_product_attention
+    torch.nn.functional.scaled_dot_product_attention = lambda *x, **how: calls.append(1) or attend(*x, **how)
+    q = torch.randn(3, 4, 16, 8)
+    found = load(file).attention(q, q, q, torch.full([3], 16))
+    assert len(calls) == 1 and torch.equal(found, attend(q, q, q, is_causal=True)), "other calls"
 
 
 def compilations(module):

@@ -119,10 +119,13 @@ def held(start: int, end: int, part: int, i: int, n: int) -> slice:
 
 
 @functools.lru_cache(maxsize=256)  # all layers ask for the same, in forward and in backward
-def visible(lengths: tuple[int, ...], rank: int, owner: int, cp: int, s: int) -> list[tuple[slice, slice, slice, bool]]:
-    """Return which of a rank's queries attend to which of their owner's keys: rows, queries, keys, whether causally.
+def visible(
+    lengths: tuple[int, ...], rank: int, owner: int, cp: int, s: int
+) -> list[tuple[slice, slice, slice, bool, bool]]:
+    """Return which of a rank's queries attend to which of their owner's keys, in pieces.
 
-    lengths are those of the documents in all rows, each of which has s tokens on cp ranks.
+    Each has rows, queries, keys, whether it is causal, and whether it is a whole part by a whole part. lengths are
+    those of the documents in all rows, each of which has s tokens on cp ranks.
     """
     n, place, found = s // (2 * cp), 0, {}  # tokens of a part; queries, keys and whether causally -> rows
     for length in lengths:
@@ -139,7 +142,8 @@ def visible(lengths: tuple[int, ...], rank: int, owner: int, cp: int, s: int) ->
                         rows[-1] = slice(rows[-1].start, row + 1)
                     else:
                         rows.append(slice(row, row + 1))
-    return [(some, slice(a, b), slice(c, d), causal) for (a, b, c, d, causal), rows in found.items() for some in rows]
+    pieces = ((some, *piece) for piece, rows in found.items() for some in rows)
+    return [(some, slice(a, b), slice(c, d), causal, b - a == d - c == n > 1) for some, a, b, c, d, causal in pieces]
 
 
 # Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
@@ -151,14 +155,17 @@ def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1).bool(), -torch.inf) if causal else scores
 
 
-def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, whole: bool) -> tuple[Tensor, Tensor]:
     """Attend from q [b, h, s, k] to k, v [b, g, t, k]: output [b, h, s, k], log-sum-exp of the scores [b, h, s, 1].
 
-    On GPUs in bf16 by cuDNN, the fastest that returns the log-sum-exp; it rounds the output to bf16. Elsewhere by plain
-    matmuls in fp32 or above, with all scores in memory.
+    On GPUs in bf16 whole parts go by cuDNN, the fastest; it plans 50 ms and more for each new shape, so other pieces go
+    by FlashAttention. Both round the output to bf16. Elsewhere plain matmuls in fp32 or above keep all scores.
     """
-    if q.is_cuda and q.dtype == torch.bfloat16 and min(q.shape[2], k.shape[2]) > 1:  # cuDNN may refuse one token
-        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
+    if q.is_cuda and q.dtype == torch.bfloat16:
+        if whole:
+            return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+        return o, lse[..., None]
     scores = masked_scores(q, k, causal)
     lse = scores.logsumexp(-1, keepdim=True)
     o = einsum((scores - lse).exp(), v.to(scores.dtype), "b g n s t, b g t k -> b g n s k")
@@ -166,18 +173,22 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 
 
 def local_attention_backward(
-    gradient: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
+    gradient: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool, whole: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what these keys add to the gradients of q, and the gradients of k and v that these queries cause.
 
     With output, its gradient and log-sum-exp of attention to *all* keys: exp(score - lse) is then the probability of a
     key among all of them, and gradients of parts are plain sums.
     """
-    if q.is_cuda and q.dtype == torch.bfloat16 and min(q.shape[2], k.shape[2]) > 1:
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is off, the operator still takes its seed
+    if q.is_cuda and q.dtype == torch.bfloat16:
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is off, the operators still take its seed
         sizes = q.shape[2], k.shape[2]
-        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            gradient, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
+        if whole:
+            return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                gradient, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
+            )
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient, q, k, v, o, lse[..., 0].contiguous(), None, None, *sizes, 0.0, causal, seed, seed
         )
     scores = masked_scores(q, k, causal)
     wide = scores.dtype
@@ -224,8 +235,8 @@ class RingAttention(torch.autograd.Function):
             if step < cp.size() - 1:
                 arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
             owner = (cp.rank() - step) % cp.size()
-            for row, queries, keys, causal in visible(lengths, cp.rank(), owner, cp.size(), s):
-                new = local_attention(q[row, :, queries], *unpack(kv[:, row, keys]), causal)
+            for row, queries, keys, *how in visible(lengths, cp.rank(), owner, cp.size(), s):
+                new = local_attention(q[row, :, queries], *unpack(kv[:, row, keys]), *how)
                 merge(o[row, :, queries], lse[row, :, queries], *new)
             if step < cp.size() - 1:
                 passing.wait()
@@ -245,9 +256,9 @@ class RingAttention(torch.autograd.Function):
             if step < cp.size() - 1:
                 arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
             owner, changes = (cp.rank() - step) % cp.size(), []
-            for row, queries, keys, causal in visible(lengths, cp.rank(), owner, cp.size(), s):
+            for row, queries, keys, *how in visible(lengths, cp.rank(), owner, cp.size(), s):
                 rows = [x[row, :, queries] for x in (gradient, q, o, lse)]
-                dq, dk, dv = local_attention_backward(*rows, *unpack(kv[:, row, keys]), causal)
+                dq, dk, dv = local_attention_backward(*rows, *unpack(kv[:, row, keys]), *how)
                 sums[row, :, queries] += dq
                 changes.append((row, keys, pack(dk, dv)))
             if returning:

@@ -58,6 +58,8 @@ LONG = "--preset llama3_8b --layers 8 --batch 1 --dtype bfloat16 --compile --war
 # random ids and no learning, so that experts are about equally busy, and stay so
 RANDOM_IDS = Path(tempfile.gettempdir(), "random_ids.bin")
 EXPERTS = f"--preset olmoe_1b_7b --layers 4 --seq 4096 --dtype bfloat16 --compile --steps 10 --lr 0 --data {RANDOM_IDS}"
+# random ids, too; one in a thousand ends a document, by --eos 0
+DOCUMENTS = Path(tempfile.gettempdir(), "random_documents.bin")
 LLAMAS = {  # one GPU, with matmuls large enough that the CPU is ahead of the GPU
     "smollm_1_7b": "--preset smollm_1_7b --seq 4096 --batch 4 --dtype bfloat16 --steps 20",
     "llama3_1b": "--preset llama3_1b --seq 8192 --batch 4 --dtype bfloat16 --steps 15",
@@ -136,6 +138,10 @@ context_64k: 2, 2, {LONG} --seq 65536
     05_context_ring: torch_context_parallel zigzag
 context_128k: 2, 2, {LONG} --layers 4 --seq 131072
     05_context_ring: torch_context_parallel zigzag
+context_documents: 2, 2, {LONG} --seq 65536 --data {DOCUMENTS}
+    05_context_ring: zigzag
+    05_context_ring: documents --eos 0
+    05_context_ring: documents
 context_million: 2, 1, {LONG} --layers 1 --vocab 256 --steps 3 --seq 1048576
     05_context_ring: zigzag
 tensor_few_layers: 4, 3, {LARGE} --steps 15 --batch 2 --layers 4 --vocab 8192
@@ -155,6 +161,19 @@ expert: 2, 3, {EXPERTS} --batch 8
 expert_more: 2, 3, {EXPERTS} --batch 16
     07_expert: expert_parallel overlap
     07_expert: slots symmetric_memory --slots 1.25
+documents: 1, 1, {LLAMAS["llama3_1b"]} --compile --data {DOCUMENTS}
+    01_single_gpu: train
+    01_single_gpu: document_mask --eos 0
+    01_single_gpu: document_mask
+muon: 1, 1, {LLAMAS["smollm_1_7b"]} --compile
+    01_single_gpu: train muon
+muon_two: 2, 1, {SMOLLM} --steps 15 --batch 8
+    03_zero: zero1_overlap --microbatches 1
+    03_zero: zero1 muon
+lora: 1, 1, --preset llama3_8b --seq 4096 --dtype bfloat16 --compile --steps 12 --batch 2
+    01_single_gpu: lora
+lora_two: 2, 1, --preset llama3_8b --seq 4096 --dtype bfloat16 --compile --steps 12 --batch 4
+    03_zero: lora --microbatches 1
 kernels_smollm: 1, 2, {LLAMAS["smollm_1_7b"]}
     01_single_gpu: train --compile
     09_kernels: train
@@ -855,6 +874,10 @@ def main() -> None:
         raise SystemExit(f"no suite fits {present} GPUs")
     if any(suite.startswith("expert") for suite in suites):
         np.random.default_rng(0).integers(0, 50304, 20_000_000).astype(np.uint16).tofile(RANDOM_IDS)
+    if any("documents" in suite for suite in suites):
+        random_ids = np.random.default_rng(0)
+        ids = random_ids.integers(1, 50304, 20_000_000) * (random_ids.random(20_000_000) > 1e-3)
+        ids.astype(np.uint32).tofile(DOCUMENTS)
     for suite in suites:
         for result in (
             [collectives(present)] if suite == "collectives" else measure(suite, args.rounds, args.gpus, args.brief)

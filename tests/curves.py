@@ -1,13 +1,19 @@
-"""Loss over 2,000 steps in every format, from the same start on the same text; and the naive forms beside them.
+"""Loss over many steps in every format, from the same start on the same text; or of AdamW and Muon.
 
-python tests/curves.py, on one GPU, which several runs share: a loss does not depend on speed. A naive form is a recipe
-in which one line is another: fp16 whose loss is not scaled, bf16 weights and moments that are rounded to nearest, fp8
-without scales. Stored for the page: the mean loss of every 20 steps, and of the last 100; a run whose loss is no number
-any more ends there.
+    python tests/curves.py [formats]
+    python tests/curves.py optimizers --steps 1000
+
+On one GPU, which several runs share: a loss does not depend on speed. Stored for the page: the mean loss of every 20
+steps, and of the last 100; a run whose loss is no number any more ends there.
+
+formats has naive forms, too: a naive form is a recipe in which one line is another: fp16 whose loss is not scaled, bf16
+weights and moments that are rounded to nearest, fp8 without scales. optimizers trains with every learning rate of RATES
+from one seed, then with the best of each optimizer from two more.
 """
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import re
@@ -20,7 +26,7 @@ from pathlib import Path
 import torch
 from launch import ROOT, isolated
 
-RESULTS = ROOT / "tests/results/curves.json"
+RESULTS = {"formats": ROOT / "tests/results/curves.json", "optimizers": ROOT / "tests/results/optimizers.json"}
 MODEL = "--layers 8 --dim 512 --heads 8 --kv_heads 8 --ffn 1536 --seq 512 --batch 16 --lr 1e-3 --compile"
 FOLDER = "10_mixed_precision"
 EACH = 20  # steps whose mean is stored
@@ -48,6 +54,8 @@ RUNS = [  # label, recipe, dtype, what becomes what
     ("stochastic rounding", f"{FOLDER}/stochastic_rounding.py", "bfloat16", ()),
     ("fp8, stochastic rounding", f"{FOLDER}/fp8_stochastic_rounding.py", "bfloat16", ()),
 ]
+OPTIMIZERS = {"AdamW": "01_single_gpu/train.py", "Muon": "01_single_gpu/muon.py"}
+RATES = 1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3
 
 
 def losses(file: Path, flags: str) -> list[float]:
@@ -74,8 +82,30 @@ def measured(label: str, recipe: str, dtype: str, change: tuple[str, ...], flags
     return row
 
 
+def of_formats(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
+    """One curve of each format and of each naive form."""
+    return list(jobs.map(lambda run: measured(*run, flags), RUNS))
+
+
+def of_optimizers(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
+    """Curves of both optimizers: of all learning rates from one seed, of the best from three."""
+
+    def curve(run: tuple[str, float, int]) -> dict:
+        name, rate, seed = run
+        label = f"{name}, lr {rate:g}, seed {seed}"
+        row = measured(label, OPTIMIZERS[name], "bfloat16", (), f"{flags} --lr {rate} --seed {seed}")
+        return row | {"optimizer": name, "lr": rate, "seed": seed}
+
+    rows = list(jobs.map(curve, itertools.product(OPTIMIZERS, RATES, [0])))
+    longest = max(row["steps"] for row in rows)
+    fine = [row for row in rows if row["steps"] == longest]
+    best = [min((row for row in fine if row["optimizer"] == name), key=lambda row: row["last"]) for name in OPTIMIZERS]
+    return rows + list(jobs.map(curve, [(row["optimizer"], row["lr"], seed) for row in best for seed in (1, 2)]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=RESULTS, default="formats")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--flags", default=MODEL, help="what is trained")
     parser.add_argument("--at_once", type=int, default=6, help="runs that share the GPU")
@@ -84,10 +114,10 @@ def main() -> None:
     stored = {"date": datetime.date.today().isoformat(), "gpu": gpu, "torch": torch.__version__, "runs": []}
     stored |= {"command": " ".join(["python tests/curves.py", *sys.argv[1:]]), "flags": args.flags, "each": EACH}
     with ThreadPoolExecutor(args.at_once) as jobs:
-        futures = [jobs.submit(measured, *run, f"{args.flags} --steps {args.steps}") for run in RUNS]
-    stored["runs"] = [future.result() for future in futures]
+        curves = {"formats": of_formats, "optimizers": of_optimizers}[args.what]
+        stored["runs"] = curves(f"{args.flags} --steps {args.steps}", jobs)
     if gpu != "cpu":
-        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+        RESULTS[args.what].write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":

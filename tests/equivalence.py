@@ -8,13 +8,13 @@ AdamW with a clip that acts. The text is cut into short documents, so that every
 of valid tokens; norm weights are random; 6 query heads share 2 key and value heads; 5 layers split evenly over nothing.
 
 On CPUs, tests/contract.py has low precision: where only the batch is cut, nothing is rounded that the root does not
-round. On GPUs, over NCCL, the gradients of all cases that fit: in float32 to 1e-5, and in bfloat16 no further from the
-root's float32 gradient than twice as far as the root's own bfloat16 gradient is. A layout rounds the same numbers as
-often as the root; where it adds up in another order, or rounds the parts of a sum before adding them, both errors are
-random sums of as many roundings of the same size, so their norms are alike, and twice leaves room for chance in small
-tensors. Recipes whose weights are themselves bfloat16, with master weights beside them, round more: gradients are
-handed over in 16 bits, and a CPU adds up that of the embedding in 16 bits, a row per token. Their measure is the root
-with bfloat16 weights, which rounds all of that too, whatever instructions a CPU has.
+round. On GPUs, over NCCL, the gradients of all cases that fit: in float32 to 1e-5 (Muon: in float64), and in bfloat16
+no further from the root's float32 gradient than twice as far as the root's own bfloat16 gradient is. A layout rounds
+the same numbers as often as the root; where it adds up in another order, or rounds the parts of a sum before adding
+them, both errors are random sums of as many roundings of the same size, so their norms are alike, and twice leaves room
+for chance in small tensors. Recipes whose weights are themselves bfloat16, with master weights beside them, round more:
+gradients are handed over in 16 bits, and a CPU adds up that of the embedding in 16 bits, a row per token. Their measure
+is the root with bfloat16 weights, which rounds all of that too, whatever instructions a CPU has.
 """
 
 import argparse
@@ -438,15 +438,17 @@ def check_low_precision(recipe: str, world: int, flags: str) -> dict[str, float]
     root = root_of(recipe)
     alone = Path(recipe).name == "diloco.py" and world > 1  # its log is that of one worker
     worst = {}
-    for dtype in ["float32"] * (recipe != CONTEXT_TWIN) + ["bfloat16"] * (recipe not in SHORTER):
+    # Newton-Schulz enlarges small singular values, and what float32 rounded in them, up to 480 times
+    wide = "float64" if root == MUON else "float32"
+    for dtype in [wide] * (recipe != CONTEXT_TWIN) + ["bfloat16"] * (recipe not in SHORTER):
         flags = to_all_experts(flags) if dtype == "bfloat16" and root == MOE else flags
         init = start(root, f"{GPU_SHAPE} {shared(flags)}")
         before = compare.read(init)[0]
         common = f"{GPU_SHAPE} --device cuda --data {documents()} --init {init}"
-        exact = reference(root, f"{common} --dtype float32 {shared(flags)} {LOW_GRADIENT}")
+        exact = reference(root, f"{common} --dtype {wide} {shared(flags)} {LOW_GRADIENT}")
         ours = launch(recipe, world, f"{common} --dtype {dtype} {flags} {LOW_GRADIENT}")
         errors = compare.relative_errors(ours.weights, exact.weights, before)
-        errors |= compare.history_errors(ours.history, exact.history) if dtype == "float32" and not alone else {}
+        errors |= compare.history_errors(ours.history, exact.history) if dtype == wide and not alone else {}
         if dtype == "bfloat16":
             theirs = low_reference(root, f"{common} {shared(flags)} {LOW_GRADIENT}", recipe in LOW_WEIGHTS)
             roots = compare.relative_errors(theirs.weights, exact.weights, before)

@@ -578,7 +578,7 @@ def scores_of_ranks(lengths: list[int], cp: int) -> list[int]:
         return n * (n + 1) // 2 if causal else n * m
 
     pairs = [[visible(tuple(lengths), rank, owner, cp, s) for owner in range(cp)] for rank in range(cp)]
-    return [sum(count(*where) for found in of_rank for _, *where in found) for of_rank in pairs]
+    return [sum(count(*where) for found in of_rank for _, *where, _ in found) for of_rank in pairs]
 
 
 def draw_documents() -> str:
