@@ -7,7 +7,8 @@ a row as one document, as train.py's does.)
 
 1. A document ends where the next token is not predicted, and at the end of a row. A file is one document; if it has
    several, as a .bin file has, --eos names the id that ends one.
-2. All rows are put in a line, and cut where a document ends. Each piece is plain causal attention.
+2. All rows are put in a line, and cut where a document ends. Each piece is plain causal attention; on a GPU one kernel
+   computes all of them.
 3. Positions go on from document to document: rotary angles depend on differences alone, so they need not start anew.
 
 Parent:   01_single_gpu/train.py

@@ -46,6 +46,7 @@ RECIPES = {  # what --measure can predict, and in what a recipe's memory differs
         "gradient_accumulation": {},
         "activation_checkpointing": dict(recompute="full"),
         "selective_checkpointing": dict(recompute="selective"),
+        "lora": {},
     },
     "02_data_parallel": {name: {} for name in ("naive", "overlap", "bucketed", "coalesced", "no_sync")},
     "03_zero": {
@@ -53,6 +54,7 @@ RECIPES = {  # what --measure can predict, and in what a recipe's memory differs
         "zero2": dict(zero=2),
         "zero3": dict(zero=3),
         "torch_fsdp": dict(zero=3),
+        "lora": dict(zero=3),
     },
     # uncompiled, their loss keeps more than the root's, which is what is predicted
     "04_tensor_sequence": {"vocab_parallel": {}, "sequence_parallel": dict(sequence_parallel=True)},
@@ -106,6 +108,7 @@ class Config:
     dtype: Literal["float32", "float16", "bfloat16", "float64"] = "float32"  # of the matmuls
     precision: Literal["autocast", "masters", "stochastic"] = "autocast"  # has fp32 weights, the others 16-bit ones
     fp8: Literal[("none", *FP8)] = "none"  # of linears, with bfloat16
+    lora_rank: int = 0  # of adapters, beside weights that are frozen, in the dtype of the matmuls; 0: there are none
     compile: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     microbatches: int = 1
@@ -138,7 +141,7 @@ def wide(cfg: Config) -> int:
 
 def weight_item(cfg: Config) -> int:
     """Bytes of a weight that the model has, and of its gradient; without autocast in the dtype of the matmuls."""
-    return item(cfg) if cfg.zero or cfg.precision != "autocast" else wide(cfg)
+    return item(cfg) if cfg.zero or cfg.precision != "autocast" or cfg.lora_rank else wide(cfg)
 
 
 def copy_item(cfg: Config) -> int:
@@ -164,6 +167,11 @@ def kv_width(cfg: Config) -> int:
 def matrices(cfg: Config) -> int:
     """Elements of the matrices of one block."""
     return (2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv_width(cfg) + 3 * cfg.dim * cfg.ffn) // cfg.tp
+
+
+def adapters(cfg: Config) -> int:
+    """Elements of LoRA's matrices beside one block: rank times the inputs and outputs of seven linears."""
+    return cfg.lora_rank * (9 * cfg.dim + 2 * kv_width(cfg) + 3 * cfg.ffn)
 
 
 def split_backward(cfg: Config) -> bool:
@@ -258,9 +266,11 @@ def saved(cfg: Config, recompute: str) -> int:
     bfloat16 no s·s matrix exists; float32 with grouped-query heads, on GPUs, falls back to attention that has one.
     Selective checkpointing keeps the outputs of matmuls and attention, down's too if no compiler sees that nobody needs
     it. With sequence parallelism the normalised input, cut along the sequence, is gathered again in backward.
+    An adapter keeps what is between its two matrices.
     """
     d, f, e, w, attention = cfg.dim, cfg.ffn, item(cfg), wide(cfg), attended(cfg)
     stream, split = matmul_inputs(cfg)
+    split += 7 * cfg.lora_rank * e
     if recompute == "full":
         return per_token(cfg, d * e, 0)  # x
     if recompute == "selective":
@@ -296,8 +306,10 @@ def widest_weights(cfg: Config, accumulating: bool) -> int:
 
     Without recomputation down_proj's gradient is live, in bf16 as the matmul makes it and in float32, and its copy is
     freed; uncompiled, the bf16 gradient is freed too, and the float32 one as well if it was added to an earlier one.
-    Recomputation makes the copies of a block anew.
+    Recomputation makes the copies of a block anew. Frozen weights have neither.
     """
+    if cfg.lora_rank:
+        return 0
     down, g, c = cfg.dim * cfg.ffn // cfg.tp, weight_item(cfg), copy_item(cfg)
     if cfg.compile:
         return {"none": g * down, "selective": 0, "full": c * (matrices(cfg) - down)}[cfg.recompute]
@@ -337,9 +349,13 @@ def resident(cfg: Config) -> dict[str, int]:
     ZeRO, which has no autocast: weights in the dtype of the matmuls, with stage 3 only those gathered just then, and
     shards in float32 of the weights and of the moments, 12N/(dp·cp). With masters the same, on one GPU: 2N and 12N, or
     4N and 8N of what is its own master. With stochastic rounding moments have the dtype of the weights: 2N and 4N. In
-    fp8 the matrices of the blocks have two copies besides, of 1 byte per element: as they are, and transposed.
+    fp8 the matrices of the blocks have two copies besides, of 1 byte per element: as they are, and transposed. With
+    LoRA the weights alone, which ZeRO-3 shards, and adapters in float32 with their moments, whole on every rank.
     """
     n, full = sum(parameters(cfg).values()), weight_item(cfg) * sum(parameters(cfg).values())
+    if cfg.lora_rank:
+        trained = wide(cfg) * cfg.layers * adapters(cfg)
+        return {"weights": full // (replicas(cfg) if cfg.zero else 1) + trained, "optimizer": 2 * trained}
     if not cfg.zero:
         more = wider(cfg, parameters(cfg))
         optimizer = 3 * wide(cfg) * n - 2 * more if has_masters(cfg) else 2 * full
@@ -358,8 +374,13 @@ def gradients(cfg: Config, done: int, *leaving: int) -> int:
     """Bytes of gradients once those of `done` parameters are there.
 
     With ZeRO only the last two units, `leaving`, have full gradients, in flight; all others have fp32 shards, or in
-    stage 1, before the last of several micro-batches, full fp32 sums.
+    stage 1, before the last of several micro-batches, full fp32 sums. With LoRA the blocks of those parameters have gradients of their
+    adapters.
     """
+    if cfg.lora_rank:
+        n = parameters(cfg)
+        blocks = min(cfg.layers, max(0, done - n["norm"] - n["head"]) * cfg.layers // n["blocks"])
+        return wide(cfg) * blocks * adapters(cfg)
     if not cfg.zero:
         return weight_item(cfg) * done
     return weight_item(cfg) * sum(leaving) + wide(cfg) * done // (1 if keeps_sums(cfg) else replicas(cfg))
@@ -422,7 +443,8 @@ def stays(cfg: Config, stage: int) -> bool:
 
 def block_copies(cfg: Config) -> int:
     """Bytes of the copies of a block's weights that a micro-batch keeps from forward to backward."""
-    return copy_item(cfg) * matrices(cfg) * (cfg.recompute == "none")
+    low = item(cfg) * (item(cfg) < wide(cfg))  # adapters are in float32
+    return (copy_item(cfg) * matrices(cfg) + low * adapters(cfg)) * (cfg.recompute == "none")
 
 
 def in_flight(cfg: Config, chunk: int) -> dict[str, int]:
@@ -473,7 +495,7 @@ def head_moments(cfg: Config) -> dict[str, dict[str, int]]:
     kept, logits = per_token(cfg, (2 * w + e) * d + w, 0), per_token(cfg, 0, v)
     held = {"weights": gathered(cfg, matrices(cfg) + 2 * d, unit), "weight copies": c * head, "activations": kept}
     found = {"loss": {**held, "logits": (2 * e if cfg.compile else 3 * w) * logits}}
-    gradient = (c or e) * head * (not split_backward(cfg))
+    gradient = (c or e) * head * (not split_backward(cfg) and not cfg.lora_rank)
     found["head"] = {**held, "logits": e * logits, "temporary": per_token(cfg, e * d, 0) + gradient}
     if c:
         temporary = per_token(cfg, e * d, 0) + (c + w) * head
@@ -515,6 +537,7 @@ def backward_moments(cfg: Config, chunk: int, accumulating: bool) -> dict[str, d
     rows = per_token(cfg, (wide(cfg) if has_masters(cfg) else weight_item(cfg)) * d, 0)
     last = gradients(cfg, every, block, n["embedding"]) + wider(cfg, n)
     sums = (table + max(rows, table) if split_backward(cfg) else table + rows) if adding else rows
+    sums *= not cfg.lora_rank
     here["embedding"] = {"weights": gathered(cfg, block), "gradients": last, "temporary": sums * (table > 0)}
     for name, kinds in here.items():
         blocks = {"first block": 1, "embedding": 0}.get(name, layers)  # not yet through backward
@@ -563,7 +586,7 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
             parts = [(1, always), (1, rest), (1, kinds), *zip(others, kept)]
             total = {kind: sum(n * part.get(kind, 0) for n, part in parts) for kind in KINDS}
             found[name] = max(total, found.get(name, total), key=lambda kinds: sum(kinds.values()))
-    summed = cfg.zero or sums_apart(cfg) and cfg.microbatches > 1
+    summed = (cfg.zero or sums_apart(cfg) and cfg.microbatches > 1) and not cfg.lora_rank
     last = wide(cfg) * every // replicas(cfg) if summed else gradients(cfg, every) + wider(cfg, parameters(cfg))
     return found | {"optimizer": {kind: always.get(kind, 0) + last * (kind == "gradients") for kind in KINDS}}
 
@@ -800,7 +823,7 @@ def parse_config() -> tuple[argparse.Namespace, Config | list[str]]:
 def check(cfg: Config) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("zero", "stage", "ulysses") else 1
+        least = 0 if flag in ("zero", "stage", "ulysses", "lora_rank") else 1
         if type(value) is int and value < least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     parts, cut = cfg.dp * cfg.microbatches, math.gcd(cfg.kv_heads, cfg.ffn, cfg.vocab)
@@ -833,8 +856,12 @@ def check(cfg: Config) -> None:
             f"--precision autocast: must be masters or stochastic with --fp8 {cfg.fp8} and --dtype {cfg.dtype}",
         ),
         (
-            cfg.precision != "autocast" and (several or cfg.recompute != "none"),
-            f"--precision {cfg.precision}: is predicted on one GPU and without --recompute only",
+            cfg.precision != "autocast" and (several or cfg.recompute != "none" or cfg.lora_rank),
+            f"--precision {cfg.precision}: is predicted on one GPU, without --recompute and --lora_rank only",
+        ),
+        (
+            cfg.lora_rank and (max(cfg.tp, cfg.cp, cfg.pp) > 1 or cfg.zero in (1, 2) or cfg.recompute != "none"),
+            f"--lora_rank {cfg.lora_rank}: is predicted without --tp, --cp, --pp, --zero 1 and 2, and --recompute only",
         ),
         (
             cfg.schedule not in ("1f1b", "afab") and (cfg.zero or cfg.gather_kv or cfg.recompute != "none"),

@@ -113,7 +113,8 @@ def test_one_kernel_for_all_documents(file=DOCUMENTS):
     k, v, lengths = q[:, :2] + 1, q[:, 2:] - 1, torch.tensor([5, 1, 10, 16])
 
     def kernel(q, k, v, first, second, longest, other, dropout, causal, debug):
-        assert first.dtype == torch.int32 and (first.tolist(), longest, dropout, causal) == ([0, 5, 6, 16, 32], 16, 0, True)
+        assert first.dtype == torch.int32 and first.tolist() == [0, 5, 6, 16, 32], "other ends"
+        assert (longest, dropout, causal) == (16, 0, True), "other arguments"
         assert first is second and longest == other, "keys and queries differ"
         tokens = (x.unflatten(0, (1, -1)).transpose(1, 2).as_subclass(torch.Tensor) for x in (q, k, v))
         return (attention(*tokens, lengths).transpose(1, 2)[0],)

@@ -136,6 +136,14 @@ def test_kept_by_a_block(recompute):
 
 
 @pytest.mark.thorough
+def test_kept_by_a_block_with_adapters():
+    """To the byte, compiled; of the frozen weights there are no copies."""
+    cfg = MEMORY.Config(**SHAPE, dtype="bfloat16", compile=True, lora_rank=16)
+    found = isolated(lambda: kept_by_block("01_single_gpu/lora.py"))
+    assert found == MEMORY.saved(cfg, "none") + 2 * MEMORY.adapters(cfg)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MEMORY.RECIPES["10_mixed_precision"])
 def test_kept_by_a_block_in_low_precision(name):
     """To the byte, but for scales of whole tensors and of squares: what fp8 keeps in place of bf16, and how often."""
@@ -447,7 +455,8 @@ def test_1f1b_takes_no_more_memory_for_more_micro_batches():
         ("--cp 16 --ulysses 0", "--ulysses 16: must divide --heads 8 / --tp 1"),
         ("--cp 4 --ulysses 4 --tp 4", "--ulysses 4: must divide --heads 8 / --tp 4"),
         ("--cp 3 --seq 9 --ulysses 0 --heads 6 --kv_heads 2 --dim 96", "--ulysses 3: must divide --kv_heads 2 /"),
-        ("--precision masters --dp 2", "--precision masters: is predicted on one GPU and without --recompute only"),
+        ("--lora_rank 8 --tp 2", "--lora_rank 8: is predicted without --tp"),
+        ("--precision masters --dp 2", "--precision masters: is predicted on one GPU, without"),
         ("--fp8 blockwise", "--precision autocast: must be masters or stochastic with --fp8 blockwise"),
         ("--dtype float16", "--precision autocast: must be masters or stochastic with --fp8 none and --dtype float16"),
         ("--measure 01_single_gpu/train.py", "--measure 01_single_gpu/train.py: needs a GPU"),

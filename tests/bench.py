@@ -138,7 +138,7 @@ context_64k: 2, 2, {LONG} --seq 65536
     05_context_ring: torch_context_parallel zigzag
 context_128k: 2, 2, {LONG} --layers 4 --seq 131072
     05_context_ring: torch_context_parallel zigzag
-context_documents: 2, 2, {LONG} --seq 65536 --data {DOCUMENTS}
+context_documents: 2, 3, {LONG} --seq 65536 --data {DOCUMENTS}
     05_context_ring: zigzag
     05_context_ring: documents --eos 0
     05_context_ring: documents
@@ -161,13 +161,13 @@ expert: 2, 3, {EXPERTS} --batch 8
 expert_more: 2, 3, {EXPERTS} --batch 16
     07_expert: expert_parallel overlap
     07_expert: slots symmetric_memory --slots 1.25
-documents: 1, 1, {LLAMAS["llama3_1b"]} --compile --data {DOCUMENTS}
+documents: 1, 3, {LLAMAS["llama3_1b"]} --compile --data {DOCUMENTS}
     01_single_gpu: train
     01_single_gpu: document_mask --eos 0
     01_single_gpu: document_mask
-muon: 1, 1, {LLAMAS["smollm_1_7b"]} --compile
+muon: 1, 2, {LLAMAS["smollm_1_7b"]} --compile
     01_single_gpu: train muon
-muon_two: 2, 1, {SMOLLM} --steps 15 --batch 8
+muon_two: 2, 3, {SMOLLM} --steps 15 --batch 8
     03_zero: zero1_overlap --microbatches 1
     03_zero: zero1 muon
 lora: 1, 1, --preset llama3_8b --seq 4096 --dtype bfloat16 --compile --steps 12 --batch 2

@@ -55,7 +55,7 @@ RUNS = [  # label, recipe, dtype, what becomes what
     ("fp8, stochastic rounding", f"{FOLDER}/fp8_stochastic_rounding.py", "bfloat16", ()),
 ]
 OPTIMIZERS = {"AdamW": "01_single_gpu/train.py", "Muon": "01_single_gpu/muon.py"}
-RATES = 1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3
+RATES = 1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2
 
 
 def losses(file: Path, flags: str) -> list[float]:

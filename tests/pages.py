@@ -135,6 +135,12 @@ FOLDERS = {  # and what each teaches
 }
 SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or None, sentence); else: first row's
     "single": ("01_single_gpu", "One GPU, against the Llama of `transformers`, compiled, with the same AdamW."),
+    "documents": (
+        "01_single_gpu",
+        "Llama-3.2-1B, rows of 8,192 tokens. With `--eos 0` a document has 1,000 on average, without it a row is one.",
+    ),
+    "muon": ("01_single_gpu", "SmolLM-1.7B, 16,384 tokens per step: too few for Newton-Schulz to be cheap."),
+    "lora": ("01_single_gpu", "Llama-3.1-8B, frozen in bf16, and adapters of rank 16."),
     "data_parallel": ("02_data_parallel", "Enough work per GPU to hide communication: four sequences each."),
     "larger_buckets": ("02_data_parallel", "Larger buckets suit these GPUs better, so here both sides have them."),
     "strong_scaling": ("02_data_parallel", "One sequence per GPU: too little work to hide communication behind."),
@@ -144,12 +150,18 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "zero_8b_two": ("03_zero", "The same with two sequences per GPU."),
     "one_gpu": ("03_zero", "A world of one: what the recipes cost where nothing is sent."),
     "zero_stages": (None, ""),  # for the picture alone
+    "muon_two": ("03_zero", "Muon on two GPUs, four sequences of 2,048 tokens each, beside AdamW."),
+    "lora_two": ("03_zero", "Llama-3.1-8B on two GPUs, frozen weights in shards, two sequences of 4,096 tokens each."),
     "tensor": ("04_tensor_sequence", "A whole model, split over all GPUs."),
     "tensor_few_layers": ("04_tensor_sequence", "A few layers of the same width, so that a picture shows each block."),
     "context": ("05_context_ring", "One sequence of 32,768 tokens for all GPUs; in the last line, for one GPU alone."),
     "context_more": ("05_context_ring", "The same with other recipes, against the library's default."),
     "context_64k": ("05_context_ring", "One sequence of 65,536 tokens."),
     "context_128k": ("05_context_ring", "One sequence of 131,072 tokens, and half as many layers."),
+    "context_documents": (
+        "05_context_ring",
+        "One sequence of 65,536 tokens. With `--eos 0` a document has 1,000 on average, else it is one.",
+    ),
     "context_million": ("05_context_ring", "A million tokens: one layer and a small vocabulary, so that they fit."),
     "context_attention": (None, ""),  # has a table of its own
     "pipeline": ("06_pipeline", "The schedules, against torch's 1F1B, whole model, 16 micro-batches of one sequence."),
@@ -171,6 +183,8 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "collectives": (None, ""),  # has a table of its own
 }
 BASELINES = {  # where no library trains the same: what speed is over
+    "01_single_gpu": "01_single_gpu/train.py",
+    "05_context_ring": "05_context_ring/zigzag.py",
     "08_4d": "03_zero/zero1_overlap.py",
     "07_expert": "07_expert/expert_parallel.py",
     "09_kernels": "01_single_gpu/train.py",
@@ -815,6 +829,12 @@ def curves() -> str:
     return f"{about(stored)}, `{stored['flags']}`\n\n{table(['format', 'file', 'loss of the last 100 steps'], rows)}"
 
 
+def optimizers() -> str:
+    """How the curves of AdamW and Muon were measured."""
+    stored = results("optimizers.json")
+    return f"{about(stored)}, `{stored['flags']}`; {stored['note']}."
+
+
 def falling() -> str:
     """The loss of Llama-3.1-8B on one GPU: means of the ten steps up to some."""
     rows, steps = [], range(20, 201, 20)
@@ -850,6 +870,7 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
     tables = {"recipes": folder_table, "speed": speed, "bugs": bugs}
     here |= {name: functools.partial(make, folder) for name, make in tables.items()}
     extra = {
+        "01_single_gpu": {"optimizers": optimizers},
         "02_data_parallel": {"collectives": collectives},
         "03_zero": {"memory": memory_of_stages},
         "04_tensor_sequence": {"memory": memory_of_blocks},

@@ -8,6 +8,7 @@ import argparse
 import functools
 import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -1211,9 +1212,53 @@ def draw_curves() -> str:
     return canvas.svg(lower.y + lower.h + 30)
 
 
+def draw_optimizers() -> str:
+    """Loss over the steps with the best learning rate of AdamW and of Muon, three seeds; and at the end, by rate."""
+    runs = json.loads((ROOT / "tests" / "results" / "optimizers.json").read_text())
+    each, (least, most), roles = runs["each"], (0.5, 3.0), {"AdamW": "folder01", "Muon": "folder06"}
+    best = {run["optimizer"]: run["lr"] for run in runs["runs"] if run["seed"] > 0}
+    rates, steps = sorted({run["lr"] for run in runs["runs"]}), max(run["steps"] for run in runs["runs"])
+    canvas = Canvas("Loss of a small Llama with AdamW and with Muon, over the steps and by learning rate", 640)
+    curves, by_rate = Box(46, 70, 290, 220), Box(392, 70, 230, 220)
+    canvas.text(14, 26, ("Muon learns faster per step, with either one's best learning rate", "ink"), size=15)
+    canvas.text(curves.x, 54, ("Loss over the steps, three seeds each", "muted"))
+    canvas.text(by_rate.x, 54, ("Loss at the end, by learning rate", "muted"))
+
+    def height(loss: float) -> float:
+        return curves.y + curves.h * (most - loss) / (most - least)
+
+    for box in curves, by_rate:
+        for tick in (0.5, 1, 1.5, 2, 2.5, 3):
+            canvas.line((box.x, height(tick)), (box.x + box.w, height(tick)))
+            canvas.text(box.x - 6, height(tick) + 4, (f"{tick:g}", "muted"), size=11, anchor="end")
+    places = [by_rate.x + by_rate.w * (i + 0.5) / len(rates) for i in range(len(rates))]
+    for step in range(0, steps + 1, steps // 4):
+        x = curves.x + curves.w * step / steps
+        canvas.text(x, curves.y + curves.h + 16, (f"{step:,}", "muted"), size=11, anchor="middle")
+    for rate, x in list(zip(rates, places))[::2]:
+        canvas.text(x, by_rate.y + by_rate.h + 16, (f"{rate:g}", "muted"), size=11, anchor="middle")
+    for name, role in roles.items():
+        mine = [run for run in runs["runs"] if run["optimizer"] == name]
+        for run in (run for run in mine if run["lr"] == best[name]):
+            points = [(each * (i + 0.5), loss) for i, loss in enumerate(run["losses"])]
+            shown = [(curves.x + curves.w * step / steps, height(loss)) for step, loss in points if loss <= most]
+            canvas.line(*shown, role=role)
+        ends = [(places[rates.index(run["lr"])], height(run["last"])) for run in mine if run["seed"] == 0]
+        canvas.line(*sorted(ends), role=role)
+        for x, y in ends:
+            canvas.dot(x, y, role)
+        x, y = sorted(ends)[-1]
+        canvas.text(x + 8, y - 8, (name, role), anchor="end")
+        last = statistics.mean(run["last"] for run in mine if run["lr"] == best[name])
+        words = f"{name}, lr {best[name]:g}: {last:.2f} at the end"
+        canvas.text(curves.x + curves.w, height(2.3 if name == "AdamW" else 1.8), (words, role), anchor="end")
+    return canvas.svg(curves.y + curves.h + 30)
+
+
 # --------------------------------------------------------------------------------------------------------------- main
 PICTURES = {
     "tests/family.svg": draw_family,
+    "01_single_gpu/muon.svg": draw_optimizers,
     "02_data_parallel/ring.svg": draw_ring,
     "04_tensor_sequence/blocks.svg": draw_blocks,
     "03_zero/timeline.svg": draw_timeline,

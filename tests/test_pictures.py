@@ -141,6 +141,18 @@ def test_curves():
         assert f"{label} {ends[label] - ends['fp32']:+.3f}" in written
 
 
+def test_optimizers():
+    """Each one's best learning rate lies between others, and has three seeds."""
+    stored = json.loads((ROOT / "tests/results/optimizers.json").read_text())["runs"]
+    for name in curves.OPTIMIZERS:
+        mine = {(run["lr"], run["seed"]): run["last"] for run in stored if run["optimizer"] == name}
+        rates = sorted(rate for rate, seed in mine if seed == 0)
+        best = min(rates, key=lambda rate: mine[rate, 0])
+        assert rates == sorted(curves.RATES) and rates[0] < best < rates[-1]
+        mean = sum(mine[best, seed] for seed in range(3)) / 3
+        assert f"{name}, lr {best:g}: {mean:.2f} at the end" in texts("01_single_gpu/muon.svg")
+
+
 def test_naive_forms_are_changes_of_the_recipes():
     """What tests/curves.py changes is there once, and those are all the naive forms that the picture has."""
     for label, recipe, _, change in curves.RUNS:
