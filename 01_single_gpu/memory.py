@@ -374,8 +374,8 @@ def gradients(cfg: Config, done: int, *leaving: int) -> int:
     """Bytes of gradients once those of `done` parameters are there.
 
     With ZeRO only the last two units, `leaving`, have full gradients, in flight; all others have fp32 shards, or in
-    stage 1, before the last of several micro-batches, full fp32 sums. With LoRA the blocks of those parameters have gradients of their
-    adapters.
+    stage 1, before the last of several micro-batches, full fp32 sums. With LoRA the blocks of those parameters have
+    gradients of their adapters.
     """
     if cfg.lora_rank:
         n = parameters(cfg)

@@ -92,6 +92,8 @@ IN_FILES = {
     "01_single_gpu/test_document_mask.py": {
         "documents alone": ("test_equals_each_document_alone", "is off by|split_with_sizes"),
         "end of a document": ("test_end_of_a_document_in_a_file_of_ids", "a token after --eos is predicted"),
+        "rows of one document": ("test_rows_of_one_document", "other calls"),
+        "one kernel": ("test_one_kernel_for_all_documents", "other (ends|arguments|results)"),
         "compiled anew": ("test_lengths_compile_nothing_anew", "compiled again"),
     },
     "01_single_gpu/test_lora.py": {
@@ -119,6 +121,10 @@ IN_FILES = {
             "rounded more than once|exponentials overflow",
         ),
         "scores in memory": ("test_scores_of_one_pair_of_blocks_are_in_memory", "scores of more than one pair"),
+    },
+    "05_context_ring/test_documents.py": {
+        "whole parts": ("test_whole_parts", "other pieces"),
+        "kernels": ("test_kernels_get_what_plain_matmuls_get", "other (results|sizes|kernels)"),
     },
     "06_pipeline/test_pipeline.py": {
         "communicators": ("test_communicators", ""),
