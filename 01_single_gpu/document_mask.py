@@ -12,11 +12,12 @@ a row as one document, as train.py's does.)
 3. Positions go on from document to document: rotary angles depend on differences alone, so they need not start anew.
 
 Parent:   01_single_gpu/train.py
-Lesson:   document_lengths, attention, Attention.forward, Block.forward, Model.forward, forward
+Lesson:   document_lengths, check_lengths, attention, Attention.forward, Block.forward, Model.forward, forward
 Plumbing: Config, make_batch, check
-Copy:     document_lengths, attention (call document_lengths once per batch, and pass the lengths to all layers. Its
-          targets are the next tokens, and to it every ignored one is the first of a document: if you ignore others,
-          too, as in prompts, note the lengths where you pack the rows)
+Copy:     document_lengths, check_lengths, attention (call document_lengths once per micro-batch, and pass the lengths
+          to all layers. Its targets are the next tokens, with IGNORE as your loss has it, and it takes every ignored
+          one for the first of a document: if you ignore others, too, as in prompts, note the lengths where you pack the
+          rows. Learned positions must start anew in each document)
 Needs:    IGNORE
 Run:      python 01_single_gpu/document_mask.py
 Source:   Llama 3, arXiv:2407.21783, section 3.2; Krell et al. 2021, arXiv:2107.02027
@@ -129,10 +130,18 @@ def document_lengths(targets: Tensor) -> Tensor:
     return ends.diff(prepend=ends.new_zeros(1)).cpu()  # waits for a GPU that has the targets
 
 
+def check_lengths(lengths: Tensor, b: int, s: int) -> None:
+    """Raise unless documents of these lengths fill b rows of s tokens, each of which begins with one."""
+    ends = lengths.cumsum(0)
+    if ends[-1] != b * s or not torch.isin(torch.arange(s, b * s + 1, s), ends).all():
+        raise ValueError(f"document lengths must fill {b} rows of {s} tokens, and be cut where a row ends")
+
+
 @torch.compiler.disable  # it would compile anew for the lengths of every batch
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     """Causal attention within each document: q [b, h, s, k], k, v [b, g, s, k] and lengths [n] -> o like q."""
     attend, b = nn.functional.scaled_dot_product_attention, len(q)
+    check_lengths(lengths, b, q.shape[2])
     if len(lengths) == b:  # each row is one document
         return attend(q, k, v, is_causal=True, enable_gqa=True)
     if q.is_cuda and q.dtype == torch.bfloat16:  # FlashAttention, one kernel for all documents

@@ -11,11 +11,12 @@ rank·(in + out) elements, W in·out; for llama3_8b at rank 16 that is 0.5 %. Ac
 
 Parent:   01_single_gpu/train.py
 Lesson:   LoRALinear, Attention.__init__, MLP.__init__, Model.__init__, full_adapter, build_model, make_optimizer,
-          merge, save_adapters, save
+          merge_adapters, save_adapters, save
 Plumbing: Config, flops_per_token, train, check
-Copy:     LoRALinear, merge, save_adapters (replace linears without bias; assign their weights, so that these keep
-          their dtype; freeze all other parameters; train under autocast; give the optimizer what requires a gradient;
-          PEFT wants transformers' names)
+Copy:     LoRALinear, merge_adapters, save_adapters (replace linears, of which none may have a bias; assign their
+          weights, which keeps their dtype; then freeze all but "lora_", these weights, too; train under autocast; give
+          the optimizer what requires a gradient; the scale of merge_adapters is alpha/rank; save the model itself, not
+          what DDP or torch.compile wraps around it; PEFT wants transformers' names)
 Needs:    cfg.adapters, cfg.lora_alpha, cfg.lora_rank, "lora_"
 Run:      python 01_single_gpu/lora.py
           python 01_single_gpu/lora.py --init 'model-*.safetensors' --preset llama3_8b --batch 2 --seq 4096 \
@@ -393,7 +394,7 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
     print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
 
 
-def merge(weights: dict[str, Tensor], scale: float) -> None:
+def merge_adapters(weights: dict[str, Tensor], scale: float) -> None:
     """Replace W, A and B of every linear by W + scale·B·A, in the dtype of A and B: fp32 rounds little away."""
     for name in [name for name in weights if name.endswith(".lora_A.weight")]:
         linear = name.removesuffix(".lora_A.weight")
@@ -416,7 +417,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    merge(weights, cfg.lora_alpha / cfg.lora_rank)
+    merge_adapters(weights, cfg.lora_alpha / cfg.lora_rank)
     part = Path(f"{os.path.realpath(cfg.save)}.tmp")
     part.write_bytes(to_bytes(weights, metadata))
     part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that

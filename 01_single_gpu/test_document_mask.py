@@ -86,6 +86,16 @@ def test_end_of_a_document_in_a_file_of_ids(tmp_path, file):
     assert not (module.make_batch(cfg, module.load_data(cfg)[0], 0)[1] == module.IGNORE).any()
 
 
+@pytest.mark.parametrize("file", [DOCUMENTS, OVER_RANKS])
+@pytest.mark.parametrize("lengths", [[5, 1, 10], [16, 16, 1], [10, 12, 10]])
+def test_lengths_that_do_not_fill_rows(lengths, file):
+    """Too few, too many, and documents that go on in the next row: a wrong gradient without an error."""
+    check = load(file).check_lengths
+    with pytest.raises(ValueError, match="document lengths must fill 2 rows of 16 tokens"):
+        check(torch.tensor(lengths), 2, 16)
+    check(torch.tensor([10, 6, 16]), 2, 16)
+
+
 def scores(module):
     """A probe: queries times keys of each attention."""
     seen, attend = [], torch.nn.functional.scaled_dot_product_attention

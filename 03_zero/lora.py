@@ -17,7 +17,8 @@ Copy:     Unit, gather, free, before_forward, after_forward, after_backward, mak
           clip_gradients, evaluate, save_adapters (beside what 01_single_gpu/lora.py says: put each frozen one into one
           unit, the embedding into unit 0, and call check_units; give the model the attributes of Model.__init__; call
           before_forward before and after_forward after each unit; after each backward free the first block's unit; call
-          sum_gradients after the last one, and divide the loss by the valid tokens of all ranks)
+          sum_gradients after the last one, and divide the loss by the valid tokens of all ranks. Adapters start equal
+          on all ranks. Gather each unit, as save does, before you merge adapters or save weights)
 Needs:    cfg.adapters, cfg.clip, cfg.device, cfg.lora_alpha, cfg.lora_rank, cfg.microbatches, model.dp, model.gathers,
           model.units, "lora_", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/lora.py
@@ -547,7 +548,7 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
         print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
 
 
-def merge(weights: dict[str, Tensor], scale: float) -> None:
+def merge_adapters(weights: dict[str, Tensor], scale: float) -> None:
     """Replace W, A and B of every linear by W + scale·B·A, in the dtype of A and B: fp32 rounds little away."""
     for name in [name for name in weights if name.endswith(".lora_A.weight")]:
         linear = name.removesuffix(".lora_A.weight")
@@ -580,7 +581,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
             weights |= {names[p]: p.to("cpu", copy=True) for p in unit.parameters}
         free(unit)
     if dist.get_rank() == 0:
-        merge(weights, cfg.lora_alpha / cfg.lora_rank)
+        merge_adapters(weights, cfg.lora_alpha / cfg.lora_rank)
         part = Path(f"{os.path.realpath(cfg.save)}.tmp")
         part.write_bytes(to_bytes(weights, metadata))
         part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that

@@ -14,10 +14,12 @@ the others. Once per step, a rank also sends 2·(tp-1)/tp of 4 bytes per element
 Parent:   04_tensor_sequence/tensor_parallel.py, 01_single_gpu/lora.py
 Lesson:   placement, sum_partial, forward_backward, clip_gradients
 Plumbing: Config, Attention.__init__, MLP.__init__, Model.__init__, build_model, unshard, save_adapters, save, check
-Copy:     LoRALinear, SPLIT, CopyToTP, ReduceFromTP, placement, sum_partial, clip_gradients, unshard, merge,
-          save_adapters (as tensor_parallel.py and 01_single_gpu/lora.py say; call sum_partial after the last backward)
+Copy:     LoRALinear, SPLIT, CopyToTP, ReduceFromTP, placement, sum_partial, clip_gradients, unshard, merge_adapters,
+          save_adapters (as tensor_parallel.py and 01_single_gpu/lora.py say; draw each whole matrix alike on all ranks;
+          name all split layers in SPLIT, and those of keys and values in placement; call sum_partial after the last
+          backward)
 Needs:    cfg.adapters, cfg.clip, cfg.kv_heads, cfg.lora_alpha, cfg.lora_rank, model.replicas, model.tp, ".lora_A.",
-          ".lora_B.", "k_proj", "v_proj"
+          ".lora_B.", "k_proj", "lora_", "v_proj"
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/lora.py
 Source:   Hu et al. 2021, arXiv:2106.09685; Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
@@ -403,7 +405,7 @@ def sum_partial(cfg: Config, model: nn.Module) -> None:
     whole, shared = [], []
     for name, p in model.named_parameters():
         parts = placement(name, model.tp.size(), cfg.kv_heads)[1]
-        if p.requires_grad and parts < model.tp.size():
+        if "lora_" in name and parts < model.tp.size():
             (whole if parts == 1 else shared).append(p.grad)  # shared: B of key and value heads
     # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
     # 2 (n-1)/n of their bytes out and in per rank, with the n ranks that hold them, which wait
@@ -494,7 +496,7 @@ def unshard(cfg: Config, model: nn.Module, adapters: bool) -> dict[str, Tensor]:
     return weights
 
 
-def merge(weights: dict[str, Tensor], scale: float) -> None:
+def merge_adapters(weights: dict[str, Tensor], scale: float) -> None:
     """Replace W, A and B of every linear by W + scale·B·A, in the dtype of A and B: fp32 rounds little away."""
     for name in [name for name in weights if name.endswith(".lora_A.weight")]:
         linear = name.removesuffix(".lora_A.weight")
@@ -520,7 +522,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     weights = unshard(cfg, model, adapters=False)
     if dist.get_rank() == 0:
-        merge(weights, cfg.lora_alpha / cfg.lora_rank)
+        merge_adapters(weights, cfg.lora_alpha / cfg.lora_rank)
         part = Path(f"{os.path.realpath(cfg.save)}.tmp")
         part.write_bytes(to_bytes(weights, metadata))
         part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that

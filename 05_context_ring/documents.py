@@ -13,10 +13,10 @@ than a part, or fill whole sequences. In between, the ranks that hold the end of
 Parent:   05_context_ring/zigzag.py, 01_single_gpu/document_mask.py
 Lesson:   held, visible, local_attention, local_attention_backward, merge, RingAttention, attention
 Plumbing: Config, Attention.forward, Model.forward, forward, forward_backward, evaluate, check
-Copy:     shard, document_lengths, ring_exchange, held, visible, masked_scores, local_attention,
+Copy:     shard, document_lengths, check_lengths, ring_exchange, held, visible, masked_scores, local_attention,
           local_attention_backward, pack, unpack, merge, RingAttention, attention, backward, evaluate (find the lengths
-          in the targets of whole sequences, before shard cuts them; otherwise as all_gather_kv.py and document_mask.py
-          say)
+          in the targets of whole sequences, before shard cuts them, and divide the loss by their valid tokens; else as
+          all_gather_kv.py and document_mask.py say. Of several micro-batches, call backward for the last alone)
 Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/documents.py
 Source:   Llama 3, arXiv:2407.21783, sections 3.2 and 3.3.2
@@ -282,6 +282,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, cp: dist.Process
 
     Each rank has the tokens that shard gives it: q [b, h, s/cp, k] and k, v [b, g, s/cp, k] -> o like q.
     """
+    check_lengths(lengths, len(q), q.shape[2] * cp.size())
     with torch.autocast(q.device.type, enabled=False):  # plain matmuls stay in fp32
         return RingAttention.apply(q, k, v, tuple(lengths.tolist()), cp)
 
@@ -327,6 +328,13 @@ def document_lengths(targets: Tensor) -> Tensor:
     last[:, -1] = True
     ends = last.flatten().nonzero().flatten() + 1
     return ends.diff(prepend=ends.new_zeros(1)).cpu()  # waits for a GPU that has the targets
+
+
+def check_lengths(lengths: Tensor, b: int, s: int) -> None:
+    """Raise unless documents of these lengths fill b rows of s tokens, each of which begins with one."""
+    ends = lengths.cumsum(0)
+    if ends[-1] != b * s or not torch.isin(torch.arange(s, b * s + 1, s), ends).all():
+        raise ValueError(f"document lengths must fill {b} rows of {s} tokens, and be cut where a row ends")
 
 
 class Attention(nn.Module):

@@ -104,6 +104,7 @@ SIZES = """
 01_single_gpu/lora.py: 1 --compile
 01_single_gpu/document_mask.py: 1 --compile
 02_data_parallel/naive.py: 2 | *3 | 4 | 8 --batch 16
+02_data_parallel/hang.py: 2 | *3
 02_data_parallel/overlap.py: 2 | *3
 02_data_parallel/bucketed.py: *2 --bucket_mb 0.05 | 3 --bucket_mb 0 | 4 | 8 --batch 16 --bucket_mb 0.05
 02_data_parallel/coalesced.py: *2 --bucket_mb 0.05 | 3 --bucket_mb 0 | 4

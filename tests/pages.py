@@ -42,6 +42,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "02_data_parallel/no_sync.py": "micro-batches; only the last one communicates",
     "02_data_parallel/copy_engines.py": "an all-reduce of copies, which takes no SMs",
     "02_data_parallel/diloco.py": "workers that meet every few steps",
+    "02_data_parallel/hang.py": "name the rank that does not come to a collective",
     "02_data_parallel/torch_ddp.py": "the same by torch's DistributedDataParallel",
     "02_data_parallel/accelerate_ddp.py": "... by Accelerate around it",
     "03_zero/zero1.py": "optimizer state in shards",

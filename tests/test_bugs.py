@@ -92,6 +92,11 @@ IN_FILES = {
     "01_single_gpu/test_document_mask.py": {
         "documents alone": ("test_equals_each_document_alone", "is off by|split_with_sizes"),
         "end of a document": ("test_end_of_a_document_in_a_file_of_ids", "a token after --eos is predicted"),
+        "lengths that cross rows": (
+            "test_lengths_that_do_not_fill_rows",
+            "DID NOT RAISE",
+            {"lengths": [10, 12, 10]},
+        ),
         "rows of one document": ("test_rows_of_one_document", "other calls"),
         "one kernel": ("test_one_kernel_for_all_documents", "other (ends|arguments|results)"),
         "compiled anew": ("test_lengths_compile_nothing_anew", "compiled again"),
@@ -106,6 +111,20 @@ IN_FILES = {
     "01_single_gpu/test_validation.py": {
         "held out": ("test_what_is_held_out", "", {"lengths": [500, 440, 20, 20, 20], "cut": 960}),
         "printed validation": ("test_printed_every_n_steps", "not the loss of the evaluation"),
+    },
+    "02_data_parallel/test_hang.py": {
+        "who did not come": (
+            "test_says_who_what_and_where",
+            "DID NOT RAISE|says something|another exit code|a rank ends before",
+            {"hang": "size"},
+        ),
+        "who leaves": (
+            "test_says_who_what_and_where",
+            "says something|another exit code|hang|a rank ends before",
+            {"hang": "raise"},
+        ),
+        "who is late": ("test_waits_for_a_while", "says something|Wait timeout"),
+        "groups": ("test_groups_count_for_themselves", "other numbers|keys are kept|Wait timeout|hang|exit code 1"),
     },
     "03_zero/test_zero.py": {
         "owners": ("test_each_matrix_has_one_owner", "not by one owner each"),

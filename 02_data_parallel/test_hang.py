@@ -1,0 +1,117 @@
+"""Whoever does not come to a collective is named: rank, collective, line; and all ranks end with exit code 1."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from contract import SMALL
+from launch import ROOT, RankFailed, in_a_fork, launch, load
+
+HANG = "02_data_parallel/hang.py"
+EMBEDDING, NORM = "all_reduce(float32 [256, 32])", "all_reduce(float32 [32])"
+
+
+def line(file: Path | str, text: str) -> str:
+    """Where the only line with a text stands in a recipe."""
+    (number,) = (i for i, line in enumerate((ROOT / file).read_text().splitlines(), 1) if text in line)
+    return f"{Path(file).name}:{number}"
+
+
+def kept(folder: Path):
+    """A probe: what each rank is told to print when it gives up."""
+
+    def probe(module):
+        give_up, rank = module.give_up, module.os.environ["RANK"]
+
+        def watched(store, ranks, text):
+            (folder / rank).write_text(text)
+            give_up(store, ranks, text)
+
+        module.give_up = watched
+        return lambda: None
+
+    return probe
+
+
+@pytest.mark.parametrize("hang", ["raise", "skip", "order", "size", "one_rank"])
+def test_says_who_what_and_where(hang, tmp_path, file=HANG):
+    summed, alone = line(file, "dist.all_reduce(gradient)"), line(file, "dist.all_reduce(gradients[0].norm())")
+    usual, odd = f"call {EMBEDDING} at {summed}", f"ranks [2] call {NORM} at {summed}"
+    wanted = {
+        "raise": f"ranks [0, 1] {usual}; ranks [2] left by ValueError('raised by --hang raise') at "
+        + line(file, 'ValueError("raised'),
+        "skip": f"ranks [0, 1] {usual}; {odd}",
+        "order": f"ranks [0, 1] {usual}; {odd}",
+        "size": f"ranks [0, 1] {usual}; ranks [2] call all_reduce(float32 [1, 32]) at {summed}",
+        "one_rank": f"ranks [0] call all_reduce(float32 []) at {alone}; ranks [1, 2] {usual}",
+    }
+    with pytest.raises(RankFailed) as failure:
+        launch(file, 3, f"{SMALL} --batch 6 --steps 1 --timeout 30 --hang {hang}", probe=kept(tmp_path))
+    assert failure.value.code == 1, "another exit code"
+    assert len(list(tmp_path.iterdir())) == 3, "a rank ends before the others have given up"
+    said = [(tmp_path / f"{rank}").read_text() for rank in range(3)]
+    assert said[0] == f"collective 1: {wanted[hang]}", "says something else"
+    if hang == "one_rank" and file == HANG:  # the page's example
+        page = (ROOT / "02_data_parallel/README.md").read_text()
+        assert f"at {alone};\n" in page and f"at {summed}\n" in page, "the page names other lines"
+    assert said[1] == "" and (said[2].endswith("raised by --hang raise\n") if hang == "raise" else said[2] == "")
+
+
+@in_a_fork
+def test_waits_for_a_while(file=HANG):
+    """A rank that does not come is named after the time-out, by the first that waits; one that comes late is not."""
+    module, said = load(file), []
+    module.dist.get_rank, module.faulthandler.dump_traceback_later = lambda: 4, lambda timeout: None
+    module.give_up = lambda store, ranks, text: said.append((ranks, text))
+    store = dist.HashStore()
+    store.set("(1, 4, 6) 3 6", "call barrier() at a.py:1")
+    module.meet(store, (1, 4, 6), 3, "call barrier() at a.py:1", 0.1)
+    text = "ranks [1] did not come within 0.1 s; ranks [4, 6] call barrier() at a.py:1"
+    assert said == [([4, 6], f"collective 3: {text}")], "says something else"
+    store.set("(1, 4, 6) 3 1", "call barrier() at a.py:1")
+    module.meet(store, (1, 4, 6), 3, "call barrier() at a.py:1", 0.1)
+    assert len(said) == 1, "gives up although all have come"
+
+
+def in_a_group(module):
+    """A probe: instead of training, collectives of a part of the ranks between those of all. Reports keys in use."""
+
+    def some(cfg, *data):
+        part = dist.new_group([0, 2])
+        x = module.torch.zeros(3)
+        for _ in range(4):
+            if dist.get_rank() != 1:
+                module.dist.all_reduce(x, dist.ReduceOp.SUM, part)
+            module.dist.broadcast(x, src=0)
+
+    seen, meet = [], module.meet
+
+    def watched(store, members, number, call, timeout):
+        seen.append((members, number, call.split(" at ")[0]))
+        meet(store, members, number, call, timeout)
+        store.wait([f"{members} {number} {dist.get_rank()}"], timedelta(seconds=1))  # not deleted before it is read
+        assert number < 3 or not store.check([f"{members} {number - 2} {dist.get_rank()}"]), "keys are kept"
+
+    module.train, module.meet = some, watched
+    return lambda: seen
+
+
+def test_groups_count_for_themselves(file=HANG):
+    """Ranks outside a group are not waited for, and numbers of a group are its own."""
+    run = launch(file, 3, f"{SMALL} --batch 6", probe=in_a_group, save=False)
+    part = [((0, 2), i, "call all_reduce(float32 [3])") for i in range(1, 5)]
+    whole = [((0, 1, 2), i, "call broadcast(float32 [3])") for i in range(1, 5)]
+    both = [call for pair in zip(part, whole) for call in pair]
+    assert run.probes == [both, whole, both], "other numbers"
+
+
+@pytest.mark.parametrize("world, message", [(1, "--hang skip: needs --nproc_per_node 2 or more"), (2, "")])
+def test_needs_two_ranks(world, message, file=HANG):
+    module = load(file)
+    cfg = module.Config(hang="skip", device="cpu")
+    if message:
+        with pytest.raises(SystemExit, match=message):
+            module.check(cfg, world)
+    else:
+        module.check(cfg, world)
