@@ -2,7 +2,7 @@
 
 A collective ends when all ranks of its group have called it. If one raised, skipped it, or called another one, the
 others wait for it, with neither an error nor a hint, until NCCL's time-out of ten minutes. (gloo ends the process
-where sizes differ, also without a hint.)
+where sizes differ, and does not say whose.)
 
 1. A rank numbers its collectives, and before each one writes into the store of torchrun what it is about to call: name,
    shapes, line of code.
@@ -83,7 +83,7 @@ class Config:
     rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
-    steps: int = 40
+    steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other
     validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
     warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
