@@ -4,7 +4,7 @@
 2. Orthogonalise: of U·S·Vᵀ keep U·Vᵀ. Newton-Schulz does it by matmuls: five rounds of a polynomial take singular
    values above 0.3 % of the matrix's norm to 0.7 ... 1.2, and enlarge smaller ones up to 480 times. Rare directions,
    which a gradient hardly shows, then move nearly as far as frequent ones.
-3. Scale by 0.2·sqrt(max(m, n)): an update [m, n] is as large (RMS 0.2) as AdamW's, so --lr and decay stay the same.
+3. Scale by 0.2·sqrt(max(m, n)): an update [m, n] is as large (RMS 0.2) as AdamW's, whose --lr and decay are a start.
 
 Embedding, head and norms stay with AdamW: the embedding is a lookup, norms are vectors, and the head, though a matmul,
 was found to train better so. Newton-Schulz takes 5·(4·m²·n + 2·m³) FLOPs for m <= n, training 6·m·n per token. With t
