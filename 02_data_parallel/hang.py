@@ -158,14 +158,14 @@ def meet(store: dist.Store, members: tuple[int, ...], number: int, call: str, ti
 
 
 def give_up(store: dist.Store, ranks: Sequence[int], text: str) -> None:
-    """Print the text and end this process with exit code 1, once these ranks are here or two seconds have passed."""
+    """Print the text and end this process with exit code 1, once these ranks are here or five seconds have passed."""
     if text:
         print(text, file=sys.stderr, flush=True)
     with suppress(ValueError):  # only the main thread may
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the others as soon as one has ended
     begun = time.monotonic()
     store.add("here", 1)
-    while store.add("here", 0) < len(ranks) and time.monotonic() - begun < 2:
+    while store.add("here", 0) < len(ranks) and time.monotonic() - begun < 5:
         time.sleep(0.01)
     os._exit(1)  # at once: Python would wait for communication
 

@@ -1,5 +1,6 @@
 """Whoever does not come to a collective is named: rank, collective, line; and all ranks end with exit code 1."""
 
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +26,8 @@ def kept(folder: Path):
         give_up, rank = module.give_up, module.os.environ["RANK"]
 
         def watched(store, ranks, text):
+            if rank == "1":  # it is a little late
+                time.sleep(0.3)
             (folder / rank).write_text(text)
             give_up(store, ranks, text)
 
