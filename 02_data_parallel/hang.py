@@ -17,7 +17,8 @@ Parent:   02_data_parallel/naive.py
 Lesson:   COLLECTIVES, watch, meet, give_up, mistaken
 Plumbing: Config, forward_backward, check, main
 Copy:     COLLECTIVES, watch, meet, give_up (call watch once there is a process group, with a store that all ranks
-          reach, as main does, and what it returns where an exception would end a rank)
+          reach, as main does, and what it returns where an exception would end a rank. What was imported by name before
+          that, and what DDP or FSDP calls, is not seen)
 Run:      torchrun --nproc_per_node 8 02_data_parallel/hang.py
           torchrun --nproc_per_node 8 02_data_parallel/hang.py --hang skip
 Source:   PyTorch's flight recorder, docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
@@ -57,7 +58,7 @@ from torch import Tensor, nn
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
 COLLECTIVES = """all_reduce broadcast reduce all_gather_into_tensor reduce_scatter_tensor all_to_all_single
-barrier""".split()  # functions of torch.distributed that are watched
+barrier all_gather reduce_scatter all_to_all gather scatter""".split()  # functions of torch.distributed that are watched
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
 PRESETS = {
@@ -572,7 +573,8 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
     server = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store = dist.PrefixStore("hang", server)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # after a restart, the store still has the old keys
+    store = dist.PrefixStore(f"hang {attempt}", server)
     leave = watch(store, cfg.timeout)
     try:
         train(cfg, *data)

@@ -833,7 +833,8 @@ def curves() -> str:
 def optimizers() -> str:
     """How the curves of AdamW and Muon were measured."""
     stored = results("optimizers.json")
-    return f"{about(stored)}, `{stored['flags']}`; {stored['note']}."
+    note = f"; {stored['note']}" if "note" in stored else ""
+    return f"{about(stored)}, `{stored['flags']}`{note}."
 
 
 def falling() -> str:
