@@ -58,7 +58,7 @@ from torch import Tensor, nn
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
 COLLECTIVES = """all_reduce broadcast reduce all_gather_into_tensor reduce_scatter_tensor all_to_all_single
-barrier all_gather reduce_scatter all_to_all gather scatter""".split()  # functions of torch.distributed that are watched
+barrier all_gather reduce_scatter all_to_all gather scatter""".split()  # of torch.distributed
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
 PRESETS = {
