@@ -242,7 +242,7 @@ def check_run(recipe: str, file: str | None = None) -> None:
     """
     world, flags = SMALLEST[recipe]
     # kernels that are interpreted; many small messages (3d.py has four stages)
-    fewer = {"09": " --layers 1", "05": " --layers 2", "08": " --layers 2"} if recipe != "08_4d/3d.py" else {}
+    fewer = {"09": " --layers 1", "05": " --layers 1", "08": " --layers 2"} if recipe != "08_4d/3d.py" else {}
     flags += fewer.get(recipe[:2], "")
     start = time.perf_counter()
     probe = probes.together(
