@@ -227,7 +227,9 @@ def measured(bug: Bug) -> dict[str, object]:
         except RankFailed as failure:
             races = any(words in failure.output for words in RACES)
             crashes = failure.code < 0 or "Traceback" in failure.output  # by a signal, or by an error
-            entry["end"] = "races" if races else "crashes" if crashes else "refuses to run"
+            nan = re.search(r"step \d+: loss \S+ gradient norm nan", failure.output)  # which ends the run
+            ends = {"races": races, "crashes": crashes, "gives NaN": nan, "refuses to run": True}
+            entry["end"] = next(end for end, so in ends.items() if so)
     finite = {key: None if value != value else value for key, value in entry.items()}
     return finite if finite == entry else {**finite, "end": "gives NaN"}
 

@@ -185,10 +185,23 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
         started, in_step, build_model, train_step = [], [False], module.build_model, module.train_step
         compile_ = torch.nn.Module.compile
 
+        def arrive(by: int = 1) -> list[int]:
+            """Count the collectives that this rank has come to; return every rank's number."""
+            store = dist.distributed_c10d._get_default_store()
+            store.add(f"arrived/{dist.get_rank()}", by)
+            return [store.add(f"arrived/{r}", 0) for r in range(dist.get_world_size())]
+
         def fall_behind() -> None:
-            """Let the other ranks get ahead of rank 0: it still reads what they may write again too early."""
-            if late and dist.get_rank() == 0:
-                time.sleep(0.005)
+            """Hold rank 0 after a barrier of shared memory until the others have come to the next collective.
+
+            It still reads what they may write again too early. Where they wait for it in another way, it goes on.
+            """
+            end = time.monotonic() + 0.2
+            while late and dist.get_rank() == 0 and time.monotonic() < end:
+                mine, *others = arrive(0)
+                if all(number > mine for number in others):
+                    break
+                time.sleep(0.0005)
 
         class Work:
             """A collective: put into its group's queue behind what is before it on its stream."""
@@ -202,7 +215,10 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
                         stream.run(before)
                     if not self.let_go:
                         loan.watched = []  # the collective keeps its tensors itself
+                    arrive()
                     start(group, *loan.take()).wait()
+                    if name == "barrier":
+                        fall_behind()
 
                 self.queue = queues[group.group_name]
                 self.number = self.queue.put(writing(written, work))
@@ -212,12 +228,7 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
                 self.waited = True
                 if current[0]:  # the process goes on, and from here on what the collective uses is not its own
                     self.let_go = True
-
-                    def then() -> None:
-                        self.queue.run(self.number)
-                        fall_behind()
-
-                    current[0].put(then)
+                    current[0].put(partial(self.queue.run, self.number))
                 else:
                     self.queue.run(self.number)
                 return True
