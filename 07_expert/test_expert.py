@@ -76,7 +76,7 @@ def test_computes_what_transformers_computes(rope, top_k):
 
 
 # ----------------------------------------------------------------------------------------- functions, alone
-@pytest.mark.parametrize("recipe", [MOE, "07_expert/capacity.py", "08_4d/moe.py"])
+@pytest.mark.parametrize("recipe", [MOE, "07_expert/capacity.py", "07_expert/node_limited.py", "08_4d/moe.py"])
 def test_unpermute_rounds_once(recipe, file=None):
     """In bfloat16 the rows of a token are added in fp32: the error is half a unit."""
 
@@ -94,7 +94,7 @@ def test_unpermute_rounds_once(recipe, file=None):
 
 @pytest.mark.parametrize(
     "recipe",
-    ["moe", "expert_parallel", "auxiliary_loss", "bias_balancing", "capacity", "overlap", "slots", "symmetric_memory"],
+    """moe expert_parallel auxiliary_loss bias_balancing node_limited capacity overlap slots symmetric_memory""".split(),
 )
 def test_gates_are_not_rounded(recipe, file=None):
     """Experts multiply their hidden units by gates of fp32, and round the product once."""

@@ -44,7 +44,7 @@ LOW_GRADIENT = GRADIENT.replace("--lr 1e12", "--lr 1e14")  # rate 100: float32 w
 TRAINING = "--steps 4 --lr 1e-2 --clip 0.5 --warmup 1"
 # what is trained: the root's flags too
 MODEL = "--layers --batch --seq --vocab --dim --heads --kv_heads --ffn --experts --top_k".split()
-MODEL += "--lora_rank --lora_alpha --eps".split()
+MODEL += "--lora_rank --lora_alpha --eps --groups --top_groups --shared".split()
 LARGE = {"lm_head": 1000, "q_proj": 15, "k_proj": 15, "embed_tokens": 50}  # times the weights, by their names
 LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
     f"03_zero/{name}.py"
@@ -187,6 +187,10 @@ SIZES = """
 # test_balance.py has others
 07_expert/auxiliary_loss.py: 2 --balance 0 --z 0 | *4 --edp 2 --balance 0 --z 0
 07_expert/bias_balancing.py: 2 --bias_rate 0 --microbatches 1 | *4 --bias_rate 0 --microbatches 3 --edp 2
+07_expert/node_limited.py: 1 --compile | 2 --nodes 2 | 2 --nodes 2 --compile | 2 --nodes 2 --shared 0
+07_expert/node_limited.py: *4 --nodes 2 --microbatches 3 | 4 --nodes 4 --microbatches 1 --top_groups 3
+07_expert/node_limited.py: 4 --nodes 2 --edp 2 --batch 16 --top_k 1 | 8 --batch 16 | 8 --nodes 2 --batch 16
+07_expert/node_limited.py: 8 --nodes 4 --batch 16 --groups 8 --top_groups 4
 # experts / top_k or more: nothing is dropped
 07_expert/capacity.py: 2 --capacity 4 | 2 --capacity 4 --compile | 3 --experts 9 --top_k 4 --capacity 2.25
 07_expert/capacity.py: *4 --edp 2 --top_k 4 --capacity 2 | 6 --edp 2 --experts 6 --capacity 3
@@ -207,6 +211,7 @@ SIZES = """
 """
 ROOT_RECIPE = "01_single_gpu/train.py"
 MOE = "07_expert/moe.py"  # the root of a family of its own
+NODES = "07_expert/node_limited.py"  # on one rank, where tests/witness.py proves it
 TIED = "01_single_gpu/tied_embeddings.py"  # and of those that have its name, as below
 MUON = "01_single_gpu/muon.py"
 LORA = "01_single_gpu/lora.py"
@@ -215,7 +220,7 @@ BLOCKWISE = "05_context_ring/blockwise.py"  # the only one of its folder on one 
 KERNELS = "09_kernels/train.py"  # which no CPU can compile: there its kernels are interpreted
 # else gradients are too small for the clip; those of A, which begin at 0, are near eps, where AdamW enlarges rounding
 LORA_FLAGS = "--lora_alpha 300 --eps 1e-4"
-ROOTS = {recipe: (1, "") for recipe in (ROOT_RECIPE, MOE, TIED, MUON, DOCUMENTS)} | {LORA: (1, LORA_FLAGS)}
+ROOTS = {recipe: (1, "") for recipe in (ROOT_RECIPE, MOE, NODES, TIED, MUON, DOCUMENTS)} | {LORA: (1, LORA_FLAGS)}
 CASES, HARDEST = [], dict(ROOTS)
 for recipe, cases in (line.split(": ") for line in SIZES.splitlines() if line and line[0] != "#"):
     for ranks, _, flags in (case.partition(" ") for case in cases.split(" | ")):
@@ -270,6 +275,8 @@ def root_of(recipe: str) -> str:
         return same[0]
     if recipe in (DOCUMENTS, "05_context_ring/documents.py"):
         return DOCUMENTS
+    if recipe == NODES:
+        return NODES
     return MOE if recipe.startswith("07") or recipe == "08_4d/moe.py" else ROOT_RECIPE
 
 
@@ -424,10 +431,12 @@ def check(
     return worst
 
 
-def to_all_experts(flags: str) -> str:
+def to_all_experts(root: str, flags: str) -> str:
     """Flags with which every token goes to all experts: there is nothing that rounding could choose otherwise."""
+    if root == NODES:
+        return f"{flags} --top_k 16 --groups 4 --top_groups 4"
     _, _, count = f" --experts 8 {flags}".rpartition(" --experts ")
-    return f"{flags} --top_k {count.split()[0]}"
+    return f"{flags} --top_k {count.split()[0]}" if root == MOE else flags
 
 
 def check_low_precision(recipe: str, world: int, flags: str) -> dict[str, float]:
@@ -442,7 +451,7 @@ def check_low_precision(recipe: str, world: int, flags: str) -> dict[str, float]
     # Newton-Schulz enlarges small singular values, and what float32 rounded in them, up to 480 times
     wide = "float64" if root == MUON else "float32"
     for dtype in [wide] * (recipe != CONTEXT_TWIN) + ["bfloat16"] * (recipe not in SHORTER):
-        flags = to_all_experts(flags) if dtype == "bfloat16" and root == MOE else flags
+        flags = to_all_experts(root, flags) if dtype == "bfloat16" else flags
         init = start(root, f"{GPU_SHAPE} {shared(flags)}")
         before = compare.read(init)[0]
         common = f"{GPU_SHAPE} --device cuda --data {documents()} --init {init}"

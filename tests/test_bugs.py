@@ -170,6 +170,11 @@ IN_FILES = {
         "load": ("test_busiest_expert", "the root's load is"),
         "refusals": ("test_sizes", "None"),
     },
+    "07_expert/test_node_limited.py": {
+        "DeepSeek's layer": ("test_computes_what_transformers_computes", "is off by", {"shared": 1}),
+        "once per node": ("test_a_token_crosses_once_per_node", "other (rows|gradients) cross"),
+        "two best": ("test_groups_count_by_their_two_best", "another group is kept"),
+    },
     "07_expert/test_overlap.py": {
         "turns": ("test_halves_take_turns", "transfers without computation", {"layers": 3}),
         "late ranks": ("check_late_ranks", "is off by|IndexError|out of bounds|No such file"),

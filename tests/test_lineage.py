@@ -56,7 +56,7 @@ LIMITS = {  # lines of code; 490 for a recipe that is not named
         f"07_expert/{name}.py": 560
         for name in ("expert_parallel", "auxiliary_loss", "bias_balancing", "capacity", "slots")
     },
-    **{f"07_expert/{name}.py": 620 for name in ("overlap", "symmetric_memory")},
+    **{f"07_expert/{name}.py": 620 for name in ("node_limited", "overlap", "symmetric_memory")},
     "08_4d/2d.py": 625,
     "08_4d/3d.py": 780,
     "08_4d/train.py": 920,

@@ -1,0 +1,850 @@
+"""DeepSeek-V3's routing: the experts of a token are on few nodes, and the token crosses the network once per node.
+
+1. Scores are sigmoids, and each expert's is its own. The gates of a token are its chosen scores over their sum, times
+   --gate_scale. A shared expert computes every token.
+2. Experts are in groups, of which a node has one or more. A token keeps the --top_groups groups with the largest sum
+   of their two best biased scores, and takes its top_k experts from these.
+3. Hop one, over the network: one copy of the token to each of its nodes, to the rank of the same local index, with its
+   experts and gates. Hop two, over NVLink: one copy to each of its experts on that node.
+4. Back: the node adds up its experts' outputs, and one row per token and node crosses the network.
+A token crosses the network at most min(--top_groups, nodes) times, and comes back as often. expert_parallel.py sends it
+once per expert: DeepSeek-V3, with 8 experts on at most 4 of 8 nodes, needs half of that or less.
+
+Parent:   07_expert/bias_balancing.py
+Lesson:   Config, cross, Router, drop_absent, Unpermute, SharedExpert, MLP
+Plumbing: Block.__init__, Model, Model.__init__, tensor_shapes, build_model, flops_per_token, check
+Copy:     AllToAll, Route, dispatch, combine, cross, Router, sort_by_expert, drop_absent, Permute, Unpermute,
+          SharedExpert, MLP, move_biases (build_model makes the groups; Experts may be yours: dispatch calls nothing of
+          it; call move_biases after each optimizer step)
+Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.ffn, cfg.gate_scale, cfg.groups, cfg.shared, cfg.top_groups,
+          cfg.top_k, model.model.layers, Experts
+Run:      torchrun --nproc_per_node 8 07_expert/node_limited.py --nodes 2
+Source:   DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 3.2.2; Wang et al. 2024, arXiv:2408.15664
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import warnings
+import zlib
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from glob import glob
+from pathlib import Path
+from typing import Literal, get_args, get_type_hints
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+# ------------------------------------------------------------------------------------------------------------ config
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+# Shapes of Mixtral 8x7B, OLMoE-1B-7B and Qwen3-30B-A3B. Attention stays Llama's: OLMoE and Qwen3 also normalise queries
+# and keys, and Qwen3's heads are 128 wide, not dim / heads. OLMoE does not renormalise its gates; here all do.
+PRESETS = {
+    "tiny": dict(warmup=10),  # otherwise the defaults below: for laptops
+    "mixtral_8x7b": dict(
+        layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, experts=8, top_k=2, vocab=32000, theta=1e6, lr=3e-4
+    ),
+    "olmoe_1b_7b": dict(
+        layers=16, dim=2048, heads=16, kv_heads=16, ffn=1024, experts=64, top_k=8, vocab=50304, theta=1e4, lr=3e-4
+    ),
+    "qwen3_30b_a3b": dict(
+        layers=48, dim=2048, heads=32, kv_heads=4, ffn=768, experts=128, top_k=8, vocab=151936, theta=1e6, lr=3e-4
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 96  # of one expert
+    experts: int = 16
+    top_k: int = 4  # experts per token
+    groups: int = 4  # of experts, in the order of their numbers (n_group of DeepSeek-V3)
+    top_groups: int = 2  # groups that a token's experts may be of (topk_group)
+    shared: int = 1  # width of the shared expert, in experts; 0: there is none
+    gate_scale: float = 2.5  # of the gates, which add up to it (routed_scaling_factor)
+    nodes: int = 1  # that the ranks of ep are on; each holds whole groups
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
+    seq: int = 128
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 12
+    validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
+    warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast over fp32 weights
+    compile: bool = False
+    edp: int = 1  # ranks that hold a copy of each expert; the others share out the experts
+    microbatches: int = 2  # parts of a rank's batch that go through the model one after another
+    bias_rate: float = 0.003  # change of a bias per step; it is added to probabilities, which are 1/e on average
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+class AllToAll(torch.autograd.Function):
+    """Send the first sent[0] rows of x to rank 0, the next sent[1] to rank 1, ...; return what arrives, by rank.
+
+    x [sum(sent), d] -> [sum(arriving), d]. Backward is the way back: the same exchange with the sizes swapped.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, sent: list[int], arriving: list[int], ep: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.ep = (sent, arriving), ep
+        arrived = x.new_empty(sum(arriving), *x.shape[1:])
+        # what is not a rank's own: (ep-1)/ep of the bytes of x out and in, if experts are equally busy; everyone waits
+        dist.all_to_all_single(arrived, x.contiguous(), arriving, sent, group=ep)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, arriving = ctx.sizes
+        return AllToAll.apply(gradient, arriving, sent, ctx.ep), None, None, None
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the rows of one layer travel, and where the ranks' rows are among those that have arrived."""
+
+    sent: list[int]  # rows to each rank
+    arriving: list[int]  # rows from each rank
+    order: Tensor  # [n'] sorts what arrives, by rank and there by expert, into blocks of this rank's experts
+    inverse: Tensor  # [n'] its inverse permutation
+
+
+@torch.compiler.disable  # sizes are known only when it runs
+def dispatch(x: Tensor, gates: Tensor, ends: Tensor, ep: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Route]:
+    """Send rows x [n, d], sorted by expert, and their gates [n, 1] to the ranks of their experts. ends: sort_by_expert.
+
+    Returns what comes from all ranks for this rank's experts: rows [n', d], sorted by expert, their gates, their ends
+    [e/ep]; and the way back. A rank without rows takes part, with none: the others would wait for it forever.
+    """
+    counts = ends.diff(prepend=ends.new_zeros(1)).view(ep.size(), -1)  # ep e/ep, of the rows that go there
+    counts_here = torch.empty_like(counts)  # ep e/ep, of the rows that come from there
+    dist.all_to_all_single(counts_here, counts, group=ep)  # 4 bytes per expert; everyone waits
+    sent, arriving = torch.stack([counts.sum(1), counts_here.sum(1)]).tolist()  # the CPU waits for the GPU
+    x, gates = AllToAll.apply(x, sent, arriving, ep), AllToAll.apply(gates, sent, arriving, ep)
+    experts = torch.arange(counts.shape[1], device=x.device).repeat(ep.size())
+    experts = experts.repeat_interleave(counts_here.flatten(), output_size=len(x))  # n'
+    order, inverse, ends = sort_by_expert(experts, counts.shape[1])
+    x, gates = Permute.apply(x, order, inverse, 1), Permute.apply(gates, order, inverse, 1)
+    return x, gates, ends, Route(sent, arriving, order, inverse)
+
+
+@torch.compiler.disable
+def combine(y: Tensor, route: Route, ep: dist.ProcessGroup) -> Tensor:
+    """Send the experts' outputs y [n', d] back to where dispatch took their rows from: [n, d], sorted by expert."""
+    y = Unpermute.apply(y, route.order, route.inverse, 1)
+    return AllToAll.apply(y, route.arriving, route.sent, ep)
+
+
+@torch.compiler.disable
+def cross(
+    x: Tensor, gates: Tensor, experts: Tensor, ends: Tensor, across: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor, tuple[list[int], list[int]]]:
+    """Send rows x [n, d], sorted by node, with the gates and experts [n, top_k] of their tokens. ends: drop_absent.
+
+    across: the ranks that have this rank's index on their nodes. Returns what they send, [n', ...], and for the way
+    back how many rows go to each of them and come from it.
+    """
+    counts = ends.diff(prepend=ends.new_zeros(1))  # of the rows to each node
+    counts_here = torch.empty_like(counts)
+    dist.all_to_all_single(counts_here, counts, group=across)  # 4 bytes per node; everyone waits
+    sizes = sent, arriving = torch.stack([counts, counts_here]).tolist()  # the CPU waits for the GPU
+    experts_here = experts.new_empty(sum(arriving), experts.shape[1])
+    dist.all_to_all_single(experts_here, experts, arriving, sent, group=across)  # 8 top_k bytes per row; everyone waits
+    return *(AllToAll.apply(rows, sent, arriving, across) for rows in (x, gates)), experts_here, sizes
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.k = cfg.dim // cfg.heads
+        self.q_proj = nn.Linear(cfg.dim, cfg.heads * self.k, bias=False)
+        self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads * self.k, bias=False)
+        self.o_proj = nn.Linear(cfg.heads * self.k, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
+
+
+# More axes: e experts, t tokens of all sequences, n = t·top_k rows: each is a token for one of its experts.
+class Router(nn.Module):
+    """Choose top_k experts of top_groups groups for each token, and the gates by which their outputs are weighted."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.top_k, self.groups, self.top_groups, self.scale = cfg.top_k, cfg.groups, cfg.top_groups, cfg.gate_scale
+        self.weight = nn.Linear(cfg.dim, cfg.experts, bias=False).weight
+        self.register_buffer("bias", torch.zeros(cfg.experts), persistent=False)  # see move_biases
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [t, d] -> gates [t, top_k], differentiable, which add up to scale if top_k > 1; experts [t, top_k]"""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
+        with torch.autocast(x.device.type, enabled=False):
+            scores = nn.functional.linear(wide, self.weight.to(wide.dtype)).sigmoid()  # t e
+        biased = rearrange(scores + self.bias, "t (g e) -> t g e", g=self.groups)
+        best = biased.topk(min(2, biased.shape[-1])).values.sum(-1)  # t g
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(self.top_groups).indices, True)
+        # not 0, as others have it: a negative bias may bring all that is kept below 0
+        experts = biased.masked_fill(~kept[..., None], -math.inf).flatten(1).topk(self.top_k).indices
+        gates = scores.gather(-1, experts)  # without the bias
+        if self.top_k > 1:  # else they would be the same for all tokens, and the router would not learn
+            gates = gates / gates.sum(-1, keepdim=True)
+        return gates * self.scale, experts
+
+
+def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the rows n = (t top_k) of experts [t, top_k] by expert, without waiting for the GPU.
+
+    Returns order [n]: sorted row i is row order[i]; inverse [n], its inverse permutation; and ends [e], int32: where
+    the block of each of the `count` experts ends.
+    """
+    expert, order = experts.flatten().sort(stable=True)
+    ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return order, inverse, ends
+
+
+@torch.compiler.disable
+def drop_absent(places: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the rows of places [t, k] as sort_by_expert does, without those whose place is `count`: these go nowhere.
+
+    Of them, inverse points behind the last row, where Unpermute has zeros.
+    """
+    order, inverse, ends = sort_by_expert(places, count)
+    present = int(ends[-1])  # the CPU waits for the GPU
+    return order[:present], inverse.clamp(max=present), ends
+
+
+class Permute(torch.autograd.Function):
+    """Copy each token to its k rows, in sorted order: x [t, d] -> [n, d], where row i is token order[i] // k.
+
+    Backward is Unpermute; that of plain indexing would sort the indices again, or add row by row with atomics.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        ctx.k = k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return Unpermute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+
+
+class Unpermute(torch.autograd.Function):
+    """Add the rows of each token, k or fewer: y [n, d], in sorted order -> [t, d]. Backward is Permute."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        ctx.k = k
+        wide = torch.promote_types(y.dtype, torch.float32)
+        y = nn.functional.pad(y, (0, 0, 0, 1))  # a row of zeros, for those that are absent
+        # k terms written out compile to one kernel that reads whole rows; .sum() over an axis of k is far slower
+        total = sum(y[rows].to(wide) for rows in inverse.view(-1, k).unbind(1))
+        # torch 2.11 compiles a .to that changes nothing, at the end of a Function, to gradients of 0
+        return total if total.dtype == y.dtype else total.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return Permute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+
+
+def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each block of rows by the matrix of its expert: x [n, d], w [e, f, d] -> [n, f]. ends: sort_by_expert.
+
+    An expert without rows has a gradient of zeros.
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return nn.functional.grouped_mm(x, w.to(x.dtype).mT, offs=ends)  # one kernel; the sizes stay on the GPU
+    return one_by_one(x, w, ends)
+
+
+@torch.compiler.disable  # the number of rows of an expert is known only when it runs
+def one_by_one(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Do what grouped_matmul does with a matmul per expert, in any dtype and on any device."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()  # waits for the GPU
+    return torch.cat([rows @ matrix.T for rows, matrix in zip(x.split(sizes), w)])
+
+
+class Experts(nn.Module):
+    """One SwiGLU per expert (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config, ep: dist.ProcessGroup):
+        super().__init__()
+        here = cfg.experts // ep.size()
+        self.gate_up_proj = nn.Parameter(torch.empty(here, 2 * cfg.ffn, cfg.dim))  # both in one matmul
+        self.down_proj = nn.Parameter(torch.empty(here, cfg.dim, cfg.ffn))
+        for p in self.parameters():  # each expert as nn.Linear would
+            nn.init.uniform_(p, -(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor, gates: Tensor, ends: Tensor) -> Tensor:
+        """x [n, d] and gates [n, 1], sorted by expert -> the experts' outputs times the gates, [n, d]
+
+        down_proj is linear: what it reads may be multiplied as well. Then backward does not need the outputs.
+        """
+        gate, up = grouped_matmul(x, self.gate_up_proj, ends).chunk(2, dim=-1)
+        hidden = (nn.functional.silu(gate) * up * gates).to(x.dtype)  # n f
+        return grouped_matmul(hidden, self.down_proj, ends)
+
+
+class SharedExpert(nn.Module):
+    """SwiGLU that computes every token (arXiv:2002.05202); all ranks hold it, and train it like a dense layer."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.dim, cfg.shared * cfg.ffn, bias=False)
+        self.up_proj = nn.Linear(cfg.dim, cfg.shared * cfg.ffn, bias=False)
+        self.down_proj = nn.Linear(cfg.shared * cfg.ffn, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MLP(nn.Module):
+    """Experts: each token goes through top_k of them and the shared one. This rank holds e/ep, its node e/nodes.
+
+    across: the ranks that have this rank's index on their nodes; inside: the ranks of this node.
+    """
+
+    def __init__(self, cfg: Config, ep: dist.ProcessGroup, across: dist.ProcessGroup, inside: dist.ProcessGroup):
+        super().__init__()
+        self.across, self.inside = across, inside
+        self.top_k = cfg.top_k
+        self.gate = Router(cfg)
+        self.experts = Experts(cfg, ep)
+        self.shared_experts = SharedExpert(cfg) if cfg.shared else None
+        self.register_buffer("rows", torch.zeros(cfg.experts, dtype=torch.long), persistent=False)  # of each, this step
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = rearrange(x, "b s d -> (b s) d")
+        gates, experts = self.gate(tokens)
+        if torch.is_grad_enabled():  # not in a validation
+            self.rows.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))
+        nodes, here = self.across.size(), len(self.rows) // self.across.size()
+        node = experts // here  # t k
+        goes = node.new_full((len(tokens), nodes), nodes)  # t nodes: the token does not go there
+        goes.scatter_(1, node, node)  # it does
+        order, inverse, ends = drop_absent(goes, nodes)
+        rows, gates = (Permute.apply(x, order, inverse, nodes) for x in (tokens, gates))
+        rows, gates, experts, (sent, arriving) = cross(rows, gates, experts[order // nodes], ends, self.across)
+        y = self.on_this_node(rows, gates, experts - self.across.rank() * here, here)
+        y = AllToAll.apply(y, arriving, sent, self.across)
+        y = Unpermute.apply(y, order, inverse, nodes).view_as(x)
+        return y + self.shared_experts(x) if self.shared_experts else y
+
+    def on_this_node(self, x: Tensor, gates: Tensor, experts: Tensor, here: int) -> Tensor:
+        """x [n, d], gates and experts [n, top_k] -> [n, d], the sum over each row's experts among 0, ..., here - 1"""
+        absent = (experts < 0) | (experts >= here)  # n k
+        order, inverse, ends = drop_absent(experts.masked_fill(absent, here), here)
+        rows = Permute.apply(x, order, inverse, self.top_k)
+        gates = Permute.apply(gates.view(-1, 1), order, inverse, 1)
+        rows, gates, ends, route = dispatch(rows, gates, ends, self.inside)
+        y = combine(self.experts(rows, gates, ends), route, self.inside)
+        return Unpermute.apply(y, order, inverse, self.top_k)
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config, ep: dist.ProcessGroup, across: dist.ProcessGroup, inside: dist.ProcessGroup):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg, ep, across, inside)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Model(nn.Module):
+    """Llama 3 with the experts of DeepSeek-V3. Parameters have transformers' names and shapes in memory."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        dp: dist.ProcessGroup,
+        ep: dist.ProcessGroup,
+        edp: dist.ProcessGroup,
+        across: dist.ProcessGroup,
+        inside: dist.ProcessGroup,
+    ):
+        super().__init__()
+        self.cfg = cfg
+        self.dp, self.ep, self.edp = dp, ep, edp
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleList(Block(cfg, ep, across, inside) for _ in range(cfg.layers))
+        self.model.norm = RMSNorm(cfg)
+        self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> logits [b, s, v]"""
+        rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
+        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        for block in self.model.layers:
+            x = block(x, rope)
+        return self.lm_head(self.model.norm(x))
+
+
+def init_files(cfg: Config) -> list[str]:
+    """Return the path of --init, or all paths that match it."""
+    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+
+
+def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
+    """Return the shape of every tensor of the full model by its published name."""
+    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
+    attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
+    expert = dict(w1=[f, d], w2=[d, f], w3=[f, d])  # gate, down, up
+    moe = {f"experts.{i}.{name}": shape for i in range(cfg.experts) for name, shape in expert.items()}
+    shared = dict(gate_proj=[cfg.shared * f, d], up_proj=[cfg.shared * f, d], down_proj=[d, cfg.shared * f])
+    moe |= {f"shared_experts.{name}": shape for name, shape in shared.items() if cfg.shared}
+    moe = {f"block_sparse_moe.{name}": shape for name, shape in dict(gate=[cfg.experts, d], **moe).items()}
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **moe)
+    shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
+
+    Published models that tie their head store it as the embedding.
+    """
+    if cfg.init:
+        files = [safe_open(path, "pt") for path in init_files(cfg)]
+        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
+        return next(file.get_tensor(stored) for file in files if stored in file.keys())
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
+
+    first: the number of the first expert in these weights.
+    """
+    for name, tensor in weights.items():
+        module, _, last = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
+        parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=-2))) if last == "gate_up_proj" else {"w2": tensor}
+        if not module.endswith(".experts"):
+            yield f"{module}.{last}", tensor
+            continue
+        for part, matrices in parts.items():
+            yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices, first))
+
+
+def build_model(cfg: Config) -> Model:
+    """Build the model with this rank's experts, tensor by tensor, so that at most one full tensor is held twice.
+
+    dp is all ranks: they train what is not an expert. ep shares out the experts, edp holds copies of the same.
+    Ranks of one node follow each other.
+    """
+    ep_size = dist.get_world_size() // cfg.edp
+    mesh = init_device_mesh(cfg.device, (cfg.edp, ep_size), mesh_dim_names=("edp", "ep"))
+    ep, edp = mesh["ep"].get_group(), mesh["edp"].get_group()
+    sizes = cfg.edp, cfg.nodes, ep_size // cfg.nodes
+    mesh = init_device_mesh(cfg.device, sizes, mesh_dim_names=("edp", "across", "inside"))
+    with torch.device("meta"):
+        model = Model(cfg, dist.group.WORLD, ep, edp, mesh["across"].get_group(), mesh["inside"].get_group())
+    model.to_empty(device=cfg.device)
+    with torch.no_grad():
+        for name, tensor in published(dict(model.named_parameters()), ep.rank() * cfg.experts // ep.size()):
+            tensor.copy_(full_tensor(cfg, name, tensor.shape))
+        for buffer in model.buffers():
+            buffer.zero_()
+    if cfg.compile:
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    --validate holds out the documents that start in the last twentieth; if none does, the end of the last document.
+    """
+    path = Path(cfg.data)
+    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
+    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
+    else:
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        starts = np.cumsum([0, *map(len, documents[:-1])])
+        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+    if wrong:
+        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
+    if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
+        raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
+    cut = min(starts[(starts >= cut) & (starts < len(ids) - cfg.seq)], default=cut)
+    return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW, with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    total = 0
+    for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/dp/microbatches s
+        loss = forward(cfg, model, x, y) / tokens
+        loss.backward()  # adds to .grad, and frees the activations before the next micro-batch makes its own
+        total += loss.detach()
+    for name, p in model.named_parameters():
+        if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
+            p.grad = torch.zeros_like(p)
+        # a gradient of an expert has the tokens of all ep ranks in it already: only copies of the expert are summed
+        group = model.edp if ".experts." in name else model.dp
+        dist.all_reduce(p.grad, group=group)  # 2 (n-1)/n of its bytes out and in, for n ranks; everyone waits
+    dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
+    return total
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    experts = [p.grad for name, p in model.named_parameters() if ".experts." in name]
+    others = [p.grad for name, p in model.named_parameters() if ".experts." not in name]  # the same on all ranks
+    squares = nn.utils.get_total_norm(experts) ** 2 / model.edp.size()  # edp ranks have the same experts
+    # one element; everyone waits. Not over ep: if groups rounded differently, they would also clip differently
+    dist.all_reduce(squares, group=model.dp)
+    norm = (nn.utils.get_total_norm(others) ** 2 + squares).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
+    return norm
+
+
+def count_rows(model: Model) -> Tensor:
+    """Return the rows of each expert in this step, [layers, e]; count from 0 again."""
+    rows = torch.stack([block.mlp.rows for block in model.model.layers]).float()  # layers e
+    dist.all_reduce(rows, group=model.dp)  # 4 bytes per layer and expert; everyone waits
+    for block in model.model.layers:
+        block.mlp.rows.zero_()
+    return rows
+
+
+def move_biases(cfg: Config, model: Model, rows: Tensor) -> None:
+    """Move each bias by --bias_rate against its expert's load: rows [layers, e] of all micro-batches and ranks."""
+    signs = (rows.mean(1, keepdim=True) - rows).sign()  # layers e: 1 where an expert had less than the mean
+    for block, sign in zip(model.model.layers, signs):
+        block.mlp.gate.bias.add_(sign, alpha=cfg.bias_rate)
+
+
+def busiest(rows: Tensor) -> Tensor:
+    """Return the rows of the busiest expert over the mean of its layer, in the worst layer."""
+    return (rows.amax(1) / rows.mean(1)).amax()
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss, gradient norm and the busiest expert's load."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    rows = count_rows(model)
+    move_biases(cfg, model, rows)
+    return loss, norm, busiest(rows)
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    own = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    micro = (x.chunk(cfg.microbatches) for x in own)  # b/dp/microbatches s
+    loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
+    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    return loss / tokens
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    Of the experts those count through which a token goes.
+    """
+    kv, active = cfg.dim // cfg.heads * cfg.kv_heads, cfg.top_k + cfg.shared
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn * active + cfg.dim * cfg.experts
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float, load: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  busiest expert {load:.2f}x  {tail}", flush=True)
+
+
+def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Print the mean loss of a batch of unseen text, the same one each time."""
+    loss = evaluate(cfg, model, *make_batch(cfg, unseen, 0)).item()
+    if dist.get_rank() == 0:
+        print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, norm, seconds, load] per step.
+
+    All ranks take part: each tensor of experts is gathered on all of them, one after another; rank 0 collects them on
+    its CPU.
+    Without the biases, for which Mixtral has no name (DeepSeek-V3's is e_score_correction_bias): --init starts from 0.
+    """
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if ".experts." in name:
+            full = tensor.new_empty(model.ep.size() * len(tensor), *tensor.shape[1:])
+            # 1/ep of the bytes of full out and the rest in per rank; everyone waits
+            dist.all_gather_into_tensor(full, tensor, group=model.ep)
+            tensor = full
+        if dist.get_rank() == 0:
+            weights[name] = tensor.cpu()
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    if dist.get_rank() == 0:
+        part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+        part.write_bytes(to_bytes(dict(published(weights)), metadata))
+        part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, train it, log every step, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm, load = train_step(cfg, model, optimizer, *batch)
+        batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
+        loss, norm, load = loss.item(), norm.item(), load.item()  # waits for the GPU
+        if not math.isfinite(loss + norm):
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
+        history.append((loss, norm, time.perf_counter() - start, load))
+        log(cfg, f"step {step + 1}", *history[-1])
+        if cfg.validate and (step + 1) % cfg.validate == 0:
+            validate(cfg, model, unseen)
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    for name, hint in get_type_hints(Config).items():
+        value = dict(type=type(getattr(Config, name)), choices=get_args(hint) or None)
+        kind = dict(action="store_true") if hint is bool else value
+        parser.add_argument(f"--{name}", help=f"default: {getattr(Config, name)}", **kind)
+    given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+
+
+def check_init(cfg: Config) -> None:
+    """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
+    shapes = tensor_shapes(cfg)
+    for path in init_files(cfg):
+        try:
+            file = safe_open(path, "pt")
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {path} is no .safetensors file") from None
+        for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
+            tensor = file.get_slice(name)
+            kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            if f"{kind} {tensor.get_shape()}" != wanted:
+                raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
+    if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
+        raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
+
+
+def check(cfg: Config, world: int) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    zero = "steps validate warmup lr weight_decay seed compile bias_rate shared".split()
+    edge = dict.fromkeys(zero, 0) | {"clip": math.inf}
+    for flag, value in asdict(cfg).items():
+        if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
+            raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
+    each, most = cfg.batch // max(1, world), cfg.experts // cfg.groups * cfg.top_groups
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
+    large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
+        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a process"),
+        (max(1, world) % cfg.edp, f"--edp {cfg.edp}: must divide the number of processes, {world}"),
+        (
+            cfg.experts % max(1, world // cfg.edp),
+            f"--experts {cfg.experts}: must be divisible by the ranks that share them, {world // cfg.edp}",
+        ),
+        (
+            max(1, world) // cfg.edp % cfg.nodes or cfg.groups % cfg.nodes,
+            f"--nodes {cfg.nodes}: must divide the {world // cfg.edp} ranks that share the experts, and --groups "
+            f"{cfg.groups}",
+        ),
+        (cfg.experts % cfg.groups, f"--groups {cfg.groups}: must divide --experts {cfg.experts}"),
+        (cfg.top_groups > cfg.groups, f"--top_groups {cfg.top_groups}: must be at most --groups {cfg.groups}"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (cfg.top_k > most, f"--top_k {cfg.top_k}: must be at most {most}, the experts of --top_groups"),
+        (
+            cfg.dtype == "bfloat16" and cfg.device == "cuda" and math.gcd(cfg.dim, cfg.ffn) % 8,
+            f"--ffn {cfg.ffn}: it and --dim {cfg.dim} must be multiples of 8, for matmuls of bfloat16",
+        ),
+        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    if found := [problem for wrong, problem in problems if wrong]:
+        raise SystemExit(found[0])
+    if cfg.init:
+        check_init(cfg)
+
+
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
+    data = load_data(cfg)
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # torch 2.13 has other names for both, and warns on every rank
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
+    dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    train(cfg, *data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
