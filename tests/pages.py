@@ -86,7 +86,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "07_expert/expert_parallel.py": "experts shared out, tokens travel to them and back",
     "07_expert/auxiliary_loss.py": "... kept equally busy by a loss",
     "07_expert/bias_balancing.py": "... or by biases, without one",
-    "07_expert/node_limited.py": "DeepSeek-V3's routing: a token's experts are on few nodes, which it reaches once each",
+    "07_expert/node_limited.py": "DeepSeek-V3's routing: experts on few nodes, each of which a token reaches once",
     "07_expert/capacity.py": "a fixed number of slots per expert; rows that find none are dropped",
     "07_expert/overlap.py": "half of the batch travels while the other half computes",
     "07_expert/slots.py": "a fixed number of slots that grows when rows find none: the CPU never waits",

@@ -14,6 +14,7 @@ import equivalence
 import launch as launching
 import mutation
 import probes
+import puzzle
 import pytest
 import schedules
 from equivalence import ROOT_RECIPE
@@ -348,6 +349,27 @@ def test_the_log_does_not_see_the_scale(tmp_path):
     right = launch(bug.recipe, bug.world, f"{flags} {bug.flags}").history[0]
     wrong = launch(mutate(bug, tmp_path), bug.world, f"{flags} {bug.flags}").history[0]
     assert abs(wrong[0] / right[0] - 1) < 1e-14 and wrong[1] > 100 * right[1]
+
+
+@pytest.mark.thorough
+def test_puzzle(capsys, monkeypatch):
+    """It shows both runs; hints name the wrong gradients and the definition; the answer has the line."""
+
+    def said(words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["puzzle.py", *words.split()])
+        puzzle.main()
+        return capsys.readouterr().out
+
+    recipe = "02_data_parallel/naive.py"
+    names = [bug.what for bug in puzzle.puzzles() if bug.recipe == recipe]
+    number = next(i for i, what in enumerate(names, 1) if "averages" in what)
+    steps = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", said(f"{recipe} {number}"), re.M)
+    assert len(steps) == 10 and steps[0][0] == steps[0][1] and float(steps[0][2]) > 1.5 * float(steps[0][3])
+    assert re.search(r"(\d+) of \1 gradients are wrong", said(f"{recipe} {number} --hint 1"))
+    assert "in forward_backward." in said(f"{recipe} {number} --hint 2")
+    assert names[number - 1] in (revealed := said(f"{recipe} {number} --reveal")) and "\n+" in revealed
+    with pytest.raises(SystemExit, match="are 1 to"):
+        said(f"{recipe} 99")
 
 
 def test_every_recipe_has_its_bug():
