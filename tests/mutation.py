@@ -1,7 +1,7 @@
 """Seeded bugs: small changes of a recipe, several of them once shipped by somebody, and what each turns red.
 
 Each folder has its list, `bugs.diff`. tests/test_bugs.py asserts that every one is seen; this file measures what each
-does to the gradient and to a loss curve, for the table "What breaks it" of the folder's page.
+does to the gradient and to a loss curve, for tests/BUGS.md.
 
     python tests/mutation.py [--jobs 2] [FOLDER ...]         measure the bugs of all folders, or of these
     python tests/mutation.py --tier [--jobs 2] [FOLDER ...]  print the promise of all recipes that each breaks, or "--"

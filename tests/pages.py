@@ -8,12 +8,14 @@ Prose is written by hand, in the pages. A number on a page comes from here.
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import re
 import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -195,7 +197,7 @@ BASELINES = {  # where no library trains the same: what speed is over
 LIBRARIES = "torch_", "accelerate_"  # how the names of library twins start
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
 NOTHING = 1e-10  # a difference below is rounding
-SHOWN = 12  # so many bugs are in sight, the others below a line to be opened
+SHOWN = 5  # so many bugs are on a folder's page; tests/BUGS.md has all
 UNKNOWN = "Not measured yet."
 OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
 WRITTEN_HERE = "ours", "Triton", "Gluon"  # contenders of a kernel file that are the file's own
@@ -251,10 +253,10 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-def section(path: str) -> str:
-    """A link to the section of a recipe on its folder's page."""
+def section(path: str, page: str = "") -> str:
+    """A link to the section of a recipe on its folder's page, which is `page` from where the link stands."""
     name = Path(path).name
-    return f"[`{name}`](#{anchor(name)})"
+    return f"[`{name}`]({page}#{anchor(name)})"
 
 
 def first_parent(path: str) -> str | None:
@@ -503,30 +505,35 @@ def equivalence() -> str:
 
 
 def bugs(folder: str) -> str:
-    """The seeded bugs of a folder's recipes: the gradient's error, and whether a loss curve would have shown them.
+    """The most instructive of the seeded bugs of a folder's recipes, and where all are."""
+    ours = bugs_of(folder)
+    if not ours:
+        return ""
+    shown = instructive(ours)
+    table = bugs_table([bug for bug in ours if bug in shown])
+    return "\n\n".join([summary(ours), table, f"[All {len(ours)}](../tests/BUGS.md#{folder})"])
 
-    In the order of the folder, those that change no number last. Of many, the most instructive are in sight.
-    """
+
+def all_bugs(folder: str) -> str:
+    """All seeded bugs of a folder's recipes: the gradient's error, and whether a loss curve would have shown them."""
+    ours = bugs_of(folder)
+    return "\n\n".join([summary(ours), bugs_table(ours, f"../{folder}/README.md")]) if ours else ""
+
+
+def bugs_of(folder: str) -> list[dict]:
+    """The seeded bugs of a folder, in the order of its recipes; those that change no number last."""
     order = list(IDEAS)
     ours = [bug for bug in results("bugs.json") if bug["recipe"].startswith(f"{folder}/")]
-    ours.sort(key=lambda bug: (without_effect(bug), order.index(bug["recipe"])))
-    first = [bug for bug in ours if bug in instructive(ours)]
-    others = [bug for bug in ours if bug not in first]
-    if not others:
-        return "\n\n".join(filter(None, [summary(ours), bugs_table(ours)]))
-    more = f"<details><summary>{len(others)} more bugs</summary>\n\n{bugs_table(others)}\n\n</details>"
-    return "\n\n".join([summary(ours), bugs_table(first), more])
+    return sorted(ours, key=lambda bug: (without_effect(bug), order.index(bug["recipe"])))
 
 
 def instructive(found: list[dict]) -> list[dict]:
-    """The bugs to show: first those that the loss curve hides, the largest errors first; none twice."""
-    hidden = [bug for bug in found if hides(bug)]
-    others = [bug for bug in found if not hides(bug)]
-    ranked = [
-        *sorted(hidden, key=lambda bug: -bug["gradient"]),
-        *sorted(others, key=lambda bug: (without_effect(bug), -(bug["gradient"] or 0))),
-    ]
-    return list({bug["what"]: bug for bug in reversed(ranked)}.values())[::-1][:SHOWN]
+    """The bugs to show: those that the loss curve hides, the largest errors first; each recipe in turn, none twice."""
+    ranked = sorted(found, key=lambda bug: (not hides(bug), without_effect(bug), -(bug["gradient"] or 0)))
+    ranked = list({bug["what"]: bug for bug in reversed(ranked)}.values())[::-1]
+    turns = defaultdict(itertools.count)  # the recipe's worst, its second, ...
+    turn = {bug["what"]: next(turns[bug["recipe"]]) for bug in ranked}
+    return sorted(ranked, key=lambda bug: turn[bug["what"]])[:SHOWN]
 
 
 def hides(bug: dict) -> bool:
@@ -550,12 +557,12 @@ def summary(found: list[dict]) -> str:
     return f"{len(found)} bugs; {len(wrong)} of them change the gradient by more than 1 %; {few}."
 
 
-def bugs_table(found: list[dict]) -> str:
-    """A row per bug."""
+def bugs_table(found: list[dict], page: str = "") -> str:
+    """A row per bug. page: that of the folder, from where the table stands."""
     rows = []
     for bug in found:
         gradient = "races" if bug["end"] == "races" else digits(bug["gradient"])
-        rows.append([section(bug["recipe"]), bug["what"], gradient, percent(bug["loss"]), seen(bug)])
+        rows.append([section(bug["recipe"], page), bug["what"], gradient, percent(bug["loss"]), seen(bug)])
     return table(["recipe", "bug", "gradient error", "loss curve differs by", "would you have seen it?"], rows)
 
 
@@ -859,12 +866,14 @@ def first(text: str) -> str:
 
 def pages() -> list[Path]:
     """All pages."""
-    return [ROOT / "README.md", *sorted(ROOT.glob("[01][0-9]_*/README.md")), ROOT / "tests" / "README.md"]
+    return [ROOT / "README.md", *sorted(ROOT.glob("[01][0-9]_*/README.md")), *(ROOT / "tests").glob("*.md")]
 
 
 def makers(page: Path) -> dict[str, Callable[[], str]]:
     """What a page can have between markers: name -> what makes it."""
     folder = page.parent.name
+    if page.name == "BUGS.md":
+        return {folder: functools.partial(all_bugs, folder) for folder in FOLDERS}
     if page.parent == ROOT:
         return {"recipes": all_folders}
     if folder == "tests":
