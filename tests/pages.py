@@ -7,6 +7,7 @@ Prose is written by hand, in the pages. A number on a page comes from here.
 """
 
 import argparse
+import difflib
 import functools
 import itertools
 import json
@@ -197,6 +198,7 @@ BASELINES = {  # where no library trains the same: what speed is over
 LIBRARIES = "torch_", "accelerate_"  # how the names of library twins start
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
 NOTHING = 1e-10  # a difference below is rounding
+IN_SIGHT, ON_PAGE = 40, 160  # lines of a diff that are in sight, and that are on a page at all
 SHOWN = 5  # so many bugs are on a folder's page; tests/BUGS.md has all
 UNKNOWN = "Not measured yet."
 OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
@@ -279,7 +281,31 @@ def commands(path: str) -> str:
     parent = first_parent(path)
     diff = f"git diff --patience --no-index {parent} {path}\n" if parent else ""
     run = re.search(r"^Run:\s+(.+)$", FAMILY[path].source, re.M)[1]
-    return f"```bash\n{diff}{run}\n```\n\n{size(path)} of code"
+    code = f"```bash\n{diff}{run}\n```\n\n{size(path)} of code"
+    lines = lesson(path, 1)
+    if not 0 < len(lines) <= ON_PAGE:
+        return code
+    block = "\n".join(["```diff", *lines, "```"])
+    if len(lines) > IN_SIGHT:
+        block = f"<details><summary>The lesson, as a diff</summary>\n\n{block}\n\n</details>"
+    return f"{code}\n\n{block}"
+
+
+def lesson(path: str, context: int) -> list[str]:
+    """The lines of a diff of what the header calls the lesson, against the first parent that has the definition."""
+    above, lines = [FAMILY[parent].definitions for parent in parents(FAMILY[path])], []
+    for name in FAMILY[path].header.get("Lesson", []) if above else []:
+        for definition, text in FAMILY[path].definitions.items():
+            if definition == name or definition.startswith(f"{name}."):
+                before = next((found[definition] for found in above if definition in found), "")
+                diff = difflib.unified_diff(before.splitlines(), text.splitlines(), n=context, lineterm="")
+                lines += [re.sub(r"^@@ .*", f"@@ {definition}", line) for line in list(diff)[2:]]
+    return lines
+
+
+def look() -> str:
+    """The lesson of 1F1B, which is short."""
+    return "\n".join(["```diff", *(line for line in lesson("06_pipeline/1f1b.py", 2) if line[:2] != "@@"), "```"])
 
 
 def recipes_of(folder: str) -> list[str]:
@@ -290,13 +316,34 @@ def recipes_of(folder: str) -> list[str]:
 def all_folders() -> str:
     """A row per folder: its recipes, the largest of their errors, and the best of their speeds."""
     rows = []
-    for folder, lesson in FOLDERS.items():
-        paths = recipes_of(folder)
+    for folder, idea in FOLDERS.items():
+        paths, best = recipes_of(folder), best_speed(folder)
         links = " · ".join(f"[`{Path(path).stem}`]({path})" for path in paths)
-        speeds = [ratio(path) for path in paths if not Path(path).name.startswith(LIBRARIES)]
-        best = max(filter(None, speeds), key=float, default="")
-        rows.append([f"[`{folder}`]({folder}/README.md)", lesson, links, worst_error(paths), best])
-    return table(["folder", "what it teaches", "recipes, in reading order", "error", "speed"], rows)
+        rows.append([f"[`{folder}`]({folder}/README.md)", f"{idea}: {links}", worst_error(paths), best])
+    return table(["folder", "idea, and its recipes in reading order", "error", "speed"], rows)
+
+
+def facts() -> str:
+    """What the repository can claim: how equal, how well tested, how fast."""
+    errors = [e for e in results("equivalence.json") if e["device"] == "cpu"]
+    worst, found = max(error for e in errors for error in e["errors"].values()), results("bugs.json")
+    wrong = [bug for bug in found if (bug["gradient"] or 0) > 0.01]
+    hidden, files = sum(map(hides, wrong)), len({e["recipe"] for e in errors})
+    transformers, fsdp, pipelining = map(best_speed, ("01_single_gpu", "03_zero", "06_pipeline"))
+    return f"""
+* **Equal.** {files} files train as one GPU does: over all layouts, sizes and numbers of ranks, the worst gradient or
+  weight is off by {worst:.0e} in float64.
+* **Tested.** Each of {len(found)} [seeded bugs](tests/BUGS.md) turns a test red. Of the {len(wrong)} that change the
+  gradient by more than 1 %, {hidden} move AdamW's loss curve by less than that. Find one: `python tests/puzzle.py`
+* **Fast.** On the same GPUs {transformers} times as fast as `transformers`, {fsdp} as FSDP2, {pipelining} as
+  `torch.distributed.pipelining`.
+""".strip()
+
+
+def best_speed(folder: str) -> str:
+    """The largest ratio of a folder's recipes to its library twin."""
+    speeds = [ratio(path) for path in recipes_of(folder) if not Path(path).name.startswith(LIBRARIES)]
+    return max(filter(None, speeds), key=float, default="")
 
 
 def folder_table(folder: str) -> str:
@@ -309,6 +356,15 @@ def folder_table(folder: str) -> str:
         ours = ratio(path) or gain(path) or kernel_gain(path)
         rows.append([f"[`{name}`]({name})", IDEAS[path], above, diff, worst_error([path]), ours])
     return table(["file", "idea", "parent", "diff", "error", "speed"], rows)
+
+
+def way(folder: str) -> str:
+    """Links to the folders before and after."""
+    folders = list(FOLDERS)
+    at = folders.index(folder)
+    before = [f"← [{name}](../{name}/README.md)" for name in folders[:at][-1:]]
+    after = [f"[{name}](../{name}/README.md) →" for name in folders[at + 1 :][:1]]
+    return " · ".join([*before, "[all folders](../README.md#the-recipes)", *after])
 
 
 def worst_error(paths: list[str]) -> str:
@@ -875,11 +931,11 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
     if page.name == "BUGS.md":
         return {folder: functools.partial(all_bugs, folder) for folder in FOLDERS}
     if page.parent == ROOT:
-        return {"recipes": all_folders}
+        return {"facts": facts, "look": look, "recipes": all_folders}
     if folder == "tests":
         return {"equivalence": equivalence, "together": together}
     here = {Path(path).name: functools.partial(commands, path) for path in recipes_of(folder)}
-    tables = {"recipes": folder_table, "speed": speed, "bugs": bugs}
+    tables = {"recipes": folder_table, "speed": speed, "bugs": bugs, "way": way, "way on": way}
     here |= {name: functools.partial(make, folder) for name, make in tables.items()}
     extra = {
         "01_single_gpu": {"optimizers": optimizers},

@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+import schedules
 import torch
 import torch.distributed as dist
 from launch import ROOT, launch, load, once
@@ -239,6 +240,35 @@ def other_parents(paths: list[str], characters: float) -> list[list[tuple[str, s
             lines.append([])
         lines[-1] += runs
     return lines
+
+
+# --------------------------------------------------------------------------------------------------------------- look
+def draw_look(ranks: int = 4, microbatches: int = 8) -> str:
+    """Two schedules: a row per rank, and a box per operation with the number of its micro-batch."""
+    canvas, left, row, top = Canvas("afab.py and 1f1b.py: what each rank does", 640), 52, 20, 0
+    for name in "afab", "1f1b":
+        path = f"06_pipeline/{name}.py"
+        line = schedules.pipeline(load(path), ranks, microbatches)
+        slots = schedules.simulate(line, dict.fromkeys("FBW", 1))
+        unit, held = (640 - left) / schedules.makespan(slots), schedules.in_flight(line)
+        words = f"keeps the activations of at most {max(held)} of {microbatches} micro-batches"
+        canvas.text(left, top + 16, (f"{name}.py ", "ink"), (words, "muted"), size=13)
+        for rank in range(ranks):
+            y = top + 24 + row * rank
+            canvas.text(left - 8, y + 13, (f"rank {rank}", "muted"), anchor="end")
+            canvas.box(Box(left, y, 640 - left, row - 3), "plain")
+        for slot in slots:
+            y, width = top + 24 + row * slot.rank, unit * (slot.end - slot.start)
+            box = Box(left + unit * slot.start, y, width - 1, row - 3)
+            canvas.box(box, {"F": "forward", "B": "backward"}[slot.op])
+            canvas.label(box, f"{slot.i}", size=11)
+        top += 24 + row * ranks + 14
+    x = left
+    for role, words in ("forward", "forward"), ("backward", "backward, twice as long"), ("plain", "idle"):
+        canvas.box(Box(x, top, 12, 12), role)
+        canvas.text(x + 18, top + 10, (words, "ink"))
+        x += 40 + 7 * len(words)
+    return canvas.svg(top + 16)
 
 
 # --------------------------------------------------------------------------------------------------------------- ring
@@ -1258,6 +1288,7 @@ def draw_optimizers() -> str:
 # --------------------------------------------------------------------------------------------------------------- main
 PICTURES = {
     "tests/family.svg": draw_family,
+    "tests/look.svg": draw_look,
     "01_single_gpu/muon.svg": draw_optimizers,
     "02_data_parallel/ring.svg": draw_ring,
     "04_tensor_sequence/blocks.svg": draw_blocks,
