@@ -1,0 +1,889 @@
+"""ZeRO-3 whose blocks' weights are gathered in fp8: half the bytes of bf16, and the same fp8 weights as on one GPU.
+
+1. After each optimizer step every rank finds the amax of its shards, and one all-reduce the amax of whole weights. With
+   the scale of its own shard, each rank would round differently.
+2. Each rank casts its shards, once per step. Blocks are gathered in e4m3, ready for the matmuls of fp8_tensorwise.py.
+3. The gradient of the input reads weights transposed. A shard cannot be transposed, a gathered weight can: just before
+   the backward of its block.
+No matmul reads the norms' vectors: they stay in bf16, whole on each rank. The all-reduce of step 1 brings them, too.
+
+For Ψ elements in the blocks' matrices, a micro-batch sends (dp-1)/dp of (1 + 1 + 2)Ψ bytes for two gathers and the
+reduction, in place of (2 + 2 + 2)Ψ. Gathered weights take 1 byte per element, 2 in the backward of their block; shards
+take Ψ/dp bytes more. With --dtype float32 or float64 nothing is in fp8.
+
+Parent:   03_zero/zero3.py, 10_mixed_precision/fp8_tensorwise.py
+Lesson:   Unit, gather, free, transpose, take_gradients, after_backward, use_fp8, quantize_weights, train_step
+Plumbing: Config, Model.__init__, build_model, check
+Copy:     E4M3, GRADIENT, LEAST, Unit, gather, free, transpose, reduce_scatter, take_gradients, reduce, before_forward,
+          after_forward, after_backward, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply,
+          Linear, make_unit, check_units, use_fp8, quantize_weights, clip_gradients, evaluate (as 03_zero/zero3.py says;
+          in a unit with weights of Linear, they are the only matrices; make units of bfloat16, without autocast; call
+          use_fp8 after the last make_unit, then quantize_weights, and that again after each optimizer step)
+Run:      torchrun --nproc_per_node 8 10_mixed_precision/fp8_zero3.py --dtype bfloat16
+Source:   Micikevicius et al. 2022, arXiv:2209.05433; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import warnings
+import weakref
+import zlib
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from glob import glob
+from itertools import accumulate
+from pathlib import Path
+from typing import Literal, get_args, get_type_hints
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+import triton
+import triton.language as tl
+
+# ------------------------------------------------------------------------------------------------------------ config
+E4M3 = torch.float8_e4m3fn
+GRADIENT = torch.float8_e5m2  # of gradients: they need range more than resolution
+LEAST = 2.0**-100  # amax counts as at least that: zeros stay zeros
+IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
+# SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
+PRESETS = {
+    "tiny": dict(warmup=10),  # otherwise the defaults below: for laptops
+    "smollm_1_7b": dict(layers=24, dim=2048, heads=32, kv_heads=32, ffn=8192, vocab=49152, theta=1e4, lr=3e-4),
+    "llama3_1b": dict(layers=16, dim=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, rope_factor=32.0, lr=3e-4),
+    "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, rope_factor=8.0, lr=3e-4),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag. Flags override the preset, which overrides these defaults."""
+
+    preset: Literal[tuple(PRESETS)] = "tiny"
+    layers: int = 8
+    dim: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 384
+    vocab: int = 256
+    theta: float = 5e5  # base of the RoPE wavelengths
+    rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
+    seq: int = 128
+    batch: int = 16  # sequences per step, over all ranks
+    steps: int = 40
+    validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
+    warmup: int = 100  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-8
+    clip: float = 1.0  # largest gradient norm; inf turns clipping off
+    seed: int = 0
+    data: str = os.path.dirname(os.__file__)  # a file, or a folder's files, read as bytes; or a .bin file of token ids
+    init: str = ""  # start from these weights: a .safetensors file, or 'model-*.safetensors' for several
+    save: str = ""  # write the trained weights to this .safetensors file
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16: and fp8 in the linears of the blocks
+    compile: bool = False
+    microbatches: int = 2  # parts of a rank's batch that go through the model one after another
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+@dataclass(eq=False)
+class Unit:
+    """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
+
+    group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
+    parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
+    sizes: list[int]  # elements of the parameters, and of the padding after them
+    full: Tensor  # [n] what is gathered: weights in the dtype of the matmuls, or bytes of fp8 and none of the vectors
+    shard: Tensor  # [n/N] this rank's fp32 master weights
+    matrices: nn.Parameter  # matrix elements of the shard (decayed)
+    vectors: nn.Parameter  # vector elements of the shard (not decayed)
+    linears: Sequence[Linear] = ()  # those whose weights are the matrices, if these are gathered in fp8
+    ends: Sequence[int] = ()  # where their elements end in the shard, which has parts of some
+    scales: Tensor | None = None  # [linears] fp32, of whole weights
+    shard8: Tensor | None = None  # [n/N] bytes: the matrix elements of the shard in fp8
+    transposed: Tensor | None = None  # [n] bytes: what backward reads in place of `full`
+    current: bool = False  # whether shard8 is that of the shard: quantize_weights has run since the last backward
+    gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gradient: Tensor | None = None  # [n/N] fp32, summed over ranks and micro-batches; the .grad are views of it
+    pending: weakref.ref | None = None  # of the forward that backward has not finished
+
+
+def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
+    """Start the all-gather of `full` unless it is up to date; wait on `unit.gathering` before reading it."""
+    if unit.gathering is None:
+        if unit.linears and not unit.current and unit.gradient is None:  # else it is a micro-batch of the same step
+            raise RuntimeError("call quantize_weights(model) before the first forward and after each optimizer step")
+        unit.full.untyped_storage().resize_(unit.full.nbytes)
+        if stream:
+            stream.wait_stream(torch.cuda.current_stream())  # after all reads of this memory and writes of the shard
+        with torch.cuda.stream(stream):
+            mine = unit.full.chunk(unit.group.size())[unit.group.rank()]
+            mine.copy_(unit.shard8 if unit.linears else unit.shard)  # in fp8 already; else rounded
+            # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits
+            unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
+
+
+def free(unit: Unit) -> None:
+    """Free the memory of `full` and `transposed`. The tensors stay, and so do their views, for the next gather."""
+    unit.full.untyped_storage().resize_(0)
+    if unit.linears:
+        unit.transposed.untyped_storage().resize_(0)
+    unit.gathering = None
+
+
+def transpose(unit: Unit) -> None:
+    """Write the gathered weights of the linears transposed, too: the gradient of the input reads them so."""
+    if unit.linears:
+        unit.transposed.untyped_storage().resize_(unit.transposed.nbytes)
+        one = torch.ones((), device=unit.transposed.device)
+        for linear in unit.linears:
+            w, _, w_t, _ = linear.quantized
+            # cast's kernel transposes by tiles. .data: forward has saved w_t, autograd must not notice the write
+            w_t.data.copy_(cast(w, one, E4M3)[1])
+
+
+def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
+    """Start to sum the gradients flat [n] over the ranks; each rank adds the sums of its shard to unit.gradient.
+
+    Keep flat until the returned work is done. A reduce-scatter in two steps: an all-to-all in the dtype in which
+    backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
+    G/4 to G/2 times the bytes of an fp32 ring.
+    """
+    if first := unit.gradient is None:
+        unit.gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
+        unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
+    if stream:
+        stream.wait_stream(torch.cuda.current_stream())  # flat is complete
+    with torch.cuda.stream(stream):
+        parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
+        # (N-1)/N of its bytes out and in per rank; the sum waits, on GPUs backward goes on
+        sending = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
+        sending.wait()
+        if first:
+            torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
+        else:
+            unit.gradient += parts.sum(0, dtype=unit.gradient.dtype)
+    return sending
+
+
+def take_gradients(unit: Unit) -> Tensor:
+    """Move the gradients of a unit into one tensor [n]: those of the parameters are freed."""
+    flat = torch.empty_like(unit.full, dtype=unit.parameters[0].dtype)  # of gradients, also where weights are fp8
+    *parts, padding = flat.split(unit.sizes)
+    for p, part in zip(unit.parameters, parts):
+        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank did not use it
+        p.grad = None
+    padding.zero_()
+    return flat
+
+
+def reduce(model: nn.Module, i: int) -> None:
+    """Start to reduce the gradients of unit i, which backward has finished."""
+    if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
+        model.sending[0][0].wait()  # on GPUs the stream waits, not this process
+        model.sending.pop(0)
+    unit = model.units[i]
+    flat = take_gradients(unit)
+    model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
+    if i == 0:  # unit 0 comes last
+        if model.stream:
+            torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
+        model.sending.clear()
+
+
+@torch.compiler.disable  # also where the model around it is compiled
+def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
+    """Wait for the weights of unit i, which will read x, and prefetch the next unit's.
+
+    When backward has the gradient of x, it has finished unit i.
+    """
+    for unit in model.units[i : i + 2]:
+        gather(unit, model.gathers)
+    model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
+    if x.requires_grad:  # not under torch.no_grad(), and not the ids
+        if model.units[i].pending and model.units[i].pending():
+            raise RuntimeError("run backward after each forward: it frees the weights that another backward needs")
+
+        def hook(gradient: Tensor) -> None:
+            after_backward(model, i)
+
+        model.units[i].pending = weakref.ref(hook)  # dead if the graph goes without a backward
+        x.register_hook(hook)
+
+
+@torch.compiler.disable  # also where the model around it is compiled
+def after_forward(model: nn.Module, i: int) -> None:
+    """Free the weights of unit i after its forward. Those of the last two units stay: backward needs them first."""
+    if i < len(model.units) - 2:
+        free(model.units[i])
+
+
+def after_backward(model: nn.Module, i: int) -> None:
+    """Free the weights of unit i, which backward has finished; transpose those of i - 1; prefetch those of i - 2."""
+    model.units[i].pending = None
+    model.units[i].current = False  # its gradients will change the shard
+    if i > 1:  # unit 0 must be an embedding: its backward needs no weights
+        model.units[i - 1].gathering.wait()
+    free(model.units[i])
+    reduce(model, i)
+    if i > 2:
+        gather(model.units[i - 2], model.gathers)
+    if i > 1:
+        transpose(model.units[i - 1])  # now, when those of unit i are freed, and the next gather is in flight
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+@triton.jit
+def cast_kernel(x_ptr, scale_ptr, y_ptr, t_ptr, m, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write a tile of x [m, k] / scale in fp8, and the same transposed. The conversion saturates; NaN stays NaN."""
+    tile, across = tl.program_id(0), tl.cdiv(k, COLUMNS)
+    row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # 64 bits: x may have more than 2^31 elements
+    column = (tile % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < m)[:, None] & (column < k)[None, :]
+    x = tl.load(x_ptr + row[:, None] * k + column[None, :], inside, 0).to(tl.float32)
+    y = (x * tl.div_rn(1.0, tl.load(scale_ptr))).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[:, None] * k + column[None, :], y, inside)
+    tl.store(t_ptr + column[:, None] * m + row[None, :], tl.trans(y), tl.trans(inside))
+
+
+@torch.library.custom_op("fp8_tensorwise::cast", mutates_args=())
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [m, k], scale [] -> x / scale in fp8 [m, k], and transposed [k, m]: one pass, of 2 bytes in and 2 out"""
+    (m, k), x = x.shape, x.contiguous()
+    if not x.is_cuda:
+        limit = torch.finfo(dtype).max
+        y = (x.float() * (1 / scale)).clamp(-limit, limit).to(dtype)  # else e5m2 has inf, e4m3 NaN before torch 2.12
+        return y, y.T.clone(memory_format=torch.contiguous_format)
+    y, t = (torch.empty(shape, dtype=dtype, device=x.device) for shape in ((m, k), (k, m)))
+    grid = (triton.cdiv(m, 64) * triton.cdiv(k, 128),)
+    cast_kernel[grid](x, scale, y, t, m, k, ROWS=64, COLUMNS=128, num_warps=4)
+    return y, t
+
+
+@cast.register_fake
+def shapes_of_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return tuple(x.new_empty(shape, dtype=dtype) for shape in (x.shape, x.shape[::-1]))
+
+
+def quantize(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [m, k], its largest magnitude [] -> x8 [m, k], its scale [], x8 transposed [k, m], the same scale
+
+    x ~ x8 · scale. inf or NaN in x makes the scale inf or NaN, and all that is computed with it NaN: that is seen.
+    """
+    scale = amax.float().clamp(min=LEAST) * (1 / torch.finfo(dtype).max)
+    y, t = cast(x, scale, dtype)
+    return y, scale, t, scale
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """Return the largest magnitude of x [m, k]. By rows first: compiled, it is found while the rows are computed."""
+    return x.abs().amax(1).amax()
+
+
+def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool = False) -> Tensor:
+    """a [m, k], b [n, k] in fp8 -> (a · a_scale) (b · b_scale)ᵀ [m, n] in bf16
+
+    fast: tensor cores add up all of k themselves, in some 14 bits; else partial sums are moved to fp32 on their way.
+    """
+    if a.is_cuda:
+        return torch._scaled_mm(a, b.T, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return (a.float() @ b.float().T * (a_scale * b_scale)).bfloat16()
+
+
+class Multiply(torch.autograd.Function):
+    """x [t, d], weight [f, d] and what quantize makes of the weight -> x weightᵀ [t, f]; all products in fp8"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, w: Tensor, w_scale: Tensor, w_t: Tensor, w_t_scale: Tensor) -> Tensor:
+        x8, x_scale, x_t, x_t_scale = quantize(x, amax_of(x), E4M3)
+        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale)
+        return multiply(x8, x_scale, w, w_scale, fast=True)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
+        dy8, dy_scale, dy_t, dy_t_scale = quantize(dy, amax_of(dy), GRADIENT)
+        dx = multiply(dy8, dy_scale, w_t, w_t_scale)
+        return dx, multiply(dy_t, dy_t_scale, x_t, x_t_scale), None, None, None, None  # dw [f, d] = dyᵀ x
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+# Axes: b sequences, s tokens, d model width, h heads, k head width, f ffn width, v vocabulary.
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last axis (arXiv:1910.07467)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cfg.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bf16 has too few mantissa bits for a mean of squares
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine [s, k] of the rotary angles at positions [s] (arXiv:2104.09864)."""
+    k = cfg.dim // cfg.heads
+    frequency = cfg.theta ** (-torch.arange(0, k, 2, dtype=torch.float64, device=positions.device) / k)
+    turns = 8192 * frequency / (2 * torch.pi)  # full turns within 8192 tokens, the context of Llama 3's pretraining
+    keep = ((turns - 1) / 3).clamp(0, 1)  # 4 turns or more: unchanged; 1 turn or less: slowed down by rope_factor
+    angle = torch.outer(positions, frequency * (keep + (1 - keep) / cfg.rope_factor)).repeat(1, 2)  # s k
+    return angle.cos().to(torch.get_default_dtype()), angle.sin().to(torch.get_default_dtype())
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+
+
+class Linear(nn.Module):
+    """A linear layer whose weight [f, d] is in fp8, too, if it is in bf16: quantize_weights has written it."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Linear(inputs, outputs, bias=False).weight  # initialised, for a trainer that does not
+        self.quantized: tuple[Tensor, ...] = ()  # by quantize; no buffers, whose dtype Model.to would change
+        self.version = -1  # of the weight that is in fp8: each change of a tensor counts it up
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d] -> [..., f]"""
+        if self.weight.dtype != torch.bfloat16:
+            y = nn.functional.linear(x, self.weight)
+            if y.dtype == self.weight.dtype:  # else by autocast
+                return y
+        if not torch.compiler.is_compiling() and self.version != self.weight._version:  # unknown to a compiler
+            raise RuntimeError("Linear needs bfloat16 weights and quantize_weights(model) after each optimizer step")
+        rows = Multiply.apply(x.reshape(-1, x.shape[-1]), self.weight, *self.quantized)
+        return rows.view(*x.shape[:-1], -1)
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share one key head and one value head (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.k = cfg.dim // cfg.heads
+        self.q_proj = Linear(cfg.dim, cfg.heads * self.k)
+        self.k_proj = Linear(cfg.dim, cfg.kv_heads * self.k)
+        self.v_proj = Linear(cfg.dim, cfg.kv_heads * self.k)
+        self.o_proj = Linear(cfg.heads * self.k, cfg.dim)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(rearrange(o, "b h s k -> b s (h k)"))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.gate_proj = Linear(cfg.dim, cfg.ffn)
+        self.up_proj = Linear(cfg.dim, cfg.ffn)
+        self.down_proj = Linear(cfg.ffn, cfg.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention, then MLP; each reads a normalised residual stream and adds to it."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        torch._dynamo.graph_break()  # the MLP's gradients are ready while attention is still in backward
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Loss(nn.Module):
+    """Cross-entropy of logits [t, v], summed over the valid targets [t]."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for sums of exponentials
+        return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+
+
+class Model(nn.Module):
+    """Llama 3 with an untied head. Parameters have the names and shapes of transformers.LlamaForCausalLM."""
+
+    def __init__(self, cfg: Config, dp: dist.ProcessGroup):
+        super().__init__()
+        self.cfg = cfg
+        self.dp = dp  # the ranks that split the batch
+        self.units: list[Unit] = []  # filled by build_model, in the order of forward
+        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
+        self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
+        self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
+        self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.model.norm = RMSNorm(cfg)
+        self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.loss = Loss()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> logits [b, s, v]"""
+        rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
+        before_forward(self, 0, ids)
+        x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
+        after_forward(self, 0)
+        for i, block in enumerate(self.model.layers, 1):
+            before_forward(self, i, x)
+            x = block(x, rope)
+            after_forward(self, i)
+        before_forward(self, len(self.units) - 1, x)
+        return self.lm_head(self.model.norm(x))
+
+
+def init_files(cfg: Config) -> list[str]:
+    """Return the path of --init, or all paths that match it."""
+    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+
+
+def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
+    """Return the shape of every tensor of the full model by its published name."""
+    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
+    attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
+    mlp = {f"mlp.{x}_proj": shape for x, shape in dict(gate=[f, d], up=[f, d], down=[d, f]).items()}
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **mlp)
+    shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
+
+    Published models that tie their head store it as the embedding.
+    """
+    if cfg.init:
+        files = [safe_open(path, "pt") for path in init_files(cfg)]
+        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
+        return next(file.get_tensor(stored) for file in files if stored in file.keys())
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+@torch.no_grad()
+def make_unit(
+    named: list[tuple[str, nn.Parameter]],
+    initial: Callable[[str, torch.Size], Tensor],
+    group: dist.ProcessGroup,
+    device: str,
+    dtype: torch.dtype,
+) -> Unit:
+    """Build a unit from named parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
+    if not named:
+        raise ValueError("a unit needs at least one parameter")
+    if frozen := [name for name, p in named if not p.requires_grad]:
+        raise ValueError(f"{frozen[0]} is frozen, a unit is trained: see 03_zero/lora.py")
+    named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
+    sizes = [p.numel() for _, p in named]
+    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
+    sizes.append(group.size() * each - sum(sizes))  # the padding
+    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
+    shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    for (name, p), weight in zip(named, full.split(sizes)):
+        own = shard[max(0, start) : max(0, start + p.numel())]
+        own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
+        # .data: autograd must not notice that gather overwrites the weights
+        torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
+        start += p.numel()
+    end = sum(p.numel() for _, p in named if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
+    matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
+    return Unit(group, [p for _, p in named], sizes, full, shard, matrices, vectors)
+
+
+def check_units(model: nn.Module) -> None:
+    """Raise unless each parameter that is trained is in one unit: outside of them nothing is trained, nor saved."""
+    held = [p for unit in model.units for p in unit.parameters]
+    for name, p in model.named_parameters():
+        if p.requires_grad and sum(p is other for other in held) != 1:
+            raise ValueError(f"{name} must be in exactly one unit")
+
+
+@torch.no_grad()
+def use_fp8(model: nn.Module) -> None:
+    """Let units whose matrices are bf16 weights of Linear gather these in fp8, and hold their vectors whole.
+
+    The bf16 weights stay, without memory: autograd casts a gradient to the dtype of its parameter.
+    """
+    owners = {m.weight: m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16}
+    for unit in (unit for unit in model.units if unit.parameters[0] in owners):
+        free(unit)  # the bf16 weights, for good
+        matrices, vectors = ([p for p in unit.parameters if (p.ndim > 1) == more] for more in (True, False))
+        if any(p not in owners for p in matrices):
+            raise ValueError("a unit with weights of Linear may have no other matrices")
+        start = unit.group.rank() * len(unit.shard)
+        unit.linears = [owners[p] for p in matrices]
+        unit.ends = [max(0, end - start) for end in accumulate(p.numel() for p in matrices)]
+        unit.full, unit.transposed = (torch.empty_like(unit.full, dtype=torch.uint8) for _ in range(2))
+        unit.shard8 = torch.zeros_like(unit.shard, dtype=torch.uint8)
+        unit.scales = torch.ones(len(matrices), device=unit.full.device)
+        parts = (unit.full.view(E4M3).split(unit.sizes), unit.transposed.view(E4M3).split(unit.sizes))
+        for linear, w, w_t, *scales in zip(unit.linears, *parts, unit.scales, unit.scales):
+            shape = linear.weight.shape
+            linear.quantized = w.view(shape), scales[0], w_t.view(shape[::-1]), scales[1]  # different tensors: compiler
+            linear.version = linear.weight._version
+        for p in vectors:
+            p.data = torch.empty_like(p)
+        free(unit)
+
+
+def build_model(cfg: Config) -> Model:
+    """Build the model unit by unit, filled tensor by tensor: no rank ever has all weights."""
+    dp = dist.group.WORLD
+    with torch.device("meta"):
+        model = Model(cfg, dp)
+    blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
+    dtype = getattr(torch, cfg.dtype)
+    for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+        model.units.append(make_unit(named, partial(full_tensor, cfg), dp, cfg.device, dtype))
+        free(model.units[-1])
+    check_units(model)
+    use_fp8(model)
+    quantize_weights(model)
+    proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
+    model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(proxy, 0))  # the last gradient
+    if cfg.compile:
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
+    return model
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    --validate holds out the documents that start in the last twentieth; if none does, the end of the last document.
+    """
+    path = Path(cfg.data)
+    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
+    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
+    else:
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        starts = np.cumsum([0, *map(len, documents[:-1])])
+        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+    if wrong:
+        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
+    if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
+        raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
+    cut = min(starts[(starts >= cut) & (starts < len(ids) - cfg.seq)], default=cut)
+    return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW for this rank's shards, with weight decay on matrices only."""
+    matrices = [unit.matrices for unit in model.units]
+    vectors = [unit.vectors for unit in model.units]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    return model.loss(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
+    tokens = (targets != IGNORE).sum()
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    total = 0
+    for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/dp/microbatches s
+        loss = forward(cfg, model, x, y) / tokens
+        loss.backward()  # reduces the gradients of a unit when it has finished it, see before_forward
+        total += loss.detach()
+    dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
+    return total
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
+    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(norm, group=model.dp)  # one element, the squares of all shards; everyone waits
+    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
+    return norm
+
+
+@torch.no_grad()
+def quantize_weights(model: nn.Module) -> None:
+    """Write this rank's shards in fp8, with the scales of whole weights, and the vectors of their units.
+
+    Call it before the first forward and after each optimizer step: it serves all micro-batches of a step.
+    """
+    units, known = [unit for unit in model.units if unit.linears], []
+    if not units:
+        return
+    for unit in units:
+        *parts, vectors = unit.shard.tensor_split(unit.ends)
+        amax = [torch.linalg.vector_norm(x, math.inf) if len(x) else x.new_zeros(()) for x in parts]
+        size = sum(unit.sizes[len(unit.linears) :])  # of all vectors and the padding
+        before = max(0, unit.group.rank() * len(unit.shard) - (len(unit.full) - size))  # of them in other shards
+        known += [
+            torch.stack(amax),
+            nn.functional.pad(vectors, (before, size - before - len(vectors)), value=-math.inf),
+        ]
+    flat = torch.cat(known)
+    # twice the 4 bytes of each linear's amax and of each vector element out and in per rank; everyone waits. A vector
+    # element has one owner, all others give -inf
+    dist.all_reduce(flat, dist.ReduceOp.MAX, group=model.dp)
+    found = iter(flat.split([len(x) for x in known]))
+    for unit in units:
+        # on one GPU, bf16 weights are quantized: rounded, amax is that of rounded weights
+        unit.scales.copy_(next(found).bfloat16().float().clamp(min=LEAST) * (1 / torch.finfo(E4M3).max))
+        shards, shards8 = (x.tensor_split(unit.ends) for x in (unit.shard, unit.shard8.view(E4M3)))
+        for own, own8, scale in zip(shards, shards8, unit.scales):
+            own8.copy_(own.bfloat16() * (1 / scale.view(1)))  # [1], not []: the product is in fp32
+        vectors = next(found).split(unit.sizes[len(unit.linears) :])
+        for p, vector in zip(unit.parameters[len(unit.linears) :], vectors):
+            p.data.copy_(vector.view_as(p))
+        unit.current = True
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    quantize_weights(model)
+    optimizer.zero_grad()
+    for unit in model.units:
+        unit.gathering = None  # the shards have changed: the next forward gathers them
+        unit.gradient = None
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    own = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    micro = (x.chunk(cfg.microbatches) for x in own)  # b/dp/microbatches s
+    loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
+    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    return loss / tokens
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Print the mean loss of a batch of unseen text, the same one each time."""
+    loss = evaluate(cfg, model, *make_batch(cfg, unseen, 0)).item()
+    if dist.get_rank() == 0:
+        print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    names, weights = {p: name for name, p in model.named_parameters()}, {}
+    for unit in model.units:
+        full = unit.shard.new_empty(len(unit.full))
+        # (dp-1)/dp of the bytes of a unit out and in per rank; everyone waits. Rank 0 keeps a copy on the CPU
+        dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
+        if dist.get_rank() == 0:
+            for p, weight in zip(unit.parameters, full.split(unit.sizes)):
+                weights[names[p]] = weight.view(p.shape).to("cpu", copy=True)
+    if dist.get_rank() == 0:
+        part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+        part.write_bytes(to_bytes(weights, metadata))
+        part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
+def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Build the model, train it, log every step, save."""
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
+    model = build_model(cfg)
+    optimizer = make_optimizer(cfg, model)
+    history = []
+    batch = make_batch(cfg, data, 0)
+    for step in range(cfg.steps):
+        start = time.perf_counter()
+        set_learning_rate(cfg, optimizer, step)
+        loss, norm = train_step(cfg, model, optimizer, *batch)
+        batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
+        loss, norm = loss.item(), norm.item()  # waits for the GPU
+        if not math.isfinite(loss + norm):
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
+        history.append((loss, norm, time.perf_counter() - start))
+        log(cfg, f"step {step + 1}", *history[-1])
+        if cfg.validate and (step + 1) % cfg.validate == 0:
+            validate(cfg, model, unseen)
+    if history:
+        log(cfg, "median", *np.median(history[min(5, cfg.steps // 2) :], axis=0))  # without the slow first steps
+    if cfg.save:
+        save(cfg, model, history)
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    for name, hint in get_type_hints(Config).items():
+        value = dict(type=type(getattr(Config, name)), choices=get_args(hint) or None)
+        kind = dict(action="store_true") if hint is bool else value
+        parser.add_argument(f"--{name}", help=f"default: {getattr(Config, name)}", **kind)
+    given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+
+
+def check_init(cfg: Config) -> None:
+    """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
+    shapes = tensor_shapes(cfg)
+    for path in init_files(cfg):
+        try:
+            file = safe_open(path, "pt")
+        except (OSError, SafetensorError):
+            raise SystemExit(f"--init {cfg.init}: {path} is no .safetensors file") from None
+        for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
+            tensor = file.get_slice(name)
+            kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            if f"{kind} {tensor.get_shape()}" != wanted:
+                raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
+    if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
+        raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
+
+
+def check(cfg: Config, world: int) -> None:
+    """Exit with one line that names the invalid flag, its value, and what would work."""
+    edge = dict.fromkeys("steps validate warmup lr weight_decay seed compile".split(), 0) | {"clip": math.inf}
+    for flag, value in asdict(cfg).items():
+        if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
+            raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
+    each = cfg.batch // max(1, world)
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
+    large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    sizes = dict(dim=cfg.dim, ffn=cfg.ffn, kv_heads=kv, seq=each // cfg.microbatches * cfg.seq)
+    fp8 = cfg.device == "cuda" and cfg.dtype == "bfloat16"  # a CPU multiplies any sizes
+    odd = next((name for name, size in sizes.items() if fp8 and size % 16), "")
+    problems = [
+        (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
+        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a process"),
+        (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
+        (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
+        (odd, f"--{odd} {odd and getattr(cfg, odd)}: fp8 matmuls take multiples of 16, not {sizes.get(odd)}"),
+        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
+        (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
+    ]
+    if found := [problem for wrong, problem in problems if wrong]:
+        raise SystemExit(found[0])
+    if cfg.init:
+        check_init(cfg)
+
+
+def main() -> None:
+    cfg = parse_config()
+    check(cfg, int(os.environ.get("WORLD_SIZE", 0)))
+    data = load_data(cfg)
+    if cfg.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # torch 2.13 has other names for both, and warns on every rank
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
+    dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    train(cfg, *data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
