@@ -353,8 +353,9 @@ def check_activations(recipe: str, file: str | None = None) -> None:
         return  # checkpointing keeps its inputs itself, on purpose; torch's stages call themselves
     world, flags = SMALLEST[recipe]
     limit = 128 * 16 * 32 * 4 // world // 2
-    # of functions with a context; in pipelines a backward does not begin at the loss
-    of_backward = "autograd.Function" in FAMILY[recipe].source and recipe[:2] not in ("06", "08")
+    # of functions with a context; in pipelines a backward does not begin at the loss, and shards have other gradients
+    others = recipe[:2] in ("06", "08") or recipe == equivalence.FP8_ZERO3
+    of_backward = "autograd.Function" in FAMILY[recipe].source and not others
     probe = probes.together(probes.kept_outside_autograd, *[probes.left_by_backward(limit)] * of_backward)
     steps = 1 if recipe == equivalence.KERNELS else 2  # the first may make buffers
     run = launch(file or recipe, world, f"{SMALL} {flags} --batch 128 --steps {steps}", probe=probe)
@@ -529,7 +530,8 @@ def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
     cases = [(world, f"{own} {flags}") for flags in everywhere]
     if recipe[:2] == "01" or recipe == equivalence.KERNELS:
         return cases + ([(1, "--microbatches 16")] if "accumulation" in recipe else [])
-    if recipe[:2] in ("02", "03"):  # a sequence per rank and micro-batch, and a single rank
+    # a sequence per rank and micro-batch, and a single rank
+    if recipe[:2] in ("02", "03") or recipe == equivalence.FP8_ZERO3:
         micro = "--microbatches 1" if "microbatches" in FAMILY[recipe].definitions["Config"] else ""
         alone = "--shard 1" if "hsdp" in recipe else ""
         cases += [(8, f"--batch 8 {micro}"), (1, f"--batch 1 {micro} {alone}")]

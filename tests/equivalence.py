@@ -60,7 +60,8 @@ LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
 ]
 SHORTER = [  # recipes that round more than that in bfloat16, and whose own tests say how much
     f"10_mixed_precision/{name}.py"
-    for name in "fp8_tensorwise fp8_delayed_scaling fp8_blockwise stochastic_rounding fp8_stochastic_rounding".split()
+    for name in """fp8_tensorwise fp8_delayed_scaling fp8_blockwise fp8_zero3 stochastic_rounding
+    fp8_stochastic_rounding""".split()
 ]
 CONTEXT_TWIN = "05_context_ring/torch_context_parallel.py"  # on GPUs, its library has no attention in float32
 KEYS = "recipe", "ranks", "flags", "device"
@@ -206,6 +207,8 @@ SIZES = """
 10_mixed_precision/fp8_tensorwise.py: 1 --microbatches 1 | *1 --microbatches 3
 10_mixed_precision/fp8_delayed_scaling.py: 1 --microbatches 1 | *1 --microbatches 3
 10_mixed_precision/fp8_blockwise.py: 1 --microbatches 1 | *1 --microbatches 3
+# units of which 4 and 5 shards need padding
+10_mixed_precision/fp8_zero3.py: 2 | 2 --compile | 3 | *4 --microbatches 3 | 5 --batch 10 | 8 --batch 16
 10_mixed_precision/stochastic_rounding.py: 1 --microbatches 1 | *1 --microbatches 3 | 1 --compile
 10_mixed_precision/fp8_stochastic_rounding.py: 1 --microbatches 1 | *1 --microbatches 3
 """
@@ -217,6 +220,7 @@ MUON = "01_single_gpu/muon.py"
 LORA = "01_single_gpu/lora.py"
 DOCUMENTS = "01_single_gpu/document_mask.py"
 BLOCKWISE = "05_context_ring/blockwise.py"  # the only one of its folder on one device
+FP8_ZERO3 = "10_mixed_precision/fp8_zero3.py"  # the only one of its folder on several
 KERNELS = "09_kernels/train.py"  # which no CPU can compile: there its kernels are interpreted
 # else gradients are too small for the clip; those of A, which begin at 0, are near eps, where AdamW enlarges rounding
 LORA_FLAGS = "--lora_alpha 300 --eps 1e-4"
@@ -266,7 +270,7 @@ HARDEST["08_4d/moe.py"] = 8, f"{mesh(2, 1, 2, 2)} --ep 2 --top_k 8"
 
 def on_one_device(recipe: str) -> bool:
     """Whether a recipe trains in one process."""
-    return recipe[:2] in ("01", "10") or recipe in (MOE, BLOCKWISE, KERNELS)
+    return recipe[:2] in ("01", "10") and recipe != FP8_ZERO3 or recipe in (MOE, BLOCKWISE, KERNELS)
 
 
 def root_of(recipe: str) -> str:

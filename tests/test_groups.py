@@ -23,6 +23,7 @@ CASES = [
 ]  # which make groups
 CASES += [(recipe, 2) for recipe in FAMILY if recipe[:2] == "07" and not recipe.endswith("moe.py")]
 CASES += [
+    (equivalence.FP8_ZERO3, 2),
     ("03_zero/zero3.py", 4),
     ("04_tensor_sequence/sequence_parallel.py", 4),
     ("04_tensor_sequence/async_tensor_parallel.py", 4),
