@@ -18,7 +18,10 @@ Copy:     E4M3, GRADIENT, LEAST, Unit, gather, free, transpose, reduce_scatter, 
           after_forward, after_backward, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply,
           Linear, make_unit, check_units, use_fp8, quantize_weights, clip_gradients, evaluate (as 03_zero/zero3.py says;
           in a unit with weights of Linear, they are the only matrices; make units of bfloat16, without autocast; call
-          use_fp8 after the last make_unit, then quantize_weights, and that again after each optimizer step)
+          use_fp8 after the last make_unit, then quantize_weights, and that again after each optimizer step; evaluate
+          takes IGNORE and a forward like that of train.py)
+Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
+          IGNORE, forward
 Run:      torchrun --nproc_per_node 8 10_mixed_precision/fp8_zero3.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277
 """

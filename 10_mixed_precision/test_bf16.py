@@ -164,9 +164,9 @@ def test_what_to_copy_is_complete(path, tmp_path):
         found[name] = ast.unparse(node)
         imports += [found[name]] * isinstance(node, ast.Import | ast.ImportFrom)
     assert [name.isupper() for name in names] == sorted((name.isupper() for name in names), reverse=True)
-    pasted = "\n".join(imports + [found[name] for name in names])
+    listed = [found[name] for name in names]
     provided = {name for line in imports for name in re.findall(r"\w+", line)} | set(dir(builtins)) | set(names)
-    missing = globals_of(compile(pasted, path, "exec")) - provided
+    missing = globals_of(compile("\n".join(imports + listed), path, "exec")) - provided
     assert missing <= set(re.findall(r"\w+", prose)), f"{missing} are read, and neither listed nor named"
-    (tmp_path / "pasted.py").write_text("".join(f"{name} = object\n" for name in missing) + pasted)
+    (tmp_path / "pasted.py").write_text("\n".join([*imports, *(f"{name} = object" for name in missing), *listed]))
     load(tmp_path / "pasted.py")
