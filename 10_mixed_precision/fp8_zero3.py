@@ -12,14 +12,15 @@ reduction, in place of (2 + 2 + 2)Ψ. Gathered weights take 1 byte per element, 
 take Ψ/dp bytes more. With --dtype float32 or float64 nothing is in fp8.
 
 Parent:   03_zero/zero3.py, 10_mixed_precision/fp8_tensorwise.py
-Lesson:   Unit, gather, free, transpose, take_gradients, after_backward, use_fp8, quantize_weights, train_step
+Lesson:   Unit, gather, free, transpose, take_gradients, after_backward, transpose_kernel, use_fp8, quantize_weights,
+          train_step
 Plumbing: Config, Model.__init__, build_model, check
 Copy:     E4M3, GRADIENT, LEAST, Unit, gather, free, transpose, reduce_scatter, take_gradients, reduce, before_forward,
-          after_forward, after_backward, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply,
-          Linear, make_unit, check_units, use_fp8, quantize_weights, clip_gradients, evaluate (as 03_zero/zero3.py says;
-          in a unit with weights of Linear, they are the only matrices; make units of bfloat16, without autocast; call
-          use_fp8 after the last make_unit, then quantize_weights, and that again after each optimizer step; evaluate
-          takes IGNORE and a forward like that of train.py)
+          after_forward, after_backward, transpose_kernel, cast_kernel, cast, shapes_of_cast, quantize, amax_of,
+          multiply, Multiply, Linear, make_unit, check_units, use_fp8, quantize_weights, clip_gradients, evaluate (as
+          03_zero/zero3.py says; in a unit with weights of Linear, they are the only matrices; make units of bfloat16,
+          without autocast; call use_fp8 after the last make_unit, then quantize_weights, and that again after each
+          optimizer step; evaluate takes IGNORE and a forward like that of train.py)
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 10_mixed_precision/fp8_zero3.py --dtype bfloat16
@@ -154,11 +155,14 @@ def transpose(unit: Unit) -> None:
     """Write the gathered weights of the linears transposed, too: the gradient of the input reads them so."""
     if unit.linears:
         unit.transposed.untyped_storage().resize_(unit.transposed.nbytes)
-        one = torch.ones((), device=unit.transposed.device)
         for linear in unit.linears:
             w, _, w_t, _ = linear.quantized
-            # cast's kernel transposes by tiles. .data: forward has saved w_t, autograd must not notice the write
-            w_t.data.copy_(cast(w, one, E4M3)[1])
+            (m, k), w, w_t = w.shape, w.view(torch.uint8), w_t.data.view(torch.uint8)  # .data: forward has saved w_t
+            if w.is_cuda:
+                grid = (triton.cdiv(m, 128) * triton.cdiv(k, 128),)
+                transpose_kernel[grid](w, w_t, m, k, TILE=128, num_warps=4)
+            else:
+                w_t.copy_(w.T)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
@@ -252,6 +256,17 @@ def after_backward(model: nn.Module, i: int) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
+@triton.jit
+def transpose_kernel(x_ptr, t_ptr, m, k, TILE: tl.constexpr):
+    """Write a tile of bytes x [m, k] transposed, so that reads and writes are both of whole lines."""
+    tile, across = tl.program_id(0), tl.cdiv(k, TILE)
+    row = (tile // across).to(tl.int64) * TILE + tl.arange(0, TILE)  # 64 bits: x may have more than 2^31 elements
+    column = (tile % across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (row < m)[:, None] & (column < k)[None, :]
+    x = tl.load(x_ptr + row[:, None] * k + column[None, :], inside)
+    tl.store(t_ptr + column[:, None] * m + row[None, :], tl.trans(x), tl.trans(inside))
+
+
 @triton.jit
 def cast_kernel(x_ptr, scale_ptr, y_ptr, t_ptr, m, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Write a tile of x [m, k] / scale in fp8, and the same transposed. The conversion saturates; NaN stays NaN."""
