@@ -111,9 +111,9 @@ class Unit:
     """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
-    parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
+    parameters: list[nn.Parameter]  # matrices first, then vectors: views of `full`, unless that is in fp8
     sizes: list[int]  # elements of the parameters, and of the padding after them
-    full: Tensor  # [n] what is gathered: weights in the dtype of the matmuls, or bytes of fp8 and none of the vectors
+    full: Tensor  # [n] what is gathered: weights in the dtype of the matmuls, or bytes, which are the matrices in fp8
     shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)

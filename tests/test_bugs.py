@@ -282,6 +282,15 @@ IN_FILES = {
         ),
         "cast kernel": ("test_kernel_in_the_interpreter", "differs|amax"),
     },
+    "10_mixed_precision/test_fp8_zero3.py": {
+        "weights of one GPU": ("test_weights_in_fp8_are_those_of_one_gpu", "others than on one GPU|is off by"),
+        "sums of ranks": ("test_ranks_compute_what_micro_batches_of_one_gpu_do", "is off by"),
+        "bytes of weights": ("test_bytes_that_are_sent_and_held", "sent are|bytes held"),
+        "old weights": ("test_misuse_is_noticed", "nobody notices", {"how": 0}),
+        "weights are forgotten": ("test_weights_in_fp8_are_those_of_one_gpu", "call quantize_weights"),
+        "streams of fp8": ("test_whenever_streams_get_to_it", "is off by|exit code -11", {"when": "late"}),
+        "bytes transposed": ("test_kernel_in_the_interpreter", "differs"),
+    },
     "10_mixed_precision/test_stochastic_rounding.py": {
         "small updates": ("test_small_updates_arrive", "of the step arrives"),
         "every chance": ("test_every_chance_counts", "round up, not"),
