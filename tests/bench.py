@@ -188,6 +188,12 @@ mixed_smollm: 1, 8, {MIXED} --compile
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding --microbatches 1
 mixed_llama3_8b: 1, 2, {LARGE} --steps 200 --warmup 20 --batch 1 --microbatches 1
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding
+fp8_zero3: 2, 2, --preset smollm_1_7b --seq 4096 --batch 8 --dtype bfloat16 --compile --steps 20 --microbatches 1
+    03_zero: zero3
+    10_mixed_precision: fp8_zero3
+fp8_zero3_8b: 2, 2, {LARGE} --steps 8 --batch 4 --layers 8 --microbatches 1
+    03_zero: zero3
+    10_mixed_precision: fp8_zero3
 layouts_8b: 2, 5, {LARGE} --steps 6 --batch 8
     03_zero: zero1_overlap --microbatches 4{LAYOUTS}
 layouts_8b_few_layers: 2, 4, {LARGE} --steps 8 --batch 8 --layers 8{LAYOUTS}

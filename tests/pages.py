@@ -123,6 +123,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "10_mixed_precision/fp8_tensorwise.py": "matmuls in 8 bits, with the scale of the tensor at hand",
     "10_mixed_precision/fp8_delayed_scaling.py": "scales from earlier steps: a tensor is read once",
     "10_mixed_precision/fp8_blockwise.py": "a scale per 128 elements, or 128 x 128: DeepSeek-V3's",
+    "10_mixed_precision/fp8_zero3.py": "ZeRO-3 that gathers blocks in fp8: half the bytes",
     "10_mixed_precision/stochastic_rounding.py": "bf16 weights and moments without masters: 8 bytes per parameter",
     "10_mixed_precision/fp8_stochastic_rounding.py": "both: an 8B model on one GPU, in fp8",
 }
@@ -185,6 +186,11 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "kernels_llama3_1b": ("09_kernels", "Llama-3.2-1B, four sequences of 8,192 tokens: the vocabulary is larger."),
     "mixed_smollm": ("10_mixed_precision", "SmolLM-1.7B, four sequences of 4,096 tokens, compiled."),
     "mixed_llama3_8b": ("10_mixed_precision", "Llama-3.1-8B, one sequence of 8,192 tokens, on one GPU, compiled."),
+    "fp8_zero3": ("10_mixed_precision", "SmolLM-1.7B on two GPUs, four sequences of 4,096 tokens each, in shards."),
+    "fp8_zero3_8b": (
+        "10_mixed_precision",
+        "Llama-3.1-8B with 8 layers on two GPUs, two sequences of 8,192 tokens each.",
+    ),
     "collectives": (None, ""),  # has a table of its own
 }
 BASELINES = {  # where no library trains the same: what speed is over
@@ -194,6 +200,7 @@ BASELINES = {  # where no library trains the same: what speed is over
     "07_expert": "07_expert/expert_parallel.py",
     "09_kernels": "01_single_gpu/train.py",
     "10_mixed_precision": "01_single_gpu/train.py",
+    "10_mixed_precision/fp8_zero3.py": "03_zero/zero3.py",
 }
 LIBRARIES = "torch_", "accelerate_"  # how the names of library twins start
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
@@ -416,7 +423,7 @@ def gain(path: str) -> str:
         found = {}  # file: its fastest line
         for row in alike:
             found[row["file"]] = max(found.get(row["file"], 0), statistics.median(measured(row, "tokens")))
-        base = BASELINES.get(folder)
+        base = BASELINES.get(path, BASELINES.get(folder))
         if path != base and found.keys() >= {path, base}:
             return f"{found[path] / found[base]:.2f}"
     return ""
