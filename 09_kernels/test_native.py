@@ -33,6 +33,7 @@ KERNELS = {  # file: kernels that must have been compiled
     "09_kernels/fp8_matmul.py": "amax_kernel cast_kernel blocks_kernel matmul_kernel blockwise_kernel "
     "blockwise_gluon_kernel",
     "10_mixed_precision/fp8_delayed_scaling.py": "cast_kernel",
+    "10_mixed_precision/fp8_zero3.py": "transpose_kernel cast_kernel",
 }
 
 
@@ -56,7 +57,8 @@ def test_compiles_for_a_gpu(recipes):
 
 def name_of(dtype: torch.dtype) -> str:
     fp8 = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
-    return fp8.get(dtype) or str(dtype)[6:].replace("bfloat", "bf").replace("float", "fp").replace("int", "i")
+    name = str(dtype)[6:].replace("uint", "u").replace("bfloat", "bf")
+    return fp8.get(dtype) or name.replace("float", "fp").replace("int", "i")
 
 
 def type_of(name: str, value: object) -> str:
@@ -170,6 +172,11 @@ def launch_all(recipe: str, module: ModuleType) -> None:
         for forward, backward, q, k, v in rungs:
             o, lse = forward(q, k, v, True, 0.1)
             backward(o, o, lse, lse, q, k, v, True, 0.1)
+    elif recipe.endswith("fp8_zero3.py"):
+        w = torch.empty(512, 1024, dtype=torch.uint8).view(module.E4M3)
+        linears = [SimpleNamespace(quantized=(w, None, w.T.contiguous(), None))]
+        module.transpose(SimpleNamespace(linears=linears, transposed=w))
+        module.cast(torch.empty(512, 1024, dtype=torch.bfloat16), torch.ones(()), module.E4M3)
     else:
         module.cast(torch.empty(512, 1024, dtype=torch.bfloat16), torch.ones(()), torch.ones(()), module.E4M3)
 

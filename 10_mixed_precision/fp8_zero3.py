@@ -554,9 +554,10 @@ def check_units(model: nn.Module) -> None:
 
 @torch.no_grad()
 def use_fp8(model: nn.Module) -> None:
-    """Let units whose matrices are bf16 weights of Linear gather these in fp8, and hold their vectors whole.
+    """Let units whose matrices are bf16 weights of Linear gather these in fp8, and keep their vectors whole.
 
-    The bf16 weights stay, without memory: autograd casts a gradient to the dtype of its parameter.
+    The bf16 weights stay, without memory: autograd casts a gradient to the dtype of its parameter, and fp8 would be too
+    coarse. Raises ValueError if such a unit has another matrix.
     """
     owners = {m.weight: m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16}
     for unit in (unit for unit in model.units if unit.parameters[0] in owners):
@@ -573,7 +574,8 @@ def use_fp8(model: nn.Module) -> None:
         parts = (unit.full.view(E4M3).split(unit.sizes), unit.transposed.view(E4M3).split(unit.sizes))
         for linear, w, w_t, *scales in zip(unit.linears, *parts, unit.scales, unit.scales):
             shape = linear.weight.shape
-            linear.quantized = w.view(shape), scales[0], w_t.view(shape[::-1]), scales[1]  # different tensors: compiler
+            # a scale for each: the compiler wants different tensors as arguments
+            linear.quantized = w.view(shape), scales[0], w_t.view(shape[::-1]), scales[1]
             linear.version = linear.weight._version
         for p in vectors:
             p.data = torch.empty_like(p)
@@ -699,7 +701,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
 
 @torch.no_grad()
 def quantize_weights(model: nn.Module) -> None:
-    """Write this rank's shards in fp8, with the scales of whole weights, and the vectors of their units.
+    """Cast this rank's shards of linears to fp8, with the scales of whole weights; fetch the vectors beside them.
 
     Call it before the first forward and after each optimizer step: it serves all micro-batches of a step.
     """
@@ -711,17 +713,15 @@ def quantize_weights(model: nn.Module) -> None:
         amax = [torch.linalg.vector_norm(x, math.inf) if len(x) else x.new_zeros(()) for x in parts]
         size = sum(unit.sizes[len(unit.linears) :])  # of all vectors and the padding
         before = max(0, unit.group.rank() * len(unit.shard) - (len(unit.full) - size))  # of them in other shards
-        known += [
-            torch.stack(amax),
-            nn.functional.pad(vectors, (before, size - before - len(vectors)), value=-math.inf),
-        ]
+        whole = nn.functional.pad(vectors, (before, size - before - len(vectors)), value=-math.inf)
+        known += [torch.stack(amax), whole]
     flat = torch.cat(known)
-    # twice the 4 bytes of each linear's amax and of each vector element out and in per rank; everyone waits. A vector
-    # element has one owner, all others give -inf
+    # 2·(dp-1)/dp of 4 bytes per linear and per vector element out and in per rank; everyone waits. The owner's element
+    # of a vector is larger than the -inf of all others
     dist.all_reduce(flat, dist.ReduceOp.MAX, group=model.dp)
     found = iter(flat.split([len(x) for x in known]))
     for unit in units:
-        # on one GPU, bf16 weights are quantized: rounded, amax is that of rounded weights
+        # fp8_tensorwise.py quantizes bf16 weights, and the amax of rounded weights is the rounded amax
         unit.scales.copy_(next(found).bfloat16().float().clamp(min=LEAST) * (1 / torch.finfo(E4M3).max))
         shards, shards8 = (x.tensor_split(unit.ends) for x in (unit.shard, unit.shard8.view(E4M3)))
         for own, own8, scale in zip(shards, shards8, unit.scales):

@@ -277,10 +277,11 @@ def test_compiled():
     sizes = " ".join(f"--{name} {value}" for name, value in {**fp8.SIZES, "layers": 1}.items())
     exact = isolated(lambda: fp8.gradient("10_mixed_precision/bf16.py", "float32", layers=1))
     probe = probes.together(equivalence.without_kernels, gradients_of_ranks)
-    run = launch(FP8_ZERO3, 2, f"--device cpu --dtype bfloat16 {sizes} --steps 1 --compile", probe)
-    for _, found in run.probes:
-        noise = {name: (found[name].double() - g).norm() for name, g in exact.items()}
-        worst = max(noise, key=lambda name: noise[name] / exact[name].norm())
-        assert noise[worst] < 10 ** (-14 / 20) * exact[worst].norm(), f"{worst} is off by {noise[worst]:.2f}"
-        total = [torch.stack([x.norm() for x in z.values()]).norm() for z in (noise, exact)]
-        assert total[0] < 0.1 * total[1], f"the gradient is off by {total[0] / total[1]:.3f}"
+    run = launch(FP8_ZERO3, 1, f"--device cpu --dtype bfloat16 {sizes} --steps 1 --compile", probe)
+    found = run.probes[0][1]
+    errors = {name: ((found[name] - g).norm() / g.norm()).item() for name, g in exact.items()}
+    worst = max(errors, key=errors.get)
+    assert errors[worst] < 10 ** (-14 / 20), f"{worst} is off by {errors[worst]:.2f}"
+    total = [torch.cat([z[name].double().flatten() for name in exact]) for z in (found, exact)]
+    error = ((total[0] - total[1]).norm() / total[1].norm()).item()
+    assert error < 0.1, f"the gradient is off by {error:.3f}"
