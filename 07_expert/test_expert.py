@@ -94,7 +94,7 @@ def test_unpermute_rounds_once(recipe, file=None):
 
 @pytest.mark.parametrize(
     "recipe",
-    """moe expert_parallel auxiliary_loss bias_balancing node_limited capacity overlap slots symmetric_memory""".split(),
+    "moe expert_parallel auxiliary_loss bias_balancing node_limited capacity overlap slots symmetric_memory".split(),
 )
 def test_gates_are_not_rounded(recipe, file=None):
     """Experts multiply their hidden units by gates of fp32, and round the product once."""

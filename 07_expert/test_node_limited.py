@@ -49,7 +49,8 @@ def test_computes_what_transformers_computes(shared, file=RECIPE):
     flags = f"{batch} --shared {shared}"
     start = launch(RECIPE, 1, f"{flags} --steps 0").weights
     generator = torch.Generator().manual_seed(2)
-    start = {name: 0.2 * torch.randn(x.shape, generator=generator).double() + (x.ndim == 1) for name, x in start.items()}
+    for x in start.values():
+        x.copy_(0.2 * torch.randn(x.shape, generator=generator) + (x.ndim == 1))
     save_file(start, folder / "start.safetensors")
     flags += f" --init {folder}/start.safetensors --microbatches 1"
     ours = launch(file, 1, f"{flags} {equivalence.GRADIENT}", probe=with_biases)
