@@ -1,25 +1,29 @@
 """DeepSeek-V3's routing: the experts of a token are on few nodes, and the token crosses the network once per node.
 
-1. Scores are sigmoids, and each expert's is its own. The gates of a token are its chosen scores over their sum, times
-   --gate_scale. A shared expert computes every token.
-2. Experts are in groups, of which a node has one or more. A token keeps the --top_groups groups with the largest sum
-   of their two best biased scores, and takes its top_k experts from these.
-3. Hop one, over the network: one copy of the token to each of its nodes, to the rank of the same local index, with its
-   experts and gates. Hop two, over NVLink: one copy to each of its experts on that node.
-4. Back: the node adds up its experts' outputs, and one row per token and node crosses the network.
-A token crosses the network at most min(--top_groups, nodes) times, and comes back as often. expert_parallel.py sends it
-once per expert: DeepSeek-V3, with 8 experts on at most 4 of 8 nodes, needs half of that or less.
+1. Scores are sigmoids: an expert's score does not depend on the others'. A token's gates are the scores of its experts,
+   divided by their sum, times --gate_scale. A shared expert computes every token.
+2. Experts form groups, and each node holds whole groups. A group counts as much as the sum of its two best biased
+   scores. A token keeps --top_groups groups, and takes its top_k experts from these.
+3. Hop one, over the network: one copy of the token goes to each of its nodes, to the rank with the same local index,
+   with its gates and the numbers of its experts. Hop two, over NVLink: one copy goes to each of its experts there.
+4. Back: each node adds up its experts' outputs, and sends one row per token over the network.
+At most min(--top_groups, nodes - 1) copies of a token cross the network, d elements each way. expert_parallel.py sends
+one per expert: with DeepSeek-V3's 8 experts, 8 nodes and 4 groups 7 on average, here at most 4.
 
 Parent:   07_expert/bias_balancing.py
 Lesson:   Config, cross, Router, drop_absent, Unpermute, SharedExpert, MLP
-Plumbing: Block.__init__, Model, Model.__init__, tensor_shapes, build_model, flops_per_token, check
+Plumbing: Block.__init__, Model, Model.__init__, tensor_shapes, full_tensor, published, build_model, flops_per_token,
+          save, check
 Copy:     AllToAll, Route, dispatch, combine, cross, Router, sort_by_expert, drop_absent, Permute, Unpermute,
-          SharedExpert, MLP, move_biases (build_model makes the groups; Experts may be yours: dispatch calls nothing of
-          it; call move_biases after each optimizer step)
+          SharedExpert, MLP, count_rows, move_biases (build_model makes the groups. Experts may be yours:
+          Experts(cfg, ep), called with rows, gates [n, 1] and ends; draw other weights on every rank. Sum an expert's
+          gradient over edp, all others over dp; if you average, divide both by dp's size. After each optimizer step
+          call move_biases with what count_rows returns; keep the biases in fp32)
 Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.ffn, cfg.gate_scale, cfg.groups, cfg.shared, cfg.top_groups,
-          cfg.top_k, model.model.layers, Experts
+          cfg.top_k, model.dp, model.model.layers, Experts
 Run:      torchrun --nproc_per_node 8 07_expert/node_limited.py --nodes 2
-Source:   DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 3.2.2; Wang et al. 2024, arXiv:2408.15664
+Source:   DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 3.2.2, and its published code (groups, gate_scale);
+          Wang et al. 2024, arXiv:2408.15664
 """
 
 from __future__ import annotations
@@ -78,11 +82,11 @@ class Config:
     ffn: int = 96  # of one expert
     experts: int = 16
     top_k: int = 4  # experts per token
-    groups: int = 4  # of experts, in the order of their numbers (n_group of DeepSeek-V3)
-    top_groups: int = 2  # groups that a token's experts may be of (topk_group)
+    groups: int = 4  # of consecutive experts (n_group of DeepSeek-V3)
+    top_groups: int = 2  # groups from which a token's experts come (topk_group)
     shared: int = 1  # width of the shared expert, in experts; 0: there is none
-    gate_scale: float = 2.5  # of the gates, which add up to it (routed_scaling_factor)
-    nodes: int = 1  # that the ranks of ep are on; each holds whole groups
+    gate_scale: float = 2.5  # sum of a token's gates (routed_scaling_factor)
+    nodes: int = 1  # over which the ep ranks are spread, each with whole groups: the number of hosts
     vocab: int = 256
     theta: float = 5e5  # base of the RoPE wavelengths
     rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
@@ -104,7 +108,7 @@ class Config:
     compile: bool = False
     edp: int = 1  # ranks that hold a copy of each expert; the others share out the experts
     microbatches: int = 2  # parts of a rank's batch that go through the model one after another
-    bias_rate: float = 0.003  # change of a bias per step; it is added to probabilities, which are 1/e on average
+    bias_rate: float = 0.003  # change of a bias per step; it is added to sigmoids, near 0.5 at first
 
 
 # ----------------------------------------------------------------------------------------------------- communication
@@ -164,22 +168,23 @@ def combine(y: Tensor, route: Route, ep: dist.ProcessGroup) -> Tensor:
     return AllToAll.apply(y, route.arriving, route.sent, ep)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # sizes are known only when it runs
 def cross(
     x: Tensor, gates: Tensor, experts: Tensor, ends: Tensor, across: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, tuple[list[int], list[int]]]:
     """Send rows x [n, d], sorted by node, with the gates and experts [n, top_k] of their tokens. ends: drop_absent.
 
-    across: the ranks that have this rank's index on their nodes. Returns what they send, [n', ...], and for the way
-    back how many rows go to each of them and come from it.
+    across: the ranks with this local index, one per node. Returns rows, gates and experts that arrive, [n', ...], and
+    (sent, arriving), how many go to and come from each node.
     """
     counts = ends.diff(prepend=ends.new_zeros(1))  # of the rows to each node
     counts_here = torch.empty_like(counts)
     dist.all_to_all_single(counts_here, counts, group=across)  # 4 bytes per node; everyone waits
-    sizes = sent, arriving = torch.stack([counts, counts_here]).tolist()  # the CPU waits for the GPU
+    sent, arriving = torch.stack([counts, counts_here]).tolist()  # the CPU waits for the GPU
     experts_here = experts.new_empty(sum(arriving), experts.shape[1])
     dist.all_to_all_single(experts_here, experts, arriving, sent, group=across)  # 8 top_k bytes per row; everyone waits
-    return *(AllToAll.apply(rows, sent, arriving, across) for rows in (x, gates)), experts_here, sizes
+    x, gates = AllToAll.apply(x, sent, arriving, across), AllToAll.apply(gates, sent, arriving, across)
+    return x, gates, experts_here, (sent, arriving)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -241,7 +246,7 @@ class Router(nn.Module):
         super().__init__()
         self.top_k, self.groups, self.top_groups, self.scale = cfg.top_k, cfg.groups, cfg.top_groups, cfg.gate_scale
         self.weight = nn.Linear(cfg.dim, cfg.experts, bias=False).weight
-        self.register_buffer("bias", torch.zeros(cfg.experts), persistent=False)  # see move_biases
+        self.register_buffer("bias", torch.zeros(cfg.experts))  # see move_biases; saved with the weights
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, d] -> gates [t, top_k], differentiable, which add up to scale if top_k > 1; experts [t, top_k]"""
@@ -249,9 +254,9 @@ class Router(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             scores = nn.functional.linear(wide, self.weight.to(wide.dtype)).sigmoid()  # t e
         biased = rearrange(scores + self.bias, "t (g e) -> t g e", g=self.groups)
-        best = biased.topk(min(2, biased.shape[-1])).values.sum(-1)  # t g
+        best = biased.topk(min(2, biased.shape[-1])).values.sum(-1)  # t g; of two, as top_k / top_groups of DeepSeek-V3
         kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(self.top_groups).indices, True)
-        # not 0, as others have it: a negative bias may bring all that is kept below 0
+        # -inf: biases may bring all kept scores below 0 (transformers long had 0 here)
         experts = biased.masked_fill(~kept[..., None], -math.inf).flatten(1).topk(self.top_k).indices
         gates = scores.gather(-1, experts)  # without the bias
         if self.top_k > 1:  # else they would be the same for all tokens, and the router would not learn
@@ -271,11 +276,11 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     return order, inverse, ends
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # the number of rows is known only when it runs
 def drop_absent(places: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the rows of places [t, k] as sort_by_expert does, without those whose place is `count`: these go nowhere.
+    """Sort places [t, k] as sort_by_expert does, and drop the rows whose place is `count`.
 
-    Of them, inverse points behind the last row, where Unpermute has zeros.
+    Their inverse is the index behind the last row, where Unpermute has zeros.
     """
     order, inverse, ends = sort_by_expert(places, count)
     present = int(ends[-1])  # the CPU waits for the GPU
@@ -372,7 +377,7 @@ class SharedExpert(nn.Module):
 class MLP(nn.Module):
     """Experts: each token goes through top_k of them and the shared one. This rank holds e/ep, its node e/nodes.
 
-    across: the ranks that have this rank's index on their nodes; inside: the ranks of this node.
+    across: the ranks with this local index, one per node; inside: the ranks of this node.
     """
 
     def __init__(self, cfg: Config, ep: dist.ProcessGroup, across: dist.ProcessGroup, inside: dist.ProcessGroup):
@@ -388,25 +393,27 @@ class MLP(nn.Module):
         tokens = rearrange(x, "b s d -> (b s) d")
         gates, experts = self.gate(tokens)
         if torch.is_grad_enabled():  # not in a validation
-            self.rows.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))
-        nodes, here = self.across.size(), len(self.rows) // self.across.size()
-        node = experts // here  # t k
-        goes = node.new_full((len(tokens), nodes), nodes)  # t nodes: the token does not go there
-        goes.scatter_(1, node, node)  # it does
-        order, inverse, ends = drop_absent(goes, nodes)
-        rows, gates = (Permute.apply(x, order, inverse, nodes) for x in (tokens, gates))
+            self.rows.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))  # the CPU does not wait
+        nodes = self.across.size()
+        node = experts // (len(self.rows) // nodes)  # t k
+        places = node.new_full((len(tokens), nodes), nodes).scatter_(1, node, node)  # t nodes: each of its nodes once
+        order, inverse, ends = drop_absent(places, nodes)
+        rows, gates = Permute.apply(tokens, order, inverse, nodes), Permute.apply(gates, order, inverse, nodes)
+        # hop one, and back
         rows, gates, experts, (sent, arriving) = cross(rows, gates, experts[order // nodes], ends, self.across)
-        y = self.on_this_node(rows, gates, experts - self.across.rank() * here, here)
-        y = AllToAll.apply(y, arriving, sent, self.across)
+        y = AllToAll.apply(self.on_this_node(rows, gates, experts), arriving, sent, self.across)
         y = Unpermute.apply(y, order, inverse, nodes).view_as(x)
-        return y + self.shared_experts(x) if self.shared_experts else y
+        return y if self.shared_experts is None else y + self.shared_experts(x)
 
-    def on_this_node(self, x: Tensor, gates: Tensor, experts: Tensor, here: int) -> Tensor:
-        """x [n, d], gates and experts [n, top_k] -> [n, d], the sum over each row's experts among 0, ..., here - 1"""
-        absent = (experts < 0) | (experts >= here)  # n k
-        order, inverse, ends = drop_absent(experts.masked_fill(absent, here), here)
+    def on_this_node(self, x: Tensor, gates: Tensor, experts: Tensor) -> Tensor:
+        """x [n, d], gates and experts [n, top_k] -> the outputs of each row's experts on this node, summed, [n, d]"""
+        here = len(self.rows) // self.across.size()  # experts of this node
+        places = experts - self.across.rank() * here
+        places = places.where((places >= 0) & (places < here), here)  # n k; `here`: on another node
+        order, inverse, ends = drop_absent(places, here)
         rows = Permute.apply(x, order, inverse, self.top_k)
         gates = Permute.apply(gates.view(-1, 1), order, inverse, 1)
+        # hop two, and back
         rows, gates, ends, route = dispatch(rows, gates, ends, self.inside)
         y = combine(self.experts(rows, gates, ends), route, self.inside)
         return Unpermute.apply(y, order, inverse, self.top_k)
@@ -428,7 +435,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Llama 3 with the experts of DeepSeek-V3. Parameters have transformers' names and shapes in memory."""
+    """Llama 3 with DeepSeek-V3's experts. Parameters have the names and shapes of transformers.Glm4MoeForCausalLM."""
 
     def __init__(
         self,
@@ -467,15 +474,15 @@ def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
     """Return the shape of every tensor of the full model by its published name."""
     d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
     attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
-    expert = dict(w1=[f, d], w2=[d, f], w3=[f, d])  # gate, down, up
-    moe = {f"experts.{i}.{name}": shape for i in range(cfg.experts) for name, shape in expert.items()}
-    shared = dict(gate_proj=[cfg.shared * f, d], up_proj=[cfg.shared * f, d], down_proj=[d, cfg.shared * f])
-    moe |= {f"shared_experts.{name}": shape for name, shape in shared.items() if cfg.shared}
-    moe = {f"block_sparse_moe.{name}": shape for name, shape in dict(gate=[cfg.experts, d], **moe).items()}
-    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **moe)
+    widths = {f"experts.{i}": f for i in range(cfg.experts)} | {"shared_experts": cfg.shared * f}
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention) | {"mlp.gate": [cfg.experts, d]}
+    for name, width in widths.items():
+        expert = dict(gate_proj=[width, d], up_proj=[width, d], down_proj=[d, width])
+        block |= {f"mlp.{name}.{matrix}": shape for matrix, shape in expert.items() if width}
     shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
     shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
+    biases = {f"model.layers.{i}.mlp.gate.e_score_correction_bias": [cfg.experts] for i in range(cfg.layers)}
+    return {f"{name}.weight": shape for name, shape in shapes.items()} | biases
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
@@ -488,22 +495,23 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
         stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
         return next(file.get_tensor(stored) for file in files if stored in file.keys())
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
 def published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
+    """Yield name and tensor as DeepSeek-V3 and GLM-4.5 publish them: three matrices per expert, and biases.
 
     first: the number of the first expert in these weights.
     """
     for name, tensor in weights.items():
-        module, _, last = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
-        parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=-2))) if last == "gate_up_proj" else {"w2": tensor}
+        module, _, last = name.rpartition(".")
         if not module.endswith(".experts"):
-            yield f"{module}.{last}", tensor
+            yield name.replace("gate.bias", "gate.e_score_correction_bias"), tensor
             continue
+        gate_up = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=-2)))
+        parts = gate_up if last == "gate_up_proj" else {last: tensor}
         for part, matrices in parts.items():
             yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices, first))
 
@@ -523,10 +531,10 @@ def build_model(cfg: Config) -> Model:
         model = Model(cfg, dist.group.WORLD, ep, edp, mesh["across"].get_group(), mesh["inside"].get_group())
     model.to_empty(device=cfg.device)
     with torch.no_grad():
-        for name, tensor in published(dict(model.named_parameters()), ep.rank() * cfg.experts // ep.size()):
+        for name, tensor in published(model.state_dict(), ep.rank() * cfg.experts // ep.size()):
             tensor.copy_(full_tensor(cfg, name, tensor.shape))
-        for buffer in model.buffers():
-            buffer.zero_()
+        for block in model.model.layers:
+            block.mlp.rows.zero_()
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -713,7 +721,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float, flo
 
     All ranks take part: each tensor of experts is gathered on all of them, one after another; rank 0 collects them on
     its CPU.
-    Without the biases, for which Mixtral has no name (DeepSeek-V3's is e_score_correction_bias): --init starts from 0.
+    transformers.Glm4MoeForCausalLM loads the file, biases too.
     """
     weights = {}
     for name, tensor in model.state_dict().items():
@@ -809,15 +817,15 @@ def check(cfg: Config, world: int) -> None:
             f"--experts {cfg.experts}: must be divisible by the ranks that share them, {world // cfg.edp}",
         ),
         (
-            max(1, world) // cfg.edp % cfg.nodes or cfg.groups % cfg.nodes,
-            f"--nodes {cfg.nodes}: must divide the {world // cfg.edp} ranks that share the experts, and --groups "
-            f"{cfg.groups}",
+            math.gcd(max(1, world) // cfg.edp, cfg.groups) % cfg.nodes,
+            f"--nodes {cfg.nodes}: must divide both the {world // cfg.edp} ranks that share the experts and --groups "
+            f"{cfg.groups}: {math.gcd(world // cfg.edp, cfg.groups)} would do",
         ),
         (cfg.experts % cfg.groups, f"--groups {cfg.groups}: must divide --experts {cfg.experts}"),
         (cfg.top_groups > cfg.groups, f"--top_groups {cfg.top_groups}: must be at most --groups {cfg.groups}"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (cfg.top_k > most, f"--top_k {cfg.top_k}: must be at most {most}, the experts of --top_groups"),
+        (cfg.top_k > most, f"--top_k {cfg.top_k}: --top_groups {cfg.top_groups} have {most} experts"),
         (
             cfg.dtype == "bfloat16" and cfg.device == "cuda" and math.gcd(cfg.dim, cfg.ffn) % 8,
             f"--ffn {cfg.ffn}: it and --dim {cfg.dim} must be multiples of 8, for matmuls of bfloat16",

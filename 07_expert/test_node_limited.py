@@ -1,6 +1,6 @@
 """node_limited.py routes as DeepSeek-V3 does, and a token crosses the network once per node.
 
-Its root is itself on one rank: there it computes what transformers' DeepseekV3MoE computes in place of a Llama's MLPs.
+Its root is itself on one rank, where it is compared with transformers.
 Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
@@ -15,70 +15,51 @@ from probes import phase, together
 from safetensors.torch import save_file
 
 RECIPE = equivalence.NODES
-TOP_K, GROUPS, TOP_GROUPS, NODES = 4, 4, 2, 2
-CASE = f"--nodes {NODES} --microbatches 1"  # of 4 ranks; 16 experts in 4 groups
-
-
-def with_biases(module):
-    """A probe: the biases below; reports the logits of the first forward."""
-    original, build = module.Model.forward, module.build_model
-    logits = []
-
-    def build_model(cfg):
-        model = build(cfg)
-        for layer, biases in zip(model.model.layers, random_biases(cfg.layers, cfg.experts)):
-            layer.mlp.gate.bias.copy_(biases)
-        return model
-
-    module.build_model = build_model
-    module.Model.forward = lambda self, *args: logits.append(original(self, *args)) or logits[-1]
-    return lambda: torch.cat(logits).detach()
-
-
-def random_biases(layers: int, experts: int) -> torch.Tensor:
-    """Biases below -1: scores are at most 1, so all sums are negative."""
-    return -1 - 0.1 * torch.rand(layers, experts, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+TOP_K, TOP_GROUPS = 4, 2  # of 16 experts in 4 groups
 
 
 @pytest.mark.parametrize("shared", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_computes_what_transformers_computes(shared, file=RECIPE):
-    """Logits, loss and gradients, with biases; all experts of a layer have rows."""
-    folder = run_folder() / f"deepseek{shared}"
+    """GLM-4.5 has these experts, and a Llama's attention: from_pretrained loads what is saved, and logits, loss and
+    gradients are equal. With biases below -1, so that all biased scores are negative; all experts of a layer have rows.
+    """
+    folder = run_folder() / f"glm{shared}"
     folder.mkdir(exist_ok=True)
     batch = f"{witness.FLAGS} --batch 8 --data {equivalence.documents()}"
-    flags = f"{batch} --shared {shared}"
+    flags, generator = f"{batch} --shared {shared} --microbatches 1", torch.Generator().manual_seed(2)
     start = launch(RECIPE, 1, f"{flags} --steps 0").weights
-    generator = torch.Generator().manual_seed(2)
-    for x in start.values():
-        x.copy_(0.2 * torch.randn(x.shape, generator=generator) + (x.ndim == 1))
+    for name, x in start.items():
+        noise = torch.randn(x.shape, generator=generator)
+        x.copy_(noise.sigmoid() / 10 - 1.1 if name.endswith("bias") else 0.2 * noise + (x.ndim == 1))
     save_file(start, folder / "start.safetensors")
-    flags += f" --init {folder}/start.safetensors --microbatches 1"
-    ours = launch(file, 1, f"{flags} {equivalence.GRADIENT}", probe=with_biases)
-
-    from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+    flags += f" --init {folder}/start.safetensors"
+    ours = launch(file, 1, f"{flags} {equivalence.GRADIENT}", probe=witness.first_logits)
+    launch(file, 1, f"{flags} --steps 0 --save {folder}/model.safetensors")
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
     def theirs():
-        sizes = dict(hidden_size=48, moe_intermediate_size=64, n_routed_experts=16, num_experts_per_tok=TOP_K)
-        sizes |= dict(n_group=GROUPS, topk_group=TOP_GROUPS, n_shared_experts=shared, routed_scaling_factor=2.5)
-        config = DeepseekV3Config(**sizes, norm_topk_prob=True)
-        config._experts_implementation = "eager"
+        routing = dict(n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5)
+        experts = dict(n_shared_experts=shared, moe_intermediate_size=64, first_k_dense_replace=0, norm_topk_prob=True)
+        rope = dict(rope_type="default", rope_theta=5e5, partial_rotary_factor=1.0)
+        attention = dict(head_dim=8, use_qk_norm=False, attention_bias=False, rope_parameters=rope)
+        config = Glm4MoeConfig(**witness.SHAPE, **routing, **experts, **attention, tie_word_embeddings=False)
+        config._attn_implementation = config._experts_implementation = "eager"
+        config.save_pretrained(folder)
+        loaded = Glm4MoeForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict()
         with witness.in_float64():
-            model = witness.random_model(witness.llama_config())
-            for i, layer in enumerate(model.model.layers):
-                layer.mlp = DeepseekV3MoE(config).double()
-                layer.mlp.gate.e_score_correction_bias.copy_(random_biases(3, 16)[i])
-            with torch.no_grad():
-                for name, weight in load(RECIPE).published(dict(model.named_parameters())):
-                    weight.copy_(start[name])
+            model = Glm4MoeForCausalLM(config).double()
+            model.load_state_dict(loaded)
             logits, loss = witness.loss_of(model, batch)
             loss.backward()
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        return logits.detach(), loss.item(), dict(load(RECIPE).published(gradients))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(p.grad)
+        return logits.detach(), loss.item(), witness.stored(model, folder / "gradients")
 
     logits, loss, gradients = isolated(theirs)
+    change = {name: start[name] - tensor for name, tensor in ours.weights.items() if not name.endswith("bias")}
+    gradients = {name: gradient for name, gradient in gradients.items() if not name.endswith("bias")}
     assert all(gradient.any() for gradient in gradients.values()), "an expert has no rows"
-    change = {name: start[name] - tensor for name, tensor in ours.weights.items()}
     errors = compare.relative_errors(change, gradients)
     errors["logits"] = ((ours.probes[0] - logits).norm() / logits.norm()).item()
     errors["loss"] = abs(ours.history[0][0] / loss - 1)
@@ -103,7 +84,9 @@ def exchanges(module):
     seen, all_to_all = [], module.dist.all_to_all_single
 
     def exchange(out, x, arriving=None, leaving=None, group=None, async_op=False):
-        if x.is_floating_point() and max(x.shape[1], out.shape[1]) > TOP_K:  # else gates
+        if x.is_floating_point() and x.shape[1] <= TOP_K:
+            assert x.dtype == torch.float32, "gates are rounded"
+        elif x.is_floating_point():
             seen.append((phase(), module.dist.get_process_group_ranks(group), leaving))
         return all_to_all(out, x, arriving, leaving, group, async_op)
 
@@ -113,8 +96,8 @@ def exchanges(module):
 
 def test_a_token_crosses_once_per_node(file=RECIPE):
     """Rows to each node: the tokens that have an expert there, once each; as many come back, and so in backward."""
-    flags = f"{equivalence.SHAPE} --device cpu --data {equivalence.documents()} {CASE} --steps 1"
-    run = launch(file, 4, flags, probe=together(choices, exchanges), save=False)
+    flags = f"{equivalence.SHAPE} --device cpu --dtype bfloat16 --data {equivalence.documents()} --steps 1"
+    run = launch(file, 4, f"{flags} --nodes 2 --microbatches 1", probe=together(choices, exchanges), save=False)
     layers, most, rows_per_expert = 5, 0, 0
     across = [[0, 2], [1, 3], [0, 2], [1, 3]]
     wanted = [[[0, 0] for _ in range(layers)] for _ in range(4)]
@@ -143,7 +126,7 @@ def test_a_token_crosses_once_per_node(file=RECIPE):
 def test_ties_and_a_node_without_tokens(nodes, file=RECIPE):
     """All scores are 0.5: every token has the same experts, on one or two nodes, and all else stands idle."""
     weights = compare.read(equivalence.start(RECIPE, equivalence.SHAPE))[0]
-    tied = {name: tensor * ("block_sparse_moe.gate" not in name) for name, tensor in weights.items()}
+    tied = {name: tensor * ("mlp.gate." not in name) for name, tensor in weights.items()}
     save_file(tied, init := run_folder() / f"tied{nodes}.safetensors")
     flags = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} --init {init}"
     flags += f" {equivalence.GRADIENT} --microbatches 1"
@@ -154,6 +137,33 @@ def test_ties_and_a_node_without_tokens(nodes, file=RECIPE):
     errors = compare.relative_errors(ours.weights, theirs.weights, tied)
     errors |= compare.history_errors(ours.history, theirs.history)
     compare.assert_close(errors, 1e-10, f"{file}, ties on {nodes} nodes")
+
+
+def routed(file: str, x: torch.Tensor, **sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sigmoids of a router of random weights, its gates and its experts."""
+
+    def compute():
+        module = load(file)
+        router = module.Router(module.Config(dim=x.shape[1], device="cpu", **sizes))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            weight = torch.randn(router.weight.shape, generator=generator).sort(0).values / 100
+            router.weight.copy_(weight[:1] + (weight - weight[:1]) / 100)  # sigmoids near each other
+            return (x.double() @ router.weight.double().T).sigmoid(), *router(x)
+
+    return isolated(compute)
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_router_alone(top_k, file=RECIPE):
+    """One expert per group: the groups with the best experts are chosen, in fp32 under autocast. Gates add up to the
+    scale; with top_k 1 the gate is the score times it."""
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1))
+    scores, gates, experts = routed(file, x, groups=16, top_groups=top_k, top_k=top_k)
+    best, order = scores.topk(top_k)
+    assert torch.equal(experts, order), "others are chosen"
+    assert gates.dtype == torch.float32
+    assert ((gates / (2.5 * (best / best.sum(1, keepdim=True) if top_k > 1 else best)) - 1).abs() < 1e-6).all(), "scale"
 
 
 def test_groups_count_by_their_two_best(file=RECIPE):
@@ -176,11 +186,11 @@ def test_flags():
     for world, flags in [(8, "--nodes 4"), (8, "--shared 0"), (8, "--top_k 8"), (16, "--nodes 2 --batch 32")]:
         assert refusal(module, world, f"--device cpu {flags}") is None, flags
     for world, flags, words in [
-        (8, "--nodes 3", "--nodes 3: must divide the 8 ranks"),
+        (8, "--nodes 3", "--nodes 3: must divide both the 8 ranks that share the experts and --groups 4: 4 would do"),
         (8, "--nodes 8", "--groups 4"),
         (8, "--groups 3", "--groups 3: must divide --experts 16"),
         (8, "--top_groups 5", "--top_groups 5: must be at most --groups 4"),
-        (8, "--top_k 9", "--top_k 9: must be at most 8"),
+        (8, "--top_k 9", "--top_k 9: --top_groups 2 have 8 experts"),
         (8, "--shared -1", "--shared -1: must be > 0 and finite, or 0"),
         (8, "--gate_scale 0", "--gate_scale 0.0: must be > 0"),
     ]:

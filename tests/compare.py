@@ -21,8 +21,8 @@ def relative_errors(ours: Weights, reference: Weights, start: Weights | None = N
     """‖ours − reference‖ / ‖reference − start‖ of every tensor, in float64; start is 0 if not given.
 
     NaN, which no tolerance admits, where the reference has not moved from start: such a tensor would prove nothing. But
-    an expert to which no token went must not have moved, and does not count; nor do, with LoRA, which moves projections
-    alone, the other tensors.
+    an expert to which no token went must not have moved, and does not count; nor do biases that balance experts which
+    are balanced, and, with LoRA, which moves projections alone, the other tensors.
     Raises AssertionError if the two differ in names or shapes.
     """
     shapes = [{name: tuple(tensor.shape) for name, tensor in weights.items()} for weights in (ours, reference)]
@@ -32,7 +32,8 @@ def relative_errors(ours: Weights, reference: Weights, start: Weights | None = N
     lora = all(("_proj." in name) == (distance > 0) for name, distance in moved.items())
     for name, theirs in reference.items():
         difference = (ours[name].double() - theirs.double()).norm()
-        may_stay = start and (".experts." in name or (lora and "_proj." not in name))
+        experts = ".experts." in name or name.endswith("e_score_correction_bias")
+        may_stay = start and (experts or (lora and "_proj." not in name))
         if may_stay and moved[name] == 0 == difference:
             continue
         errors[name] = (difference / moved[name]).item() if moved[name] > 0 else float("nan")
