@@ -189,7 +189,7 @@ SIZES = """
 07_expert/auxiliary_loss.py: 2 --balance 0 --z 0 | *4 --edp 2 --balance 0 --z 0
 07_expert/bias_balancing.py: 2 --bias_rate 0 --microbatches 1 | *4 --bias_rate 0 --microbatches 3 --edp 2
 07_expert/node_limited.py: 1 --compile | 2 --nodes 2 | 2 --nodes 2 --compile | 2 --nodes 2 --shared 0
-07_expert/node_limited.py: *4 --nodes 2 --microbatches 3 --layers 2 | 4 --nodes 4 --microbatches 1 --top_groups 3
+07_expert/node_limited.py: *4 --nodes 2 --microbatches 3 --layers 1 | 4 --nodes 4 --microbatches 1 --top_groups 3
 07_expert/node_limited.py: 4 --nodes 2 --edp 2 --batch 16 --top_k 1 | 8 --batch 16 | 8 --nodes 2 --batch 16
 07_expert/node_limited.py: 8 --nodes 4 --batch 16 --groups 8 --top_groups 4 | 8 --nodes 2 --edp 2 --batch 16
 # experts / top_k or more: nothing is dropped
