@@ -306,7 +306,7 @@ class RingAttention(torch.autograd.Function):
 
 @torch.compiler.disable  # a compiler would wait for communication where it begins
 def attention(q: Tensor, k: Tensor, v: Tensor, cp: Mesh) -> Tensor:
-    """Exact causal attention over whole sequences, of which each rank has the tokens that shard gives it.
+    """Exact causal attention over whole sequences; each rank holds the tokens that `shard` gives it.
 
     q [b, h, s/cp, k] and k, v [b, g, s/cp, k] -> o like q.
     """

@@ -325,13 +325,13 @@ def all_folders() -> str:
     rows = []
     for folder, idea in FOLDERS.items():
         paths, best = recipes_of(folder), best_speed(folder)
-        links = " · ".join(f"[`{Path(path).stem}`]({path})" for path in paths)
+        links = ", ".join(f"[`{Path(path).stem}`]({path})" for path in paths)
         rows.append([f"[`{folder}`]({folder}/README.md)", f"{idea}: {links}", worst_error(paths), best])
     return table(["folder", "idea, and its recipes in reading order", "error", "speed"], rows)
 
 
 def facts() -> str:
-    """What the repository can claim: how equal, how well tested, how fast."""
+    """Three claims, with their numbers: training is equal, tests can fail, recipes are fast."""
     errors = [e for e in results("equivalence.json") if e["device"] == "cpu"]
     worst, found = max(error for e in errors for error in e["errors"].values()), results("bugs.json")
     wrong = [bug for bug in found if (bug["gradient"] or 0) > 0.01]
