@@ -188,12 +188,20 @@ mixed_smollm: 1, 8, {MIXED} --compile
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding --microbatches 1
 mixed_llama3_8b: 1, 2, {LARGE} --steps 200 --warmup 20 --batch 1 --microbatches 1
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding
-fp8_zero3: 2, 2, --preset smollm_1_7b --seq 4096 --batch 8 --dtype bfloat16 --compile --steps 20 --microbatches 1
-    03_zero: zero3
-    10_mixed_precision: fp8_zero3
-fp8_zero3_8b: 2, 2, {LARGE} --steps 8 --batch 4 --layers 8 --microbatches 1
-    03_zero: zero3
-    10_mixed_precision: fp8_zero3
+fp8_zero3: 2, 4, --preset smollm_1_7b --seq 4096 --batch 8 --dtype bfloat16 --compile --steps 20
+    03_zero: zero3 --microbatches 1
+    10_mixed_precision: fp8_zero3 --microbatches 1
+    tests: torchao_fsdp
+    10_mixed_precision: fp8_tensorwise --batch 4 --microbatches 1
+fp8_zero3_8b: 2, 3, {LARGE} --steps 8 --batch 4 --layers 8
+    03_zero: zero3 --microbatches 1
+    10_mixed_precision: fp8_zero3 --microbatches 1
+    tests: torchao_fsdp
+fp8_zero3_four: 4, 4, {LARGE} --steps 8 --batch 8
+    03_zero: torch_fsdp
+    03_zero: zero3 --microbatches 1
+    10_mixed_precision: fp8_zero3 --microbatches 1
+    tests: torchao_fsdp
 layouts_8b: 2, 5, {LARGE} --steps 6 --batch 8
     03_zero: zero1_overlap --microbatches 4{LAYOUTS}
 layouts_8b_few_layers: 2, 4, {LARGE} --steps 8 --batch 8 --layers 8{LAYOUTS}
@@ -235,6 +243,7 @@ PROFILED = {  # recipes of a suite of which a timeline is kept
     "tensor_few_layers": "torch_dtensor sequence_parallel async_tensor_parallel",
     "layouts_8b_few_layers": "train",
     "expert": "expert_parallel overlap slots symmetric_memory",
+    "fp8_zero3": "zero3 fp8_zero3",
 }
 KINDS = "matmuls", "attention", "elementwise", "optimizer"
 DOES = [  # what a GPU kernel does, by parts of its name; the first that fits counts, and all others are elementwise
@@ -275,7 +284,7 @@ def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
 
     Of a long run all losses, for a curve.
     """
-    single = file.startswith(("01_", "09_", "10_", "tests/")) and not file.endswith("fp8_zero3.py")
+    single = file.startswith(("01_", "09_", "10_", "tests/")) and not file.endswith(("fp8_zero3.py", "_fsdp.py"))
     commands = [[file, *flags.split()]] * gpus if single else [torchrun(gpus, file, *flags.split())]
     runs = []
     for printed in outputs(*commands):
@@ -837,7 +846,7 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
         yield result
     for row in [row for row in rows if Path(row["file"]).stem in PROFILED.get(suite, "").split()]:
         file, timelines = row["file"], TIMELINES / suite if suite in ("zero_stages", "expert") else TIMELINES
-        timelines = Path(tempfile.gettempdir()) if suite.startswith("layouts") else timelines  # these draw nothing
+        timelines = Path(tempfile.gettempdir()) if suite.startswith(("layouts", "fp8")) else timelines  # these draw nothing
         row["profile"] = profiled(file, re.sub(r"--steps \d+", "", row["flags"]), gpus, timelines)
         for rank, ms in enumerate(row["profile"]):
             print(f"profile  {file:35} rank {rank}", *(f"{key} {value:.1f}" for key, value in ms.items()), flush=True)

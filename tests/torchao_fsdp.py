@@ -1,0 +1,33 @@
+"""What the speed of 10_mixed_precision/fp8_zero3.py is compared with: torch_fsdp.py with torchao's fp8 linears.
+
+    torchrun --nproc_per_node 2 tests/torchao_fsdp.py --preset smollm_1_7b --dtype bfloat16 --compile
+
+Everything is 03_zero/torch_fsdp.py's but the linears of the blocks, whose weights fully_shard gathers in fp8. Needs
+torchao (0.17 goes with torch 2.11), which nothing else here does.
+"""
+
+import torch
+from launch import load
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+
+TWIN = load("03_zero/torch_fsdp.py")
+shard, train_step = TWIN.shard, TWIN.train_step
+
+
+def shard_in_fp8(cfg, model) -> None:
+    """Replace the linears of the blocks, then shard as the twin does."""
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=cfg.device == "cpu")
+    convert_to_float8_training(model.model.layers, config=config)
+    shard(cfg, model)
+
+
+def train_step_with_scales(cfg, model, *batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step, then the scales of all weights by one all-reduce, as torchao recommends."""
+    result = train_step(cfg, model, *batch)
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    return result
+
+
+if __name__ == "__main__":
+    TWIN.shard, TWIN.train_step = shard_in_fp8, train_step_with_scales
+    TWIN.main()
