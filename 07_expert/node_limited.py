@@ -11,11 +11,11 @@ At most min(--top_groups, nodes - 1) copies of a token cross the network, d elem
 one per expert: with DeepSeek-V3's 8 experts, 8 nodes and 4 groups 7 on average, here at most 4.
 
 Parent:   07_expert/bias_balancing.py
-Lesson:   Config, cross, Router, drop_absent, Unpermute, SharedExpert, MLP
+Lesson:   Config, cross, cross_back, Router, drop_absent, Unpermute, SharedExpert, MLP
 Plumbing: Block.__init__, Model, Model.__init__, tensor_shapes, full_tensor, published, build_model, flops_per_token,
           save, check
-Copy:     AllToAll, Route, dispatch, combine, cross, Router, sort_by_expert, drop_absent, Permute, Unpermute,
-          SharedExpert, MLP, count_rows, move_biases (build_model makes the groups. Experts may be yours:
+Copy:     AllToAll, Route, dispatch, combine, cross, cross_back, Router, sort_by_expert, drop_absent, Permute,
+          Unpermute, SharedExpert, MLP, count_rows, move_biases (build_model makes the groups. Experts may be yours:
           Experts(cfg, ep), called with rows, gates [n, 1] and ends; draw other weights on every rank. Sum an expert's
           gradient over edp, all others over dp; if you average, divide both by dp's size. After each optimizer step
           call move_biases with what count_rows returns; keep the biases in fp32)
@@ -185,6 +185,13 @@ def cross(
     dist.all_to_all_single(experts_here, experts, arriving, sent, group=across)  # 8 top_k bytes per row; everyone waits
     x, gates = AllToAll.apply(x, sent, arriving, across), AllToAll.apply(gates, sent, arriving, across)
     return x, gates, experts_here, (sent, arriving)
+
+
+@torch.compiler.disable  # torch 2.11 loses the gradient of the all-to-all
+def cross_back(y: Tensor, sizes: tuple[list[int], list[int]], across: dist.ProcessGroup) -> Tensor:
+    """Send the outputs y [n', d] of this node's experts back to where cross took their rows from: [n, d]."""
+    sent, arriving = sizes
+    return AllToAll.apply(y, arriving, sent, across)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -400,8 +407,8 @@ class MLP(nn.Module):
         order, inverse, ends = drop_absent(places, nodes)
         rows, gates = Permute.apply(tokens, order, inverse, nodes), Permute.apply(gates, order, inverse, nodes)
         # hop one, and back
-        rows, gates, experts, (sent, arriving) = cross(rows, gates, experts[order // nodes], ends, self.across)
-        y = AllToAll.apply(self.on_this_node(rows, gates, experts), arriving, sent, self.across)
+        rows, gates, experts, sizes = cross(rows, gates, experts[order // nodes], ends, self.across)
+        y = cross_back(self.on_this_node(rows, gates, experts), sizes, self.across)
         y = Unpermute.apply(y, order, inverse, nodes).view_as(x)
         return y if self.shared_experts is None else y + self.shared_experts(x)
 

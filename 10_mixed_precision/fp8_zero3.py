@@ -570,7 +570,7 @@ def use_fp8(model: nn.Module) -> None:
         unit.ends = [max(0, end - start) for end in accumulate(p.numel() for p in matrices)]
         unit.full, unit.transposed = (torch.empty_like(unit.full, dtype=torch.uint8) for _ in range(2))
         unit.shard8 = torch.zeros_like(unit.shard, dtype=torch.uint8)
-        unit.scales = torch.ones(len(matrices), device=unit.full.device)
+        unit.scales = torch.ones(len(matrices), 4, device=unit.full.device)[:, 0]  # cuBLAS takes multiples of 16 bytes
         parts = (unit.full.view(E4M3).split(unit.sizes), unit.transposed.view(E4M3).split(unit.sizes))
         for linear, w, w_t, *scales in zip(unit.linears, *parts, unit.scales, unit.scales):
             shape = linear.weight.shape
