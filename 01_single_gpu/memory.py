@@ -42,19 +42,15 @@ SCHEDULES = "1f1b", "afab", "split_backward", "zero_bubble", "interleaved", "zbv
 FP8 = "tensorwise", "delayed_scaling", "blockwise"  # files of 10_mixed_precision, after fp8_
 RECIPES = {  # what --measure can predict, and in what a recipe's memory differs from the root's
     "01_single_gpu": {
-        "train": {},
-        "gradient_accumulation": {},
+        **{name: {} for name in ("train", "gradient_accumulation", "lora")},
         "activation_checkpointing": dict(recompute="full"),
         "selective_checkpointing": dict(recompute="selective"),
-        "lora": {},
     },
     "02_data_parallel": {name: {} for name in ("naive", "overlap", "bucketed", "coalesced", "no_sync")},
     "03_zero": {
         "zero1_overlap": dict(zero=1),
         "zero2": dict(zero=2),
-        "zero3": dict(zero=3),
-        "torch_fsdp": dict(zero=3),
-        "lora": dict(zero=3),
+        **{name: dict(zero=3) for name in ("zero3", "torch_fsdp", "lora")},
     },
     # uncompiled, their loss keeps more than the root's, which is what is predicted
     "04_tensor_sequence": {"vocab_parallel": {}, "sequence_parallel": dict(sequence_parallel=True)},
@@ -67,6 +63,7 @@ RECIPES = {  # what --measure can predict, and in what a recipe's memory differs
     "10_mixed_precision": {
         **{name: dict(precision="masters") for name in ("bf16", "fp16_loss_scaling")},
         **{f"fp8_{name}": dict(precision="masters", fp8=name) for name in FP8},
+        "fp8_zero3": dict(zero=3, fp8="tensorwise"),
         "stochastic_rounding": dict(precision="stochastic"),
         "fp8_stochastic_rounding": dict(precision="stochastic", fp8="tensorwise"),
     },
@@ -78,6 +75,7 @@ PROCESSES = {
     "04_tensor_sequence": "tp",
     "05_context_ring": "cp",
     "06_pipeline": "pp",
+    "10_mixed_precision": "dp",
 }
 WORKSPACE = 2 * 32 * 2**20  # of cuBLAS on Hopper: 32 MiB for the thread of forward, as many for that of backward
 STEPS = 4  # of a measured run; the first two compile kernels, and tune them on copies of their arguments
@@ -347,27 +345,28 @@ def resident(cfg: Config) -> dict[str, int]:
     """Bytes that are there all the time. The root: 4N of float32 weights and 8N of AdamW's moments.
 
     ZeRO, which has no autocast: weights in the dtype of the matmuls, with stage 3 only those gathered just then, and
-    shards in float32 of the weights and of the moments, 12N/(dp·cp). With masters the same, on one GPU: 2N and 12N, or
-    4N and 8N of what is its own master. With stochastic rounding moments have the dtype of the weights: 2N and 4N. In
-    fp8 the matrices of the blocks have two copies besides, of 1 byte per element: as they are, and transposed. With
-    LoRA the weights alone, which ZeRO-3 shards, and adapters in float32 with their moments, whole on every rank.
+    shards in float32 of the weights and of the moments, 12N/(dp·cp); with fp8 also shards of the blocks' matrices, of 1
+    byte per element. With masters the same, on one GPU: 2N and 12N, or 4N and 8N of what is its own master. With
+    stochastic rounding moments have the dtype of the weights: 2N and 4N. In fp8 the matrices of the blocks have two
+    copies besides, of 1 byte per element: as they are, and transposed. With LoRA the weights alone, which ZeRO-3
+    shards, and adapters in float32 with their moments, whole on every rank.
     """
     n, full = sum(parameters(cfg).values()), weight_item(cfg) * sum(parameters(cfg).values())
     if cfg.lora_rank:
         trained = wide(cfg) * cfg.layers * adapters(cfg)
         return {"weights": full // (replicas(cfg) if cfg.zero else 1) + trained, "optimizer": 2 * trained}
+    copies = 2 * sum(layers_here(cfg)) * matrices(cfg) * in_fp8(cfg)
     if not cfg.zero:
         more = wider(cfg, parameters(cfg))
         optimizer = 3 * wide(cfg) * n - 2 * more if has_masters(cfg) else 2 * full
-        copies = 2 * sum(layers_here(cfg)) * matrices(cfg) * in_fp8(cfg)
         return {"weights": full + more, "optimizer": optimizer, "weight copies": copies}
     shard = wide(cfg) * n // replicas(cfg)
-    return {"weights": full if cfg.zero < 3 else 0, "optimizer": 3 * shard}
+    return {"weights": full * (cfg.zero < 3), "optimizer": 3 * shard, "weight copies": copies // 2 // replicas(cfg)}
 
 
-def gathered(cfg: Config, *units: int) -> int:
-    """Bytes of weights that ZeRO-3 has gathered: those of the named units."""
-    return item(cfg) * sum(units) if cfg.zero == 3 else 0
+def gathered(cfg: Config, blocks: int, other: int = 0) -> int:
+    """Bytes of weights that ZeRO-3 has gathered: elements of blocks, which may be in fp8, and of another unit."""
+    return ((1 if in_fp8(cfg) else item(cfg)) * blocks + item(cfg) * other) * (cfg.zero == 3)
 
 
 def gradients(cfg: Config, done: int, *leaving: int) -> int:
@@ -528,17 +527,17 @@ def backward_moments(cfg: Config, chunk: int, accumulating: bool) -> dict[str, d
     if split_backward(cfg):
         temporary = widest(cfg) + per_token(cfg, 0, cfg.ffn * item(cfg)) - kept
     here = head_moments(cfg) if n["head"] else {}
-    two = gathered(cfg, 2 * block)  # the last and the one before it; the first is the last to be gathered
-    here["last block"] = {"weights": two, "gradients": gradients(cfg, top, top), "temporary": temporary}
+    one, coming = gathered(cfg, (1 + in_fp8(cfg)) * block), gathered(cfg, block)  # in fp8 transposed, too
+    here["last block"] = {"weights": one + coming, "gradients": gradients(cfg, top, top), "temporary": temporary}
     first = every - n["embedding"] - block  # parameters that have been through backward by then
     done = {"last norm": n["head"], "last block": top, "first block": first, "embedding": every}
     below = gradients(cfg, first, *([block, block if layers > 2 else top][: layers - 1]))
-    here["first block"] = {"weights": gathered(cfg, block), "gradients": below, "temporary": temporary}
+    here["first block"] = {"weights": one, "gradients": below, "temporary": temporary}
     rows = per_token(cfg, (wide(cfg) if has_masters(cfg) else weight_item(cfg)) * d, 0)
     last = gradients(cfg, every, block, n["embedding"]) + wider(cfg, n)
     sums = (table + max(rows, table) if split_backward(cfg) else table + rows) if adding else rows
     sums *= not cfg.lora_rank
-    here["embedding"] = {"weights": gathered(cfg, block), "gradients": last, "temporary": sums * (table > 0)}
+    here["embedding"] = {"weights": one, "gradients": last, "temporary": sums * (table > 0)}
     for name, kinds in here.items():
         blocks = {"first block": 1, "embedding": 0}.get(name, layers)  # not yet through backward
         behind = operands(cfg, layers - blocks, n["head"] > 0 and name in ("last block", "first block", "embedding"))
@@ -828,6 +827,7 @@ def check(cfg: Config) -> None:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     parts, cut = cfg.dp * cfg.microbatches, math.gcd(cfg.kv_heads, cfg.ffn, cfg.vocab)
     seq, swap = cfg.seq // cfg.cp, cfg.ulysses or cfg.cp
+    low = cfg.dtype == "float16" or cfg.fp8 != "none" and (cfg.zero, cfg.fp8) != (3, "tensorwise")
     several = cfg.zero or split_backward(cfg) or max(cfg.dp, cfg.tp, cfg.cp, cfg.pp) > 1
     m, times = cfg.microbatches, {"interleaved": "--chunks times ", "zbv": "twice "}.get(cfg.schedule, "")
     problems = [
@@ -852,7 +852,7 @@ def check(cfg: Config) -> None:
         ),
         (cfg.zero and cfg.pp > 1, f"--zero {cfg.zero}: is predicted without --pp only"),
         (
-            (cfg.fp8 != "none" or cfg.dtype == "float16") and cfg.precision == "autocast",
+            low and cfg.precision == "autocast",
             f"--precision autocast: must be masters or stochastic with --fp8 {cfg.fp8} and --dtype {cfg.dtype}",
         ),
         (

@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 MEMORY = load("01_single_gpu/memory.py")
 RECIPES = {"none": "train", "selective": "selective_checkpointing", "full": "activation_checkpointing"}
+LOW = [name for name, ours in MEMORY.RECIPES["10_mixed_precision"].items() if "zero" not in ours]  # on one GPU
 SHAPE = dict(layers=3, dim=256, heads=4, kv_heads=2, ffn=1024, vocab=2048, seq=256, batch=4)
 SMOLLM = MEMORY.Config(**MEMORY.PRESETS["smollm_1_7b"], seq=2048, batch=4, dtype="bfloat16", compile=True)
 
@@ -144,7 +145,7 @@ def test_kept_by_a_block_with_adapters():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", MEMORY.RECIPES["10_mixed_precision"])
+@pytest.mark.parametrize("name", LOW)
 def test_kept_by_a_block_in_low_precision(name):
     """To the byte, but for scales of whole tensors and of squares: what fp8 keeps in place of bf16, and how often."""
     file = f"10_mixed_precision/{name}.py"
@@ -275,7 +276,7 @@ def like_cublas(a, a_scale, b, b_scale, fast=False):
 @pytest.mark.parametrize(
     "name, dtype, vocab, microbatches",
     [
-        *((name, "bfloat16", 128, 2) for name in MEMORY.RECIPES["10_mixed_precision"]),
+        *((name, "bfloat16", 128, 2) for name in LOW),
         *(("fp8_tensorwise", "bfloat16", vocab, m) for vocab, m in ((1024, 2), (128, 1))),
         ("stochastic_rounding", "bfloat16", 128, 1),
         ("fp16_loss_scaling", "float16", 1024, 1),
@@ -397,12 +398,18 @@ def test_zero():
     more = {name: sum(twice[name].values()) - sum(once[name].values()) for name in once}
     assert more["loss"] == more["head"] == 4 * n // dp  # from the second on, those of all shards are there
     assert more["optimizer"] == 0 < more["last block"] < more["loss"]
+    low, own = replace(full, fp8="tensorwise"), full.layers * MEMORY.matrices(full)
+    bf16, fp8 = MEMORY.moments(full), MEMORY.moments(low)
+    assert fp8["optimizer"]["weight copies"] == own // dp  # a shard of 1 byte per element
+    less = {name: bf16[name]["weights"] - fp8[name]["weights"] for name in fp8}
+    block = own // full.layers + 2 * full.dim  # gathered in 1 byte per element; in backward transposed, too
+    assert less["loss"] == less["last block"] == block and less["first block"] == 0
     longer = replace(full, dp=1, cp=dp, batch=full.batch // dp, seq=dp * full.seq)  # of a few sequences
     assert MEMORY.moments(longer) == MEMORY.moments(full)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("name", MEMORY.RECIPES["10_mixed_precision"])
+@pytest.mark.parametrize("name", LOW)
 def test_bytes_per_parameter(name, microbatches):
     """What the headers of 10_mixed_precision say: 16, 8 without masters, and 2 more in fp8 for matrices of the blocks.
 
@@ -457,6 +464,8 @@ def test_1f1b_takes_no_more_memory_for_more_micro_batches():
         ("--cp 3 --seq 9 --ulysses 0 --heads 6 --kv_heads 2 --dim 96", "--ulysses 3: must divide --kv_heads 2 /"),
         ("--lora_rank 8 --tp 2", "--lora_rank 8: is predicted without --tp"),
         ("--precision masters --dp 2", "--precision masters: is predicted on one GPU, without"),
+        ("--fp8 tensorwise --zero 2 --dp 2", "--precision autocast: must be masters or stochastic with --fp8 tensor"),
+        ("--fp8 blockwise --zero 3", "--precision autocast: must be masters or stochastic with --fp8 blockwise"),
         ("--fp8 blockwise", "--precision autocast: must be masters or stochastic with --fp8 blockwise"),
         ("--dtype float16", "--precision autocast: must be masters or stochastic with --fp8 none and --dtype float16"),
         ("--measure 01_single_gpu/train.py", "--measure 01_single_gpu/train.py: needs a GPU"),
