@@ -198,8 +198,8 @@ fp8_zero3_8b: 2, 3, {LARGE} --steps 8 --batch 4 --layers 8
     10_mixed_precision: fp8_zero3 --microbatches 1
     tests: torchao_fsdp
 fp8_zero3_four: 4, 4, {LARGE} --steps 8 --batch 8
-    03_zero: torch_fsdp
     03_zero: zero3 --microbatches 1
+    03_zero: torch_fsdp
     10_mixed_precision: fp8_zero3 --microbatches 1
     tests: torchao_fsdp
 layouts_8b: 2, 5, {LARGE} --steps 6 --batch 8

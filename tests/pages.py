@@ -191,6 +191,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
         "10_mixed_precision",
         "Llama-3.1-8B with 8 layers on two GPUs, two sequences of 8,192 tokens each.",
     ),
+    "fp8_zero3_four": ("10_mixed_precision", "Llama-3.1-8B on four GPUs, two sequences of 8,192 tokens each."),
     "collectives": (None, ""),  # has a table of its own
 }
 BASELINES = {  # where no library trains the same: what speed is over
@@ -827,10 +828,7 @@ def expert_layer() -> str:
 def collectives() -> str:
     """The bandwidth table of collectives.py, as it was printed."""
     stored = results("speed.json")["collectives"]
-    note = about(stored)
-    if "doubling" not in stored["table"]:
-        note += " (what this table calls tree is recursive doubling; the double tree is not measured yet)"
-    return f"{note}\n\n```\n{stored['table'].rstrip()}\n```"
+    return f"{about(stored)}\n\n```\n{stored['table'].rstrip()}\n```"
 
 
 def predictor() -> tuple[object, dict]:
