@@ -846,7 +846,8 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
         yield result
     for row in [row for row in rows if Path(row["file"]).stem in PROFILED.get(suite, "").split()]:
         file, timelines = row["file"], TIMELINES / suite if suite in ("zero_stages", "expert") else TIMELINES
-        timelines = Path(tempfile.gettempdir()) if suite.startswith(("layouts", "fp8")) else timelines  # these draw nothing
+        if suite.startswith(("layouts", "fp8")):  # these draw nothing
+            timelines = Path(tempfile.gettempdir())
         row["profile"] = profiled(file, re.sub(r"--steps \d+", "", row["flags"]), gpus, timelines)
         for rank, ms in enumerate(row["profile"]):
             print(f"profile  {file:35} rank {rank}", *(f"{key} {value:.1f}" for key, value in ms.items()), flush=True)
