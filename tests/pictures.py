@@ -1,4 +1,4 @@
-"""Draw pictures from the recipes' headers, functions and measured timelines, as plain SVG for light and dark pages.
+"""Draw pictures from the recipes' headers, functions and measured results, as SVG for light and dark pages.
 
 python tests/pictures.py            write all of them; tests/test_pictures.py compares them with the files
 python tests/pictures.py --balance  first train again what balance.svg shows
@@ -6,8 +6,10 @@ python tests/pictures.py --balance  first train again what balance.svg shows
 
 import argparse
 import functools
+import io
 import json
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -17,24 +19,24 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+import matplotlib
 import schedules
 import torch
 import torch.distributed as dist
 from launch import ROOT, launch, load, once
+from matplotlib import pyplot
 from test_lineage import FAMILY, TRAINING, lines_of_code, parents
 from test_lineage import difference as count_difference
 
 # ------------------------------------------------------------------------------------------------------------- canvas
 SANS, MONO = "system-ui, sans-serif", "ui-monospace, monospace"
-GROUND = "ground"
+RESULTS = ROOT / "tests" / "results"
 COLORS = {  # role: (in light mode, in dark mode)
-    GROUND: ("#ffffff", "#0d1117"),
+    "ground": ("#ffffff", "#0d1117"),
     "ink": ("#1f2328", "#e6edf3"),
     "muted": ("#59636e", "#9198a1"),
     "rule": ("#afb8c1", "#4a525c"),
     "plain": ("#e6eaee", "#2b323b"),
-    "added": ("#116329", "#56d364"),
-    "removed": ("#a40e26", "#ff7b72"),
     "folder01": ("#0550ae", "#79c0ff"),
     "folder02": ("#116329", "#7ee787"),
     "folder03": ("#953800", "#ffa657"),
@@ -57,7 +59,6 @@ COLORS = {  # role: (in light mode, in dark mode)
     "step1": ("#a6d99a", "#2c6a34"),
     "step2": ("#86c8de", "#1b6079"),
     "step3": ("#b9a8ec", "#55439a"),
-    "all-reduce": ("#dcc5f3", "#5a3a82"),
     "all-gather": ("#94dbd5", "#17625d"),
     "reduce-scatter": ("#f3b9c6", "#7d2f45"),
     "forward": ("#9cc3e6", "#2c659c"),
@@ -67,6 +68,18 @@ COLORS = {  # role: (in light mode, in dark mode)
     "other": ("#f2b661", "#d08a2a"),
     "exposed": ("#d64541", "#ff6b60"),
 }
+
+
+def picture(title: str, width: float, height: float, body: str, font: str = SANS) -> str:
+    """The SVG of a body, on no ground, with the colors that it names in both modes."""
+    used = [role for role in COLORS if f"var(--{role})" in body]
+    light, dark = (";".join(f"--{role}:{COLORS[role][mode]}" for role in used) for mode in (0, 1))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" width="{width:g}" '
+        f'height="{height:g}" viewBox="0 0 {width:g} {height:g}" role="img" font-family="{font}">\n'
+        f"<title>{escape(title)}</title>\n<style>.line{{fill:none}} svg{{{light}}}\n"
+        f"@media (prefers-color-scheme: dark){{svg{{{dark}}}}}</style>\n{body}\n</svg>\n"
+    )
 
 
 class Box(NamedTuple):
@@ -80,7 +93,7 @@ class Box(NamedTuple):
 
 @dataclass
 class Canvas:
-    """An SVG in the making."""
+    """A diagram in the making."""
 
     title: str
     width: float
@@ -89,73 +102,52 @@ class Canvas:
 
     def box(self, box: Box, role: str, radius: float = 0) -> None:
         """Fill a rectangle."""
+        x, y, w, h = map(short, box)
         rounded = f' rx="{radius:g}"' if radius else ""
-        x, y, w, h = (short(value) for value in box)
-        self.parts.append(f'<rect class="{role}" x="{x}" y="{y}" width="{w}" height="{h}"{rounded}/>')
+        self.parts.append(f'<rect style="fill:var(--{role})" x="{x}" y="{y}" width="{w}" height="{h}"{rounded}/>')
+
+    def cells(self, boxes: list[Box], role: str) -> None:
+        """Fill rectangles, all in one path."""
+        path = "".join(f"M{short(x)} {short(y)}h{short(w)}v{short(h)}h{short(-w)}z" for x, y, w, h in boxes)
+        self.parts.append(f'<path style="fill:var(--{role})" d="{path}"/>')
 
     def text(self, x: float, y: float, *runs: tuple[str, str], size: int = 12, anchor: str = "start") -> None:
         """Write (text, role) runs, one after another, with the baseline at y."""
-        spans = "".join(f'<tspan class="{role}">{escape(text)}</tspan>' for text, role in runs)
-        self.parts.append(
-            f'<text x="{short(x)}" y="{short(y)}" font-size="{size}" text-anchor="{anchor}" '
-            f'xml:space="preserve">{spans}</text>'
-        )
+        spans = "".join(f'<tspan style="fill:var(--{role})">{escape(text)}</tspan>' for text, role in runs)
+        where = f'x="{short(x)}" y="{short(y)}" font-size="{size}" text-anchor="{anchor}"'
+        self.parts.append(f'<text {where} xml:space="preserve">{spans}</text>')
 
     def label(self, box: Box, text: str, role: str = "ink", size: int = 12) -> None:
         """Write a text in the middle of a box."""
         self.text(box.x + box.w / 2, box.y + box.h / 2 + 0.35 * size, (text, role), size=size, anchor="middle")
 
-    def line(self, *points: tuple[float, float], role: str = "rule", arrow: bool = False, width: float = 0) -> None:
-        """Draw a line through the points, on request with a head at its end, or thicker or thinner than others."""
+    def line(self, *points: tuple[float, float], role: str = "rule", arrow: bool = False, width: float = 1.5) -> None:
+        """Draw a line through the points, on request with a head at its end; its last part is not oblique then."""
         path = "M" + "L".join(f"{short(x)} {short(y)}" for x, y in points)
-        style = f' style="stroke-width:{width:g}"' if width else ""
-        self.parts.append(f'<path class="{role} line" d="{path}"{style}/>')
+        self.parts.append(f'<path class="line" style="stroke:var(--{role});stroke-width:{width:g}" d="{path}"/>')
         if arrow:
             (x0, y0), (x, y) = points[-2:]
-            dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)  # lines are horizontal or vertical
-            wings = [(x - 5 * dx + 3.5 * side * dy, y - 5 * dy + 3.5 * side * dx) for side in (1, -1)]
-            self.area([(x, y), *wings], role)
+            dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
+            wings = [
+                f"L{short(x - 5 * dx + 3.5 * side * dy)} {short(y - 5 * dy + 3.5 * side * dx)}" for side in (1, -1)
+            ]
+            self.parts.append(f'<path style="fill:var(--{role})" d="M{short(x)} {short(y)}{"".join(wings)}z"/>')
 
     def frame(self, box: Box, role: str) -> None:
         """Draw the outline of a rectangle."""
         x, y, w, h = box
         self.line((x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y), role=role)
 
-    def dot(self, x: float, y: float, role: str) -> None:
-        """Draw a small disc."""
-        self.parts.append(f'<rect class="{role}" x="{short(x - 4)}" y="{short(y - 4)}" width="8" height="8" rx="4"/>')
-
-    def area(self, points: list[tuple[float, float]], role: str) -> None:
-        """Fill a polygon."""
-        path = "L".join(f"{short(x)} {short(y)}" for x, y in points)
-        self.parts.append(f'<path class="{role}" d="M{path}z"/>')
-
-    def bars(self, spans: list[tuple[float, float]], y: float, height: float, role: str) -> None:
-        """Fill a bar from x to x for each span, all in one path."""
-        path = "".join(f"M{short(a)} {short(y)}h{short(b - a, 3)}v{height:g}h{short(a - b, 3)}z" for a, b in spans)
-        self.parts.append(f'<path class="{role}" d="{path}"/>')
-
-    def cells(self, boxes: list[Box], role: str) -> None:
-        """Fill rectangles, all in one path."""
-        path = "".join(f"M{short(x)} {short(y)}h{short(w)}v{short(h)}h{short(-w)}z" for x, y, w, h in boxes)
-        self.parts.append(f'<path class="{role}" d="{path}"/>')
+    def legend(self, x: float, y: float, entries: list[tuple[str, str]]) -> None:
+        """A row of (role, text), each with a sample of the role's color; y is the baseline."""
+        for role, text in entries:
+            self.box(Box(x, y - 10, 12, 12), role, radius=2)
+            self.text(x + 17, y, (text, "ink"))
+            x += 33 + text_width(text, 12)
 
     def svg(self, height: float) -> str:
-        """The picture, cut off at a height, with the colors that it uses in both modes."""
-        body = "\n".join(self.parts)
-        used = [
-            role for role in COLORS if role == GROUND or f'class="{role}"' in body or f'class="{role} line"' in body
-        ]
-        light, dark = (" ".join(f".{role}{{color:{COLORS[role][mode]}}}" for role in used) for mode in (0, 1))
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{height:g}" '
-            f'viewBox="0 0 {self.width:g} {height:g}" role="img" font-family="{self.font}">\n'
-            f"<title>{escape(self.title)}</title>\n"
-            "<style>rect,tspan,path{fill:currentColor} .line{fill:none;stroke:currentColor;stroke-width:1.5}\n"
-            f"{light}\n@media (prefers-color-scheme: dark){{{dark}}}</style>\n"
-            f'<rect class="{GROUND}" width="100%" height="100%"/>\n'
-            f"{body}\n</svg>\n"
-        )
+        """The picture, cut off at a height."""
+        return picture(self.title, self.width, height, "\n".join(self.parts), self.font)
 
 
 def text_width(text: str, size: float) -> float:
@@ -163,17 +155,61 @@ def text_width(text: str, size: float) -> float:
     return 0.6 * size * len(text)
 
 
-def short(value: float, digits: int = 2) -> str:
-    """A coordinate with at most so many decimals."""
-    return f"{round(value, digits) + 0:.{digits}f}".rstrip("0").rstrip(".")
+def short(value: float) -> str:
+    """A coordinate with at most two decimals."""
+    return f"{round(value, 2) + 0:.2f}".rstrip("0").rstrip(".")
 
 
-def legend(canvas: Canvas, x: float, y: float, entries: list[tuple[str, str]], size: int = 12) -> None:
-    """A row of (role, text), each with a sample of the role's color; y is the baseline."""
-    for role, text in entries:
-        canvas.box(Box(x, y - 10, 12, 12), role, radius=2)
-        canvas.text(x + 17, y, (text, "ink"), size=size)
-        x += 17 + text_width(text, size) + 16
+# --------------------------------------------------------------------------------------------------------------- axes
+LIGHT = {role: light for role, (light, _) in COLORS.items()}
+ROLES = {light: role for role, light in LIGHT.items()}
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "pictures", "font.size": 14, "legend.frameon": False}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titlesize": 14}
+STYLE |= {"axes.axisbelow": True, "grid.color": LIGHT["plain"], "hatch.linewidth": 2, "figure.dpi": 72}
+STYLE |= {key: LIGHT["ink"] for key in ("text.color", "xtick.labelcolor", "ytick.labelcolor", "axes.titlecolor")}
+STYLE |= {"axes.labelcolor": LIGHT["muted"], "hatch.color": LIGHT["ground"]}
+STYLE |= {key: LIGHT["rule"] for key in ("axes.edgecolor", "xtick.color", "ytick.color")}
+
+
+def axes(height: float, rows: int = 1, columns: int = 1, width: float = 560, **more: Any) -> tuple[Any, Any]:
+    """A figure of so many pixels, and its axes. Colors are those of LIGHT."""
+    matplotlib.rcParams.update(matplotlib.rcParamsDefault | STYLE | {"backend": "svg"})
+    figure = pyplot.figure(figsize=(width / 72, height / 72), layout="constrained")
+    return figure, figure.subplots(rows, columns, **more)
+
+
+def drawn(figure: Any, title: str) -> str:
+    """The SVG of a figure, with text as text, and colors that follow the mode."""
+    file, (width, height) = io.StringIO(), figure.get_size_inches() * 72
+    figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    pyplot.close(figure)
+    body = re.search(r"<svg[^>]*>(.*)</svg>", file.getvalue(), re.S)[1]
+    body = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", body)
+    body = re.sub(r'fill="(#\w{6})"', r'style="fill: \1"', body)  # of a hatch
+    return picture(title, width, height, re.sub(r"(?<=: )#[0-9a-f]{6}", lambda hit: f"var(--{ROLES[hit[0]]})", body))
+
+
+def beside(axis: Any, y: float, words: str, role: str = "ink") -> None:
+    """Write right of the axes, at the height of a value."""
+    axis.annotate(words, (1.02, y), xycoords=("axes fraction", "data"), va="center", color=LIGHT[role])
+
+
+def stack(axis: Any, bars: dict[str, dict[str, float]], looks: dict[str, tuple[str, str]], form: str) -> None:
+    """A bar for each name, of parts one after another, with the value of each that has room for it.
+
+    looks: of each part, its role and its hatch.
+    """
+    most = max(sum(parts.values()) for parts in bars.values())
+    for part, (role, hatch) in looks.items():
+        widths = [parts[part] for parts in bars.values()]
+        ends = [sum(parts[each] for each in list(looks)[: list(looks).index(part)]) for parts in bars.values()]
+        found = axis.barh(
+            list(bars), widths, 0.75, ends, color=LIGHT[role], hatch=hatch, edgecolor=LIGHT["ground"], label=part
+        )
+        axis.bar_label(found, [form.format(w) if w > 0.07 * most else "" for w in widths], label_type="center")
+    for y, parts in enumerate(bars.values()):
+        axis.text(sum(parts.values()) + 0.015 * most, y, form.format(sum(parts.values())), va="center", weight="bold")
+    axis.set(xlim=(0, 1.1 * most), ylim=(len(bars) - 0.5, -0.5))
 
 
 # ------------------------------------------------------------------------------------------------------------- family
@@ -199,7 +235,7 @@ def draw_family() -> str:
         groups["" if path in TRAINING else tool].append((path, generation))
     canvas = Canvas("Family tree of the recipes", width, MONO)
     canvas.text(left, 24, ("Each recipe below the one it changes", "ink"), size=14)
-    key = ("lines of code: ", "muted"), ("+added", "added"), (" −removed", "removed")
+    key = ("lines of code: ", "muted"), ("+added", "folder02"), (" −removed", "folder06")
     canvas.text(width - left, 46, *key, anchor="end")
 
     def name(x: float, path: str, *right: tuple[str, str]) -> None:
@@ -220,7 +256,7 @@ def draw_family() -> str:
                 canvas.line((corner, starts[generation]), (corner, y - 4), (x - 3, y - 4))
                 starts[generation] = y - 4
                 added, removed = difference(theirs[0], path)
-                name(x, path, (f"+{added}", "added"), (f" −{removed}", "removed"))
+                name(x, path, (f"+{added}", "folder02"), (f" −{removed}", "folder06"))
             else:
                 name(x, path, (f"{lines_of_code(FAMILY[path].source)} lines", "muted"))
             starts[generation + 1] = y + 5
@@ -263,11 +299,8 @@ def draw_look(ranks: int = 4, microbatches: int = 8) -> str:
             canvas.box(box, {"F": "forward", "B": "backward"}[slot.op])
             canvas.label(box, f"{slot.i}", size=11)
         top += 24 + row * ranks + 14
-    x = left
-    for role, words in ("forward", "forward"), ("backward", "backward, twice as long"), ("plain", "idle"):
-        canvas.box(Box(x, top, 12, 12), role)
-        canvas.text(x + 18, top + 10, (words, "ink"))
-        x += 40 + 7 * len(words)
+    words = [("forward", "forward"), ("backward", "backward, twice as long"), ("plain", "idle")]
+    canvas.legend(left, top + 10, words)
     return canvas.svg(top + 16)
 
 
@@ -349,7 +382,7 @@ def draw_ring(ranks: int = 4) -> str:
     canvas.text(14, y, ("A column is a chunk; arrows are what this step sends.", "muted"))
     shades = [(f"sum{count}", str(count)) for count in range(1, ranks)]
     canvas.text(14, y + 24, ("ranks in the sum", "muted"))
-    legend(canvas, 144, y + 24, [*shades, (f"sum{ranks}", f"{ranks}: complete")])
+    canvas.legend(144, y + 24, [*shades, (f"sum{ranks}", f"{ranks}: complete")])
     return canvas.svg(y + 40)
 
 
@@ -417,7 +450,7 @@ def draw_exchange(canvas: Canvas, box: Box, exchange: Exchange) -> None:
         canvas.text(box.x + 8, y + 14, (phase, "muted"), size=11)
         for name in names:
             pill = Box(x, y, text_width(name, 11) + 10, 19)
-            canvas.box(pill, name, radius=9)
+            canvas.box(pill, "rank3" if name == "all-reduce" else name, radius=9)
             canvas.label(pill, name, size=11)
             x += pill.w + 4
         if not names:
@@ -474,7 +507,7 @@ def draw_blocks() -> str:
         canvas.text(x + 18, top - 20, (Path(recipe).name, "ink"), size=13)
         bottom = draw_block(canvas, x, top, parts)
     y = bottom + 24
-    legend(canvas, 14, y, [("plain", "the same on both ranks"), ("rank0", "only rank 0"), ("rank1", "only rank 1")])
+    canvas.legend(14, y, [("plain", "the same on both ranks"), ("rank0", "only rank 0"), ("rank1", "only rank 1")])
     for i, split in enumerate(("columns", "rows")):
         draw_weight(canvas, 14 + 224 * i, y + 13, split, 0)
         canvas.text(35 + 224 * i, y + 24, (f"weights split by {split}", "ink"))
@@ -592,7 +625,7 @@ def draw_steps() -> str:
         draw_scores(canvas, left, y + 26, recipe, side)
         draw_ranks(canvas, right, y + 42, recipe, unit)
         y += TOKENS * side + 56
-    legend(canvas, 14, y, [("step0", "step 0: its own keys"), *((f"step{i}", f"step {i}") for i in range(1, CP))])
+    canvas.legend(14, y, [("step0", "step 0: its own keys"), *((f"step{i}", f"step {i}") for i in range(1, CP))])
     return canvas.svg(y + 18)
 
 
@@ -620,7 +653,7 @@ def draw_documents() -> str:
     canvas.text(14, 26, ("How much each rank computes", "ink"), size=15)
     words = f"Scores in a row of {sum(LENGTHS):,} tokens and {len(LENGTHS)} documents; a rank of zigzag.py has 100 %"
     canvas.text(14, 46, (words, "muted"))
-    legend(canvas, 14, 70, [("rank0", "documents.py"), ("plain", "zigzag.py, which computes all")])
+    canvas.legend(14, 70, [("rank0", "documents.py"), ("plain", "zigzag.py, which computes all")])
     for rank, (ours, theirs) in enumerate(zip(masked, whole)):
         y = top + 24 * rank
         canvas.text(left - 8, y + 13, (f"rank {rank}", "ink"), anchor="end")
@@ -653,7 +686,7 @@ def draw_tokens() -> str:
                 canvas.box(box, f"rank{rank}", radius=3)
                 canvas.label(box, str(token))
         y += 62
-    legend(canvas, left, y, [(f"rank{rank}", f"rank {rank}") for rank in range(CP)])
+    canvas.legend(left, y, [(f"rank{rank}", f"rank {rank}") for rank in range(CP)])
     return canvas.svg(y + 18)
 
 
@@ -782,7 +815,7 @@ def draw_mesh() -> str:
     for y, note in notes.items():
         canvas.text(124, y, (note, "ink"))
     entries = [(role, f"layers of stage {stage}") for stage, role in enumerate(STAGE)]
-    legend(canvas, 124, 133, [*entries, (TOKEN, "tokens")])
+    canvas.legend(124, 133, [*entries, (TOKEN, "tokens")])
     y = 172
     for order, whose in MESHES.items():
         cfg, groups, shares = mesh(order)
@@ -799,7 +832,7 @@ def draw_mesh() -> str:
                 row, column = divmod(rank % HOST, 4)
                 corner = x + pad + column * (card_w + gap), y + 7 + above + row * (card_h + corridor)
                 cards.append(Box(*corner, card_w, card_h))
-                canvas.box(cards[-1], GROUND, radius=5)
+                canvas.box(cards[-1], "ground", radius=5)
                 canvas.text(corner[0] + 6, corner[1] + 15, (str(rank), "ink"))
                 draw_share(canvas, corner[0] + 6, corner[1] + 22, 4, cfg, shares[rank], colors)
         draw_links(canvas, cards, groups)
@@ -819,108 +852,9 @@ def draw_mesh() -> str:
     return canvas.svg(y + 18)
 
 
-# ------------------------------------------------------------------------------------------------------------ balance
-BALANCE = ROOT / "tests" / "results" / "balance.json"
-BALANCED = {
-    "07_expert/expert_parallel.py": "nothing balances",
-    "07_expert/auxiliary_loss.py": "losses",
-    "07_expert/bias_balancing.py": "biases",
-}
-BALANCE_FLAGS = "--device cpu --layers 3 --dim 64 --heads 4 --ffn 96 --seq 64 --steps 150"
-
-
-def watched_rows(module: ModuleType) -> Callable[[], Any]:
-    """A probe, for 1 rank: the rows of each expert of the last layer, per step."""
-    seen, busiest = [], module.busiest
-    module.busiest = lambda rows: seen.append(rows[-1].long().tolist()) or busiest(rows)
-    return lambda: seen
-
-
-def measure_balance() -> None:
-    """Train with and without balancing, and store the rows of each expert, per step."""
-    rows = {path: launch(path, 1, BALANCE_FLAGS, probe=watched_rows, save=False).probes[0] for path in BALANCED}
-    lines = (f"{json.dumps(path)}: {json.dumps(steps)}" for path, steps in rows.items())
-    BALANCE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def draw_balance() -> str:
-    """The experts' shares of the rows of the last layer, step by step, without balancing and with two kinds of it."""
-    left, top, height, gap, width = 14, 88, 160, 22, 640
-    runs = json.loads(BALANCE.read_text())
-    steps, experts = len(next(iter(runs.values()))), len(next(iter(runs.values()))[0])
-    panel = (width - 2 * left - gap * (len(runs) - 1)) / len(runs)
-    canvas = Canvas("Rows per expert while training, with and without balancing", width)
-    canvas.text(left, 26, (f"Shares of {experts} experts in the rows of a layer, over {steps} steps", "ink"), size=15)
-    canvas.text(left, 46, ("A band is an expert. Balanced, all are as high as from tick to tick.", "muted"))
-    for i, (recipe, how) in enumerate(BALANCED.items()):
-        x0, edges = left + i * (panel + gap), []
-        canvas.text(x0, top - 12, (Path(recipe).name, "ink"), size=13)
-        for step, rows in enumerate(runs[recipe]):
-            x, y = x0 + panel * step / (steps - 1), top
-            edges.append([(x, y + height * sum(rows[:n]) / sum(rows)) for n in range(experts + 1)])
-        for expert in range(experts):
-            above, below = ([points[expert + side] for points in edges] for side in (0, 1))
-            canvas.area(above + below[::-1], f"rank{expert % 4}")
-        for n in range(experts + 1):
-            y = top + height * n / experts
-            canvas.line((x0 - 6, y), (x0 - 1, y))
-        load = sum(max(rows) / sum(rows) for rows in runs[recipe][-10:]) / 10 * experts
-        canvas.text(x0, top + height + 18, (f"{how}; at the end", "muted"))
-        canvas.text(x0, top + height + 36, (f"busiest {load:.2f}× the mean", "ink"))
-    return canvas.svg(top + height + 52)
-
-
-# ----------------------------------------------------------------------------------------------------------- timeline
-TIMELINES = ROOT / "tests" / "results" / "timelines" / "zero_stages"
-STAGES = ("zero1", "zero1_overlap", "zero2", "zero3")
-PHASES, PARTS = ("forward", "backward", "optimizer"), ("gather", "other")
-Spans = list[tuple[float, float]]
-
-
-def read_timeline(stage: str) -> tuple[dict[str, Any], dict[str, Spans]]:
-    """The stored report of a stage, and its spans in ms. `other` is what of communication is no gather.
-
-    These are reductions and, on the side stream, the copies that round a shard to the dtype in which it is sent.
-    """
-    report = json.loads((TIMELINES / f"{stage}.json").read_text())
-    spans = {kind: [(start, end) for start, end in found] for kind, found in report["timeline"].items()}
-    spans["other"] = load("01_single_gpu/profiling.py").without(spans["communication"], spans["gather"])
-    return report, spans
-
-
-def draw_timeline() -> str:
-    """One step of each ZeRO stage on one time axis: compute, communication, and what of it nothing hides."""
-    left, right, y, width = 106, 22, 62, 640
-    timelines = [read_timeline(stage) for stage in STAGES]
-    (where,) = {report["where"] for report, _ in timelines}
-    end = max(stop for _, spans in timelines for found in spans.values() for _, stop in found)
-    scale = (width - left - right) / end
-    canvas = Canvas("Timelines of the ZeRO stages: compute and communication", width)
-    canvas.text(14, 26, (f"One step of each ZeRO stage, {where}", "ink"), size=15)
-    for report, spans in timelines:
-        numbers = ", ".join(f"{kind} {report['ms'][kind]:.1f} ms" for kind in ("step", "communication", "exposed"))
-        canvas.text(left, y, (Path(report["recipe"]).name, "ink"), (f"  {numbers}", "muted"))
-        for tick in range(0, int(end) + 1, 10):
-            canvas.line((left + tick * scale, y + 8), (left + tick * scale, y + 66), role="plain")
-        lanes = {"compute": (9, 17, PHASES), "communication": (30, 17, PARTS), "exposed": (51, 12, ("exposed",))}
-        for lane, (below, height, kinds) in lanes.items():
-            canvas.text(left - 8, y + below + height / 2 + 4, (lane, "muted"), size=11, anchor="end")
-            for kind in kinds:
-                bars = [(left + start * scale, left + stop * scale) for start, stop in spans[kind]]
-                canvas.bars(bars, y + below, height, kind)
-        y += 90
-    for tick in range(0, int(end) + 1, 10):
-        canvas.text(left + tick * scale, y - 8, (f"{tick} ms", "muted"), size=11, anchor="middle")
-    legend(canvas, 14, y + 22, [(phase, phase) for phase in PHASES])
-    named = [("gather", "all-gather"), ("other", "reductions, copies"), ("exposed", "exposed: nothing computes")]
-    legend(canvas, 14, y + 44, named)
-    return canvas.svg(y + 60)
-
-
 # ------------------------------------------------------------------------------------------------------------ kernels
 COALESCING = "09_kernels/coalescing.py"
 COPIED, SIDE, BLOCK = 256, 16, 8  # elements to copy; rows, and columns, to transpose; elements of a program
-KERNELS, KERNEL_STEPS = (ROOT / "tests" / "results" / name for name in ("kernels.json", "kernel_steps.json"))
 
 
 def draw_touched(canvas: Canvas, x: float, y: float, line: int, pitch: float, offsets: list[list[int]], n: int) -> None:
@@ -928,15 +862,16 @@ def draw_touched(canvas: Canvas, x: float, y: float, line: int, pitch: float, of
     module = load(COALESCING)
     sector = module.SECTOR // 4
     fetched = {offset // sector for found in offsets for offset in found}
+    spans = {}
     for first in range(0, n, line):
-        spans = {}
         for element in range(first, first + line):
             left = x + (element - first) * pitch + (element - first) // sector * 4
             owners = [f"rank{program}" for program, found in enumerate(offsets) if element in found]
             role = owners[0] if owners else "gather" if element // sector in fetched else "plain"
-            spans.setdefault(role, []).append((left, left + pitch - 1))
-        for role, found in spans.items():
-            canvas.bars(found, y + first // line * pitch * 1.25, pitch * 1.25 - 1, role)
+            top = y + first // line * pitch * 1.25
+            spans.setdefault(role, []).append(Box(left, top, pitch - 1, pitch * 1.25 - 1))
+    for role, found in spans.items():
+        canvas.cells(found, role)
 
 
 def draw_addresses() -> str:
@@ -947,7 +882,7 @@ def draw_addresses() -> str:
     sector = f"A row of {module.SECTOR // 4} cells is a sector, {module.SECTOR} bytes. Hardware moves whole sectors."
     canvas.text(left, 46, (sector, "muted"))
     entries = [("rank0", "program 0"), ("rank1", "program 1"), ("gather", "the rest of a sector")]
-    legend(canvas, left, 66, [*entries, ("plain", "not touched")])
+    canvas.legend(left, 66, [*entries, ("plain", "not touched")])
     for kernel in module.COPIES:
         y += 16
         read, _ = zip(*(module.addresses(kernel, program, (COPIED,), BLOCK) for program in range(2)))
@@ -1020,7 +955,7 @@ def draw_tiles() -> str:
     canvas.text(left, y + 20, ("forward in Gluon: a program per row", "ink"))
     canvas.text(left, y + 36, ("number = step", "muted"))
     entries = [("rank0", "all seen"), ("rank1", "has a mask"), ("plain", "skipped")]
-    legend(canvas, left, y + 46 + SIDE_BY_SIDE * pitch + 14, entries)
+    canvas.legend(left, y + 46 + SIDE_BY_SIDE * pitch + 14, entries)
     draw_grid(canvas, left, y + 46, pitch, forward)
     canvas.text(left + 316, y + 20, ("backward in Gluon: a program per column", "ink"))
     canvas.text(left + 316, y + 36, ("number = step; a row adds up left to right", "muted"))
@@ -1028,15 +963,129 @@ def draw_tiles() -> str:
     return canvas.svg(y + 46 + SIDE_BY_SIDE * pitch + 34)
 
 
-class Dot(NamedTuple):
-    """A kernel in the roofline: FLOP per byte, TFLOP/s, and its name."""
+# ------------------------------------------------------------------------------------------------------ checkpointing
+CHECKPOINTING = {"train": "none", "selective_checkpointing": "selective", "activation_checkpointing": "full"}
+# kinds of memory: the role of its color and its hatch
+HELD = {
+    "weights": ("forward", ""),
+    "optimizer": ("optimizer", ""),
+    "activations": ("rank1", "//"),
+    "rest": ("plain", ""),
+}
 
-    intensity: float
-    speed: float
-    name: str
+
+def checkpointing(compiled: bool) -> dict[str, dict[str, float]]:
+    """GiB at the peak of each recipe by kind, as memory.py predicts them with the flags of the measured runs."""
+    memory, found = load("01_single_gpu/memory.py"), {}
+    shape = memory.PRESETS["smollm_1_7b"] | dict(seq=2048, batch=4, dtype="bfloat16", compile=compiled)
+    for recipe, recompute in CHECKPOINTING.items():
+        _, kinds = memory.peak(memory.Config(**shape, recompute=recompute))
+        sizes = {kind: kinds.get(kind, 0) / memory.GIB for kind in HELD}
+        found[f"{recipe}.py"] = sizes | {"rest": sum(kinds.values()) / memory.GIB - sum(sizes.values())}
+    return found
 
 
-COPY_RATE = 4.24  # TB/s, read and written, of a copy on an H200: what `copy_rate` of the kernel files has measured
+def draw_checkpointing() -> str:
+    """Memory at the peak of the recipes that keep all, some and no activations; a triangle is what was measured."""
+    figure, panels = axes(420, 2, sharex=True)
+    runs = json.loads((RESULTS / "speed.json").read_text())["single"]["rows"]
+    measured = {Path(row["file"]).name: statistics.median(run["memory"] for run in row["rounds"]) for row in runs}
+    for axis, compiled in zip(panels, (False, True)):
+        bars = checkpointing(compiled)
+        stack(axis, bars, HELD, "{:.1f}")
+        axis.set_title("with --compile" if compiled else "without --compile")
+    look = dict(color=LIGHT["ink"], markersize=34, markeredgewidth=2, label="measured")
+    panels[1].plot([measured[name] for name in bars], list(bars), "|", **look)
+    panels[1].set_xlabel("GiB at the peak, SmolLM-1.7B, 4 x 2,048 tokens, bfloat16")
+    panels[0].set_xlim(0, 70)
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return drawn(figure, "Memory at the peak, without and with activation checkpointing")
+
+
+# ------------------------------------------------------------------------------------------------------------ balance
+BALANCE = RESULTS / "balance.json"
+BALANCED = {
+    "expert_parallel": ("not balanced", "-"),
+    "auxiliary_loss": ("losses", "--"),
+    "bias_balancing": ("biases", ":"),
+}
+BALANCE_FLAGS = "--device cpu --layers 3 --dim 64 --heads 4 --ffn 96 --seq 64 --steps 150"
+END = 10  # steps of the mean at the end
+
+
+def watched_rows(module: ModuleType) -> Callable[[], Any]:
+    """A probe, for 1 rank: the rows of each expert of the last layer, per step."""
+    seen, busiest = [], module.busiest
+    module.busiest = lambda rows: seen.append(rows[-1].long().tolist()) or busiest(rows)
+    return lambda: seen
+
+
+def measure_balance() -> None:
+    """Train with and without balancing, and store the rows of each expert, per step."""
+    paths = [f"07_expert/{name}.py" for name in BALANCED]
+    rows = {path: launch(path, 1, BALANCE_FLAGS, probe=watched_rows, save=False).probes[0] for path in paths}
+    lines = (f"{json.dumps(path)}: {json.dumps(steps)}" for path, steps in rows.items())
+    BALANCE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def busiest(name: str) -> list[float]:
+    """Rows of the busiest expert over the mean, as means over END steps that follow each other."""
+    steps = json.loads(BALANCE.read_text())[f"07_expert/{name}.py"]
+    loads = [max(rows) * len(rows) / sum(rows) for rows in steps]
+    return [statistics.mean(loads[i : i + END]) for i in range(len(loads) - END + 1)]
+
+
+def draw_balance() -> str:
+    """How many times the mean the busiest expert has, step by step, without balancing and with two kinds of it."""
+    figure, axis = axes(360)
+    for (name, (how, style)), role in zip(BALANCED.items(), ("folder06", "folder01", "folder02")):
+        loads = busiest(name)
+        words = f"{name}.py, {how}: {loads[-1]:.2f}× at the end"
+        axis.plot(range(END, END + len(loads)), loads, style, color=LIGHT[role], linewidth=2.5, label=words)
+    axis.set(xlim=(END, END + len(loads) - 1), ylim=(1, 4.1), xlabel=f"step; each point is the mean of {END}")
+    axis.set_ylabel("busiest expert / mean")
+    axis.grid(axis="y")
+    figure.legend(loc="outside lower center")
+    return drawn(figure, "The busiest expert over the mean while training, with and without balancing")
+
+
+# ----------------------------------------------------------------------------------------------------------- timeline
+TIMELINES = RESULTS / "timelines" / "zero_stages"
+STAGES = ("zero1", "zero1_overlap", "zero2", "zero3")
+SPANS = {  # what runs: its name, role, hatch, and lane from below
+    "forward": ("forward", "forward", "", 2),
+    "backward": ("backward", "backward", "//", 2),
+    "optimizer": ("optimizer", "optimizer", "..", 2),
+    "gather": ("all-gather", "gather", "", 1),
+    "other": ("reductions, copies", "other", "\\\\", 1),
+    "exposed": ("exposed: nothing computes", "exposed", "", 0),
+}
+
+
+def draw_timeline() -> str:
+    """One step of each ZeRO stage on one time axis: compute, communication, and what of it nothing hides."""
+    figure, panels = axes(480, len(STAGES), sharex=True)
+    for axis, stage in zip(panels, STAGES):
+        report = json.loads((TIMELINES / f"{stage}.json").read_text())
+        spans = {kind: [tuple(span) for span in found] for kind, found in report["timeline"].items()}
+        # reductions and, on the side stream, the copies that round a shard to the dtype in which it is sent
+        spans["other"] = load("01_single_gpu/profiling.py").without(spans["communication"], spans["gather"])
+        for kind, (name, role, hatch, lane) in SPANS.items():
+            bars = [(start, end - start) for start, end in spans[kind]]
+            look = dict(facecolor=LIGHT[role], hatch=hatch, edgecolor=LIGHT["ground"], linewidth=0)
+            axis.broken_barh(bars, (lane + 0.08, 0.84), label=name, **look)
+        numbers = ", ".join(f"{kind} {report['ms'][kind]:.1f} ms" for kind in ("step", "communication", "exposed"))
+        axis.set_title(f"{stage}.py: {numbers}")
+        axis.set_yticks([0.5, 1.5, 2.5], ["exposed", "communication", "compute"])
+        axis.set_xlim(0)
+    panels[-1].set_xlabel(f"ms of one step, {report['where']}")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return drawn(figure, "Timelines of the ZeRO stages: compute and communication")
+
+
+# ------------------------------------------------------------------------------------------------------------- limits
+KERNELS, KERNEL_STEPS = RESULTS / "kernels.json", RESULTS / "kernel_steps.json"
+LIMITS = {4.24: "a copy", 67: "CUDA cores", 989.5: "tensor cores", 1979: "tensor cores, fp8"}
 OPERATIONS = {  # per element, forward and backward together: operations (an exponential or a root is one); bytes
     "elementwise": (4 + 4, 8 + 12),  # compare, exp, subtract, select; compare, exp, multiply, select
     "softmax": (5 + 4, 4 + 6),  # max, subtract, exp, add, multiply; multiply, add, subtract, multiply
@@ -1046,247 +1095,246 @@ OPERATIONS = {  # per element, forward and backward together: operations (an exp
     "cross_entropy": (4 + 4, 6),  # max, subtract, exp, add; subtract, exp, subtract, multiply
     "adamw": (2 + 15, 30),  # square and sum for the norm; clip, two moments, decay, root, two divisions, update
 }
-HEAD = 16384, 4096, 128256  # cross_entropy.py, with the head: rows, width, vocabulary
+SHOWN = {"divergence": "share 0.1250 at random"}  # where the first rows are no use
+LADDERS = "coalescing", "coarsening", "divergence", "tiling"  # files whose rungs have names of their own
+SUMMED = re.compile(r", (forward|backward)$")
 
 
-def dots(stored: dict[str, Any]) -> list[Dot]:
-    """The kernels of 09_kernels that compute something, from their stored rows."""
-    found = []
-    for name, (operations, size) in OPERATIONS.items():
-        rows = [row for row in stored[name]["rows"] if row["by"] == "ours" and row["unit"] == "TB/s"]
-        size_of = [row["what"].removesuffix(", forward").removesuffix(", backward") for row in rows]
-        parts = [row for row, what in zip(rows, size_of) if size_of.count(what) == max(map(size_of.count, size_of))]
-        parts = parts[: max(map(size_of.count, size_of))]  # of the first size with both
-        rate = sum(row["rate"] * row["ms"] for row in parts) / sum(row["ms"] for row in parts)
-        found.append(Dot(operations / size, operations / size * rate, name))
-    for name in "tiling", "coarsening":
-        rows = [row for row in stored[name]["rows"] if row["unit"] == "TFLOP/s" and row["by"] != "torch.matmul"]
-        if name == "coarsening":
-            rows = [rows[0], max(rows, key=lambda row: row["rate"])]  # the smallest tile and the fastest
-        for row in rows:
-            shape, dtype = row["what"].rsplit(", ", 1)
-            sent, flops = load(f"09_kernels/{name}.py").cost(*map(int, shape.split(" x ")), getattr(torch, dtype))
-            short_type = {"float32": "", "bfloat16": ", bf16"}[dtype]
-            found.append(Dot(flops / sent, row["rate"], f"{name}, {row['by']}{short_type}"))
-    for row in stored["divergence"]["rows"]:
-        way = row["by"].split(",")[0]
-        if row["what"] == "share 0.1250 at random" and way != "by_program":
-            module = load("09_kernels/divergence.py")
-            sent, flops = module.cost(module.make_input(2**16, 1 / 8, False, "cpu"))
-            found.append(Dot(flops / sent, row["rate"], f"divergence, {way}"))
-    n, d, v = HEAD
-    (rate,) = (r["rate"] for r in stored["cross_entropy"]["rows"] if r["by"] == "ours" and r["unit"] == "TFLOP/s")
-    return [*found, Dot(6 * n * d * v / (4 * d * (n + v)), rate, "cross_entropy, head")]
+def kernel_rows(name: str) -> list[dict[str, Any]]:
+    """The stored rows of a kernel file, without those of quantization alone. `mine`: the file's own kernel."""
+    rows = json.loads(KERNELS.read_text())[name]["rows"]
+    rows = [row for row in rows if row["what"].startswith(SHOWN.get(name, "")) and "quantize" not in row["what"]]
+    own = {row["by"] for row in rows if name in LADDERS and not row["by"].startswith(("torch", "x.T"))}
+    return [row | {"mine": row["by"] in own | {"ours", "Triton", "Gluon"}} for row in rows]
+
+
+def fastest(name: str, mine: bool) -> list[dict[str, Any]]:
+    """The fastest of the file's own kernels, or of all others, for each product under sustained load.
+
+    Where none was measured: forward and backward at the first size that has both.
+    """
+    sizes = {}
+    for row in kernel_rows(name):
+        sizes.setdefault(SUMMED.sub("", row["what"]), {}).setdefault(row["what"], []).append(row)
+    sustained = {what: rows for whats in sizes.values() for what, rows in whats.items() if "sustained" in what}
+    found = [
+        [row for row in rows if row["mine"] == mine] for rows in (sustained or max(sizes.values(), key=len)).values()
+    ]
+    return [min(rows, key=lambda row: row["ms"]) for rows in found if rows]
+
+
+def share(rows: list[dict[str, Any]]) -> float:
+    """Of the limit, in the time that they take together."""
+    return sum(row["share"] * row["ms"] for row in rows) / sum(row["ms"] for row in rows)
+
+
+def draw_limits() -> str:
+    """A bar per kernel file: the share of its physical limit; a line is the fastest other contender."""
+    found = sorted(
+        ((name, fastest(name, True)) for name in json.loads(KERNELS.read_text())), key=lambda pair: -share(pair[1])
+    )
+    figure, axis = axes(430)
+    for y, (name, rows) in enumerate(found):
+        bytes_limit, others = (
+            rows[0]["unit"] == "TB/s",
+            [row for row in fastest(name, False) if row["what"] in {mine["what"] for mine in rows}],
+        )
+        axis.barh(
+            y,
+            100 * share(rows),
+            0.7,
+            color=LIGHT["rank0" if bytes_limit else "rank1"],
+            hatch="" if bytes_limit else "//",
+            edgecolor=LIGHT["ground"],
+        )
+        if others:
+            axis.plot([100 * share(others)] * 2, [y - 0.42, y + 0.42], color=LIGHT["ink"], linewidth=2)
+        beside(axis, y, f"{share(rows):.0%}")
+    axis.set_yticks(range(len(found)), [f"{name}.py" for name, _ in found])
+    axis.set(xlim=(0, 104), ylim=(len(found) - 0.4, -0.6), xlabel="% of the limit")
+    looks = {"of the bandwidth of a copy": ("rank0", ""), "of the peak FLOP/s": ("rank1", "//")}
+    handles = [
+        pyplot.Rectangle((0, 0), 1, 1, color=LIGHT[role], hatch=hatch, ec=LIGHT["ground"])
+        for role, hatch in looks.values()
+    ]
+    handles.append(pyplot.Line2D([], [], color=LIGHT["ink"], linewidth=2))
+    figure.legend(handles, [*looks, "fastest other contender"], loc="outside lower center", ncols=2)
+    return drawn(figure, "Share of its limit that each kernel file reaches")
+
+
+def moved(name: str, row: dict[str, Any]) -> float:
+    """Bytes of what a row has measured, by the `cost` of its file."""
+    module, what, half = load(f"09_kernels/{name}.py"), row["what"], torch.bfloat16
+    sizes = [int(size) for size in re.findall(r"\d+", what)]
+    if name == "grouped_matmul":
+        experts, d, f = module.MODELS[what.split(",")[0]]
+        n, k = (2 * f, d) if "gate" in what else (d, f)
+        return module.cost(round(row["rate"] * row["ms"] * 1e9 / (2 * n * k)), experts, n, k, half)[0]
+    if name.startswith("flash"):
+        b, h, kv, s, k = sizes[:5]
+        keys = (s,) if name == "flash_attention" else ()
+        return module.cost(b, h, kv, s, *keys, k, True, half)[2 * ("backward" in what)]
+    if name == "divergence":
+        flops, moved = reversed(module.cost(module.make_input(2**16, 1 / 8, False, "cpu")))
+        return row["rate"] * row["ms"] * 1e9 * moved / flops
+    return module.cost(*sizes[:3], torch.float32 if "float32" in what else half)[0]
+
+
+def dots() -> dict[str, tuple[float, float]]:
+    """FLOPs per byte and TFLOP/s of the kernels that compute something: all of fastest(), and rungs of ladders."""
+    found, points = {}, {}
+    for name in json.loads(KERNELS.read_text()):
+        own = [row for row in kernel_rows(name) if row["mine"] and row["unit"] == "TFLOP/s"]
+        if name == "fp8_matmul":
+            for kind in "tensorwise", "blockwise":
+                found[f"{name}, {kind}"] = [row for row in fastest(name, True) if f"{kind}, sustained" in row["what"]]
+        elif name in ("tiling", "coarsening"):
+            for row in own if name == "tiling" else (own[0], max(own, key=lambda row: row["rate"])):
+                found[f"{name}, {row['by']}{', bf16' * ('bfloat16' in row['what'])}"] = [row]
+        elif name != "coalescing":
+            found[name] = fastest(name, True)
+    for label, rows in found.items():
+        name, amount, ms = (
+            label.split(",")[0],
+            sum(row["rate"] * row["ms"] for row in rows),
+            sum(row["ms"] for row in rows),
+        )
+        operations, size = OPERATIONS.get(
+            name, (amount * 1e9, sum(moved(name, row) for row in rows if name not in OPERATIONS))
+        )
+        points[label] = operations / size, amount / ms * (operations / size if name in OPERATIONS else 1)
+    (head,) = (row for row in kernel_rows("cross_entropy") if row["mine"] and row["unit"] == "TFLOP/s")
+    n, d, v = (
+        16384,
+        4096,
+        128256,
+    )  # rows, width and vocabulary of cross_entropy.py; both inputs read, both gradients written
+    return points | {"cross_entropy, head": (6 * n * d * v / (4 * d * (n + v)), head["rate"])}
 
 
 def draw_roofline() -> str:
     """FLOP/s of each kernel over its FLOPs per byte, below what memory, CUDA cores and tensor cores allow."""
-    left, top, width, octave = 52, 66, 640, 33
-    first, last, low, high = -2, 15.5, -1, 10.6  # logarithms to base 2 of what the axes show
-    canvas = Canvas("Roofline: what limits the kernels of this folder", width)
-    canvas.text(14, 26, ("What limits a kernel: bytes on the left, FLOPs on the right", "ink"), size=15)
-    canvas.text(14, 46, ("TFLOP/s over FLOP per byte, both logarithmic", "muted"))
-
-    def place(intensity: float, speed: float) -> tuple[float, float]:
-        return left + (math.log2(intensity) - first) * octave, top + (high - math.log2(speed)) * octave
-
-    bottom, right = top + (high - low) * octave, left + (last - first) * octave
-    for power in range(0, 11, 2):
-        x, y = place(1, 2**power)
-        canvas.line((left, y), (right, y), role="plain")
-        canvas.text(left - 6, y + 4, (f"{2**power:,}", "muted"), size=11, anchor="end")
-    for power in range(-2, 15, 2):
-        x, _ = place(2.0**power, 1)
-        canvas.line((x, top), (x, bottom), role="plain")
-        canvas.text(x, bottom + 16, (f"{2**power:,}" if power >= 0 else "1/4", "muted"), size=11, anchor="middle")
+    figure, axis = axes(500, width=640)
     peaks = {str(dtype)[6:]: peak / 1e12 for dtype, peak in load("09_kernels/tiling.py").PEAK.items()}
-    ridge = {dtype: peak / COPY_RATE for dtype, peak in peaks.items()}
-    canvas.line(place(2.0**first, COPY_RATE * 2.0**first), place(ridge["bfloat16"], peaks["bfloat16"]), role="ink")
-    for dtype, units, indent in ("float32", "CUDA cores", 40), ("bfloat16", "tensor cores", 12):
-        x, y = place(ridge[dtype], peaks[dtype])
-        canvas.line((x, y), (right, y), role="ink")
-        words = f"{units}, {dtype}: {peaks[dtype]:g} TFLOP/s"
-        canvas.text(x + indent, y - 6, (words, "ink"), size=11)
-    x, y = place(4, COPY_RATE * 4)
-    canvas.text(x - 12, y - 6, (f"memory: {COPY_RATE:g} TB/s", "ink"), size=11, anchor="end")
-    found = dots(json.loads(KERNELS.read_text()))
-    for start, some in (5.2, [d for d in found if d.intensity < 64]), (11.2, [d for d in found if d.intensity >= 64]):
-        some.sort(key=lambda dot: (-dot.speed, dot.name))
-        column = left + (start - first) * octave
-        heights = apart([place(*dot[:2])[1] for dot in some], 15, bottom - 6)
-        for dot, y in zip(some, heights):
-            x, at = place(*dot[:2])
-            if x > column:  # the label stands on its left
-                canvas.text(x - 10, y + 4, (dot.name, "ink"), size=11, anchor="end")
-            else:
-                canvas.line((x, at), (column - 4, y))
-                canvas.text(column, y + 4, (dot.name, "ink"), size=11)
-            canvas.dot(x, at, "folder09")
-    return canvas.svg(bottom + 30)
+    peaks["fp8"] = load("09_kernels/fp8_matmul.py").PEAK / 1e12
+    copy = kernel_rows("coalescing")[0]["rate"] / kernel_rows("coalescing")[0]["share"]
+    axis.plot([0.25, peaks["fp8"] / copy], [copy * 0.25, peaks["fp8"]], color=LIGHT["ink"])
+    axis.text(45, 250, f"memory: {copy:.3g} TB/s", ha="right", va="center")
+    for (dtype, peak), units in zip(peaks.items(), ("CUDA cores", "tensor cores", "tensor cores")):
+        axis.plot([peak / copy, 2**13], [peak, peak], color=LIGHT["ink"])
+        axis.text(peak / copy * 0.8, peak, f"{units}, {dtype}: {peak:,.4g}", ha="right", va="center")
+    low, high = 0.2, 3000
+    columns = {
+        0.2: [],
+        0.47: [],
+        1.03: [],
+    }  # of labels, from left to right, in widths of the axes
+    for name, (intensity, speed) in sorted(dots().items(), key=lambda dot: -dot[1][1]):
+        axis.plot(intensity, speed, "o", color=LIGHT["folder09"])
+        column = 0.2 if intensity < 4 else 0.47 if intensity < 64 else 1.03
+        wanted = math.log(speed / low) / math.log(high / low) if column > 0.2 else 0.3
+        columns[column].append(min([wanted, *(height - 0.045 for height in columns[column])]))
+        lead = dict(arrowstyle="-", color=LIGHT["rule"], shrinkA=0, shrinkB=4, relpos=(0, 0.5))
+        place = dict(xytext=(column, columns[column][-1]), textcoords="axes fraction")
+        axis.annotate(name, (intensity, speed), **place, va="center", arrowprops=lead)
+    axis.set(xscale="log", yscale="log", xlim=(0.25, 2**13), ylim=(low, high), xlabel="FLOP per byte", ylabel="TFLOP/s")
+    for scale, ticks in (axis.xaxis, (0.25, 1, 4, 16, 64, 256, 1024, 4096)), (axis.yaxis, (1, 10, 100, 1000)):
+        scale.set_ticks(ticks, [f"{tick:,g}" for tick in ticks])
+        scale.set_ticks([], minor=True)
+    axis.grid()
+    return drawn(figure, "Roofline: what limits the kernels of this folder")
 
 
-def apart(heights: list[float], least: float, bottom: float) -> list[float]:
-    """Sorted heights, moved down, and where the bottom is reached up again, until they are `least` apart."""
-    found = []
-    for y in heights:
-        found.append(max(y, found[-1] + least) if found else y)
-    for i in reversed(range(len(found))):
-        found[i] = min(found[i], found[i + 1] - least if i + 1 < len(found) else bottom)
-    return found
-
-
-# what a step does: the role of its color
-DOING = dict(matmuls="forward", attention="backward", elementwise="rank1", optimizer="optimizer", rest="rule")
+# what a step does: the role of its color, and its hatch
+DOING = {"matmuls": ("forward", ""), "attention": ("backward", "//"), "elementwise": ("rank1", "")}
+DOING |= {"optimizer": ("optimizer", "\\\\"), "rest": ("rule", "")}
 
 
 def draw_step() -> str:
     """Where the milliseconds of a step go: the root's, and below it that with the kernels of this folder."""
     presets = json.loads(KERNEL_STEPS.read_text())
-    measured = presets.pop("measured")
-    left, right, y, width, height = 14, 70, 68, 640, 26
-    canvas = Canvas("Where the time of a training step goes, without and with our kernels", width)
-    canvas.text(left, 26, ("Where the milliseconds of a step go", "ink"), size=15)
-    canvas.text(left, 46, (f"{measured['gpu']}, the root compiled", "muted"))
-    for preset, steps in presets.items():
-        scale = (width - left - right) / max(sum(step.values()) for step in steps.values())
-        canvas.text(left, y + 4, (preset, "ink"), size=13)
-        for path, step in steps.items():
-            canvas.text(left, y + 24, (path, "muted"), size=11)
-            x = left
-            for kind, role in DOING.items():
-                bar = Box(x, y + 30, max(step[kind], 0) * scale, height)
-                canvas.box(bar, role)
-                if text_width(f"{step[kind]:.1f}", 11) + 6 < bar.w and kind != "rest":
-                    canvas.label(bar, f"{step[kind]:.1f}", size=11)
-                x += bar.w
-            canvas.text(x + 6, y + 30 + 17, (f"{sum(step.values()):.1f} ms", "ink"))
-            y += 54
-        y += 34
-    legend(canvas, left, y, [(role, kind) for kind, role in DOING.items()])
-    return canvas.svg(y + 18)
+    gpu = presets.pop("measured")["gpu"]
+    figure, panels = axes(130 * len(presets) + 60, len(presets))
+    for axis, (preset, steps) in zip(panels, presets.items()):
+        bars = {
+            name.replace(", ", ",\n"): {kind: max(ms, 0) for kind, ms in step.items()} for name, step in steps.items()
+        }
+        stack(axis, bars, DOING, "{:.1f}")
+        axis.set_title(preset)
+    panels[-1].set_xlabel(f"ms of a step, {gpu}, the root compiled")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return drawn(figure, "Where the time of a training step goes, without and with our kernels")
 
 
 # ------------------------------------------------------------------------------------------------------------- curves
-CURVES = ROOT / "tests" / "results" / "curves.json"
-LINES = {  # what tests/curves.py calls a run: the role of its line
-    "fp32": "muted",
-    "bf16, autocast": "folder01",
-    "bf16": "folder05",
-    "fp16": "folder02",
-    "fp8, tensorwise": "folder03",
-    "fp8, delayed": "folder07",
-    "fp8, blockwise": "folder09",
-    "stochastic rounding": "folder04",
-    "fp8, stochastic rounding": "folder08",
-}
-NAIVE = "folder06"  # the role of all others
-MEAN = 10  # stored means in a mean of the lower picture
-UPPER, LOWER = (0.5, 4.5), (-0.05, 0.08)  # what the pictures reach from and to
-Points = list[tuple[float, float]]
+CURVES = RESULTS / "curves.json"
 
 
-def means(losses: list[float]) -> list[float]:
-    """The mean of each MEAN stored losses that follow each other."""
-    return [sum(losses[i : i + MEAN]) / MEAN for i in range(len(losses) - MEAN + 1)]
-
-
-def draw_panel(
-    canvas: Canvas, box: Box, steps: int, heights: tuple[float, float], runs: dict[str, Points], ends: dict[str, str]
-) -> None:
-    """Draw runs of (step, value), from where the value is within the box, and write what is said of some at the end."""
-    least, most = heights
-    tops = {}
-    for label, points in runs.items():
-        line = []
-        for step, value in [*points, (steps, math.inf)]:  # at last outside, where each line ends
-            if least <= value <= most:
-                line.append((box.x + box.w * step / steps, box.y + box.h * (most - value) / (most - least)))
-            elif line:
-                canvas.line(*line, role=LINES.get(label, NAIVE))
-                tops[label], line = line[-1][1], []
-    said = sorted((label for label in tops if label in ends), key=tops.get)
-    for label, y in zip(said, apart([tops[label] for label in said], 15, box.y + box.h)):
-        canvas.text(box.x + box.w + 10, y + 4, (ends[label], LINES.get(label, NAIVE)), size=11)
+def losses_at_end() -> dict[str, float]:
+    """By run of tests/curves.py, the mean loss of the last 200 steps."""
+    return {run["label"]: statistics.mean(run["losses"][-10:]) for run in json.loads(CURVES.read_text())["runs"]}
 
 
 def draw_curves() -> str:
-    """Loss over the steps in all formats; below it the differences from fp32 of those that follow it."""
-    stored, left, right, width = json.loads(CURVES.read_text()), 52, 218, 640
-    runs, each = {run["label"]: run["losses"] for run in stored["runs"]}, stored["each"]
-    steps, exact = each * max(map(len, runs.values())), means(runs["fp32"])
-    whole = {label for label, losses in runs.items() if len(losses) == len(runs["fp32"])}  # others became NaN
-    far = {label for label in runs if label not in whole or abs(means(runs[label])[-1] - exact[-1]) > 0.1}
-    canvas = Canvas("Loss of a small Llama in all formats, and how far each is from fp32", width)
-    canvas.text(14, 26, (f"Loss over {steps:,} steps, from one start, on the same batches", "ink"), size=15)
-    canvas.text(14, 46, (f"{len(runs) - len(far)} of these lines lie upon each other. Naive forms are red.", "muted"))
-    upper, lower = Box(left, 64, width - left - right, 170), Box(left, 304, width - left - right, 200)
-    for box, ticks, (least, most) in (upper, (1, 2, 3, 4), UPPER), (lower, (-0.03, 0, 0.03, 0.06), LOWER):
-        for tick in ticks:
-            y = box.y + box.h * (most - tick) / (most - least)
-            canvas.line((box.x, y), (box.x + box.w, y))
-            canvas.text(box.x - 6, y + 4, (f"{tick:+}" if box is lower and tick else f"{tick}", "muted"), anchor="end")
-        for step in range(0, steps + 1, steps // 4):
-            x = box.x + box.w * step / steps
-            canvas.text(x, box.y + box.h + 16, (f"{step:,}", "muted"), size=11, anchor="middle")
-    points = {label: [(each * (i + 1), loss) for i, loss in enumerate(losses)] for label, losses in runs.items()}
-    ends = {run["label"]: f"{run['label']} {run['last']:.2f}" for run in stored["runs"] if run["label"] in whole}
-    ends |= {run["label"]: f"{run['label']}, then NaN" for run in stored["runs"] if run["label"] not in whole}
-    draw_panel(canvas, upper, steps, UPPER, points, {label: ends[label] for label in {"fp32"} | far})
-    canvas.text(14, lower.y - 18, (f"The difference from fp32, as means over {MEAN * each} steps", "ink"), size=13)
-    for label in points.keys() - far - {"fp32"}:
-        differences = [mine - theirs for mine, theirs in zip(means(runs[label]), exact)]
-        points[label] = [(each * (i + MEAN), difference) for i, difference in enumerate(differences)]
-        ends[label] = f"{label} {differences[-1]:+.3f}"
-    near = {label: points[label] for label in runs if label not in far | {"fp32"}}
-    draw_panel(canvas, lower, steps, LOWER, near, ends)
-    return canvas.svg(lower.y + lower.h + 30)
+    """Loss over the steps in all formats; below it how far those that follow fp32 are from it at the end."""
+    stored, ends = json.loads(CURVES.read_text()), losses_at_end()
+    near = {label: loss - ends["fp32"] for label, loss in ends.items() if loss < ends["fp32"] + 0.1}
+    figure, (upper, lower) = axes(540, 2)
+    for run in stored["runs"]:
+        label, losses = run["label"], run["losses"]
+        steps = [stored["each"] * (i + 1) for i in range(len(losses))]
+        if label in near:
+            upper.plot(steps, losses, color=LIGHT["folder01"])
+        else:
+            above = "fp16" in label
+            upper.plot(steps, losses, "--" if above else ":", color=LIGHT["folder06"])
+            upper.text(steps[-1], losses[-1] + (0.15 if above else -0.4), f"{label}: {ends[label]:.2f}", ha="right")
+    last = [ends[label] for label in near]
+    upper.text(steps[-1], max(last) + 0.2, f"{len(near)} others: {min(last):.2f} to {max(last):.2f}", ha="right")
+    upper.set(xlim=(0, steps[-1]), ylim=(0, 4.5), xlabel="step", ylabel="loss")
+    upper.grid(axis="y")
+    del near["fp32"]
+    for y, run in enumerate(run for run in stored["runs"] if run["label"] in near):
+        role, mark = ("folder06", "D") if run["naive"] else ("folder01", "o")
+        lower.plot(near[run["label"]], y, mark, color=LIGHT[role])
+        beside(lower, y, f"{near[run['label']]:+.3f}")
+    lower.set_yticks(range(len(near)), near)
+    lower.axvline(0, color=LIGHT["muted"])
+    lower.set(ylim=(len(near) - 0.5, -0.5), xlabel="mean loss of the last 200 steps, minus that of fp32")
+    lower.grid(axis="y")
+    return drawn(figure, "Loss of a small Llama in all formats, and how far each is from fp32 at the end")
 
 
 def draw_optimizers() -> str:
     """Loss over the steps with the best learning rate of AdamW and of Muon, three seeds; and at the end, by rate."""
-    runs = json.loads((ROOT / "tests" / "results" / "optimizers.json").read_text())
-    each, (least, most), roles = runs["each"], (0.5, 3.0), {"AdamW": "folder01", "Muon": "folder06"}
-    best = {run["optimizer"]: run["lr"] for run in runs["runs"] if run["seed"] > 0}
-    rates, steps = sorted({run["lr"] for run in runs["runs"]}), max(run["steps"] for run in runs["runs"])
-    canvas = Canvas("Loss of a small Llama with AdamW and with Muon, over the steps and by learning rate", 640)
-    curves, by_rate = Box(46, 70, 290, 220), Box(392, 70, 230, 220)
-    canvas.text(14, 26, ("Muon learns faster per step, with either one's best learning rate", "ink"), size=15)
-    canvas.text(curves.x, 54, ("Loss over the steps, three seeds each", "muted"))
-    canvas.text(by_rate.x, 54, ("Loss at the end, by learning rate", "muted"))
-
-    def height(loss: float) -> float:
-        return curves.y + curves.h * (most - loss) / (most - least)
-
-    for box in curves, by_rate:
-        for tick in (0.5, 1, 1.5, 2, 2.5, 3):
-            canvas.line((box.x, height(tick)), (box.x + box.w, height(tick)))
-            canvas.text(box.x - 6, height(tick) + 4, (f"{tick:g}", "muted"), size=11, anchor="end")
-    places = [by_rate.x + by_rate.w * (i + 0.5) / len(rates) for i in range(len(rates))]
-    for step in range(0, steps + 1, steps // 4):
-        x = curves.x + curves.w * step / steps
-        canvas.text(x, curves.y + curves.h + 16, (f"{step:,}", "muted"), size=11, anchor="middle")
-    for rate, x in list(zip(rates, places))[::2]:
-        canvas.text(x, by_rate.y + by_rate.h + 16, (f"{rate:g}", "muted"), size=11, anchor="middle")
-    for name, role in roles.items():
-        mine = [run for run in runs["runs"] if run["optimizer"] == name]
-        for run in (run for run in mine if run["lr"] == best[name]):
-            points = [(each * (i + 0.5), loss) for i, loss in enumerate(run["losses"])]
-            shown = [(curves.x + curves.w * step / steps, height(loss)) for step, loss in points if loss <= most]
-            canvas.line(*shown, role=role)
-        ends = [(places[rates.index(run["lr"])], height(run["last"])) for run in mine if run["seed"] == 0]
-        canvas.line(*sorted(ends), role=role)
-        for x, y in ends:
-            canvas.dot(x, y, role)
-        x, y = sorted(ends)[-1]
-        canvas.text(x + 8, y - 8, (name, role), anchor="end")
-        last = statistics.mean(run["last"] for run in mine if run["lr"] == best[name])
-        words = f"{name}, lr {best[name]:g}: {last:.2f} at the end"
-        canvas.text(curves.x + curves.w, height(2.3 if name == "AdamW" else 1.8), (words, role), anchor="end")
-    return canvas.svg(curves.y + curves.h + 30)
+    stored = json.loads((RESULTS / "optimizers.json").read_text())
+    figure, (curves, by_rate) = axes(320, 1, 2, sharey=True, gridspec_kw={"width_ratios": (1.3, 1)})
+    for name, role, mark in ("AdamW", "folder01", "o--"), ("Muon", "folder06", "s-"):
+        mine = [run for run in stored["runs"] if run["optimizer"] == name]
+        (best,) = {run["lr"] for run in mine if run["seed"] > 0}
+        seeds = [run for run in mine if run["lr"] == best]
+        words = f"{name}, lr {best:g}: {statistics.mean(run['last'] for run in seeds):.2f} at the end"
+        for run in seeds:
+            steps = [stored["each"] * (i + 0.5) for i in range(len(run["losses"]))]
+            curves.plot(steps, run["losses"], mark[1:], color=LIGHT[role], label=words)
+            words = None
+        ends = sorted((run["lr"], run["last"]) for run in mine if run["seed"] == 0)
+        by_rate.plot(*zip(*ends), mark, color=LIGHT[role], label=name)
+    curves.set(ylim=(0.5, 3), xlim=0, xlabel="step", ylabel="loss", title="Three seeds each, best learning rate")
+    ticks = sorted({run["lr"] for run in stored["runs"]})[1::2]
+    by_rate.set(xscale="log", xlabel="learning rate", title="At the end")
+    by_rate.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    by_rate.set_xticks([], minor=True)
+    for axis in curves, by_rate:
+        axis.legend(loc="upper right")
+        axis.grid(axis="y")
+    return drawn(figure, "Loss of a small Llama with AdamW and with Muon, over the steps and by learning rate")
 
 
 # --------------------------------------------------------------------------------------------------------------- main
 PICTURES = {
+    "01_single_gpu/checkpointing.svg": draw_checkpointing,
+    "09_kernels/limits.svg": draw_limits,
     "tests/family.svg": draw_family,
     "tests/look.svg": draw_look,
     "01_single_gpu/muon.svg": draw_optimizers,
