@@ -629,6 +629,60 @@ def draw_steps() -> str:
     return canvas.svg(y + 18)
 
 
+ULYSSES = "05_context_ring/ulysses.py"
+HEADS, LENGTH = 4, 8  # heads and tokens in the picture of their exchange
+
+
+def watched_exchange(module: ModuleType) -> Callable[[], Any]:
+    """A probe: instead of main, exchange queries that know their head and token, there and back."""
+    found = []
+
+    def main() -> None:
+        dist.init_process_group("gloo")
+        cp = dist.group.WORLD
+        tokens = module.shard(SimpleNamespace(seq=LENGTH, device="cpu"), cp)
+        before = torch.stack(torch.meshgrid(torch.arange(HEADS), tokens, indexing="ij"), -1)[None].float()
+        during, *_ = module.to_heads(before, before, before, cp)
+        for x in before, during, module.to_tokens(during, cp):
+            found.append(x.int().flatten(0, 2).tolist())
+        dist.destroy_process_group()
+
+    module.main = main
+    return lambda: found
+
+
+def exchanged() -> list[dict[tuple[int, int], int]]:
+    """The rank that has each (head, token): before attention, during it, and behind it."""
+    ranks = launch(ULYSSES, CP, probe=watched_exchange, save=False).probes
+    return [{tuple(cell): rank for rank, cells in enumerate(stage) for cell in cells} for stage in zip(*ranks)]
+
+
+def draw_ulysses() -> str:
+    """Heads and tokens in a grid, with the rank that has each: before the exchange, and while attention computes."""
+    before, during, _ = exchanged()
+    canvas, side, top = Canvas("Ulysses: an all-to-all swaps tokens for heads, another swaps them back", 560), 26, 62
+    for x, stage, words in (56, before, "all heads of its tokens"), (344, during, "all tokens of its heads"):
+        canvas.text(x, 20, ("A rank has", "ink"), size=14)
+        canvas.text(x, 38, (words, "ink"), size=14)
+        canvas.text(x, top - 6, ("tokens →", "muted"))
+        for (head, token), rank in stage.items():
+            box = Box(x + token * side, top + head * side, side - 2, side - 2)
+            canvas.box(box, f"rank{rank}", radius=3)
+            canvas.label(box, str(rank), size=14)
+    for head in range(HEADS):
+        canvas.text(50, top + head * side + 17, (f"head {head}", "muted"), anchor="end")
+    left, right, middle = 64 + LENGTH * side, 336, top + HEADS * side / 2
+    canvas.text((left + right) / 2, middle - 18, ("q, k, v", "ink"), size=14, anchor="middle")
+    canvas.line((left, middle - 10), (right, middle - 10), role="ink", arrow=True)
+    canvas.line((right, middle + 10), (left, middle + 10), role="ink", arrow=True)
+    canvas.text((left + right) / 2, middle + 28, ("outputs", "ink"), size=14, anchor="middle")
+    y = top + HEADS * side + 24
+    canvas.text(56, y, ("The number is the rank. Each arrow is an all-to-all: a rank", "muted"), size=14)
+    kept = sum(rank == during[cell] for cell, rank in before.items()) / len(before)
+    canvas.text(56, y + 20, (f"keeps {kept:.0%} of its elements and sends the others.", "muted"), size=14)
+    return canvas.svg(y + 34)
+
+
 # Bytes of nine files of Python's library that follow each other, the last one cut where a row of 131,072 ends.
 LENGTHS = [38413, 4975, 7489, 5990, 21320, 8681, 9656, 24074, 10474]
 
@@ -666,28 +720,27 @@ def draw_documents() -> str:
 
 
 def draw_tokens() -> str:
-    """Which rank holds which token: a row for each way in which recipes cut the sequence."""
-    cell, left, y = 38, 14, 62
-    canvas = Canvas("Which rank holds which tokens", 2 * left + TOKENS * cell)
-    canvas.text(left, 26, (f"Which of {CP} ranks holds which of {TOKENS} tokens", "ink"), size=15)
-    layouts = {}
+    """Which rank holds which token: a row of ranks for each way in which recipes cut the sequence."""
+    cell, left, y, layouts = 33, 52, 58, {}
+    canvas = Canvas("Which rank holds which tokens", left + TOKENS * cell)
     for recipe in SHARDED:
         layouts.setdefault(str(held(recipe)), []).append(recipe)
+    canvas.text(left - 8, 20, ("token", "muted"), size=14, anchor="end")
+    for token in range(TOKENS):
+        canvas.text(left + (token + 0.5) * cell, 20, (str(token), "muted"), size=14, anchor="middle")
     for recipes in layouts.values():
-        runs = [(", ".join(Path(recipe).name for recipe in recipes), "ink")]
-        if hasattr(load(recipes[0]), "Mesh"):
-            u = load(recipes[0]).Config.ulysses
-            rows = [" and ".join(map(str, range(first, first + u))) for first in range(0, CP, u)]
-            runs.append((f"  heads are swapped between ranks {', '.join(rows)}", "muted"))
-        canvas.text(left, y, *runs, size=13)
+        canvas.text(left, y, (", ".join(Path(recipe).name for recipe in recipes), "ink"), size=14)
+        canvas.text(left - 8, y + 27, ("rank", "muted"), size=14, anchor="end")
         for rank, tokens in enumerate(held(recipes[0])):
             for token in tokens:
-                box = Box(left + token * cell, y + 8, cell - 2, 24)
+                box = Box(left + token * cell, y + 9, cell - 2, 26)
                 canvas.box(box, f"rank{rank}", radius=3)
-                canvas.label(box, str(token))
-        y += 62
-    canvas.legend(left, y, [(f"rank{rank}", f"rank {rank}") for rank in range(CP)])
-    return canvas.svg(y + 18)
+                canvas.label(box, str(rank), size=14)
+        y += 66
+    u = load(SHARDED[-1]).Config.ulysses
+    rows = [" and ".join(map(str, range(first, first + u))) for first in range(0, CP, u)]
+    canvas.text(left, y - 18, (f"usp.py also swaps heads between ranks {', '.join(rows)}.", "muted"), size=14)
+    return canvas.svg(y - 4)
 
 
 # --------------------------------------------------------------------------------------------------------------- mesh
@@ -1000,6 +1053,104 @@ def draw_checkpointing() -> str:
     panels[0].set_xlim(0, 70)
     figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return drawn(figure, "Memory at the peak, without and with activation checkpointing")
+
+
+# ------------------------------------------------------------------------------------------------------------ experts
+EXPERTS = "07_expert/expert_parallel.py"
+TOKENS_HERE, EXPERT_FLAGS = 3, "--device cpu --layers 1 --experts 4 --edp 2 --batch 4 --seq 3 --steps 1 --seed 7"
+
+
+def watched_experts(module: ModuleType) -> Callable[[], Any]:
+    """A probe: the tokens that come to each expert of this rank, and the ranks that exchange or sum what."""
+    orders, rows, ranks, models = [], {}, {}, []
+    sort, dispatch, build, all_reduce = module.sort_by_expert, module.dispatch, module.build_model, dist.all_reduce
+
+    def watched_sort(*args):
+        orders.append(sort(*args))
+        return orders[-1]
+
+    def watched_dispatch(x, gates, ends, ep):
+        tokens = TOKENS_HERE * dist.get_rank() + orders[-1][0] // (len(x) // TOKENS_HERE)
+        here, _, ends_here, _ = dispatch(tokens[:, None].to(x.dtype), gates.detach(), ends, ep)
+        parts = here[:, 0].int().tensor_split(ends_here[:-1].long())
+        rows.update({ep.rank() * len(parts) + i: part.tolist() for i, part in enumerate(parts)})
+        ranks["rows"] = dist.get_process_group_ranks(ep)
+        return dispatch(x, gates, ends, ep)
+
+    def watched_sum(x, group):
+        for name, p in models[0].named_parameters():
+            if p.grad is x:
+                ranks["experts" if ".experts." in name else "all others"] = dist.get_process_group_ranks(group)
+        return all_reduce(x, group=group)
+
+    module.sort_by_expert, module.dispatch, dist.all_reduce = watched_sort, watched_dispatch, watched_sum
+    module.build_model = lambda cfg: models.append(build(cfg)) or models[0]
+    return lambda: (rows, ranks)
+
+
+def expert_ranks() -> list[tuple[dict[int, list[int]], dict[str, list[int]]]]:
+    """Of each rank: the tokens that come to its experts; with whom it exchanges rows, and sums which gradients."""
+    return launch(EXPERTS, 4, EXPERT_FLAGS, probe=watched_experts, save=False).probes
+
+
+def draw_experts() -> str:
+    """Tokens go to their experts on the ranks of ep and back; below it, which ranks sum which gradients."""
+    canvas, found, room, y = (
+        Canvas("Expert parallelism: tokens travel to experts and back", 560),
+        expert_ranks(),
+        134,
+        50,
+    )
+    lefts = [2 + (room + 6) * rank for rank in range(len(found))]
+
+    def tokens(x: float, y: float, some: list[int]) -> None:
+        for i, token in enumerate(some):
+            box = Box(x + 20 * i, y, 18, 20)
+            canvas.box(box, f"rank{token // TOKENS_HERE}", radius=3)
+            canvas.label(box, chr(ord("a") + token), size=14)
+
+    def own_tokens(words: str) -> None:
+        canvas.text(2, y - 8, (words, "muted"), size=14)
+        for rank, x in enumerate(lefts):
+            tokens(x + 36, y, [*range(TOKENS_HERE * rank, TOKENS_HERE * (rank + 1))])
+
+    def exchange(words: str) -> None:
+        for group in sorted({tuple(ranks["rows"]) for _, ranks in found}):
+            box = Box(lefts[group[0]], y + 32, lefts[group[-1]] + room - lefts[group[0]], 24)
+            for rank in group:
+                for top in box.y - 10, box.y + box.h:
+                    canvas.line((lefts[rank] + room / 2, top), (lefts[rank] + room / 2, top + 10), arrow=True)
+            canvas.box(box, "plain", radius=5)
+            canvas.label(box, words, size=14)
+
+    for rank, x in enumerate(lefts):
+        canvas.text(x + room / 2, 16, (f"rank {rank}", "ink"), size=14, anchor="middle")
+    own_tokens("attention and router, on a rank's own tokens")
+    exchange("all-to-all: to the experts")
+    y += 68
+    for x, (rows, _) in zip(lefts, found):
+        for i, (expert, some) in enumerate(rows.items()):
+            canvas.text(x + 4, y + 16 + 48 * i, (f"expert {expert}", "ink"), size=14)
+            tokens(x + 4, y + 22 + 48 * i, some)
+        canvas.frame(Box(x, y, room, 48 * len(rows)), "rule")
+    y += 48 * len(rows) - 22
+    exchange("all-to-all: outputs back")
+    y += 92
+    own_tokens("the two outputs of a token are added up")
+    y += 52
+    canvas.text(2, y, ("Gradients are summed over the ranks with a dot:", "ink"), size=14)
+    sums = {}
+    for rows, ranks in found:
+        sums[f"experts {' and '.join(map(str, rows))}"] = ranks["experts"]
+        sums["all others"] = ranks["all others"]
+    for name, group in sorted(sums.items(), key=lambda pair: len(pair[1])):
+        y += 38
+        middles = [lefts[rank] + room / 2 for rank in group]
+        canvas.line((middles[0], y), (middles[-1], y), role="ink")
+        for x in middles:
+            canvas.box(Box(x - 5, y - 5, 10, 10), "ink", radius=5)
+        canvas.text(middles[0], y - 10, (name, "ink"), size=14)
+    return canvas.svg(y + 14)
 
 
 # ------------------------------------------------------------------------------------------------------------ balance
@@ -1342,8 +1493,10 @@ PICTURES = {
     "04_tensor_sequence/blocks.svg": draw_blocks,
     "03_zero/timeline.svg": draw_timeline,
     "05_context_ring/steps.svg": draw_steps,
+    "05_context_ring/ulysses.svg": draw_ulysses,
     "05_context_ring/tokens.svg": draw_tokens,
     "05_context_ring/documents.svg": draw_documents,
+    "07_expert/experts.svg": draw_experts,
     "07_expert/balance.svg": draw_balance,
     "08_4d/mesh.svg": draw_mesh,
     "09_kernels/addresses.svg": draw_addresses,

@@ -85,6 +85,32 @@ def test_rings_compute_the_drawn_scores():
     assert held == {"ring": [0, 1, 2, 3], "striped": [0, 4, 8, 12], "zigzag": [0, 1, 14, 15]}
 
 
+def test_ulysses_swaps_tokens_for_heads():
+    """Each rank has all heads of its tokens, then all tokens of a head, then what it had."""
+    before, during, after = pictures.exchanged()
+    assert before == after == {(head, token): token // 2 for head in range(4) for token in range(8)}
+    assert during == {(head, token): head for head in range(4) for token in range(8)}
+
+
+def test_experts_get_the_tokens_and_sum_their_gradients():
+    """Two experts per token, on the ranks with which its rank exchanges rows; copies sum what is of experts."""
+    found = pictures.expert_ranks()
+    for rows, ranks in found:
+        exchanging = ranks["rows"]
+        came = [token for rank in exchanging for tokens in found[rank][0].values() for token in tokens]
+        assert sorted(came) == sorted(2 * [token for rank in exchanging for token in range(3 * rank, 3 * rank + 3)])
+        assert ranks["experts"] == [rank for rank, (theirs, _) in enumerate(found) if theirs.keys() == rows.keys()]
+        assert ranks["all others"] == [0, 1, 2, 3]
+
+
+def test_memory_is_predicted_as_measured():
+    """Compiled, in the picture of the checkpointing recipes: to 1 %."""
+    rows = json.loads((ROOT / "tests/results/speed.json").read_text())["single"]["rows"]
+    measured = {Path(row["file"]).name: row["rounds"][0]["memory"] for row in rows}
+    for name, kinds in pictures.checkpointing(compiled=True).items():
+        assert sum(kinds.values()) == pytest.approx(measured[name], rel=0.01), name
+
+
 def transfers(module):
     """A probe: how often this rank uses the group of each axis, forward and backward; its blocks and its units."""
     used, models, build_model, send = Counter(), [], module.build_model, module.send
