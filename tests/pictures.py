@@ -7,10 +7,12 @@ python tests/pictures.py --balance  first train again what balance.svg shows
 import argparse
 import functools
 import io
+import itertools
 import json
 import math
 import re
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,43 +33,18 @@ from test_lineage import difference as count_difference
 # ------------------------------------------------------------------------------------------------------------- canvas
 SANS, MONO = "system-ui, sans-serif", "ui-monospace, monospace"
 RESULTS = ROOT / "tests" / "results"
-COLORS = {  # role: (in light mode, in dark mode)
-    "ground": ("#ffffff", "#0d1117"),
-    "ink": ("#1f2328", "#e6edf3"),
-    "muted": ("#59636e", "#9198a1"),
-    "rule": ("#afb8c1", "#4a525c"),
-    "plain": ("#e6eaee", "#2b323b"),
-    "folder01": ("#0550ae", "#79c0ff"),
-    "folder02": ("#116329", "#7ee787"),
-    "folder03": ("#953800", "#ffa657"),
-    "folder04": ("#6639ba", "#d2a8ff"),
-    "folder05": ("#0a6670", "#5fd4de"),
-    "folder06": ("#a40e26", "#ff9492"),
-    "folder07": ("#7a4e00", "#e3b341"),
-    "folder08": ("#8a1a6b", "#ff9bce"),
-    "folder09": ("#3d5a00", "#b5d46a"),
-    "folder10": ("#45515e", "#b1bac4"),
-    "sum1": ("#e6eef6", "#1b2733"),
-    "sum2": ("#cfe0f1", "#1d3650"),
-    "sum3": ("#a9c9e8", "#255078"),
-    "sum4": ("#8bd49c", "#2a7040"),
-    "rank0": ("#b5d4f0", "#1f4e79"),
-    "rank1": ("#fbd3ad", "#6b4116"),
-    "rank2": ("#b9dfb0", "#2f6b35"),
-    "rank3": ("#dcc5f3", "#5a3a82"),
-    "step0": ("#f6dd8c", "#6b5510"),
-    "step1": ("#a6d99a", "#2c6a34"),
-    "step2": ("#86c8de", "#1b6079"),
-    "step3": ("#b9a8ec", "#55439a"),
-    "all-gather": ("#94dbd5", "#17625d"),
-    "reduce-scatter": ("#f3b9c6", "#7d2f45"),
-    "forward": ("#9cc3e6", "#2c659c"),
-    "backward": ("#a9d6a0", "#38733f"),
-    "optimizer": ("#d9c2e9", "#6b4a8c"),
-    "gather": ("#2fa8a0", "#37b5ac"),
-    "other": ("#f2b661", "#d08a2a"),
-    "exposed": ("#d64541", "#ff6b60"),
-}
+# a role, and its color in light and in dark mode
+PALETTE = """
+ground ffffff 0d1117 · ink 1f2328 e6edf3 · muted 59636e 9198a1 · rule afb8c1 4a525c · plain e6eaee 2b323b
+folder01 0550ae 79c0ff · folder02 116329 7ee787 · folder03 953800 ffa657 · folder04 6639ba d2a8ff
+folder05 0a6670 5fd4de · folder06 a40e26 ff9492 · folder07 7a4e00 e3b341 · folder08 8a1a6b ff9bce
+folder09 3d5a00 b5d46a · folder10 45515e b1bac4 · sum1 e6eef6 1b2733 · sum2 cfe0f1 1d3650 · sum3 a9c9e8 255078
+sum4 8bd49c 2a7040 · rank0 b5d4f0 1f4e79 · rank1 fbd3ad 6b4116 · rank2 b9dfb0 2f6b35 · rank3 dcc5f3 5a3a82
+step0 f6dd8c 6b5510 · step1 a6d99a 2c6a34 · step2 86c8de 1b6079 · step3 b9a8ec 55439a · all-gather 94dbd5 17625d
+reduce-scatter f3b9c6 7d2f45 · forward 9cc3e6 2c659c · backward a9d6a0 38733f · optimizer d9c2e9 6b4a8c
+gather 2fa8a0 37b5ac · other f2b661 d08a2a · exposed d64541 ff6b60
+"""
+COLORS = {role: (f"#{light}", f"#{dark}") for role, light, dark in re.findall(r"(\S+) (\w{6}) (\w{6})", PALETTE)}
 
 
 def picture(title: str, width: float, height: float, body: str, font: str = SANS) -> str:
@@ -102,36 +79,38 @@ class Canvas:
 
     def box(self, box: Box, role: str, radius: float = 0) -> None:
         """Fill a rectangle."""
-        x, y, w, h = map(short, box)
+        x, y, w, h = box
         rounded = f' rx="{radius:g}"' if radius else ""
-        self.parts.append(f'<rect style="fill:var(--{role})" x="{x}" y="{y}" width="{w}" height="{h}"{rounded}/>')
+        self.parts.append(
+            f'<rect style="fill:var(--{role})" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}"{rounded}/>'
+        )
 
     def cells(self, boxes: list[Box], role: str) -> None:
         """Fill rectangles, all in one path."""
-        path = "".join(f"M{short(x)} {short(y)}h{short(w)}v{short(h)}h{short(-w)}z" for x, y, w, h in boxes)
+        path = "".join(f"M{x:g} {y:g}h{w:g}v{h:g}h{-w:g}z" for x, y, w, h in boxes)
         self.parts.append(f'<path style="fill:var(--{role})" d="{path}"/>')
 
     def text(self, x: float, y: float, *runs: tuple[str, str], size: int = 12, anchor: str = "start") -> None:
         """Write (text, role) runs, one after another, with the baseline at y."""
         spans = "".join(f'<tspan style="fill:var(--{role})">{escape(text)}</tspan>' for text, role in runs)
-        where = f'x="{short(x)}" y="{short(y)}" font-size="{size}" text-anchor="{anchor}"'
+        where = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"'
         self.parts.append(f'<text {where} xml:space="preserve">{spans}</text>')
 
     def label(self, box: Box, text: str, role: str = "ink", size: int = 12) -> None:
-        """Write a text in the middle of a box."""
-        self.text(box.x + box.w / 2, box.y + box.h / 2 + 0.35 * size, (text, role), size=size, anchor="middle")
+        """Write a text, if there is any, in the middle of a box."""
+        if text:
+            middle = box.x + box.w / 2, box.y + box.h / 2 + 0.35 * size
+            self.text(*middle, (text, role), size=size, anchor="middle")
 
     def line(self, *points: tuple[float, float], role: str = "rule", arrow: bool = False, width: float = 1.5) -> None:
         """Draw a line through the points, on request with a head at its end; its last part is not oblique then."""
-        path = "M" + "L".join(f"{short(x)} {short(y)}" for x, y in points)
+        path = "M" + "L".join(f"{x:g} {y:g}" for x, y in points)
         self.parts.append(f'<path class="line" style="stroke:var(--{role});stroke-width:{width:g}" d="{path}"/>')
         if arrow:
             (x0, y0), (x, y) = points[-2:]
             dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
-            wings = [
-                f"L{short(x - 5 * dx + 3.5 * side * dy)} {short(y - 5 * dy + 3.5 * side * dx)}" for side in (1, -1)
-            ]
-            self.parts.append(f'<path style="fill:var(--{role})" d="M{short(x)} {short(y)}{"".join(wings)}z"/>')
+            wings = [f"L{x - 5 * dx + 3.5 * side * dy:g} {y - 5 * dy + 3.5 * side * dx:g}" for side in (1, -1)]
+            self.parts.append(f'<path style="fill:var(--{role})" d="M{x:g} {y:g}{"".join(wings)}z"/>')
 
     def frame(self, box: Box, role: str) -> None:
         """Draw the outline of a rectangle."""
@@ -155,19 +134,14 @@ def text_width(text: str, size: float) -> float:
     return 0.6 * size * len(text)
 
 
-def short(value: float) -> str:
-    """A coordinate with at most two decimals."""
-    return f"{round(value, 2) + 0:.2f}".rstrip("0").rstrip(".")
-
-
 # --------------------------------------------------------------------------------------------------------------- axes
 LIGHT = {role: light for role, (light, _) in COLORS.items()}
 ROLES = {light: role for role, light in LIGHT.items()}
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "pictures", "font.size": 14, "legend.frameon": False}
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "pictures", "font.size": 14, "figure.dpi": 72, "hatch.linewidth": 2}
+STYLE |= {"legend.frameon": False, "legend.handlelength": 1.4, "legend.columnspacing": 1.2, "axes.axisbelow": True}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titlesize": 14}
-STYLE |= {"axes.axisbelow": True, "grid.color": LIGHT["plain"], "hatch.linewidth": 2, "figure.dpi": 72}
 STYLE |= {key: LIGHT["ink"] for key in ("text.color", "xtick.labelcolor", "ytick.labelcolor", "axes.titlecolor")}
-STYLE |= {"axes.labelcolor": LIGHT["muted"], "hatch.color": LIGHT["ground"]}
+STYLE |= {"axes.labelcolor": LIGHT["muted"], "grid.color": LIGHT["plain"], "hatch.color": LIGHT["ground"]}
 STYLE |= {key: LIGHT["rule"] for key in ("axes.edgecolor", "xtick.color", "ytick.color")}
 
 
@@ -189,26 +163,25 @@ def drawn(figure: Any, title: str) -> str:
     return picture(title, width, height, re.sub(r"(?<=: )#[0-9a-f]{6}", lambda hit: f"var(--{ROLES[hit[0]]})", body))
 
 
-def beside(axis: Any, y: float, words: str, role: str = "ink") -> None:
+def beside(axis: Any, y: float, words: str) -> None:
     """Write right of the axes, at the height of a value."""
-    axis.annotate(words, (1.02, y), xycoords=("axes fraction", "data"), va="center", color=LIGHT[role])
+    axis.annotate(words, (1.02, y), xycoords=("axes fraction", "data"), va="center")
 
 
-def stack(axis: Any, bars: dict[str, dict[str, float]], looks: dict[str, tuple[str, str]], form: str) -> None:
-    """A bar for each name, of parts one after another, with the value of each that has room for it.
+def filled(role: str, hatch: str) -> dict[str, str]:
+    """The look of a bar."""
+    return dict(facecolor=LIGHT[role], hatch=hatch, edgecolor=LIGHT["ground"])
 
-    looks: of each part, its role and its hatch.
-    """
-    most = max(sum(parts.values()) for parts in bars.values())
-    for part, (role, hatch) in looks.items():
+
+def stack(axis: Any, bars: dict[str, dict[str, float]], looks: dict[str, tuple[str, str]]) -> None:
+    """A bar for each name, of parts one after another, with the value of each that has room for it, and their sum."""
+    most, ends = max(sum(parts.values()) for parts in bars.values()), [0] * len(bars)
+    for part, look in looks.items():
         widths = [parts[part] for parts in bars.values()]
-        ends = [sum(parts[each] for each in list(looks)[: list(looks).index(part)]) for parts in bars.values()]
-        found = axis.barh(
-            list(bars), widths, 0.75, ends, color=LIGHT[role], hatch=hatch, edgecolor=LIGHT["ground"], label=part
-        )
-        axis.bar_label(found, [form.format(w) if w > 0.07 * most else "" for w in widths], label_type="center")
-    for y, parts in enumerate(bars.values()):
-        axis.text(sum(parts.values()) + 0.015 * most, y, form.format(sum(parts.values())), va="center", weight="bold")
+        found = axis.barh(list(bars), widths, 0.75, ends, **filled(*look), label=part)
+        axis.bar_label(found, [f"{w:.1f}" if w > 0.07 * most else "" for w in widths], label_type="center")
+        ends = [end + width for end, width in zip(ends, widths)]
+    axis.bar_label(found, [f"{end:.1f}" for end in ends], padding=5, weight="bold")
     axis.set(xlim=(0, 1.1 * most), ylim=(len(bars) - 0.5, -0.5))
 
 
@@ -228,54 +201,38 @@ def descent(family: dict[str, list[str]]) -> list[tuple[str, int]]:
 
 def draw_family() -> str:
     """The tree of the recipes by their first parents; beside each how many lines of code it adds and removes."""
-    row, small_row, indent, width, left, y = 22, 15, 14, 480, 12, 74
+    indent, width, left, y = 14, 480, 12, 46
     groups = {"": [], "Tools, which train nothing": [], "Kernels, one by one": []}
     for path, generation in descent({path: parents(recipe) for path, recipe in FAMILY.items()}):
-        tool = "Kernels, one by one" if path.startswith("09_kernels/") else "Tools, which train nothing"
-        groups["" if path in TRAINING else tool].append((path, generation))
+        kind = "Kernels, one by one" if path.startswith("09_kernels/") else "Tools, which train nothing"
+        groups["" if path in TRAINING else kind].append((path, generation))
     canvas = Canvas("Family tree of the recipes", width, MONO)
-    canvas.text(left, 24, ("Each recipe below the one it changes", "ink"), size=14)
     key = ("lines of code: ", "muted"), ("+added", "folder02"), (" −removed", "folder06")
-    canvas.text(width - left, 46, *key, anchor="end")
-
-    def name(x: float, path: str, *right: tuple[str, str]) -> None:
-        folder, file = path.split("/")
-        canvas.text(x, y, (f"{folder}/", f"folder{folder[:2]}"), (file, "ink"), size=13)
-        canvas.text(width - left, y, *right, anchor="end")
-
+    canvas.text(left, 20, ("Each recipe below the one it changes; ", "ink"), *key)
     for title, found in groups.items():
         if title:
-            y += row
-            canvas.text(left, y, (title, "muted"), size=13)
-            y += row
+            canvas.text(left, y + 12, (title, "muted"), size=13)
+            y += 36
         starts = {}  # generation: where the line to its next recipe starts
         for path, generation in found:
             x, theirs = left + indent * generation, parents(FAMILY[path])
+            change = [(f"{lines_of_code(FAMILY[path].source)} lines", "muted")]
             if theirs:
                 corner = x - indent + 5
                 canvas.line((corner, starts[generation]), (corner, y - 4), (x - 3, y - 4))
                 starts[generation] = y - 4
                 added, removed = difference(theirs[0], path)
-                name(x, path, (f"+{added}", "folder02"), (f" −{removed}", "folder06"))
-            else:
-                name(x, path, (f"{lines_of_code(FAMILY[path].source)} lines", "muted"))
+                change = [(f"+{added}", "folder02"), (f" −{removed}", "folder06")]
+            folder, file = path.split("/")
+            canvas.text(x, y, (f"{folder}/", f"folder{folder[:2]}"), (file, "ink"), size=13)
+            canvas.text(width - left, y, *change, anchor="end")
             starts[generation + 1] = y + 5
-            for runs in other_parents(theirs[1:], (width - left - x - indent) / text_width("m", 11)):
-                y += small_row
-                canvas.text(x + indent, y, *runs, size=11)
-            y += row
+            others = " ".join(f"and {parent[:2]}/{Path(parent).name}".replace(" ", "\0") for parent in theirs[1:])
+            for line in textwrap.wrap(others, int((width - left - x - indent) / text_width("m", 11))):
+                y += 15
+                canvas.text(x + indent, y, (line.replace("\0", " "), "muted"), size=11)
+            y += 22
     return canvas.svg(y)
-
-
-def other_parents(paths: list[str], characters: float) -> list[list[tuple[str, str]]]:
-    """The runs of text that name these parents, in lines of at most so many characters."""
-    lines = []
-    for path in paths:
-        runs = [("and ", "muted"), (f"{path[:2]}/", f"folder{path[:2]}"), (f"{Path(path).name} ", "muted")]
-        if not lines or sum(len(text) for text, _ in lines[-1] + runs) > characters:
-            lines.append([])
-        lines[-1] += runs
-    return lines
 
 
 # --------------------------------------------------------------------------------------------------------------- look
@@ -283,10 +240,9 @@ def draw_look(ranks: int = 4, microbatches: int = 8) -> str:
     """Two schedules: a row per rank, and a box per operation with the number of its micro-batch."""
     canvas, left, row, top = Canvas("afab.py and 1f1b.py: what each rank does", 640), 52, 20, 0
     for name in "afab", "1f1b":
-        path = f"06_pipeline/{name}.py"
-        line = schedules.pipeline(load(path), ranks, microbatches)
-        slots = schedules.simulate(line, dict.fromkeys("FBW", 1))
-        unit, held = (640 - left) / schedules.makespan(slots), schedules.in_flight(line)
+        line = schedules.pipeline(load(f"06_pipeline/{name}.py"), ranks, microbatches)
+        slots, held = schedules.simulate(line, dict.fromkeys("FBW", 1)), schedules.in_flight(line)
+        unit = (640 - left) / schedules.makespan(slots)
         words = f"keeps the activations of at most {max(held)} of {microbatches} micro-batches"
         canvas.text(left, top + 16, (f"{name}.py ", "ink"), (words, "muted"), size=13)
         for rank in range(ranks):
@@ -294,8 +250,8 @@ def draw_look(ranks: int = 4, microbatches: int = 8) -> str:
             canvas.text(left - 8, y + 13, (f"rank {rank}", "muted"), anchor="end")
             canvas.box(Box(left, y, 640 - left, row - 3), "plain")
         for slot in slots:
-            y, width = top + 24 + row * slot.rank, unit * (slot.end - slot.start)
-            box = Box(left + unit * slot.start, y, width - 1, row - 3)
+            width = unit * (slot.end - slot.start) - 1
+            box = Box(left + unit * slot.start, top + 24 + row * slot.rank, width, row - 3)
             canvas.box(box, {"F": "forward", "B": "backward"}[slot.op])
             canvas.label(box, f"{slot.i}", size=11)
         top += 24 + row * ranks + 14
@@ -308,16 +264,15 @@ def draw_look(ranks: int = 4, microbatches: int = 8) -> str:
 def watched_ring(module: ModuleType) -> Callable[[], Any]:
     """A probe: instead of main, run the ring on n chunks of n elements, of which rank r sets the r-th to 1.
 
-    So the r-th element of a chunk counts how often the chunk holds rank r's contribution. Reports (receiver, chunk) per
-    step, the chunks before and after each step, and the bytes sent, in sizes of the tensor.
+    So the r-th element of a chunk counts how often the chunk has rank r's term. `sent` is in sizes of the tensor.
     """
     sends, held, sent = [], [], []
+    exchange, finish = module.exchange, module.finish
 
     def main() -> None:
         dist.init_process_group("gloo")
-        rank, n = dist.get_rank(), dist.get_world_size()
-        x = torch.eye(n)[rank].repeat(n)
-        exchange, finish = module.exchange, module.finish
+        n = dist.get_world_size()
+        x = torch.eye(n)[dist.get_rank()].repeat(n)
 
         def watched_exchange(outgoing, incoming, group):
             sends.extend((to, tensor.storage_offset() // n) for tensor, to in outgoing)
@@ -336,13 +291,9 @@ def watched_ring(module: ModuleType) -> Callable[[], Any]:
 
 
 def ring(ranks: int) -> tuple[list[list[tuple[int, int, int]]], list[list[list[list[int]]]], list[float]]:
-    """Run the recipe's ring all-reduce; (sender, receiver, chunk) per step, the chunks, and what each rank has sent.
-
-    chunks: before the first step and after each, [rank][chunk] -> how often each rank is in it. In sizes of the tensor.
-    """
-    probes = launch("02_data_parallel/collectives.py", ranks, probe=watched_ring, save=False).probes
-    sends, held, sent = zip(*probes)
-    steps = [[(rank, *sends[rank][step]) for rank in range(ranks)] for step in range(len(sends[0]))]
+    """(sender, receiver, chunk) per step; per step, rank and chunk how often each rank is in it; sizes sent."""
+    sends, held, sent = zip(*launch("02_data_parallel/collectives.py", ranks, probe=watched_ring, save=False).probes)
+    steps = [[(rank, *send) for rank, send in enumerate(step)] for step in zip(*sends)]
     return steps, [list(now) for now in zip(*held)], list(sent)
 
 
@@ -393,8 +344,6 @@ class Part(NamedTuple):
     label: str
     shape: str = ""  # of its output, where that is new
     split: str = ""  # how its weights are cut: columns, their outputs, or rows, their inputs
-    partial: bool = False  # the output is this rank's term of a sum
-    same: bool = False  # every rank computes the same
 
 
 class Exchange(NamedTuple):
@@ -405,30 +354,22 @@ class Exchange(NamedTuple):
     backward: tuple[str, ...]
 
 
-def block(stream: str, tokens: str, same: bool, enter: Exchange, leave: Exchange) -> list[Part | Exchange]:
+def block(stream: str, tokens: str, enter: Exchange, leave: Exchange) -> list[Part | Exchange]:
     """A Llama block, top to bottom: `stream` is the shape of the residual stream, `tokens` what split weights see."""
-    norm, add = Part("RMSNorm", stream, same=same), Part("+", stream, same=same)
-    split = Part("q k v", "b h/tp s k", "columns"), Part("gate up", f"{tokens} f/tp", "columns")
-    inside = Part("attention", "b h/tp s k"), Part("SwiGLU", f"{tokens} f/tp")
-    joined = [Part(label, f"{tokens} d", "rows", partial=True) for label in ("o", "down")]
-    halves = [[norm, enter, *parts, leave, add] for parts in zip(split, inside, joined)]
-    return halves[0] + halves[1]
+    found, middle = [], (("q k v", "b h/tp s k", "attention", "o"), ("gate up", f"{tokens} f/tp", "SwiGLU", "down"))
+    for first, inside, name, last in middle:
+        parts = Part(first, inside, "columns"), Part(name, inside), Part(last, f"{tokens} d, partial", "rows")
+        found += [Part("RMSNorm", stream), enter, *parts, leave, Part("+", stream)]
+    return found
 
 
+AR, AG, RS = "all-reduce", "all-gather", "reduce-scatter"
 BLOCKS = {
     "04_tensor_sequence/tensor_parallel.py": block(
-        "b s d",
-        "b s",
-        same=True,
-        enter=Exchange("b s d", (), ("all-reduce",)),
-        leave=Exchange("b s d", ("all-reduce",), ()),
+        "b s d", "b s", Exchange("b s d", (), (AR,)), Exchange("b s d", (AR,), ())
     ),
     "04_tensor_sequence/sequence_parallel.py": block(
-        "(b s)/tp d",
-        "(b s)",
-        same=False,
-        enter=Exchange("(b s) d", ("all-gather",), ("all-gather", "reduce-scatter")),
-        leave=Exchange("(b s)/tp d", ("reduce-scatter",), ("all-gather",)),
+        "(b s)/tp d", "(b s)", Exchange("(b s) d", (AG,), (AG, RS)), Exchange("(b s)/tp d", (RS,), (AG,))
     ),
 }
 
@@ -465,36 +406,28 @@ def draw_block(canvas: Canvas, x: float, y: float, parts: list[Part | Exchange])
     for rank, center in enumerate(centers):
         canvas.text(center, y, (f"rank {rank}", "muted"), anchor="middle")
     y += 8
-    stream, shape = y + room / 2, parts[0].shape
-    for part in parts:
-        draw_shape(canvas, centers, y, room, shape)
+    stream, shape, replicated = y + room / 2, parts[0].shape, "/tp" not in parts[0].shape
+    for part in [*parts, None]:
+        for center in centers:
+            canvas.line((center, y), (center, y + room))
+        canvas.label(Box(lanes[0], y, 2 * lane + gap, room), shape, size=11)
         y += room
-        shape = part.shape
         if isinstance(part, Exchange):
             draw_exchange(canvas, Box(lanes[0], y, 2 * lane + gap, 50), part)
             y += 50
-            continue
-        boxes = [Box(left, y, lane, 26) for left in lanes]
-        for rank, box in enumerate(boxes):
-            canvas.box(box, "plain" if part.same else f"rank{rank}", radius=4)
-            canvas.label(box, part.label)
-            if part.split:
-                draw_weight(canvas, box.x + 8, box.y + 6, part.split, rank)
-        if part.partial:
-            shape += ", partial"
-        if part.label == "+":
-            canvas.line((centers[0], stream), (x + 6, stream), (x + 6, y + 13), (lanes[0], y + 13), arrow=True)
-            stream = y + 26 + room / 2
-        y += 26
-    draw_shape(canvas, centers, y, room, shape)
-    return y + room
-
-
-def draw_shape(canvas: Canvas, centers: list[float], y: float, height: float, shape: str) -> None:
-    """The lines from one part of a block to the next, and between them the shape of what each rank holds there."""
-    for center in centers:
-        canvas.line((center, y), (center, y + height))
-    canvas.text(sum(centers) / 2, y + height / 2 + 4, (shape, "ink"), size=11, anchor="middle")
+        elif part:
+            for rank, left in enumerate(lanes):
+                box, same = Box(left, y, lane, 26), replicated and part.shape == parts[0].shape
+                canvas.box(box, "plain" if same else f"rank{rank}", radius=4)
+                canvas.label(box, part.label)
+                if part.split:
+                    draw_weight(canvas, box.x + 8, box.y + 6, part.split, rank)
+            if part.label == "+":
+                canvas.line((centers[0], stream), (x + 6, stream), (x + 6, y + 13), (lanes[0], y + 13), arrow=True)
+                stream = y + 26 + room / 2
+            y += 26
+        shape = part.shape if part else ""
+    return y
 
 
 def draw_blocks() -> str:
@@ -529,15 +462,6 @@ def member(rank: int, ranks: int) -> SimpleNamespace:
     return SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
 
 
-class Score(NamedTuple):
-    """A score that a ring computes, of a query and a key by their positions, on a rank in a step."""
-
-    query: int
-    key: int
-    rank: int
-    step: int
-
-
 @functools.cache
 def held(recipe: str) -> list[list[int]]:
     """Per rank, the positions that the recipe's `shard` gives it."""
@@ -553,8 +477,8 @@ def held(recipe: str) -> list[list[int]]:
 
 
 @functools.cache
-def scores(recipe: str) -> list[Score]:
-    """All scores that a ring computes, by the recipe's `shard` and `visible`."""
+def scores(recipe: str) -> list[tuple[int, int, int, int]]:
+    """(query, key, rank, step) of all scores that a ring computes, by the recipe's `shard` and `visible`."""
     module, tokens, found = load(recipe), held(recipe), []
     for rank in range(CP):
         for step in range(CP):
@@ -563,66 +487,59 @@ def scores(recipe: str) -> list[Score]:
                 queries, keys, causal = seen
                 for i, query in enumerate(tokens[rank][queries]):
                     behind = tokens[owner][keys][: i + 1] if causal else tokens[owner][keys]
-                    found += [Score(query, key, rank, step) for key in behind]
-    return found
-
-
-def draw_scores(canvas: Canvas, x: float, y: float, recipe: str, side: float) -> None:
-    """The matrix of scores in the order of the tokens, colored by step; ranks beside their queries and above keys."""
-    rank_of = {token: rank for rank, tokens in enumerate(held(recipe)) for token in tokens}
-    for token, rank in rank_of.items():
-        middle = (token + 0.5) * side
-        canvas.text(x - 5, y + middle + 4, (str(rank), "muted"), size=11, anchor="end")
-        canvas.text(x + middle, y - 4, (str(rank), "muted"), size=11, anchor="middle")
-    for score in sorted(scores(recipe)):
-        canvas.box(Box(x + score.key * side, y + score.query * side, side - 1, side - 1), f"step{score.step}")
+                    found += [(query, key, rank, step) for key in behind]
+    return sorted(found)
 
 
 def work(recipe: str) -> tuple[dict[tuple[int, int], int], list[int]]:
     """(rank, step) -> number of scores; and per step that of the rank that has most, for which the others wait."""
-    counts = Counter((score.rank, score.step) for score in scores(recipe))
+    counts = Counter((rank, step) for _, _, rank, step in scores(recipe))
     return counts, [max(counts[rank, step] for rank in range(CP)) for step in range(CP)]
+
+
+def draw_scores(canvas: Canvas, x: float, y: float, recipe: str, side: float) -> None:
+    """The matrix of scores in the order of the tokens, colored by step; ranks beside their queries and above keys."""
+    for rank, tokens in enumerate(held(recipe)):
+        for token in tokens:
+            canvas.text(x - 5, y + (token + 0.5) * side + 4, (str(rank), "muted"), size=11, anchor="end")
+            canvas.text(x + (token + 0.5) * side, y - 4, (str(rank), "muted"), size=11, anchor="middle")
+    for query, key, _, step in scores(recipe):
+        canvas.box(Box(x + key * side, y + query * side, side - 1, side - 1), f"step{step}")
 
 
 def draw_ranks(canvas: Canvas, x: float, y: float, recipe: str, unit: float) -> None:
     """Per rank and step a frame as long as the step, filled as far as the rank has scores."""
-    counts, lengths = work(recipe)
-    height, gap, end = 24, 9, x + sum(lengths) * unit
+    (counts, lengths), height, pitch, left = work(recipe), 24, 33, x
     for step, length in enumerate(lengths):
-        left = x + sum(lengths[:step]) * unit
         canvas.text(left + length * unit / 2, y - 8, (f"step {step}", "muted"), size=11, anchor="middle")
         for rank in range(CP):
-            cell = Box(left, y + rank * (height + gap), length * unit, height)
+            cell = Box(left, y + rank * pitch, length * unit, height)
             if count := counts[rank, step]:
-                bar = cell._replace(w=count * unit)
-                canvas.box(bar, f"step{step}")
-                canvas.label(bar, str(count))
+                canvas.box(cell._replace(w=count * unit), f"step{step}")
+                canvas.label(cell._replace(w=count * unit), str(count))
             canvas.frame(cell, "rule")
+        left += length * unit
     for rank in range(CP):
-        middle = y + rank * (height + gap) + height / 2 + 4
-        canvas.text(x - 8, middle, (f"rank {rank}", "muted"), size=11, anchor="end")
-    below, even = y + CP * (height + gap) + 12, len(scores(recipe)) / CP
-    canvas.line((x, below - 10), (end, below - 10), role="ink", arrow=True)
+        canvas.text(x - 8, y + rank * pitch + 16, (f"rank {rank}", "muted"), size=11, anchor="end")
+    below, even = y + CP * pitch + 12, len(scores(recipe)) / CP
+    canvas.line((x, below - 10), (left, below - 10), role="ink", arrow=True)
     canvas.text(x, below + 8, (f"time of {sum(lengths)} scores", "ink"), (f"; {even:g} if all worked alike", "muted"))
 
 
 def draw_steps() -> str:
     """Causal attention on three rings: in which step each score is computed, and how long that takes."""
-    width, left, side, right = 640, 32, 12, 292
+    width, side, right, y = 640, 12, 292, 110
     unit = (width - 14 - right) / max(sum(work(recipe)[1]) for recipe in RINGS)
     canvas = Canvas("Scores of causal attention on three rings, by step and rank", width)
     canvas.text(14, 26, (f"Causal attention to {TOKENS} tokens on a ring of {CP} ranks", "ink"), size=15)
-    lines = [
-        "Left: a cell is a score, of the query in its row and the key in its column, with the",
-        "ranks that hold them. Its color is the step of the ring in which it is computed.",
-        "Right: each rank over time, with its number of scores. Empty frame: it idles.",
-    ]
-    for i, line in enumerate(lines):
+    words = "Left: a cell is a score, of the query in its row and the key in its column, with the"
+    words += "\nranks that hold them. Its color is the step of the ring in which it is computed."
+    words += "\nRight: each rank over time, with its number of scores. Empty frame: it idles."
+    for i, line in enumerate(words.split("\n")):
         canvas.text(14, 46 + 17 * i, (line, "muted"))
-    y = 110
     for recipe, layout in RINGS.items():
         canvas.text(14, y, (Path(recipe).name, "ink"), (f"  {layout}", "muted"), size=13)
-        draw_scores(canvas, left, y + 26, recipe, side)
+        draw_scores(canvas, 32, y + 26, recipe, side)
         draw_ranks(canvas, right, y + 42, recipe, unit)
         y += TOKENS * side + 56
     canvas.legend(14, y, [("step0", "step 0: its own keys"), *((f"step{i}", f"step {i}") for i in range(1, CP))])
@@ -689,34 +606,30 @@ LENGTHS = [38413, 4975, 7489, 5990, 21320, 8681, 9656, 24074, 10474]
 
 def scores_of_ranks(lengths: list[int], cp: int) -> list[int]:
     """The scores that each rank computes of a row of documents, by documents.py."""
-    visible, s = load("05_context_ring/documents.py").visible, sum(lengths)
-
-    def count(queries: slice, keys: slice, causal: bool) -> int:
-        n, m = (x.stop - x.start for x in (queries, keys))
-        return n * (n + 1) // 2 if causal else n * m
-
-    pairs = [[visible(tuple(lengths), rank, owner, cp, s) for owner in range(cp)] for rank in range(cp)]
-    return [sum(count(*where) for found in of_rank for _, *where, _ in found) for of_rank in pairs]
+    visible, found = load("05_context_ring/documents.py").visible, [0] * cp
+    for rank in range(cp):
+        for owner in range(cp):
+            for _, queries, keys, causal, _ in visible(tuple(lengths), rank, owner, cp, sum(lengths)):
+                n, m = queries.stop - queries.start, keys.stop - keys.start
+                found[rank] += n * (n + 1) // 2 if causal else n * m
+    return found
 
 
 def draw_documents() -> str:
     """How much each rank computes, with document masks and without."""
-    canvas, left, top, width, cp = Canvas("Attention's work of 8 ranks, with document masks", 640), 62, 84, 480, 8
-    whole, masked = (scores_of_ranks(lengths, cp) for lengths in ([sum(LENGTHS)], LENGTHS))
-    most, mean = max(masked) / whole[0], sum(masked) / sum(whole)
-    canvas.text(14, 26, ("How much each rank computes", "ink"), size=15)
-    words = f"Scores in a row of {sum(LENGTHS):,} tokens and {len(LENGTHS)} documents; a rank of zigzag.py has 100 %"
-    canvas.text(14, 46, (words, "muted"))
-    canvas.legend(14, 70, [("rank0", "documents.py"), ("plain", "zigzag.py, which computes all")])
-    for rank, (ours, theirs) in enumerate(zip(masked, whole)):
-        y = top + 24 * rank
-        canvas.text(left - 8, y + 13, (f"rank {rank}", "ink"), anchor="end")
-        canvas.box(Box(left, y, width * theirs / max(whole), 18), "plain")
-        canvas.box(Box(left, y, width * ours / max(whole), 18), "rank0")
-        canvas.text(left + width * ours / max(whole) + 6, y + 13, (f"{ours / max(whole):.0%}", "ink"))
-    words = f"All wait for the busiest, which computes {most:.0%}; shared evenly it would be {mean:.0%}."
-    canvas.text(14, top + 24 * cp + 18, (words, "ink"))
-    return canvas.svg(top + 24 * cp + 32)
+    whole, masked = (scores_of_ranks(lengths, 8) for lengths in ([sum(LENGTHS)], LENGTHS))
+    shares = [100 * ours / theirs for ours, theirs in zip(masked, whole)]
+    figure, axis = axes(330)
+    axis.barh(range(8), [100] * 8, color=LIGHT["plain"], label="zigzag.py, which computes all")
+    axis.barh(range(8), shares, color=LIGHT["rank0"], label="documents.py")
+    for rank, share in enumerate(shares):
+        beside(axis, rank, f"{share:.0f} %")
+    axis.axvline(statistics.mean(shares), color=LIGHT["ink"], linestyle="--", label="documents.py, shared evenly")
+    axis.set_yticks(range(8), [f"rank {rank}" for rank in range(8)])
+    words = f"% of the scores in a row of {sum(LENGTHS):,} tokens, {len(LENGTHS)} documents"
+    axis.set(xlim=(0, 100), ylim=(7.5, -0.5), xlabel=words)
+    figure.legend(loc="outside lower center", ncols=2)
+    return drawn(figure, "Attention's work of 8 ranks, with document masks")
 
 
 def draw_tokens() -> str:
@@ -803,98 +716,91 @@ def draw_share(canvas: Canvas, x: float, y: float, side: float, cfg: Any, share:
 
     What the rank has is filled, its layers in their colors.
     """
-    found = {"plain": []}
-    for layer in range(cfg.layers):
-        for part in range(cfg.tp):
-            role = colors[layer] if layer in share.layers and part == share.matrices else "plain"
-            cell = Box(x + 2 * part * side, y + layer * side, 2 * side - 1, side - 1)
-            found.setdefault(role, []).append(cell)
-    parts, height = 2 * cfg.cp, cfg.layers * side / cfg.dp
-    for batch in range(cfg.dp):
-        for part in range(parts):
-            has = batch == share.batch and part * cfg.seq // parts in share.tokens
-            left = x + (2 * cfg.tp + 1.5 + 1.5 * part) * side
-            cell = Box(left, y + batch * height, 1.5 * side - 1, height - 1)
-            found.setdefault(TOKEN if has else "plain", []).append(cell)
+    found, parts, height = {}, 2 * cfg.cp, cfg.layers * side / cfg.dp
+    for layer, part in itertools.product(range(cfg.layers), range(cfg.tp)):
+        role = colors[layer] if layer in share.layers and part == share.matrices else "plain"
+        found.setdefault(role, []).append(Box(x + 2 * part * side, y + layer * side, 2 * side - 1, side - 1))
+    for batch, part in itertools.product(range(cfg.dp), range(parts)):
+        has = batch == share.batch and part * cfg.seq // parts in share.tokens
+        cell = Box(x + (2 * cfg.tp + 1.5 + 1.5 * part) * side, y + batch * height, 1.5 * side - 1, height - 1)
+        found.setdefault(TOKEN if has else "plain", []).append(cell)
     for role, cells in found.items():
         canvas.cells(cells, role)
 
 
 def draw_links(canvas: Canvas, cards: list[Box], groups: dict[str, list[list[int]]]) -> None:
     """The lines of rank 0's groups: neighbours side by side, a bus above for those in its row, below for others."""
-    level = cards[0].y - 18
+    level, first, bottom = cards[0].y - 18, cards[0], cards[0].y + cards[0].h
     for axis, travel in TRAVELS.items():
         (group,) = [group for group in groups[axis] if 0 in group]
-        own, style = [cards[rank] for rank in group], dict(role=travel.role, width=travel.width)
-        name = travel.name, travel.role
-        first, last = own[0], max(own, key=lambda card: card.x)
+        own, style, name = (
+            [cards[rank] for rank in group],
+            dict(role=travel.role, width=travel.width),
+            (travel.name, travel.role),
+        )
+        middles = sorted({card.x + card.w / 2 for card in own})
         if group == [0, 1]:
-            right, middle = first.x + first.w, first.y + first.h / 2
-            canvas.line((right, middle), (last.x, middle), **style)
-            canvas.text((right + last.x) / 2, middle + 17, name, size=11, anchor="middle")
+            right, left, middle = first.x + first.w, own[1].x, first.y + first.h / 2
+            canvas.line((right, middle), (left, middle), **style)
+            canvas.text((right + left) / 2, middle + 17, name, size=11, anchor="middle")
         elif {card.y for card in own} == {first.y}:
             inside = 14 if axis == "cp" else 0  # its line lies below those of others, and between theirs
-            ends = [card.x + card.w / 2 + inside * (1 if card is first else -1) for card in own]
-            canvas.line((min(ends), level), (max(ends), level), **style)
+            ends = [middles[0] + inside, *(x - inside for x in middles[1:])]
+            canvas.line((ends[0], level), (ends[-1], level), **style)
             for x in ends:
                 canvas.line((x, level - travel.width / 2), (x, first.y), **style)
             over = cards[group[1] - 1 if axis == "cp" else 3]
             canvas.text(over.x + over.w / 2, level + 14, name, size=11, anchor="middle")
             level -= 18
         else:
-            ends = {card.x + card.w / 2 for card in own}
-            bus = (first.y + first.h + max(card.y for card in own)) / 2
+            bus, several = (bottom + max(card.y for card in own)) / 2, len(middles) > 1
             for card in own:
                 x = card.x + card.w / 2
-                canvas.line((x, card.y + card.h if card.y == first.y else card.y), (x, bus), **style)
-            if len(ends) > 1:
-                canvas.line(*((x + side, bus) for x, side in ((min(ends), -1.25), (max(ends), 1.25))), **style)
-            canvas.text(min(ends) + 8, bus - 5 if len(ends) > 1 else bus + 4, name, size=11)
+                canvas.line((x, bottom if card.y == first.y else card.y), (x, bus), **style)
+            if several:
+                canvas.line((middles[0] - 1.25, bus), (middles[-1] + 1.25, bus), **style)
+            canvas.text(middles[0] + 8, bus + (-5 if several else 4), name, size=11)
 
 
 def draw_mesh() -> str:
     """16 ranks on two hosts in both orders: what each has, the groups of rank 0, and what travels in them how often."""
     left, width, card_w, card_h, gap, pad, corridor, above = 14, 640, 57, 60, 16, 10, 36, 46
-    host_w, host_h = 4 * card_w + 3 * gap + 2 * pad, above + 2 * card_h + corridor + pad
+    host_w, host_h, y = 4 * card_w + 3 * gap + 2 * pad, above + 2 * card_h + corridor + pad, 172
     canvas = Canvas("The mesh: what each of 16 ranks has, and with whom it talks", width)
-    canvas.text(left, 26, ("The mesh: what each of 16 ranks has, and with whom it talks", "ink"), size=15)
+    canvas.text(left, 26, (canvas.title, "ink"), size=15)
     canvas.text(left, 46, (f"{MESH} --dp 2 --cp 2 --tp 2 --pp 2 on two hosts of {HOST} ranks", "muted"))
     cfg, _, shares = mesh(next(iter(MESHES)))
     stages = sorted({tuple(share.layers) for share in shares})
     colors = {layer: role for role, layers in zip(STAGE, stages) for layer in layers}
     draw_share(canvas, left, 64, 9, cfg, shares[0], colors)
-    notes = {78: "Left: the model. A row is a layer, a column 1/tp of its matrices."}
-    notes |= {95: "Right: the tokens. A row is 1/dp of the batch,", 112: f"a column 1/{2 * cfg.cp} of each sequence."}
-    for y, note in notes.items():
-        canvas.text(124, y, (note, "ink"))
+    canvas.text(124, 78, ("Left: the model. A row is a layer, a column 1/tp of its matrices.", "ink"))
+    canvas.text(124, 95, ("Right: the tokens. A row is 1/dp of the batch,", "ink"))
+    canvas.text(124, 112, (f"a column 1/{2 * cfg.cp} of each sequence.", "ink"))
     entries = [(role, f"layers of stage {stage}") for stage, role in enumerate(STAGE)]
     canvas.legend(124, 133, [*entries, (TOKEN, "tokens")])
-    y = 172
     for order, whose in MESHES.items():
         cfg, groups, shares = mesh(order)
         between = [axis for axis in order.split("-") if any(len({r // HOST for r in g}) > 1 for g in groups[axis])]
         crossing = f"  {whose}: {' and '.join(between)} between hosts"
         canvas.text(left, y, (f"--order {order}", "ink"), (crossing, "muted"), size=13)
-        y += 24
-        cards = []
-        for host in range(len(shares) // HOST):
+        cards, y = [], y + 31
+        for rank, share in enumerate(shares):
+            host, (row, column) = rank // HOST, divmod(rank % HOST, 4)
             x = left + host * (width - 2 * left - host_w)
-            canvas.text(x, y, (f"host {host}", "muted"))
-            canvas.box(Box(x, y + 7, host_w, host_h), "plain", radius=8)
-            for rank in range(host * HOST, (host + 1) * HOST):
-                row, column = divmod(rank % HOST, 4)
-                corner = x + pad + column * (card_w + gap), y + 7 + above + row * (card_h + corridor)
-                cards.append(Box(*corner, card_w, card_h))
-                canvas.box(cards[-1], "ground", radius=5)
-                canvas.text(corner[0] + 6, corner[1] + 15, (str(rank), "ink"))
-                draw_share(canvas, corner[0] + 6, corner[1] + 22, 4, cfg, shares[rank], colors)
+            if rank % HOST == 0:
+                canvas.text(x, y - 7, (f"host {host}", "muted"))
+                canvas.box(Box(x, y, host_w, host_h), "plain", radius=8)
+            corner = x + pad + column * (card_w + gap), y + above + row * (card_h + corridor)
+            cards.append(Box(*corner, card_w, card_h))
+            canvas.box(cards[-1], "ground", radius=5)
+            canvas.text(corner[0] + 6, corner[1] + 15, (str(rank), "ink"))
+            draw_share(canvas, corner[0] + 6, corner[1] + 22, 4, cfg, share, colors)
         draw_links(canvas, cards, groups)
-        y += 7 + host_h + 32
+        y += host_h + 32
     canvas.text(left, y, ("Lines are the groups of rank 0. They carry", "ink"), size=13)
-    y += 20
-    times = {1: "once", 2: "twice"}
     for x, phase in (112, "in forward"), (460, "in backward"):
-        canvas.text(x, y, (phase, "muted"))
+        canvas.text(x, y + 20, (phase, "muted"))
+    times, y = {1: "once", 2: "twice"}, y + 20
     for travel in TRAVELS.values():
         y += 20
         canvas.line((left, y - 4), (left + 28, y - 4), role=travel.role, width=travel.width)
@@ -912,17 +818,14 @@ COPIED, SIDE, BLOCK = 256, 16, 8  # elements to copy; rows, and columns, to tran
 
 def draw_touched(canvas: Canvas, x: float, y: float, line: int, pitch: float, offsets: list[list[int]], n: int) -> None:
     """n float32 elements in lines: those that programs 0 and 1 touch, and what their sectors bring along."""
-    module = load(COALESCING)
-    sector = module.SECTOR // 4
+    sector, spans = load(COALESCING).SECTOR // 4, {}
     fetched = {offset // sector for found in offsets for offset in found}
-    spans = {}
-    for first in range(0, n, line):
-        for element in range(first, first + line):
-            left = x + (element - first) * pitch + (element - first) // sector * 4
-            owners = [f"rank{program}" for program, found in enumerate(offsets) if element in found]
-            role = owners[0] if owners else "gather" if element // sector in fetched else "plain"
-            top = y + first // line * pitch * 1.25
-            spans.setdefault(role, []).append(Box(left, top, pitch - 1, pitch * 1.25 - 1))
+    for element in range(n):
+        row, column = divmod(element, line)
+        owners = [f"rank{program}" for program, found in enumerate(offsets) if element in found]
+        role = owners[0] if owners else "gather" if element // sector in fetched else "plain"
+        left, top = x + column * pitch + column // sector * 4, y + row * pitch * 1.25
+        spans.setdefault(role, []).append(Box(left, top, pitch - 1, pitch * 1.25 - 1))
     for role, found in spans.items():
         canvas.cells(found, role)
 
@@ -934,24 +837,23 @@ def draw_addresses() -> str:
     canvas.text(left, 26, ("Elements that two programs touch, and the rest of their sectors", "ink"), size=15)
     sector = f"A row of {module.SECTOR // 4} cells is a sector, {module.SECTOR} bytes. Hardware moves whole sectors."
     canvas.text(left, 46, (sector, "muted"))
-    entries = [("rank0", "program 0"), ("rank1", "program 1"), ("gather", "the rest of a sector")]
-    canvas.legend(left, 66, [*entries, ("plain", "not touched")])
+    words = {"rank0": "program 0", "rank1": "program 1", "gather": "the rest of a sector", "plain": "not touched"}
+    canvas.legend(left, 66, list(words.items()))
     for kernel in module.COPIES:
-        y += 16
         read, _ = zip(*(module.addresses(kernel, program, (COPIED,), BLOCK) for program in range(2)))
         times = f"  {module.sectors(read[0], 4):g}× the sectors that its elements fill"
-        canvas.text(left, y, (kernel.__name__, "ink"), (times, "muted"), size=13)
-        draw_touched(canvas, left, y + 8, 64, pitch, [found.tolist() for found in read], COPIED)
-        y += COPIED // 64 * pitch * 1.25 + 22
+        canvas.text(left, y + 16, (kernel.__name__, "ink"), (times, "muted"), size=13)
+        draw_touched(canvas, left, y + 24, 64, pitch, [found.tolist() for found in read], COPIED)
+        y += COPIED // 64 * pitch * 1.25 + 38
     y += 16
     for i, kernel in enumerate(module.TRANSPOSES):
         found = [module.addresses(kernel, program, (SIDE, SIDE), BLOCK) for program in range(2)]
         x = left + i * (2 * (SIDE * small + 4) + 64)
         canvas.text(x, y, (kernel.__name__, "ink"), size=13)
-        for side, (name, offsets) in enumerate(zip(("reads", "writes"), zip(*found))):
-            corner = x + side * (SIDE * small + 24)
-            canvas.text(corner, y + 18, (f"{name} {module.sectors(offsets[0], 4):g}×", "muted"))
-            draw_touched(canvas, corner, y + 26, SIDE, small, [o.tolist() for o in offsets], SIDE * SIDE)
+        for name, offsets in zip(("reads", "writes"), zip(*found)):
+            canvas.text(x, y + 18, (f"{name} {module.sectors(offsets[0], 4):g}×", "muted"))
+            draw_touched(canvas, x, y + 26, SIDE, small, [o.tolist() for o in offsets], SIDE * SIDE)
+            x += SIDE * small + 24
     return canvas.svg(y + 26 + SIDE * small * 1.25 + 14)
 
 
@@ -960,22 +862,11 @@ SIDE_BY_SIDE = 8  # tiles of the matrices in the picture, each way
 RUNNING = 12  # programs that run at a time
 
 
-def draw_grid(canvas: Canvas, x: float, y: float, pitch: float, cells: dict[tuple[int, int], tuple[str, str]]) -> None:
-    """A square of cells: (row, column) -> role and text."""
-    for (row, column), (role, text) in cells.items():
-        box = Box(x + column * pitch, y + row * pitch, pitch - 2, pitch - 2)
-        canvas.box(box, role, 2)
-        if text:
-            canvas.label(box, text, size=11)
-
-
 def orders() -> dict[str, list[tuple[int, int]]]:
     """Row and column of the tile that each program computes: row after row, and in groups, by matmul.py's locate."""
-    locate = load(MATMUL).locate.fn
-    side, count = 128 * SIDE_BY_SIDE, SIDE_BY_SIDE**2
-    found = {}
+    locate, side, found = load(MATMUL).locate.fn, 128 * SIDE_BY_SIDE, {}
     for name, group in ("blocks: row after row", 1), ("ordered: groups of 4 rows", 4):
-        tiles = [locate(tile, side, side, 128, 128, group) for tile in range(count)]
+        tiles = [locate(tile, side, side, 128, 128, group) for tile in range(SIDE_BY_SIDE**2)]
         found[name] = [(row // 128, column // 128) for row, column in tiles]
     return found
 
@@ -983,19 +874,23 @@ def orders() -> dict[str, list[tuple[int, int]]]:
 def draw_tiles() -> str:
     """Which tiles run together, which blocks of scores exist, and in which order programs add to dq."""
     canvas, pitch, left, y = Canvas("Tiles of a matmul, and blocks of attention", 640), 26, 14, 26
+
+    def grid(x: float, title: str, note: str, cells: dict[tuple[int, int], tuple[str, str]]) -> None:
+        canvas.text(x, y + 20, (title, "ink"))
+        canvas.text(x, y + 36, (note, "muted"))
+        for (row, column), (role, text) in cells.items():
+            box = Box(x + column * pitch, y + 46 + row * pitch, pitch - 2, pitch - 2)
+            canvas.box(box, role, 2)
+            canvas.label(box, text, size=11)
+
     canvas.text(left, y, ("Which block is where when", "ink"), size=15)
     y += 26
-    canvas.text(
-        left, y, (f"A matmul: the first {RUNNING} of {SIDE_BY_SIDE**2} programs run at a time.", "ink"), size=13
-    )
+    words = f"A matmul: the first {RUNNING} of {SIDE_BY_SIDE**2} programs run at a time."
+    canvas.text(left, y, (words, "ink"), size=13)
     for i, (name, tiles) in enumerate(orders().items()):
-        running = tiles[:RUNNING]
-        loaded = len({row for row, _ in running}) + len({column for _, column in running})
+        loaded = sum(len(set(places)) for places in zip(*tiles[:RUNNING]))
         cells = {place: ("rank0" if n < RUNNING else "plain", f"{n}") for n, place in enumerate(tiles)}
-        x = left + i * 316
-        canvas.text(x, y + 20, (name, "ink"))
-        canvas.text(x, y + 36, (f"{RUNNING} tiles need {loaded} rows and columns of blocks", "muted"))
-        draw_grid(canvas, x, y + 46, pitch, cells)
+        grid(left + i * 316, name, f"{RUNNING} tiles need {loaded} rows and columns of blocks", cells)
     y += 46 + SIDE_BY_SIDE * pitch + 28
     canvas.text(left, y, ("Causal attention: rows are blocks of queries, columns are blocks of keys.", "ink"), size=13)
     forward, backward = {}, {}
@@ -1005,26 +900,18 @@ def draw_tiles() -> str:
             forward[query, key] = kind, f"{query - key}" if key <= query else ""
             step = SIDE_BY_SIDE - 1 - query + key  # from the last query on; each key is one step behind the one before
             backward[query, key] = (f"step{step % 4}", f"{step}") if key <= query else ("plain", "")
-    canvas.text(left, y + 20, ("forward in Gluon: a program per row", "ink"))
-    canvas.text(left, y + 36, ("number = step", "muted"))
-    entries = [("rank0", "all seen"), ("rank1", "has a mask"), ("plain", "skipped")]
-    canvas.legend(left, y + 46 + SIDE_BY_SIDE * pitch + 14, entries)
-    draw_grid(canvas, left, y + 46, pitch, forward)
-    canvas.text(left + 316, y + 20, ("backward in Gluon: a program per column", "ink"))
-    canvas.text(left + 316, y + 36, ("number = step; a row adds up left to right", "muted"))
-    draw_grid(canvas, left + 316, y + 46, pitch, backward)
-    return canvas.svg(y + 46 + SIDE_BY_SIDE * pitch + 34)
+    grid(left, "forward in Gluon: a program per row", "number = step", forward)
+    note = "number = step; a row adds up left to right"
+    grid(left + 316, "backward in Gluon: a program per column", note, backward)
+    y += 46 + SIDE_BY_SIDE * pitch
+    canvas.legend(left, y + 14, [("rank0", "all seen"), ("rank1", "has a mask"), ("plain", "skipped")])
+    return canvas.svg(y + 34)
 
 
 # ------------------------------------------------------------------------------------------------------ checkpointing
 CHECKPOINTING = {"train": "none", "selective_checkpointing": "selective", "activation_checkpointing": "full"}
 # kinds of memory: the role of its color and its hatch
-HELD = {
-    "weights": ("forward", ""),
-    "optimizer": ("optimizer", ""),
-    "activations": ("rank1", "//"),
-    "rest": ("plain", ""),
-}
+HELD = dict(weights=("forward", ""), optimizer=("optimizer", ""), activations=("rank1", "//"), rest=("plain", ""))
 
 
 def checkpointing(compiled: bool) -> dict[str, dict[str, float]]:
@@ -1039,19 +926,19 @@ def checkpointing(compiled: bool) -> dict[str, dict[str, float]]:
 
 
 def draw_checkpointing() -> str:
-    """Memory at the peak of the recipes that keep all, some and no activations; a triangle is what was measured."""
+    """Memory at the peak of the recipes that keep all, some and no activations; a line is what was measured."""
     figure, panels = axes(420, 2, sharex=True)
     runs = json.loads((RESULTS / "speed.json").read_text())["single"]["rows"]
     measured = {Path(row["file"]).name: statistics.median(run["memory"] for run in row["rounds"]) for row in runs}
     for axis, compiled in zip(panels, (False, True)):
         bars = checkpointing(compiled)
-        stack(axis, bars, HELD, "{:.1f}")
+        stack(axis, bars, HELD)
         axis.set_title("with --compile" if compiled else "without --compile")
     look = dict(color=LIGHT["ink"], markersize=34, markeredgewidth=2, label="measured")
     panels[1].plot([measured[name] for name in bars], list(bars), "|", **look)
-    panels[1].set_xlabel("GiB at the peak, SmolLM-1.7B, 4 x 2,048 tokens, bfloat16")
+    panels[1].set_xlabel("GiB at the peak: SmolLM-1.7B, 8,192 tokens")
     panels[0].set_xlim(0, 70)
-    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return drawn(figure, "Memory at the peak, without and with activation checkpointing")
 
 
@@ -1095,13 +982,8 @@ def expert_ranks() -> list[tuple[dict[int, list[int]], dict[str, list[int]]]]:
 
 def draw_experts() -> str:
     """Tokens go to their experts on the ranks of ep and back; below it, which ranks sum which gradients."""
-    canvas, found, room, y = (
-        Canvas("Expert parallelism: tokens travel to experts and back", 560),
-        expert_ranks(),
-        134,
-        50,
-    )
-    lefts = [2 + (room + 6) * rank for rank in range(len(found))]
+    canvas, found, y = Canvas("Expert parallelism: tokens travel to experts and back", 560), expert_ranks(), 50
+    room, lefts = 134, [2 + 140 * rank for rank in range(len(found))]
 
     def tokens(x: float, y: float, some: list[int]) -> None:
         for i, token in enumerate(some):
@@ -1139,27 +1021,20 @@ def draw_experts() -> str:
     own_tokens("the two outputs of a token are added up")
     y += 52
     canvas.text(2, y, ("Gradients are summed over the ranks with a dot:", "ink"), size=14)
-    sums = {}
-    for rows, ranks in found:
-        sums[f"experts {' and '.join(map(str, rows))}"] = ranks["experts"]
-        sums["all others"] = ranks["all others"]
-    for name, group in sorted(sums.items(), key=lambda pair: len(pair[1])):
+    sums = {f"experts {' and '.join(map(str, rows))}": ranks["experts"] for rows, ranks in found}
+    for name, group in (sums | {"all others": found[0][1]["all others"]}).items():
         y += 38
         middles = [lefts[rank] + room / 2 for rank in group]
         canvas.line((middles[0], y), (middles[-1], y), role="ink")
+        canvas.text(middles[0], y - 10, (name, "ink"), size=14)
         for x in middles:
             canvas.box(Box(x - 5, y - 5, 10, 10), "ink", radius=5)
-        canvas.text(middles[0], y - 10, (name, "ink"), size=14)
     return canvas.svg(y + 14)
 
 
 # ------------------------------------------------------------------------------------------------------------ balance
 BALANCE = RESULTS / "balance.json"
-BALANCED = {
-    "expert_parallel": ("not balanced", "-"),
-    "auxiliary_loss": ("losses", "--"),
-    "bias_balancing": ("biases", ":"),
-}
+BALANCED = dict(expert_parallel=("not balanced", "-"), auxiliary_loss=("losses", "--"), bias_balancing=("biases", ":"))
 BALANCE_FLAGS = "--device cpu --layers 3 --dim 64 --heads 4 --ffn 96 --seq 64 --steps 150"
 END = 10  # steps of the mean at the end
 
@@ -1223,8 +1098,7 @@ def draw_timeline() -> str:
         spans["other"] = load("01_single_gpu/profiling.py").without(spans["communication"], spans["gather"])
         for kind, (name, role, hatch, lane) in SPANS.items():
             bars = [(start, end - start) for start, end in spans[kind]]
-            look = dict(facecolor=LIGHT[role], hatch=hatch, edgecolor=LIGHT["ground"], linewidth=0)
-            axis.broken_barh(bars, (lane + 0.08, 0.84), label=name, **look)
+            axis.broken_barh(bars, (lane + 0.08, 0.84), label=name, linewidth=0, **filled(role, hatch))
         numbers = ", ".join(f"{kind} {report['ms'][kind]:.1f} ms" for kind in ("step", "communication", "exposed"))
         axis.set_title(f"{stage}.py: {numbers}")
         axis.set_yticks([0.5, 1.5, 2.5], ["exposed", "communication", "compute"])
@@ -1236,7 +1110,6 @@ def draw_timeline() -> str:
 
 # ------------------------------------------------------------------------------------------------------------- limits
 KERNELS, KERNEL_STEPS = RESULTS / "kernels.json", RESULTS / "kernel_steps.json"
-LIMITS = {4.24: "a copy", 67: "CUDA cores", 989.5: "tensor cores", 1979: "tensor cores, fp8"}
 OPERATIONS = {  # per element, forward and backward together: operations (an exponential or a root is one); bytes
     "elementwise": (4 + 4, 8 + 12),  # compare, exp, subtract, select; compare, exp, multiply, select
     "softmax": (5 + 4, 4 + 6),  # max, subtract, exp, add, multiply; multiply, add, subtract, multiply
@@ -1268,9 +1141,8 @@ def fastest(name: str, mine: bool) -> list[dict[str, Any]]:
     for row in kernel_rows(name):
         sizes.setdefault(SUMMED.sub("", row["what"]), {}).setdefault(row["what"], []).append(row)
     sustained = {what: rows for whats in sizes.values() for what, rows in whats.items() if "sustained" in what}
-    found = [
-        [row for row in rows if row["mine"] == mine] for rows in (sustained or max(sizes.values(), key=len)).values()
-    ]
+    chosen = sustained or max(sizes.values(), key=len)
+    found = [[row for row in rows if row["mine"] == mine] for rows in chosen.values()]
     return [min(rows, key=lambda row: row["ms"]) for rows in found if rows]
 
 
@@ -1281,35 +1153,22 @@ def share(rows: list[dict[str, Any]]) -> float:
 
 def draw_limits() -> str:
     """A bar per kernel file: the share of its physical limit; a line is the fastest other contender."""
-    found = sorted(
-        ((name, fastest(name, True)) for name in json.loads(KERNELS.read_text())), key=lambda pair: -share(pair[1])
-    )
-    figure, axis = axes(430)
-    for y, (name, rows) in enumerate(found):
-        bytes_limit, others = (
-            rows[0]["unit"] == "TB/s",
-            [row for row in fastest(name, False) if row["what"] in {mine["what"] for mine in rows}],
-        )
-        axis.barh(
-            y,
-            100 * share(rows),
-            0.7,
-            color=LIGHT["rank0" if bytes_limit else "rank1"],
-            hatch="" if bytes_limit else "//",
-            edgecolor=LIGHT["ground"],
-        )
-        if others:
-            axis.plot([100 * share(others)] * 2, [y - 0.42, y + 0.42], color=LIGHT["ink"], linewidth=2)
+    files = {name: fastest(name, True) for name in json.loads(KERNELS.read_text())}
+    files = dict(sorted(files.items(), key=lambda file: -share(file[1])))
+    figure, axis = axes(440)
+    for unit, look, limit in (
+        ("TB/s", ("rank0", ""), "bandwidth of a copy"),
+        ("TFLOP/s", ("rank1", "//"), "peak FLOP/s"),
+    ):
+        some = {f"{name}.py": 100 * share(rows) for name, rows in files.items() if rows[0]["unit"] == unit}
+        axis.barh(list(some), some.values(), 0.7, **filled(*look), label=f"of the {limit}")
+    for y, (name, rows) in enumerate(files.items()):
         beside(axis, y, f"{share(rows):.0%}")
-    axis.set_yticks(range(len(found)), [f"{name}.py" for name, _ in found])
-    axis.set(xlim=(0, 104), ylim=(len(found) - 0.4, -0.6), xlabel="% of the limit")
-    looks = {"of the bandwidth of a copy": ("rank0", ""), "of the peak FLOP/s": ("rank1", "//")}
-    handles = [
-        pyplot.Rectangle((0, 0), 1, 1, color=LIGHT[role], hatch=hatch, ec=LIGHT["ground"])
-        for role, hatch in looks.values()
-    ]
-    handles.append(pyplot.Line2D([], [], color=LIGHT["ink"], linewidth=2))
-    figure.legend(handles, [*looks, "fastest other contender"], loc="outside lower center", ncols=2)
+        if others := [row for row in fastest(name, False) if row["what"] in [mine["what"] for mine in rows]]:
+            look = dict(color=LIGHT["ink"], markersize=18, markeredgewidth=2, linestyle="")
+            axis.plot(100 * share(others), y, "|", label="" if y else "fastest other contender", **look)
+    axis.set(xlim=(0, 104), ylim=(len(files) - 0.4, -0.6), xlabel="% of the limit")
+    figure.legend(loc="outside lower center", ncols=2)
     return drawn(figure, "Share of its limit that each kernel file reaches")
 
 
@@ -1332,34 +1191,21 @@ def moved(name: str, row: dict[str, Any]) -> float:
 
 
 def dots() -> dict[str, tuple[float, float]]:
-    """FLOPs per byte and TFLOP/s of the kernels that compute something: all of fastest(), and rungs of ladders."""
-    found, points = {}, {}
-    for name in json.loads(KERNELS.read_text()):
-        own = [row for row in kernel_rows(name) if row["mine"] and row["unit"] == "TFLOP/s"]
-        if name == "fp8_matmul":
-            for kind in "tensorwise", "blockwise":
-                found[f"{name}, {kind}"] = [row for row in fastest(name, True) if f"{kind}, sustained" in row["what"]]
-        elif name in ("tiling", "coarsening"):
-            for row in own if name == "tiling" else (own[0], max(own, key=lambda row: row["rate"])):
-                found[f"{name}, {row['by']}{', bf16' * ('bfloat16' in row['what'])}"] = [row]
-        elif name != "coalescing":
-            found[name] = fastest(name, True)
-    for label, rows in found.items():
-        name, amount, ms = (
-            label.split(",")[0],
-            sum(row["rate"] * row["ms"] for row in rows),
-            sum(row["ms"] for row in rows),
-        )
-        operations, size = OPERATIONS.get(
-            name, (amount * 1e9, sum(moved(name, row) for row in rows if name not in OPERATIONS))
-        )
-        points[label] = operations / size, amount / ms * (operations / size if name in OPERATIONS else 1)
+    """FLOPs per byte and TFLOP/s of the kernels that compute something: all of fastest(), of tiling.py each rung."""
+    points = {}
+    for name in json.loads(KERNELS.read_text()).keys() - {"coalescing", "tiling"}:
+        rows = fastest(name, True)
+        amount, ms = sum(row["rate"] * row["ms"] for row in rows), sum(row["ms"] for row in rows)
+        if name in OPERATIONS:  # amount is of bytes
+            operations, size = OPERATIONS[name]
+            points[name] = operations / size, operations / size * amount / ms
+        else:
+            points[name] = amount * 1e9 / sum(moved(name, row) for row in rows), amount / ms
+    for row in (row for row in kernel_rows("tiling") if row["mine"]):
+        intensity = row["rate"] * row["ms"] * 1e9 / moved("tiling", row)
+        points[f"tiling, {row['by']}{', bf16' * ('bfloat16' in row['what'])}"] = intensity, row["rate"]
     (head,) = (row for row in kernel_rows("cross_entropy") if row["mine"] and row["unit"] == "TFLOP/s")
-    n, d, v = (
-        16384,
-        4096,
-        128256,
-    )  # rows, width and vocabulary of cross_entropy.py; both inputs read, both gradients written
+    n, d, v = 16384, 4096, 128256  # rows, width, vocabulary; x and the head are read, their gradients written
     return points | {"cross_entropy, head": (6 * n * d * v / (4 * d * (n + v)), head["rate"])}
 
 
@@ -1396,9 +1242,8 @@ def draw_roofline() -> str:
     return drawn(figure, "Roofline: what limits the kernels of this folder")
 
 
-# what a step does: the role of its color, and its hatch
-DOING = {"matmuls": ("forward", ""), "attention": ("backward", "//"), "elementwise": ("rank1", "")}
-DOING |= {"optimizer": ("optimizer", "\\\\"), "rest": ("rule", "")}
+DOING = dict(matmuls=("forward", ""), attention=("backward", "//"), elementwise=("rank1", ""))  # color, hatch
+DOING |= dict(optimizer=("optimizer", "\\\\"), rest=("rule", ""))
 
 
 def draw_step() -> str:
@@ -1410,7 +1255,7 @@ def draw_step() -> str:
         bars = {
             name.replace(", ", ",\n"): {kind: max(ms, 0) for kind, ms in step.items()} for name, step in steps.items()
         }
-        stack(axis, bars, DOING, "{:.1f}")
+        stack(axis, bars, DOING)
         axis.set_title(preset)
     panels[-1].set_xlabel(f"ms of a step, {gpu}, the root compiled")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)

