@@ -77,13 +77,14 @@ class Canvas:
     font: str = SANS
     parts: list[str] = field(default_factory=list)
 
-    def box(self, box: Box, role: str, radius: float = 0) -> None:
-        """Fill a rectangle."""
+    def box(self, box: Box, role: str, text: str = "", size: int = 12, radius: float = 0) -> None:
+        """Fill a rectangle, and write a text in its middle."""
         x, y, w, h = box
         rounded = f' rx="{radius:g}"' if radius else ""
-        self.parts.append(
-            f'<rect style="fill:var(--{role})" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}"{rounded}/>'
-        )
+        where = f'x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}"{rounded}'
+        self.parts.append(f'<rect style="fill:var(--{role})" {where}/>')
+        if text:
+            self.label(box, text, size)
 
     def cells(self, boxes: list[Box], role: str) -> None:
         """Fill rectangles, all in one path."""
@@ -96,11 +97,9 @@ class Canvas:
         where = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"'
         self.parts.append(f'<text {where} xml:space="preserve">{spans}</text>')
 
-    def label(self, box: Box, text: str, role: str = "ink", size: int = 12) -> None:
-        """Write a text, if there is any, in the middle of a box."""
-        if text:
-            middle = box.x + box.w / 2, box.y + box.h / 2 + 0.35 * size
-            self.text(*middle, (text, role), size=size, anchor="middle")
+    def label(self, box: Box, text: str, size: int = 12) -> None:
+        """Write a text in the middle of a box."""
+        self.text(box.x + box.w / 2, box.y + box.h / 2 + 0.35 * size, (text, "ink"), size=size, anchor="middle")
 
     def line(self, *points: tuple[float, float], role: str = "rule", arrow: bool = False, width: float = 1.5) -> None:
         """Draw a line through the points, on request with a head at its end; its last part is not oblique then."""
@@ -152,8 +151,10 @@ def axes(height: float, rows: int = 1, columns: int = 1, width: float = 560, **m
     return figure, figure.subplots(rows, columns, **more)
 
 
-def drawn(figure: Any, title: str) -> str:
-    """The SVG of a figure, with text as text, and colors that follow the mode."""
+def drawn(figure: Any, title: str, legend: int = 0) -> str:
+    """The SVG of a figure, with text as text, colors that follow the mode, and the last axes' legend in columns."""
+    if legend:
+        figure.legend(*figure.axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=legend)
     file, (width, height) = io.StringIO(), figure.get_size_inches() * 72
     figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     pyplot.close(figure)
@@ -179,7 +180,7 @@ def stack(axis: Any, bars: dict[str, dict[str, float]], looks: dict[str, tuple[s
     for part, look in looks.items():
         widths = [parts[part] for parts in bars.values()]
         found = axis.barh(list(bars), widths, 0.75, ends, **filled(*look), label=part)
-        axis.bar_label(found, [f"{w:.1f}" if w > 0.07 * most else "" for w in widths], label_type="center")
+        axis.bar_label(found, [f"{w:.1f}" if w > 0.07 * most else "" for w in widths], label_type="center", fontsize=12)
         ends = [end + width for end, width in zip(ends, widths)]
     axis.bar_label(found, [f"{end:.1f}" for end in ends], padding=5, weight="bold")
     axis.set(xlim=(0, 1.1 * most), ylim=(len(bars) - 0.5, -0.5))
@@ -189,14 +190,10 @@ def stack(axis: Any, bars: dict[str, dict[str, float]], looks: dict[str, tuple[s
 difference = once(count_difference)  # runs git
 
 
-def descent(family: dict[str, list[str]]) -> list[tuple[str, int]]:
+def descent(family: dict[str, list[str]], parent: str = "", generation: int = 0) -> list[tuple[str, int]]:
     """From path -> parents: every recipe with its generation, each directly below its first parent or a sibling."""
-
-    def below(path: str, generation: int) -> list[tuple[str, int]]:
-        children = sorted(child for child, theirs in family.items() if theirs[:1] == [path])
-        return [(path, generation), *(line for child in children for line in below(child, generation + 1))]
-
-    return [line for path in sorted(family) if not family[path] for line in below(path, 0)]
+    children = sorted(path for path, theirs in family.items() if [*theirs, ""][0] == parent)
+    return [line for path in children for line in [(path, generation), *descent(family, path, generation + 1)]]
 
 
 def draw_family() -> str:
@@ -208,7 +205,7 @@ def draw_family() -> str:
         groups["" if path in TRAINING else kind].append((path, generation))
     canvas = Canvas("Family tree of the recipes", width, MONO)
     key = ("lines of code: ", "muted"), ("+added", "folder02"), (" −removed", "folder06")
-    canvas.text(left, 20, ("Each recipe below the one it changes; ", "ink"), *key)
+    canvas.text(left, 20, ("Each recipe below its parent; ", "ink"), *key)
     for title, found in groups.items():
         if title:
             canvas.text(left, y + 12, (title, "muted"), size=13)
@@ -227,10 +224,10 @@ def draw_family() -> str:
             canvas.text(x, y, (f"{folder}/", f"folder{folder[:2]}"), (file, "ink"), size=13)
             canvas.text(width - left, y, *change, anchor="end")
             starts[generation + 1] = y + 5
-            others = " ".join(f"and {parent[:2]}/{Path(parent).name}".replace(" ", "\0") for parent in theirs[1:])
+            others = " ".join(f"and\u00a0{parent[:2]}/{Path(parent).name}" for parent in theirs[1:])
             for line in textwrap.wrap(others, int((width - left - x - indent) / text_width("m", 11))):
                 y += 15
-                canvas.text(x + indent, y, (line.replace("\0", " "), "muted"), size=11)
+                canvas.text(x + indent, y, (line, "muted"), size=11)
             y += 22
     return canvas.svg(y)
 
@@ -252,11 +249,9 @@ def draw_look(ranks: int = 4, microbatches: int = 8) -> str:
         for slot in slots:
             width = unit * (slot.end - slot.start) - 1
             box = Box(left + unit * slot.start, top + 24 + row * slot.rank, width, row - 3)
-            canvas.box(box, {"F": "forward", "B": "backward"}[slot.op])
-            canvas.label(box, f"{slot.i}", size=11)
+            canvas.box(box, {"F": "forward", "B": "backward"}[slot.op], f"{slot.i}", size=11)
         top += 24 + row * ranks + 14
-    words = [("forward", "forward"), ("backward", "backward, twice as long"), ("plain", "idle")]
-    canvas.legend(left, top + 10, words)
+    canvas.legend(left, top + 10, [("forward", "forward"), ("backward", "backward, twice as long"), ("plain", "idle")])
     return canvas.svg(top + 16)
 
 
@@ -312,13 +307,11 @@ def draw_ring(ranks: int = 4) -> str:
         canvas.text(x0, y0, (f"step {step + 1}", "muted"))
         cells = {
             (rank, chunk): Box(x0 + chunk * (cell_w + 4), y0 + 20 + rank * (cell_h + gap), cell_w, cell_h)
-            for rank in range(ranks)
-            for chunk in range(ranks)
+            for rank, chunk in itertools.product(range(ranks), repeat=2)
         }
         for (rank, chunk), cell in cells.items():
             contributions = sum(held[step + 1][rank][chunk])
-            canvas.box(cell, f"sum{contributions}", radius=3)
-            canvas.label(cell, str(contributions))
+            canvas.box(cell, f"sum{contributions}", str(contributions), radius=3)
             if step < half and chunk == 0:
                 canvas.text(14, cell.y + 16, (f"rank {rank}", "muted"))
         for sender, receiver, chunk in sends:
@@ -391,8 +384,7 @@ def draw_exchange(canvas: Canvas, box: Box, exchange: Exchange) -> None:
         canvas.text(box.x + 8, y + 14, (phase, "muted"), size=11)
         for name in names:
             pill = Box(x, y, text_width(name, 11) + 10, 19)
-            canvas.box(pill, "rank3" if name == "all-reduce" else name, radius=9)
-            canvas.label(pill, name, size=11)
+            canvas.box(pill, "rank3" if name == "all-reduce" else name, name, size=11, radius=9)
             x += pill.w + 4
         if not names:
             canvas.text(x + 2, y + 14, ("nothing", "muted"), size=11)
@@ -418,8 +410,7 @@ def draw_block(canvas: Canvas, x: float, y: float, parts: list[Part | Exchange])
         elif part:
             for rank, left in enumerate(lanes):
                 box, same = Box(left, y, lane, 26), replicated and part.shape == parts[0].shape
-                canvas.box(box, "plain" if same else f"rank{rank}", radius=4)
-                canvas.label(box, part.label)
+                canvas.box(box, "plain" if same else f"rank{rank}", part.label, radius=4)
                 if part.split:
                     draw_weight(canvas, box.x + 8, box.y + 6, part.split, rank)
             if part.label == "+":
@@ -480,14 +471,13 @@ def held(recipe: str) -> list[list[int]]:
 def scores(recipe: str) -> list[tuple[int, int, int, int]]:
     """(query, key, rank, step) of all scores that a ring computes, by the recipe's `shard` and `visible`."""
     module, tokens, found = load(recipe), held(recipe), []
-    for rank in range(CP):
-        for step in range(CP):
-            owner = (rank - step) % CP
-            if seen := module.visible(rank, owner, TOKENS // CP):
-                queries, keys, causal = seen
-                for i, query in enumerate(tokens[rank][queries]):
-                    behind = tokens[owner][keys][: i + 1] if causal else tokens[owner][keys]
-                    found += [(query, key, rank, step) for key in behind]
+    for rank, step in itertools.product(range(CP), repeat=2):
+        owner = (rank - step) % CP
+        if seen := module.visible(rank, owner, TOKENS // CP):
+            queries, keys, causal = seen
+            for i, query in enumerate(tokens[rank][queries]):
+                behind = tokens[owner][keys][: i + 1] if causal else tokens[owner][keys]
+                found += [(query, key, rank, step) for key in behind]
     return sorted(found)
 
 
@@ -515,8 +505,7 @@ def draw_ranks(canvas: Canvas, x: float, y: float, recipe: str, unit: float) -> 
         for rank in range(CP):
             cell = Box(left, y + rank * pitch, length * unit, height)
             if count := counts[rank, step]:
-                canvas.box(cell._replace(w=count * unit), f"step{step}")
-                canvas.label(cell._replace(w=count * unit), str(count))
+                canvas.box(cell._replace(w=count * unit), f"step{step}", str(count))
             canvas.frame(cell, "rule")
         left += length * unit
     for rank in range(CP):
@@ -546,7 +535,6 @@ def draw_steps() -> str:
     return canvas.svg(y + 18)
 
 
-ULYSSES = "05_context_ring/ulysses.py"
 HEADS, LENGTH = 4, 8  # heads and tokens in the picture of their exchange
 
 
@@ -570,34 +558,31 @@ def watched_exchange(module: ModuleType) -> Callable[[], Any]:
 
 def exchanged() -> list[dict[tuple[int, int], int]]:
     """The rank that has each (head, token): before attention, during it, and behind it."""
-    ranks = launch(ULYSSES, CP, probe=watched_exchange, save=False).probes
+    ranks = launch("05_context_ring/ulysses.py", CP, probe=watched_exchange, save=False).probes
     return [{tuple(cell): rank for rank, cells in enumerate(stage) for cell in cells} for stage in zip(*ranks)]
 
 
 def draw_ulysses() -> str:
     """Heads and tokens in a grid, with the rank that has each: before the exchange, and while attention computes."""
     before, during, _ = exchanged()
-    canvas, side, top = Canvas("Ulysses: an all-to-all swaps tokens for heads, another swaps them back", 560), 26, 62
-    for x, stage, words in (56, before, "all heads of its tokens"), (344, during, "all tokens of its heads"):
-        canvas.text(x, 20, ("A rank has", "ink"), size=14)
-        canvas.text(x, 38, (words, "ink"), size=14)
-        canvas.text(x, top - 6, ("tokens →", "muted"))
+    canvas, side, top = Canvas("Ulysses: an all-to-all swaps tokens for heads, another swaps them back", 560), 26, 44
+    for x, stage, words in (56, before, "all heads, some tokens"), (344, during, "all tokens, some heads"):
+        canvas.text(x, 16, (words, "ink"), size=14)
+        canvas.text(x, top - 6, ("tokens →", "muted"), size=14)
         for (head, token), rank in stage.items():
             box = Box(x + token * side, top + head * side, side - 2, side - 2)
-            canvas.box(box, f"rank{rank}", radius=3)
-            canvas.label(box, str(rank), size=14)
+            canvas.box(box, f"rank{rank}", str(rank), size=14, radius=3)
     for head in range(HEADS):
-        canvas.text(50, top + head * side + 17, (f"head {head}", "muted"), anchor="end")
+        canvas.text(50, top + head * side + 17, (f"head {head}", "muted"), size=14, anchor="end")
     left, right, middle = 64 + LENGTH * side, 336, top + HEADS * side / 2
     canvas.text((left + right) / 2, middle - 18, ("q, k, v", "ink"), size=14, anchor="middle")
     canvas.line((left, middle - 10), (right, middle - 10), role="ink", arrow=True)
     canvas.line((right, middle + 10), (left, middle + 10), role="ink", arrow=True)
     canvas.text((left + right) / 2, middle + 28, ("outputs", "ink"), size=14, anchor="middle")
-    y = top + HEADS * side + 24
-    canvas.text(56, y, ("The number is the rank. Each arrow is an all-to-all: a rank", "muted"), size=14)
-    kept = sum(rank == during[cell] for cell, rank in before.items()) / len(before)
-    canvas.text(56, y + 20, (f"keeps {kept:.0%} of its elements and sends the others.", "muted"), size=14)
-    return canvas.svg(y + 34)
+    kept, y = sum(rank == during[cell] for cell, rank in before.items()) / len(before), top + HEADS * side + 22
+    words = f"Numbers are ranks. In each all-to-all a rank keeps {kept:.0%} and sends the rest."
+    canvas.text(8, y, (words, "muted"), size=14)
+    return canvas.svg(y + 12)
 
 
 # Bytes of nine files of Python's library that follow each other, the last one cut where a row of 131,072 ends.
@@ -607,11 +592,10 @@ LENGTHS = [38413, 4975, 7489, 5990, 21320, 8681, 9656, 24074, 10474]
 def scores_of_ranks(lengths: list[int], cp: int) -> list[int]:
     """The scores that each rank computes of a row of documents, by documents.py."""
     visible, found = load("05_context_ring/documents.py").visible, [0] * cp
-    for rank in range(cp):
-        for owner in range(cp):
-            for _, queries, keys, causal, _ in visible(tuple(lengths), rank, owner, cp, sum(lengths)):
-                n, m = queries.stop - queries.start, keys.stop - keys.start
-                found[rank] += n * (n + 1) // 2 if causal else n * m
+    for rank, owner in itertools.product(range(cp), repeat=2):
+        for _, queries, keys, causal, _ in visible(tuple(lengths), rank, owner, cp, sum(lengths)):
+            n, m = queries.stop - queries.start, keys.stop - keys.start
+            found[rank] += n * (n + 1) // 2 if causal else n * m
     return found
 
 
@@ -628,8 +612,7 @@ def draw_documents() -> str:
     axis.set_yticks(range(8), [f"rank {rank}" for rank in range(8)])
     words = f"% of the scores in a row of {sum(LENGTHS):,} tokens, {len(LENGTHS)} documents"
     axis.set(xlim=(0, 100), ylim=(7.5, -0.5), xlabel=words)
-    figure.legend(loc="outside lower center", ncols=2)
-    return drawn(figure, "Attention's work of 8 ranks, with document masks")
+    return drawn(figure, "Attention's work of 8 ranks, with document masks", legend=2)
 
 
 def draw_tokens() -> str:
@@ -647,8 +630,7 @@ def draw_tokens() -> str:
         for rank, tokens in enumerate(held(recipes[0])):
             for token in tokens:
                 box = Box(left + token * cell, y + 9, cell - 2, 26)
-                canvas.box(box, f"rank{rank}", radius=3)
-                canvas.label(box, str(rank), size=14)
+                canvas.box(box, f"rank{rank}", str(rank), size=14, radius=3)
         y += 66
     u = load(SHARDED[-1]).Config.ulysses
     rows = [" and ".join(map(str, range(first, first + u))) for first in range(0, CP, u)]
@@ -696,26 +678,17 @@ def mesh(order: str) -> tuple[Any, dict[str, list[list[int]]], list[Share]]:
     """Two on each axis: the config, the groups by the recipe's `group_ranks`, and what each rank has."""
     module = load(MESH)
     cfg = module.Config(dp=2, cp=2, tp=2, pp=2, order=order, device="cpu")
-    groups = module.group_ranks(cfg)
-
-    def place(rank: int, axis: str) -> int:
-        (group,) = [group for group in groups[axis] if rank in group]
-        return group.index(rank)
-
+    groups, shares = module.group_ranks(cfg), []
     layers = [list(stage) for stage in module.split_layers(cfg, cfg.pp)]
     tokens = [module.shard(cfg, member(place, cfg.cp)).tolist() for place in range(cfg.cp)]
-    shares = [
-        Share(layers[place(rank, "pp")], place(rank, "tp"), place(rank, "dp"), tokens[place(rank, "cp")])
-        for rank in range(cfg.dp * cfg.cp * cfg.tp * cfg.pp)
-    ]
+    for rank in range(cfg.dp * cfg.cp * cfg.tp * cfg.pp):
+        place = {axis: group.index(rank) for axis, found in groups.items() for group in found if rank in group}
+        shares.append(Share(layers[place["pp"]], place["tp"], place["dp"], tokens[place["cp"]]))
     return cfg, groups, shares
 
 
 def draw_share(canvas: Canvas, x: float, y: float, side: float, cfg: Any, share: Share, colors: dict[int, str]) -> None:
-    """Two grids: the model, layers x parts of the matrices, and the tokens, parts of the batch x of the sequences.
-
-    What the rank has is filled, its layers in their colors.
-    """
+    """Two grids, with what the rank has filled: layers x parts of the matrices, and parts of batch x sequences."""
     found, parts, height = {}, 2 * cfg.cp, cfg.layers * side / cfg.dp
     for layer, part in itertools.product(range(cfg.layers), range(cfg.tp)):
         role = colors[layer] if layer in share.layers and part == share.matrices else "plain"
@@ -857,14 +830,13 @@ def draw_addresses() -> str:
     return canvas.svg(y + 26 + SIDE * small * 1.25 + 14)
 
 
-MATMUL = "09_kernels/matmul.py"
 SIDE_BY_SIDE = 8  # tiles of the matrices in the picture, each way
 RUNNING = 12  # programs that run at a time
 
 
 def orders() -> dict[str, list[tuple[int, int]]]:
     """Row and column of the tile that each program computes: row after row, and in groups, by matmul.py's locate."""
-    locate, side, found = load(MATMUL).locate.fn, 128 * SIDE_BY_SIDE, {}
+    locate, side, found = load("09_kernels/matmul.py").locate.fn, 128 * SIDE_BY_SIDE, {}
     for name, group in ("blocks: row after row", 1), ("ordered: groups of 4 rows", 4):
         tiles = [locate(tile, side, side, 128, 128, group) for tile in range(SIDE_BY_SIDE**2)]
         found[name] = [(row // 128, column // 128) for row, column in tiles]
@@ -880,8 +852,7 @@ def draw_tiles() -> str:
         canvas.text(x, y + 36, (note, "muted"))
         for (row, column), (role, text) in cells.items():
             box = Box(x + column * pitch, y + 46 + row * pitch, pitch - 2, pitch - 2)
-            canvas.box(box, role, 2)
-            canvas.label(box, text, size=11)
+            canvas.box(box, role, text, size=11, radius=2)
 
     canvas.text(left, y, ("Which block is where when", "ink"), size=15)
     y += 26
@@ -894,15 +865,13 @@ def draw_tiles() -> str:
     y += 46 + SIDE_BY_SIDE * pitch + 28
     canvas.text(left, y, ("Causal attention: rows are blocks of queries, columns are blocks of keys.", "ink"), size=13)
     forward, backward = {}, {}
-    for query in range(SIDE_BY_SIDE):
-        for key in range(SIDE_BY_SIDE):
-            kind = "rank0" if key < query else "rank1" if key == query else "plain"
-            forward[query, key] = kind, f"{query - key}" if key <= query else ""
-            step = SIDE_BY_SIDE - 1 - query + key  # from the last query on; each key is one step behind the one before
-            backward[query, key] = (f"step{step % 4}", f"{step}") if key <= query else ("plain", "")
+    for query, key in itertools.product(range(SIDE_BY_SIDE), repeat=2):
+        kind = "rank0" if key < query else "rank1" if key == query else "plain"
+        forward[query, key] = kind, f"{query - key}" if key <= query else ""
+        step = SIDE_BY_SIDE - 1 - query + key  # from the last query on; each key is one step behind the one before
+        backward[query, key] = (f"step{step % 4}", f"{step}") if key <= query else ("plain", "")
     grid(left, "forward in Gluon: a program per row", "number = step", forward)
-    note = "number = step; a row adds up left to right"
-    grid(left + 316, "backward in Gluon: a program per column", note, backward)
+    grid(left + 316, "backward in Gluon: a program per column", "number = step; a row adds up left to right", backward)
     y += 46 + SIDE_BY_SIDE * pitch
     canvas.legend(left, y + 14, [("rank0", "all seen"), ("rank1", "has a mask"), ("plain", "skipped")])
     return canvas.svg(y + 34)
@@ -938,12 +907,10 @@ def draw_checkpointing() -> str:
     panels[1].plot([measured[name] for name in bars], list(bars), "|", **look)
     panels[1].set_xlabel("GiB at the peak: SmolLM-1.7B, 8,192 tokens")
     panels[0].set_xlim(0, 70)
-    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return drawn(figure, "Memory at the peak, without and with activation checkpointing")
+    return drawn(figure, "Memory at the peak, without and with activation checkpointing", legend=3)
 
 
 # ------------------------------------------------------------------------------------------------------------ experts
-EXPERTS = "07_expert/expert_parallel.py"
 TOKENS_HERE, EXPERT_FLAGS = 3, "--device cpu --layers 1 --experts 4 --edp 2 --batch 4 --seq 3 --steps 1 --seed 7"
 
 
@@ -951,10 +918,6 @@ def watched_experts(module: ModuleType) -> Callable[[], Any]:
     """A probe: the tokens that come to each expert of this rank, and the ranks that exchange or sum what."""
     orders, rows, ranks, models = [], {}, {}, []
     sort, dispatch, build, all_reduce = module.sort_by_expert, module.dispatch, module.build_model, dist.all_reduce
-
-    def watched_sort(*args):
-        orders.append(sort(*args))
-        return orders[-1]
 
     def watched_dispatch(x, gates, ends, ep):
         tokens = TOKENS_HERE * dist.get_rank() + orders[-1][0] // (len(x) // TOKENS_HERE)
@@ -970,14 +933,15 @@ def watched_experts(module: ModuleType) -> Callable[[], Any]:
                 ranks["experts" if ".experts." in name else "all others"] = dist.get_process_group_ranks(group)
         return all_reduce(x, group=group)
 
-    module.sort_by_expert, module.dispatch, dist.all_reduce = watched_sort, watched_dispatch, watched_sum
+    module.dispatch, dist.all_reduce = watched_dispatch, watched_sum
+    module.sort_by_expert = lambda *args: orders.append(sort(*args)) or orders[-1]
     module.build_model = lambda cfg: models.append(build(cfg)) or models[0]
     return lambda: (rows, ranks)
 
 
 def expert_ranks() -> list[tuple[dict[int, list[int]], dict[str, list[int]]]]:
     """Of each rank: the tokens that come to its experts; with whom it exchanges rows, and sums which gradients."""
-    return launch(EXPERTS, 4, EXPERT_FLAGS, probe=watched_experts, save=False).probes
+    return launch("07_expert/expert_parallel.py", 4, EXPERT_FLAGS, probe=watched_experts, save=False).probes
 
 
 def draw_experts() -> str:
@@ -988,8 +952,7 @@ def draw_experts() -> str:
     def tokens(x: float, y: float, some: list[int]) -> None:
         for i, token in enumerate(some):
             box = Box(x + 20 * i, y, 18, 20)
-            canvas.box(box, f"rank{token // TOKENS_HERE}", radius=3)
-            canvas.label(box, chr(ord("a") + token), size=14)
+            canvas.box(box, f"rank{token // TOKENS_HERE}", chr(ord("a") + token), size=14, radius=3)
 
     def own_tokens(words: str) -> None:
         canvas.text(2, y - 8, (words, "muted"), size=14)
@@ -1002,8 +965,7 @@ def draw_experts() -> str:
             for rank in group:
                 for top in box.y - 10, box.y + box.h:
                     canvas.line((lefts[rank] + room / 2, top), (lefts[rank] + room / 2, top + 10), arrow=True)
-            canvas.box(box, "plain", radius=5)
-            canvas.label(box, words, size=14)
+            canvas.box(box, "plain", words, size=14, radius=5)
 
     for rank, x in enumerate(lefts):
         canvas.text(x + room / 2, 16, (f"rank {rank}", "ink"), size=14, anchor="middle")
@@ -1071,8 +1033,7 @@ def draw_balance() -> str:
     axis.set(xlim=(END, END + len(loads) - 1), ylim=(1, 4.1), xlabel=f"step; each point is the mean of {END}")
     axis.set_ylabel("busiest expert / mean")
     axis.grid(axis="y")
-    figure.legend(loc="outside lower center")
-    return drawn(figure, "The busiest expert over the mean while training, with and without balancing")
+    return drawn(figure, "The busiest expert over the mean while training, with and without balancing", legend=1)
 
 
 # ----------------------------------------------------------------------------------------------------------- timeline
@@ -1104,8 +1065,7 @@ def draw_timeline() -> str:
         axis.set_yticks([0.5, 1.5, 2.5], ["exposed", "communication", "compute"])
         axis.set_xlim(0)
     panels[-1].set_xlabel(f"ms of one step, {report['where']}")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return drawn(figure, "Timelines of the ZeRO stages: compute and communication")
+    return drawn(figure, "Timelines of the ZeRO stages: compute and communication", legend=3)
 
 
 # ------------------------------------------------------------------------------------------------------------- limits
@@ -1133,10 +1093,7 @@ def kernel_rows(name: str) -> list[dict[str, Any]]:
 
 
 def fastest(name: str, mine: bool) -> list[dict[str, Any]]:
-    """The fastest of the file's own kernels, or of all others, for each product under sustained load.
-
-    Where none was measured: forward and backward at the first size that has both.
-    """
+    """For each product under sustained load, or else of the first size that has both forward and backward."""
     sizes = {}
     for row in kernel_rows(name):
         sizes.setdefault(SUMMED.sub("", row["what"]), {}).setdefault(row["what"], []).append(row)
@@ -1168,8 +1125,7 @@ def draw_limits() -> str:
             look = dict(color=LIGHT["ink"], markersize=18, markeredgewidth=2, linestyle="")
             axis.plot(100 * share(others), y, "|", label="" if y else "fastest other contender", **look)
     axis.set(xlim=(0, 104), ylim=(len(files) - 0.4, -0.6), xlabel="% of the limit")
-    figure.legend(loc="outside lower center", ncols=2)
-    return drawn(figure, "Share of its limit that each kernel file reaches")
+    return drawn(figure, "Share of its limit that each kernel file reaches", legend=2)
 
 
 def moved(name: str, row: dict[str, Any]) -> float:
@@ -1250,16 +1206,15 @@ def draw_step() -> str:
     """Where the milliseconds of a step go: the root's, and below it that with the kernels of this folder."""
     presets = json.loads(KERNEL_STEPS.read_text())
     gpu = presets.pop("measured")["gpu"]
-    figure, panels = axes(130 * len(presets) + 60, len(presets))
+    figure, panels = axes(130 * len(presets) + 60, len(presets), width=640)
     for axis, (preset, steps) in zip(panels, presets.items()):
         bars = {
-            name.replace(", ", ",\n"): {kind: max(ms, 0) for kind, ms in step.items()} for name, step in steps.items()
+            re.sub(".*, .*/", "+ ", name): {kind: max(0, step[kind]) for kind in DOING} for name, step in steps.items()
         }
         stack(axis, bars, DOING)
         axis.set_title(preset)
-    panels[-1].set_xlabel(f"ms of a step, {gpu}, the root compiled")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    return drawn(figure, "Where the time of a training step goes, without and with our kernels")
+    panels[-1].set_xlabel(f"ms of a step, {gpu}, compiled")
+    return drawn(figure, "Where the time of a training step goes, without and with our kernels", legend=5)
 
 
 # ------------------------------------------------------------------------------------------------------------- curves
@@ -1277,25 +1232,26 @@ def draw_curves() -> str:
     near = {label: loss - ends["fp32"] for label, loss in ends.items() if loss < ends["fp32"] + 0.1}
     figure, (upper, lower) = axes(540, 2)
     for run in stored["runs"]:
-        label, losses = run["label"], run["losses"]
+        label, losses, (role, style, mark) = run["label"], run["losses"], ("folder01", "-", "o")
         steps = [stored["each"] * (i + 1) for i in range(len(losses))]
-        if label in near:
-            upper.plot(steps, losses, color=LIGHT["folder01"])
-        else:
-            above = "fp16" in label
-            upper.plot(steps, losses, "--" if above else ":", color=LIGHT["folder06"])
-            upper.text(steps[-1], losses[-1] + (0.15 if above else -0.4), f"{label}: {ends[label]:.2f}", ha="right")
+        if run["naive"]:
+            role, style, mark = "folder06", "--" if "fp16" in label else ":", "D"
+        if label not in near:
+            above = 0.15 if "fp16" in label else -0.4
+            upper.text(steps[-1], losses[-1] + above, f"{label}: {ends[label]:.2f}", ha="right")
+        elif label != "fp32":
+            y = list(near).index(label) - 1
+            lower.plot(near[label], y, mark, color=LIGHT[role])
+            beside(lower, y, f"{near[label]:+.3f}")
+        upper.plot(steps, losses, style, color=LIGHT[role])
     last = [ends[label] for label in near]
     upper.text(steps[-1], max(last) + 0.2, f"{len(near)} others: {min(last):.2f} to {max(last):.2f}", ha="right")
     upper.set(xlim=(0, steps[-1]), ylim=(0, 4.5), xlabel="step", ylabel="loss")
     upper.grid(axis="y")
     del near["fp32"]
-    for y, run in enumerate(run for run in stored["runs"] if run["label"] in near):
-        role, mark = ("folder06", "D") if run["naive"] else ("folder01", "o")
-        lower.plot(near[run["label"]], y, mark, color=LIGHT[role])
-        beside(lower, y, f"{near[run['label']]:+.3f}")
     lower.set_yticks(range(len(near)), near)
     lower.axvline(0, color=LIGHT["muted"])
+    lower.locator_params(axis="x", nbins=4)
     lower.set(ylim=(len(near) - 0.5, -0.5), xlabel="mean loss of the last 200 steps, minus that of fp32")
     lower.grid(axis="y")
     return drawn(figure, "Loss of a small Llama in all formats, and how far each is from fp32 at the end")
@@ -1312,8 +1268,7 @@ def draw_optimizers() -> str:
         words = f"{name}, lr {best:g}: {statistics.mean(run['last'] for run in seeds):.2f} at the end"
         for run in seeds:
             steps = [stored["each"] * (i + 0.5) for i in range(len(run["losses"]))]
-            curves.plot(steps, run["losses"], mark[1:], color=LIGHT[role], label=words)
-            words = None
+            curves.plot(steps, run["losses"], mark[1:], color=LIGHT[role], label="" if run["seed"] else words)
         ends = sorted((run["lr"], run["last"]) for run in mine if run["seed"] == 0)
         by_rate.plot(*zip(*ends), mark, color=LIGHT[role], label=name)
     curves.set(ylim=(0.5, 3), xlim=0, xlabel="step", ylabel="loss", title="Three seeds each, best learning rate")

@@ -92,9 +92,8 @@ def test_experts_get_the_tokens_and_sum_their_gradients():
     """Two experts per token, on the ranks with which its rank exchanges rows; copies sum what is of experts."""
     found = pictures.expert_ranks()
     for rows, ranks in found:
-        exchanging = ranks["rows"]
-        came = [token for rank in exchanging for tokens in found[rank][0].values() for token in tokens]
-        assert sorted(came) == sorted(2 * [token for rank in exchanging for token in range(3 * rank, 3 * rank + 3)])
+        came = Counter(token for rank in ranks["rows"] for tokens in found[rank][0].values() for token in tokens)
+        assert came == {3 * rank + i: 2 for rank in ranks["rows"] for i in range(3)}
         assert ranks["experts"] == [rank for rank, (theirs, _) in enumerate(found) if theirs.keys() == rows.keys()]
         assert ranks["all others"] == [0, 1, 2, 3]
 
@@ -102,10 +101,6 @@ def test_experts_get_the_tokens_and_sum_their_gradients():
 def transfers(module):
     """A probe: how often this rank uses the group of each axis, forward and backward; its blocks and its units."""
     used, models, build_model, send = Counter(), [], module.build_model, module.send
-
-    def build(cfg):
-        models.append(build_model(cfg))
-        return models[0]
 
     def counted(function):
         def wrapper(*args, **kwargs):
@@ -121,14 +116,14 @@ def transfers(module):
         used["pp", {"F": "forward", "B": "backward"}[op]] += work is not None
         return work
 
-    module.build_model, module.send = build, sends
+    module.build_model = lambda cfg: models.append(build_model(cfg)) or models[0]
+    module.send = sends
     for name in "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single":
         setattr(module.dist, name, counted(getattr(module.dist, name)))
 
-    def found():
-        (model,) = models
-        units = sum(unit.group is model.dp_cp for unit in model.units)  # without the one of what tp shares
-        return used, len(model.chunks[0].model.layers), units
+    def found():  # units: without the one of what tp shares
+        units = sum(unit.group is models[0].dp_cp for unit in models[0].units)
+        return used, len(models[0].chunks[0].model.layers), units
 
     return found
 
