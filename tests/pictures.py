@@ -137,11 +137,11 @@ def text_width(text: str, size: float) -> float:
 LIGHT = {role: light for role, (light, _) in COLORS.items()}
 ROLES = {light: role for role, light in LIGHT.items()}
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "pictures", "font.size": 14, "figure.dpi": 72, "hatch.linewidth": 2}
-STYLE |= {"legend.frameon": False, "legend.handlelength": 1.4, "legend.columnspacing": 1.2, "axes.axisbelow": True}
+STYLE |= {"legend.frameon": False, "legend.handlelength": 1.4, "legend.columnspacing": 1.2, "legend.markerscale": 0.6}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titlesize": 14}
 STYLE |= {key: LIGHT["ink"] for key in ("text.color", "xtick.labelcolor", "ytick.labelcolor", "axes.titlecolor")}
+STYLE |= {key: LIGHT["rule"] for key in ("axes.edgecolor", "xtick.color", "ytick.color")} | {"axes.axisbelow": True}
 STYLE |= {"axes.labelcolor": LIGHT["muted"], "grid.color": LIGHT["plain"], "hatch.color": LIGHT["ground"]}
-STYLE |= {key: LIGHT["rule"] for key in ("axes.edgecolor", "xtick.color", "ytick.color")}
 
 
 def axes(height: float, rows: int = 1, columns: int = 1, width: float = 560, **more: Any) -> tuple[Any, Any]:
@@ -1051,7 +1051,7 @@ SPANS = {  # what runs: its name, role, hatch, and lane from below
 
 def draw_timeline() -> str:
     """One step of each ZeRO stage on one time axis: compute, communication, and what of it nothing hides."""
-    figure, panels = axes(480, len(STAGES), sharex=True)
+    figure, panels = axes(480, len(STAGES), sharex=True, width=640)
     for axis, stage in zip(panels, STAGES):
         report = json.loads((TIMELINES / f"{stage}.json").read_text())
         spans = {kind: [tuple(span) for span in found] for kind, found in report["timeline"].items()}
@@ -1060,8 +1060,8 @@ def draw_timeline() -> str:
         for kind, (name, role, hatch, lane) in SPANS.items():
             bars = [(start, end - start) for start, end in spans[kind]]
             axis.broken_barh(bars, (lane + 0.08, 0.84), label=name, linewidth=0, **filled(role, hatch))
-        numbers = ", ".join(f"{kind} {report['ms'][kind]:.1f} ms" for kind in ("step", "communication", "exposed"))
-        axis.set_title(f"{stage}.py: {numbers}")
+        numbers = ", ".join(f"{kind} {report['ms'][kind]:.1f}" for kind in ("step", "communication", "exposed"))
+        axis.set_title(f"{stage}.py: {numbers} ms")
         axis.set_yticks([0.5, 1.5, 2.5], ["exposed", "communication", "compute"])
         axis.set_xlim(0)
     panels[-1].set_xlabel(f"ms of one step, {report['where']}")
@@ -1260,18 +1260,18 @@ def draw_curves() -> str:
 def draw_optimizers() -> str:
     """Loss over the steps with the best learning rate of AdamW and of Muon, three seeds; and at the end, by rate."""
     stored = json.loads((RESULTS / "optimizers.json").read_text())
-    figure, (curves, by_rate) = axes(320, 1, 2, sharey=True, gridspec_kw={"width_ratios": (1.3, 1)})
+    figure, (curves, by_rate) = axes(320, 1, 2, width=640, sharey=True, gridspec_kw={"width_ratios": (1.3, 1)})
     for name, role, mark in ("AdamW", "folder01", "o--"), ("Muon", "folder06", "s-"):
         mine = [run for run in stored["runs"] if run["optimizer"] == name]
         (best,) = {run["lr"] for run in mine if run["seed"] > 0}
         seeds = [run for run in mine if run["lr"] == best]
-        words = f"{name}, lr {best:g}: {statistics.mean(run['last'] for run in seeds):.2f} at the end"
+        words = f"{name}, lr {best:g}: {statistics.mean(run['last'] for run in seeds):.2f}"
         for run in seeds:
             steps = [stored["each"] * (i + 0.5) for i in range(len(run["losses"]))]
             curves.plot(steps, run["losses"], mark[1:], color=LIGHT[role], label="" if run["seed"] else words)
         ends = sorted((run["lr"], run["last"]) for run in mine if run["seed"] == 0)
         by_rate.plot(*zip(*ends), mark, color=LIGHT[role], label=name)
-    curves.set(ylim=(0.5, 3), xlim=0, xlabel="step", ylabel="loss", title="Three seeds each, best learning rate")
+    curves.set(ylim=(0.5, 3), xlim=0, xlabel="step", ylabel="loss", title="Best learning rate, three seeds")
     ticks = sorted({run["lr"] for run in stored["runs"]})[1::2]
     by_rate.set(xscale="log", xlabel="learning rate", title="At the end")
     by_rate.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
