@@ -634,8 +634,8 @@ def draw_tokens() -> str:
         y += 66
     u = load(SHARDED[-1]).Config.ulysses
     rows = [" and ".join(map(str, range(first, first + u))) for first in range(0, CP, u)]
-    canvas.text(left, y - 18, (f"usp.py also swaps heads between ranks {', '.join(rows)}.", "muted"), size=14)
-    return canvas.svg(y - 4)
+    canvas.text(left, y - 10, (f"usp.py also swaps heads between ranks {', '.join(rows)}.", "muted"), size=14)
+    return canvas.svg(y)
 
 
 # --------------------------------------------------------------------------------------------------------------- mesh
