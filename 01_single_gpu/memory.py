@@ -89,9 +89,6 @@ KINDS = {  # colors and hatches of the picture
     "temporary": ("#c8c8c8", "---"),
 }
 INK = "#757d88"  # of texts and axes, legible on white and on black
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "memory", "font.size": 10, "savefig.transparent": True}
-STYLE |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
-STYLE |= {"hatch.color": "#404a56", "hatch.linewidth": 0.5, "axes.spines.top": False, "axes.spines.right": False}
 
 
 @dataclass(frozen=True)
@@ -775,7 +772,10 @@ def compare(recipe: str, flags: list[str], file: str | None) -> None:
 # -------------------------------------------------------------------------------------------------------------- main
 def draw(picture: str, bars: dict[str, dict[str, int]], measured: list[int | None], title: str) -> None:
     """A bar per moment or run, stacked by kind; a tick is what was measured, if it was. The optimizer's are apart."""
-    matplotlib.rcParams.update(STYLE)
+    style = {"svg.fonttype": "none", "svg.hashsalt": "memory", "font.size": 10, "savefig.transparent": True}
+    style |= {"hatch.color": "#404a56", "hatch.linewidth": 0.5, "axes.spines.top": False, "axes.spines.right": False}
+    inks = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+    matplotlib.rcParams.update(style | dict.fromkeys(inks, INK))
     places = [place + 0.5 * label.endswith(", optimizer") for place, label in enumerate(bars)]
     figure, axis = pyplot.subplots(figsize=(6.6, 0.3 * len(bars) + 1.9), layout="constrained")
     left = [0] * len(bars)

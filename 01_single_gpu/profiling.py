@@ -35,12 +35,7 @@ COMMUNICATION = ("nccl", "gloo:", "symmetric_memory", "push_kernel")  # parts of
 PHASES = {"forward": "#9cc3e6", "backward": "#a9d6a0", "optimizer": "#d9c2e9"}
 HATCHES = {"backward": "///", "optimizer": "\\\\\\"}  # for those who see no colors
 VISIBLE = 3e-4  # of the longest step; a picture shows no shorter span or gap
-HIDDEN, EXPOSED = "#f2b661", "#d64541"
 INK = "#757d88"  # of texts and axes, legible on white and on black
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "overlap", "font.size": 10, "savefig.transparent": True}
-STYLE |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
-STYLE |= {"axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False}
-STYLE |= {"legend.frameon": False, "hatch.linewidth": 0.5, "hatch.color": INK, "figure.constrained_layout.use": True}
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -199,12 +194,17 @@ def timeline(spans: dict[str, list[tuple[float, float]]]) -> dict[str, list[tupl
 # -------------------------------------------------------------------------------------------------------------- main
 def draw(files: list[str], picture: str) -> None:
     """Two rows per timeline, compute and communication, on one scale. The sums count what is too short for a bar."""
-    matplotlib.rcParams.update(STYLE)
+    style = {"svg.fonttype": "none", "svg.hashsalt": "overlap", "font.size": 10, "savefig.transparent": True}
+    style |= {"axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False}
+    style |= {"legend.frameon": False, "hatch.linewidth": 0.5, "hatch.color": INK}
+    inks = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+    matplotlib.rcParams.update(style | dict.fromkeys(inks, INK))
     reports = [json.loads(Path(file).read_text()) for file in files]
     visible = VISIBLE * max(report["ms"]["step"] for report in reports)
-    figure, axes = pyplot.subplots(len(reports), sharex=True, figsize=(6.6, 1.2 * len(reports) + 1), squeeze=False)
+    shape = dict(figsize=(6.6, 1.2 * len(reports) + 1), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(len(reports), sharex=True, **shape)
     bars = [(phase, phase, 1.1, 0.8, color) for phase, color in PHASES.items()]
-    bars += [("hidden communication: low", "hidden", 0.1, 0.4, HIDDEN), ("exposed: high", "exposed", 0.1, 0.8, EXPOSED)]
+    bars += [("hidden communication", "hidden", 0.1, 0.4, "#f2b661"), ("exposed: high", "exposed", 0.1, 0.8, "#d64541")]
     for axis, report in zip(axes.flat, reports):
         ms, spans = report["ms"], report["timeline"]
         spans["hidden"] = without(spans["communication"], spans["exposed"])

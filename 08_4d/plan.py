@@ -95,10 +95,6 @@ AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
 SCALE = 8, 64, 512, 2048, 8192, 16384  # GPUs of --scale
 # of pictures: texts and axes are legible on white and on black, and nobody needs the colors
 INK = "#757d88"
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "plan", "font.size": 10, "savefig.transparent": True}
-STYLE |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
-STYLE |= {"axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False}
-STYLE |= {"legend.frameon": False, "hatch.linewidth": 0.5, "hatch.color": "#404a56"}
 MARKS = [("#4f93d1", "o"), ("#d9822b", "^"), ("#3f9f5c", "s"), ("#d64541", "P"), ("#9a6dd7", "D"), ("#2aa198", "v")]
 PARTS = dict(  # of a step
     compute=("#9cc3e6", ""),
@@ -1098,7 +1094,11 @@ def draw_measured(found: list[tuple[Plan, float, float]], left: pyplot.Axes, rig
 
 def draw(rows: list, file: str, how: Callable[..., None], height: float, *grid: int) -> None:
     """Write a picture: text as text, and the same bytes each time."""
-    matplotlib.rcParams.update(STYLE)
+    style = {"svg.fonttype": "none", "svg.hashsalt": "plan", "font.size": 10, "savefig.transparent": True}
+    style |= {"axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False}
+    style |= {"legend.frameon": False, "hatch.linewidth": 0.5, "hatch.color": "#404a56"}
+    inks = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+    matplotlib.rcParams.update(style | dict.fromkeys(inks, INK))
     figure, axes = pyplot.subplots(*grid, figsize=(6.6, height), squeeze=False, layout="constrained")
     how(rows, *axes.flat)
     figure.savefig(file, metadata={"Date": None}, dpi=130)

@@ -32,12 +32,10 @@ ROOT = Path(__file__).resolve().parent.parent / "01_single_gpu/train.py"
 SMALL = dict(layers=4, dim=64, heads=4, kv_heads=2, ffn=192, seq=64, batch=8, device="cpu")  # what is trained
 RATES = 3e-3, 3e-4, 3e-5  # learning rates: the root's, that of its larger presets, and where their cosine ends
 BLOCK = 32  # elements that share a scale in e8m0 (MX)
-NORMAL, SUBNORMAL = "#5b95cc", "#b5cfe8"
+NORMAL = "#5b95cc"
+SUBNORMAL = "#b5cfe8"
 LINES = {"fp16": "#d64541", "bf16": "#4f93d1", "e5m2": "#d9822b", "e4m3": "#3f9f5c", "e2m1": "#9a6dd7"}
 INK = "#757d88"  # of texts and axes, legible on white and on black
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "formats", "font.size": 10, "savefig.transparent": True}
-STYLE |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
-STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 
 
 @dataclass(frozen=True)
@@ -265,7 +263,10 @@ def table_of_updates(seen: Observed) -> list[list[str]]:
 # -------------------------------------------------------------------------------------------------------------- main
 def new_figure(heights: tuple[int, ...], **options) -> tuple[pyplot.Figure, list[pyplot.Axes]]:
     """Start a picture of panels above each other, whose bytes depend on what it shows alone."""
-    matplotlib.rcParams.update(STYLE)
+    style = {"svg.fonttype": "none", "svg.hashsalt": "formats", "font.size": 10, "savefig.transparent": True}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    inks = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+    matplotlib.rcParams.update(style | dict.fromkeys(inks, INK))
     size = 6.6, sum(heights)
     return pyplot.subplots(len(heights), figsize=size, height_ratios=heights, layout="constrained", **options)
 
