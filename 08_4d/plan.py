@@ -1069,9 +1069,8 @@ def draw_scale(ours: list[Plan], axes: pyplot.Axes) -> None:
     axes.plot(places, predicted, "s", **style)
     axes.set_xticks([-0.7, *range(len(SCALE))], ["H100s\n8b\n70b\n405b", *ticks])
     axes.tick_params(length=0)
-    axes.set(
-        ylabel="MFU, %", ylim=0, xlim=(-0.9, 6.2), title="Predicted MFU of the best layout, 8,192 tokens a sequence"
-    )
+    axes.set(xlabel="tp·cp·pp of the best layout", ylabel="MFU, %", ylim=0, xlim=(-0.9, 6.2))
+    axes.set_title("Predicted MFU of the best layout, sequences of 8,192 tokens")
     axes.legend(loc="lower left")
 
 
