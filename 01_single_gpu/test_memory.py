@@ -363,7 +363,7 @@ def measured_before():
                 continue  # memory.py knows no experts
             folder, name = row["file"].removesuffix(".py").split("/")
             if name in MEMORY.RECIPES.get(folder, {}) and "flags" in row:  # whole steps, not attention alone
-                gpus = 1 if folder == "01_single_gpu" else int(stored["gpu"].split()[0])
+                gpus = 1 if folder == "01_single_gpu" or name in LOW else int(stored["gpu"].split()[0])
                 yield pytest.param(row["file"], row["flags"], gpus, row["rounds"][0]["memory"], id=f"{suite} {name}")
 
 

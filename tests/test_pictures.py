@@ -40,7 +40,7 @@ def test_reads_well(path):
     """On a phone, by a screen reader, on any ground, and in both modes: every color is there in each."""
     text = stored(path)
     svg = ElementTree.fromstring(text)
-    assert path.startswith("06_pipeline/") or len(svg.get("viewBox").split()) == 4  # those have their full width
+    assert len(svg.get("viewBox").split()) == 4
     if path in pictures.PICTURES:
         assert float(svg.get("width")) <= 640 and svg.get("role") == "img" and svg.find(f"{SVG}title").text
         assert min(float(size) for size in re.findall(r'font-size(?:="|: )([\d.]+)', text)) >= 11
