@@ -240,12 +240,48 @@ NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the
 }
 
 
+UNITS = re.compile(r"[-+]?[\d,.]+(?: to [\d,.]+)?( ?(?:%|dB|ms|[KMGT]i?B(?:/s)?|TFLOP/s))$")  # a number with its unit
+KEPT = re.compile(r"(`[^`]*`|\]\([^)]*\))")  # of a cell, that somebody may copy: code, and where a link leads
+TIED = (  # what no line may end within, as GitHub breaks lines at spaces and behind hyphens
+    (re.compile(r"(?<![\w.])-(?=\d)|(?<=\de)-(?=\d)"), "\u2011"),
+    (
+        re.compile(r" (?=[−†‡]|(?:%|dB|ms|[KMGT]i?B(?:/s)?|TFLOP/s)(?!\w))|(?<=[\d*%]) (?=[·+(])|(?<=[·+]) (?=[\d*])"),
+        "\u00a0",
+    ),
+)
+
+
+def tied(cell: str) -> str:
+    """The cell with hyphens and spaces within its numbers that do not break, but not within code."""
+    parts = KEPT.split(cell)
+    for pattern, mark in TIED:
+        parts[::2] = [pattern.sub(mark, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def units_above(head: list[str], rows: list[list[str]]) -> list[list[str]]:
+    """All lines of a table; a unit that every number of a column has is in its head alone."""
+    columns = [list(column) for column in zip(head, *rows)]
+    for column in columns:
+        found = [UNITS.match(cell) for cell in column[1:] if cell not in ("", "0")]
+        units = {match[1] if match else None for match in found}
+        if len(units) == 1 and (unit := units.pop()):
+            column[:] = [f"{column[0]}, {unit.strip()}", *(cell.removesuffix(unit) for cell in column[1:])]
+    return [list(line) for line in zip(*columns)]
+
+
 def table(head: list[str], rows: list[list[str]], labels: int = 0) -> str:
     """Markdown, with numbers to the right; the first columns may be labels, which begin with numbers and are none."""
-    number = re.compile(r"\**\[?[0-9+]|$")
+    number = re.compile(r"\**\[?[-+]?[0-9]|-?$")
     right = [i >= labels and bool(rows) and all(number.match(row[i]) for row in rows) for i in range(len(head))]
-    lines = [head, ["---:" if r else "---" for r in right], *rows]
+    head, *rows = units_above(head, rows)
+    lines = [map(tied, head), ["---:" if r else "---" for r in right], *(map(tied, row) for row in rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def folded(summary: str, text: str) -> str:
+    """Text that shows once its summary is clicked."""
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 
 def results(name: str) -> list | dict:
@@ -253,9 +289,10 @@ def results(name: str) -> list | dict:
     return json.loads((RESULTS / name).read_text())
 
 
-def about(stored: dict, *versions: str) -> str:
+def about(stored: dict, *versions: str, command: bool = True) -> str:
     """Where, with what, when and how something was measured."""
-    return ", ".join([stored["gpu"], f"torch {stored['torch']}", *versions, stored["date"], f"`{stored['command']}`"])
+    how = [f"`{stored['command']}`"] if command else []
+    return ", ".join([stored["gpu"], f"torch {stored['torch']}", *versions, stored["date"], *how])
 
 
 def anchor(heading: str) -> str:
@@ -295,7 +332,7 @@ def commands(path: str) -> str:
         return code
     block = "\n".join(["```diff", *lines, "```"])
     if len(lines) > IN_SIGHT:
-        block = f"<details><summary>The lesson, as a diff</summary>\n\n{block}\n\n</details>"
+        block = folded("The lesson, as a diff", block)
     return f"{code}\n\n{block}"
 
 
@@ -340,7 +377,7 @@ def facts() -> str:
     transformers, fsdp, pipelining = map(best_speed, ("01_single_gpu", "03_zero", "06_pipeline"))
     return f"""
 * **Equal.** {files} files train as one GPU does: over all layouts, sizes and numbers of ranks, the worst gradient or
-  weight is off by {worst:.0e} in float64.
+  weight is off by {tied(f"{worst:.0e}")} in float64.
 * **Tested.** Each of {len(found)} [seeded bugs](tests/BUGS.md) turns a test red. Of the {len(wrong)} that change the
   gradient by more than 1 %, {hidden} move AdamW's loss curve by less than that. Find one: `python tests/puzzle.py`
 * **Fast.** On the same GPUs {transformers} times as fast as `transformers`, {fsdp} as FSDP2, {pipelining} as
@@ -705,9 +742,9 @@ def speed(folder: str) -> str:
         filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
         text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
         flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
-        note = about(suite) + (f", commit {suite['commit']}" if "commit" in suite else "")
+        note = about(suite, command=False) + (f", commit {suite['commit']}" if "commit" in suite else "")
         note += f" ({suite['note']})" if "note" in suite else ""
-        details = f"<details><summary>flags</summary>\n\n```\n{flags}\n```\n\n</details>"
+        details = folded("command and flags", f"```\n{suite['command']}\n\n{flags}\n```")
         sentence = SUITES.get(name, (folder, ""))[1]
         parts.append("\n\n".join(filter(None, [sentence, note, text, details])))
     return "\n\n".join(parts) or UNKNOWN
@@ -800,16 +837,17 @@ def published() -> str:
 
 def attention() -> str:
     """What a rank of four computes in attention, and how fast that is against a quarter of one call for all tokens."""
-    stored, rows = results("speed.json")["context_attention"], []
+    stored, tables = results("speed.json")["context_attention"], []
+    head = ["file", "rank", "forward, ms", "× ideal", "forward and backward, ms", "× ideal"]
     for whole in stored["whole"]:
-        tokens, ms = f"{whole['seq']:,}", [f"{whole[key]:.2f}" for key in ("forward_ms", "both_ms")]
-        rows.append([tokens, "one call for all tokens", "", ms[0], "", ms[1], ""])
+        rows = [["one call for all tokens", "", f"{whole['forward_ms']:.2f}", "", f"{whole['both_ms']:.2f}", ""]]
         for row in stored["rows"]:
             if row["seq"] == whole["seq"]:
                 found = [f"{row[key]:.2f}" for key in ("forward_ms", "share_forward", "both_ms", "share")]
-                rows.append([tokens, section(row["file"]), str(row["rank"]), *found])
-    head = ["tokens", "file", "rank", "forward, ms", "× ideal", "forward and backward, ms", "× ideal"]
-    return f"{about(stored)}\n\n{table(head, rows)}"
+                rows.append([section(row["file"]), str(row["rank"]), *found])
+        tables.append((f"{whole['seq']:,} tokens", table(head, rows)))
+    (first_caption, first_table), *more = tables
+    return "\n\n".join([f"{first_caption}. {about(stored)}", first_table, *(folded(*each) for each in more)])
 
 
 def expert_layer() -> str:
@@ -875,16 +913,17 @@ def formats() -> str:
 
 def rounded(name: str) -> str:
     """What rounding does to gradients or updates of a small root, as tests/precision.py has stored it."""
-    head, *rows = results("precision.json")["formats"][name]
-    return table(head, rows)
+    columns = zip(*results("precision.json")["formats"][name])
+    head, *rows = zip(*(column for column in columns if set(column[1:]) != {"0.00%"}))
+    return table(list(head), list(map(list, rows)))
 
 
 def precision() -> str:
     """How far the gradient of each recipe is from float64's."""
     stored = results("precision.json")
-    rows = [[f"`{r['label']}`", f"{r['dB']:.1f}", f"{r['error']:.4f}", f"`{r['worst']}`"] for r in stored["precision"]]
+    rows = [[f"`{r['label']}`", f"{r['dB']:.1f}", f"{r['error']:.4f}"] for r in stored["precision"]]
     rows[0][0] = f"the root, {stored['precision'][0]['label']}"
-    text = table(["gradient in", "signal to noise, dB", "worst tensor's error", "which"], rows, labels=1)
+    text = table(["gradient in", "signal to noise, dB", "error of the worst tensor"], rows, labels=1)
     note = f"torch {stored['torch']}, {stored['date']}, `{stored['command']}`"
     return f"{note}, a model of `{stored['flags']}`:\n\n{text}"
 
@@ -908,7 +947,7 @@ def optimizers() -> str:
 
 def falling() -> str:
     """The loss of Llama-3.1-8B on one GPU: means of the ten steps up to some."""
-    rows, steps = [], range(20, 201, 20)
+    rows, steps = [], range(40, 201, 40)
     for row in results("speed.json")["mixed_llama3_8b"]["rows"]:
         losses = row["rounds"][0]["losses"]
         means = [f"{statistics.mean(losses[i - 10 : i]):.2f}" if i <= len(losses) else "" for i in steps]
