@@ -836,18 +836,17 @@ def published() -> str:
 
 
 def attention() -> str:
-    """What a rank of four computes in attention, and how fast that is against a quarter of one call for all tokens."""
-    stored, tables = results("speed.json")["context_attention"], []
-    head = ["file", "rank", "forward, ms", "× ideal", "forward and backward, ms", "× ideal"]
+    """Attention on the slowest of four ranks: its time, and its speed over a quarter of one call for all tokens."""
+    stored, rows = results("speed.json")["context_attention"], []
     for whole in stored["whole"]:
-        rows = [["one call for all tokens", "", f"{whole['forward_ms']:.2f}", "", f"{whole['both_ms']:.2f}", ""]]
-        for row in stored["rows"]:
+        tokens, slowest = f"{whole['seq']:,}", {}
+        rows.append([tokens, "one call for all", f"{whole['forward_ms']:.2f}", "", f"{whole['both_ms']:.2f}", ""])
+        for row in sorted(stored["rows"], key=lambda row: row["both_ms"]):
             if row["seq"] == whole["seq"]:
-                found = [f"{row[key]:.2f}" for key in ("forward_ms", "share_forward", "both_ms", "share")]
-                rows.append([section(row["file"]), str(row["rank"]), *found])
-        tables.append((f"{whole['seq']:,} tokens", table(head, rows)))
-    (first_caption, first_table), *more = tables
-    return "\n\n".join([f"{first_caption}. {about(stored)}", first_table, *(folded(*each) for each in more)])
+                slowest[row["file"]] = [f"{row[k]:.2f}" for k in ("forward_ms", "share_forward", "both_ms", "share")]
+        rows += [[tokens, section(path), *slowest[path]] for path in IDEAS if path in slowest]
+    head = ["tokens", "file", "forward, ms", "× ideal", "forward and backward, ms", "× ideal"]
+    return f"{about(stored)}\n\n{table(head, rows)}"
 
 
 def expert_layer() -> str:
