@@ -698,6 +698,7 @@ def label(row: dict, rows: list[dict], folder: str) -> str:
     others = [other["flags"] for other in rows if other["file"] == row["file"]]
     flags = re.findall(r"--\S+ [^-\s]\S*", row["flags"])
     own = [flag for flag in flags if not all(f"{flag} " in f"{other} " for other in others)]
+    own = [flag for flag in own if not re.fullmatch("--(dp|cp|tp|pp) 1", flag)]  # an axis that is not split
     alone = ", on each GPU alone, the slowest" if "each" in row["rounds"][0] else ""
     return f"`{' '.join([row['file'].removeprefix(f'{folder}/'), *own])}`{alone}"
 
