@@ -117,12 +117,12 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "09_kernels/flash_attention_gluon.py": "warps with different jobs; gradients added in a fixed order",
     "09_kernels/fp8_matmul.py": "8 bits per element, and scales for a tensor, a row or a block",
     "09_kernels/train.py": "the root, with the kernels of a Llama pasted in",
-    "10_mixed_precision/formats.py": "numbers of 4 to 32 bits: range, resolution, and what they do to real gradients",
+    "10_mixed_precision/formats.py": "4 to 32 bits: range, resolution, and what is left of real gradients",
     "10_mixed_precision/bf16.py": "bf16 weights that are written once per step, from fp32 masters",
     "10_mixed_precision/fp16_loss_scaling.py": "the same in fp16, whose small gradients need a scale",
     "10_mixed_precision/fp8_tensorwise.py": "matmuls in 8 bits, with the scale of the tensor at hand",
     "10_mixed_precision/fp8_delayed_scaling.py": "scales from earlier steps: a tensor is read once",
-    "10_mixed_precision/fp8_blockwise.py": "a scale per 128 elements, or 128 x 128: DeepSeek-V3's",
+    "10_mixed_precision/fp8_blockwise.py": "a scale per 128 elements, or 128 × 128: DeepSeek-V3's",
     "10_mixed_precision/fp8_zero3.py": "ZeRO-3 that gathers blocks in fp8: half the bytes",
     "10_mixed_precision/stochastic_rounding.py": "bf16 weights and moments without masters: 8 bytes per parameter",
     "10_mixed_precision/fp8_stochastic_rounding.py": "both: an 8B model on one GPU, in fp8",
@@ -187,10 +187,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "mixed_smollm": ("10_mixed_precision", "SmolLM-1.7B, four sequences of 4,096 tokens, compiled."),
     "mixed_llama3_8b": ("10_mixed_precision", "Llama-3.1-8B, one sequence of 8,192 tokens, on one GPU, compiled."),
     "fp8_zero3": ("10_mixed_precision", "SmolLM-1.7B on two GPUs, four sequences of 4,096 tokens each, in shards."),
-    "fp8_zero3_8b": (
-        "10_mixed_precision",
-        "Llama-3.1-8B with 8 layers on two GPUs, two sequences of 8,192 tokens each.",
-    ),
+    "fp8_zero3_8b": (None, ""),  # 8 layers of what four GPUs hold as a whole
     "fp8_zero3_four": ("10_mixed_precision", "Llama-3.1-8B on four GPUs, two sequences of 8,192 tokens each."),
     "collectives": (None, ""),  # has a table of its own
 }
@@ -211,7 +208,7 @@ SHOWN = 5  # so many bugs are on a folder's page; tests/BUGS.md has all
 UNKNOWN = "Not measured yet."
 OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
 WRITTEN_HERE = "ours", "Triton", "Gluon"  # contenders of a kernel file that are the file's own
-ROUNDED = "gradients of weights", "gradients of matmul outputs", "updates"  # tables of formats.py
+ROUNDED = "gradients of weights", "gradients of matmul outputs"  # tables of formats.py
 LONG = "coalescing", "tiling", "coarsening"  # kernels that are compared with each other: a row for each
 TOGETHER = """02_data_parallel/bucketed 03_zero/zero3 04_tensor_sequence/sequence_parallel 05_context_ring/zigzag
 06_pipeline/1f1b 06_pipeline/zbv 07_expert/expert_parallel 08_4d/checkpoint 09_kernels/rmsnorm 09_kernels/swiglu
@@ -289,10 +286,9 @@ def results(name: str) -> list | dict:
     return json.loads((RESULTS / name).read_text())
 
 
-def about(stored: dict, *versions: str, command: bool = True) -> str:
+def about(stored: dict, *versions: str) -> str:
     """Where, with what, when and how something was measured."""
-    how = [f"`{stored['command']}`"] if command else []
-    return ", ".join([stored["gpu"], f"torch {stored['torch']}", *versions, stored["date"], *how])
+    return ", ".join([stored["gpu"], f"torch {stored['torch']}", *versions, stored["date"], f"`{stored['command']}`"])
 
 
 def anchor(heading: str) -> str:
@@ -717,19 +713,19 @@ def measured(row: dict, key: str) -> list[float]:
 
 
 def speed(folder: str) -> str:
-    """A table per suite: median and range of the rounds, and ratios to the first line, where the work is the same."""
+    """A table per suite: the median of the rounds, and ratios to the first line, where the work is the same."""
     parts = []
     for name, suite in suites(folder).items():
-        rows, first = [], suite["rows"][0]
+        rows, spread, first = [], 0, suite["rows"][0]
         for i, row in enumerate(suite["rows"]):
             tokens, mfu, memory = (measured(row, key) for key in ("tokens", "mfu", "memory"))
             median, pipeline = statistics.median(tokens), row.get("pipeline")
+            spread = max(spread, (max(tokens) - min(tokens)) / median)
             compared = i < suite["alike"] > 1
             rows.append(
                 [
                     label(row, suite["rows"], folder),
                     f"{median:,.0f}",
-                    f"{min(tokens):,.0f} to {max(tokens):,.0f}" if len(tokens) > 1 else "",
                     f"{median / statistics.median(measured(first, 'tokens')):.3f}" if compared else "",
                     f"{statistics.median(mfu):.1f} %" if mfu else "",
                     " to ".join(f"{gib:.1f}" for gib in sorted({min(memory), max(memory)})) + " GiB" if memory else "",
@@ -738,14 +734,15 @@ def speed(folder: str) -> str:
                     "{forward:.2f} + {backward:.2f}".format(**row["block_ms"]) if "block_ms" in row else "",
                 ]
             )
-        head = ["file", "tokens/s/GPU", "in all rounds", "× first", "MFU", "memory", "exposed communication"]
+        head = ["file", "tokens/s/GPU", "× first", "MFU", "memory", "exposed communication"]
         head += ["idle (expected)", "block, ms forward + backward"]
         filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
         text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
         flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
-        note = about(suite, command=False) + (f", commit {suite['commit']}" if "commit" in suite else "")
+        note = suite["gpu"] + (f"; rounds differ by at most {tied(f'{100 * spread:.1f} %')}" if spread else "")
         note += f" ({suite['note']})" if "note" in suite else ""
-        details = folded("command and flags", f"```\n{suite['command']}\n\n{flags}\n```")
+        how = [f"torch {suite['torch']}", suite["date"], *([f"commit {suite['commit']}"] if "commit" in suite else [])]
+        details = folded("commands", f"```\n{', '.join(how)}\n{suite['command']}\n\n{flags}\n```")
         sentence = SUITES.get(name, (folder, ""))[1]
         parts.append("\n\n".join(filter(None, [sentence, note, text, details])))
     return "\n\n".join(parts) or UNKNOWN
@@ -909,24 +906,35 @@ def memory_of_blocks() -> str:
 
 
 def formats() -> str:
-    """The table of formats, as formats.py computes it."""
-    head, *rows = load("10_mixed_precision/formats.py").table_of_formats()
-    return table(head, rows)
+    """The table of formats, as formats.py computes it, without what another column says, too."""
+    columns = zip(*load("10_mixed_precision/formats.py").table_of_formats())
+    head, *rows = zip(*(column for column in columns if column[0] not in ("in [1, 2)", "decades", "bits in MX")))
+    return table(list(head), list(map(list, rows)))
 
 
 def rounded(name: str) -> str:
-    """What rounding does to gradients or updates of a small root, as tests/precision.py has stored it."""
-    columns = zip(*results("precision.json")["formats"][name])
-    head, *rows = zip(*(column for column in columns if set(column[1:]) != {"0.00%"}))
-    return table(list(head), list(map(list, rows)))
+    """What rounding does to gradients of a small root, as tests/precision.py has stored it: a row per format."""
+    head, *stored = results("precision.json")["formats"][name]
+    found = defaultdict(dict)
+    for line in stored:
+        row = dict(zip(head, line))
+        found[row["format"]][row["scale"]] = row["become zero"], row["SNR, median tensor"]
+    rows = [[name, *(found[name][scale][i] for i in (0, 1) for scale in ("none", "per tensor"))] for name in found]
+    return table(["format", "become zero", "with a scale", "SNR of the median tensor", "with a scale"], rows)
+
+
+def updates() -> str:
+    """How many updates rounding to nearest loses, as tests/precision.py has stored it."""
+    head, *rows = results("precision.json")["formats"]["updates"]
+    return table(head, rows)
 
 
 def precision() -> str:
     """How far the gradient of each recipe is from float64's."""
     stored = results("precision.json")
-    rows = [[f"`{r['label']}`", f"{r['dB']:.1f}", f"{r['error']:.4f}"] for r in stored["precision"]]
+    rows = [[f"`{row['label']}`", f"{row['dB']:.1f}"] for row in stored["precision"]]
     rows[0][0] = f"the root, {stored['precision'][0]['label']}"
-    text = table(["gradient in", "signal to noise, dB", "error of the worst tensor"], rows, labels=1)
+    text = table(["gradient in", "signal to noise, dB"], rows, labels=1)
     note = f"torch {stored['torch']}, {stored['date']}, `{stored['command']}`"
     return f"{note}, a model of `{stored['flags']}`:\n\n{text}"
 
@@ -937,8 +945,10 @@ def curves() -> str:
     most = max(run["steps"] for run in stored["runs"])
     for run in sorted(stored["runs"], key=lambda run: (run["steps"] < most, run["last"] or 0)):
         last = f"{run['last']:.3f}" if run["steps"] == most else f"NaN after {run['steps']} steps"
-        rows.append([run["label"], f"`{Path(run['recipe']).name}`" + ", one line changed" * run["naive"], last])
-    return f"{about(stored)}, `{stored['flags']}`\n\n{table(['format', 'file', 'loss of the last 100 steps'], rows)}"
+        rows.append(
+            [f"[{run['label']}](../{run['recipe']})".replace("../10_mixed_precision/", "") + " †" * run["naive"], last]
+        )
+    return f"{about(stored)}, `{stored['flags']}`\n\n{table(['format', 'loss of the last 100 steps'], rows)}"
 
 
 def optimizers() -> str:
@@ -950,12 +960,12 @@ def optimizers() -> str:
 
 def falling() -> str:
     """The loss of Llama-3.1-8B on one GPU: means of the ten steps up to some."""
-    rows, steps = [], range(40, 201, 40)
+    rows, steps = [], range(20, 141, 40)
     for row in results("speed.json")["mixed_llama3_8b"]["rows"]:
         losses = row["rounds"][0]["losses"]
         means = [f"{statistics.mean(losses[i - 10 : i]):.2f}" if i <= len(losses) else "" for i in steps]
-        rows.append([section(row["file"]), *means, str(len(losses))])
-    return table(["mean loss of ten steps, up to step", *map(str, steps), "steps"], rows)
+        rows.append([section(row["file"]), *means])
+    return table(["mean loss of ten steps, up to step", *map(str, steps)], rows)
 
 
 def first(text: str) -> str:
@@ -1002,6 +1012,7 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
         "10_mixed_precision": {
             "table of formats": formats,
             **{name: functools.partial(rounded, name) for name in ROUNDED},
+            "updates": updates,
             "precision": precision,
             "curves": curves,
             "8B": falling,
