@@ -108,17 +108,17 @@ class AllToAll(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, sent: list[int], arriving: list[int], ep: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.ep = (sent, arriving), ep
+    def forward(ctx, x: Tensor, sent: list[int], arriving: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = (sent, arriving), group
         arrived = x.new_empty(sum(arriving), *x.shape[1:])
-        # what is not a rank's own: (ep-1)/ep of the bytes of x out and in, if experts are equally busy; everyone waits
-        dist.all_to_all_single(arrived, x.contiguous(), arriving, sent, group=ep)
+        # what is not a rank's own: (N-1)/N of the bytes of x out and in, if N ranks get equally many; everyone waits
+        dist.all_to_all_single(arrived, x.contiguous(), arriving, sent, group=group)
         return arrived
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         sent, arriving = ctx.sizes
-        return AllToAll.apply(gradient, arriving, sent, ctx.ep), None, None, None
+        return AllToAll.apply(gradient, arriving, sent, ctx.group), None, None, None
 
 
 class AddLoss(torch.autograd.Function):
@@ -153,18 +153,19 @@ class Route:
 
 
 @torch.compiler.disable  # sizes are known only when it runs
-def dispatch(x: Tensor, gates: Tensor, ends: Tensor, ep: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Route]:
+def dispatch(x: Tensor, gates: Tensor, ends: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Send rows x [n, d], sorted by expert, and their gates [n, 1] to the ranks of their experts. ends: sort_by_expert.
 
-    Returns what comes from all ranks for this rank's experts: rows [n', d], sorted by expert, their gates, their ends
-    [e/ep]; and the way back. A rank without rows takes part, with none: the others would wait for it forever.
+    group: the N ranks that share the e experts. Returns what comes from all of them for this rank's experts: rows
+    [n', d], sorted by expert, their gates, their ends [e/N]; and the way back. A rank without rows takes part, with
+    none: the others would wait for it forever.
     """
-    counts = ends.diff(prepend=ends.new_zeros(1)).view(ep.size(), -1)  # ep e/ep, of the rows that go there
-    counts_here = torch.empty_like(counts)  # ep e/ep, of the rows that come from there
-    dist.all_to_all_single(counts_here, counts, group=ep)  # 4 bytes per expert; everyone waits
+    counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # N e/N, of the rows that go there
+    counts_here = torch.empty_like(counts)  # N e/N, of the rows that come from there
+    dist.all_to_all_single(counts_here, counts, group=group)  # 4 bytes per expert; everyone waits
     sent, arriving = torch.stack([counts.sum(1), counts_here.sum(1)]).tolist()  # the CPU waits for the GPU
-    x, gates = AllToAll.apply(x, sent, arriving, ep), AllToAll.apply(gates, sent, arriving, ep)
-    experts = torch.arange(counts.shape[1], device=x.device).repeat(ep.size())
+    x, gates = AllToAll.apply(x, sent, arriving, group), AllToAll.apply(gates, sent, arriving, group)
+    experts = torch.arange(counts.shape[1], device=x.device).repeat(group.size())
     experts = experts.repeat_interleave(counts_here.flatten(), output_size=len(x))  # n'
     order, inverse, ends = sort_by_expert(experts, counts.shape[1])
     x, gates = Permute.apply(x, order, inverse, 1), Permute.apply(gates, order, inverse, 1)
@@ -172,10 +173,10 @@ def dispatch(x: Tensor, gates: Tensor, ends: Tensor, ep: dist.ProcessGroup) -> t
 
 
 @torch.compiler.disable
-def combine(y: Tensor, route: Route, ep: dist.ProcessGroup) -> Tensor:
+def combine(y: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
     """Send the experts' outputs y [n', d] back to where dispatch took their rows from: [n, d], sorted by expert."""
     y = Unpermute.apply(y, route.order, route.inverse, 1)
-    return AllToAll.apply(y, route.arriving, route.sent, ep)
+    return AllToAll.apply(y, route.arriving, route.sent, group)
 
 
 # ------------------------------------------------------------------------------------------------------------- model

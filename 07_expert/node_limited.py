@@ -18,7 +18,7 @@ Copy:     AllToAll, Route, dispatch, combine, cross, cross_back, Router, sort_by
           Unpermute, SharedExpert, MLP, count_rows, move_biases (build_model makes the groups. Experts may be yours:
           Experts(cfg, ep), called with rows, gates [n, 1] and ends; draw other weights on every rank. Sum an expert's
           gradient over edp, all others over dp; if you average, divide both by dp's size. After each optimizer step
-          call move_biases with what count_rows returns; keep the biases in fp32)
+          call move_biases with what count_rows returns; it wants fp32 biases)
 Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.ffn, cfg.gate_scale, cfg.groups, cfg.shared, cfg.top_groups,
           cfg.top_k, model.dp, model.model.layers, Experts
 Run:      torchrun --nproc_per_node 8 07_expert/node_limited.py --nodes 2
@@ -119,17 +119,17 @@ class AllToAll(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, sent: list[int], arriving: list[int], ep: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.ep = (sent, arriving), ep
+    def forward(ctx, x: Tensor, sent: list[int], arriving: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = (sent, arriving), group
         arrived = x.new_empty(sum(arriving), *x.shape[1:])
-        # what is not a rank's own: (ep-1)/ep of the bytes of x out and in, if experts are equally busy; everyone waits
-        dist.all_to_all_single(arrived, x.contiguous(), arriving, sent, group=ep)
+        # what is not a rank's own: (N-1)/N of the bytes of x out and in, if N ranks get equally many; everyone waits
+        dist.all_to_all_single(arrived, x.contiguous(), arriving, sent, group=group)
         return arrived
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         sent, arriving = ctx.sizes
-        return AllToAll.apply(gradient, arriving, sent, ctx.ep), None, None, None
+        return AllToAll.apply(gradient, arriving, sent, ctx.group), None, None, None
 
 
 @dataclass(frozen=True)
@@ -143,18 +143,19 @@ class Route:
 
 
 @torch.compiler.disable  # sizes are known only when it runs
-def dispatch(x: Tensor, gates: Tensor, ends: Tensor, ep: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Route]:
+def dispatch(x: Tensor, gates: Tensor, ends: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Send rows x [n, d], sorted by expert, and their gates [n, 1] to the ranks of their experts. ends: sort_by_expert.
 
-    Returns what comes from all ranks for this rank's experts: rows [n', d], sorted by expert, their gates, their ends
-    [e/ep]; and the way back. A rank without rows takes part, with none: the others would wait for it forever.
+    group: the N ranks that share the e experts. Returns what comes from all of them for this rank's experts: rows
+    [n', d], sorted by expert, their gates, their ends [e/N]; and the way back. A rank without rows takes part, with
+    none: the others would wait for it forever.
     """
-    counts = ends.diff(prepend=ends.new_zeros(1)).view(ep.size(), -1)  # ep e/ep, of the rows that go there
-    counts_here = torch.empty_like(counts)  # ep e/ep, of the rows that come from there
-    dist.all_to_all_single(counts_here, counts, group=ep)  # 4 bytes per expert; everyone waits
+    counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # N e/N, of the rows that go there
+    counts_here = torch.empty_like(counts)  # N e/N, of the rows that come from there
+    dist.all_to_all_single(counts_here, counts, group=group)  # 4 bytes per expert; everyone waits
     sent, arriving = torch.stack([counts.sum(1), counts_here.sum(1)]).tolist()  # the CPU waits for the GPU
-    x, gates = AllToAll.apply(x, sent, arriving, ep), AllToAll.apply(gates, sent, arriving, ep)
-    experts = torch.arange(counts.shape[1], device=x.device).repeat(ep.size())
+    x, gates = AllToAll.apply(x, sent, arriving, group), AllToAll.apply(gates, sent, arriving, group)
+    experts = torch.arange(counts.shape[1], device=x.device).repeat(group.size())
     experts = experts.repeat_interleave(counts_here.flatten(), output_size=len(x))  # n'
     order, inverse, ends = sort_by_expert(experts, counts.shape[1])
     x, gates = Permute.apply(x, order, inverse, 1), Permute.apply(gates, order, inverse, 1)
@@ -162,10 +163,10 @@ def dispatch(x: Tensor, gates: Tensor, ends: Tensor, ep: dist.ProcessGroup) -> t
 
 
 @torch.compiler.disable
-def combine(y: Tensor, route: Route, ep: dist.ProcessGroup) -> Tensor:
+def combine(y: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
     """Send the experts' outputs y [n', d] back to where dispatch took their rows from: [n, d], sorted by expert."""
     y = Unpermute.apply(y, route.order, route.inverse, 1)
-    return AllToAll.apply(y, route.arriving, route.sent, ep)
+    return AllToAll.apply(y, route.arriving, route.sent, group)
 
 
 @torch.compiler.disable  # sizes are known only when it runs
@@ -664,6 +665,8 @@ def move_biases(cfg: Config, model: Model, rows: Tensor) -> None:
     """Move each bias by --bias_rate against its expert's load: rows [layers, e] of all micro-batches and ranks."""
     signs = (rows.mean(1, keepdim=True) - rows).sign()  # layers e: 1 where an expert had less than the mean
     for block, sign in zip(model.model.layers, signs):
+        if block.mlp.gate.bias.dtype in (torch.float16, torch.bfloat16):
+            raise TypeError("keep the biases of Router in float32: 16 bits round small steps away")
         block.mlp.gate.bias.add_(sign, alpha=cfg.bias_rate)
 
 

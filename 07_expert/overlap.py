@@ -107,7 +107,7 @@ class Transfer:
 
     sent: list[int]  # rows to each rank
     arriving: list[int]  # rows from each rank
-    ep: dist.ProcessGroup
+    group: dist.ProcessGroup
     work: dist.Work | None = None
     back: Tensor | None = None  # [sum(sent), d] gradients that come back
 
@@ -119,9 +119,9 @@ class Start(torch.autograd.Function):
     def forward(ctx, x: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
         arrived = x.new_empty(sum(transfer.arriving), x.shape[1])
-        # (ep-1)/ep of the bytes of x out and in, if experts are equally busy; Finish waits
+        # (N-1)/N of the bytes of x out and in, if N ranks get equally many; Finish waits
         transfer.work = dist.all_to_all_single(
-            arrived, x.contiguous(), transfer.arriving, transfer.sent, group=transfer.ep, async_op=True
+            arrived, x.contiguous(), transfer.arriving, transfer.sent, group=transfer.group, async_op=True
         )
         return arrived
 
@@ -149,7 +149,7 @@ class Finish(torch.autograd.Function):
         transfer.back = gradient.new_empty(sum(transfer.sent), gradient.shape[1])
         # as many bytes as in forward; Start.backward waits
         transfer.work = dist.all_to_all_single(
-            transfer.back, gradient.contiguous(), transfer.sent, transfer.arriving, group=transfer.ep, async_op=True
+            transfer.back, gradient.contiguous(), transfer.sent, transfer.arriving, group=transfer.group, async_op=True
         )
         return gradient, None  # has the shape that autograd expects; Start.backward takes transfer.back instead
 
@@ -163,25 +163,26 @@ class Route:
     back: Transfer
     order: Tensor  # [n'] sorts what arrives, by rank and there by expert, into blocks of this rank's experts
     inverse: Tensor  # [n'] its inverse permutation
-    ends: Tensor  # [e/ep] where the blocks end
+    ends: Tensor  # [e/N] where the blocks end
 
 
 @torch.compiler.disable  # sizes are known only when it runs
-def dispatch(x: Tensor, gates: Tensor, ends: Tensor, ep: dist.ProcessGroup) -> tuple[Tensor, Tensor, Route]:
+def dispatch(x: Tensor, gates: Tensor, ends: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Route]:
     """Start to send rows x [n, d], sorted by expert, and their gates [n, 1] to the ranks of their experts.
 
-    ends: as sort_by_expert returns it. Returns rows and gates on their way, for arrive, and how they travel.
-    A rank without rows takes part, with none: the others would wait for it forever.
+    ends: as sort_by_expert returns it. group: the N ranks that share the e experts. Returns rows and gates on their
+    way, for arrive, and how they travel. A rank without rows takes part, with none: the others would wait for it
+    forever.
     """
-    counts = ends.diff(prepend=ends.new_zeros(1)).view(ep.size(), -1)  # ep e/ep, of the rows that go there
-    counts_here = torch.empty_like(counts)  # ep e/ep, of the rows that come from there
-    dist.all_to_all_single(counts_here, counts, group=ep)  # 4 bytes per expert; everyone waits
+    counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # N e/N, of the rows that go there
+    counts_here = torch.empty_like(counts)  # N e/N, of the rows that come from there
+    dist.all_to_all_single(counts_here, counts, group=group)  # 4 bytes per expert; everyone waits
     sent, arriving = torch.stack([counts.sum(1), counts_here.sum(1)]).tolist()  # the CPU waits for the GPU
-    experts = torch.arange(counts.shape[1], device=x.device).repeat(ep.size())
+    experts = torch.arange(counts.shape[1], device=x.device).repeat(group.size())
     experts = experts.repeat_interleave(counts_here.flatten(), output_size=sum(arriving))  # n'
     order, inverse, ends = sort_by_expert(experts, counts.shape[1])
-    there, gates_there = Transfer(sent, arriving, ep), Transfer(sent, arriving, ep)
-    route = Route(there, gates_there, Transfer(arriving, sent, ep), order, inverse, ends)
+    there, gates_there = Transfer(sent, arriving, group), Transfer(sent, arriving, group)
+    route = Route(there, gates_there, Transfer(arriving, sent, group), order, inverse, ends)
     return Start.apply(x, there), Start.apply(gates, gates_there), route
 
 

@@ -250,3 +250,13 @@ def test_both_balance():
         sum(step[3] for step in launch(recipe, 1, small).history[-10:]) / 10 for recipe in (PARENT, AUXILIARY, BIAS)
     )
     assert max(auxiliary, bias) < 0.8 * without, (without, auxiliary, bias)  # 1 is balanced, 4 is the worst
+
+
+@pytest.mark.parametrize("name", ["bias_balancing", "node_limited"])
+def test_biases_in_16_bits_are_noticed(name):
+    """A trainer that casts the whole model takes the biases along: steps of 0.003 would be lost near 1."""
+    module = load(f"07_expert/{name}.py")
+    gate = SimpleNamespace(bias=torch.ones(4).bfloat16())
+    model = SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(mlp=SimpleNamespace(gate=gate))]))
+    with pytest.raises(TypeError, match="keep the biases of Router in float32"):
+        module.move_biases(module.Config(), model, torch.tensor([[1.0, 2.0, 3.0, 4.0]]))

@@ -47,17 +47,22 @@ def widen(x):
 @triton.jit
 def elu_forward(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     """Write y [n] of x [n]: this program's BLOCK elements of it."""
-    # All programs run this same text. The program's id says which block is its own; 64 bits, as n may be beyond 2^31.
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    # The positions of the block, one vector of a length known at compile time. Triton spreads it over the threads.
+    # All programs run this same text. The program's id says which block is its own.
+    start = tl.program_id(0).to(tl.int64) * BLOCK  # 64 bits: n may be beyond 2^31
+    # The positions of the block: a vector of a length known at compile time.
+    # Triton spreads it over the threads.
     offset = start + tl.arange(0, BLOCK)
-    # The last block may reach beyond the end. Where the mask is false, nothing is loaded and nothing is stored.
+    # The last block may reach beyond the end.
+    # Where the mask is false, nothing is loaded and nothing is stored.
     inside = offset < n
-    # A pointer plus a vector of offsets is a vector of addresses; load brings what stands there into registers.
+    # A pointer plus a vector of offsets is a vector of addresses.
+    # load brings what stands there into registers.
     x = widen(tl.load(x_ptr + offset, inside, 0))
-    # Between load and store everything stays in registers and costs no memory traffic: this is what fusion saves.
+    # Between load and store everything stays in registers and costs no memory traffic:
+    # this is what fusion saves.
     y = tl.where(x >= 0, x, tl.exp(x) - 1)
-    # One rounding to the tensor's dtype, one write. Programs share nothing, so they may run in any order.
+    # One rounding to the tensor's dtype, one write.
+    # Programs share nothing, so they may run in any order.
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -86,7 +91,7 @@ class ELU(torch.autograd.Function):
         ctx.save_for_backward(x)
         y, n, block = torch.empty_like(x), x.numel(), block_length(x)
         if n:  # a grid of 0 programs is an error
-            elu_forward[(triton.cdiv(n, block),)](x, y, n, BLOCK=block)  # the grid: as many programs as blocks
+            elu_forward[(triton.cdiv(n, block),)](x, y, n, BLOCK=block)  # the grid: a program per block
         return y
 
     @staticmethod

@@ -16,6 +16,7 @@ import re
 import statistics
 import subprocess
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -102,21 +103,21 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "08_4d/plan.py": "which layout: memory and time of all of them, predicted",
     "09_kernels/elementwise.py": "a first kernel: ELU, in one read and one write",
     "09_kernels/coalescing.py": "neighbouring lanes read neighbouring addresses",
-    "09_kernels/tiling.py": "each element that is loaded serves a whole tile",
-    "09_kernels/coarsening.py": "more elements per thread, until registers run out",
-    "09_kernels/divergence.py": "a few elements need far more steps than the others",
     "09_kernels/softmax.py": "rows in registers, and rows that are too long for that",
     "09_kernels/rmsnorm.py": "residual add and norm together, weight gradient without atomics",
     "09_kernels/swiglu.py": "backward writes over its inputs",
     "09_kernels/rope.py": "queries and keys rotated where they are",
     "09_kernels/cross_entropy.py": "the gradient over the logits; logits a few rows at a time",
     "09_kernels/adamw.py": "clip, step and bf16 copy of hundreds of parameters in two launches",
+    "09_kernels/train.py": "the root, with the kernels of a Llama pasted in",
+    "09_kernels/tiling.py": "each element that is loaded serves a whole tile",
+    "09_kernels/coarsening.py": "more elements per thread, until registers run out",
     "09_kernels/matmul.py": "from a tile per program to what cuBLAS reaches, rung by rung",
-    "09_kernels/grouped_matmul.py": "the matmuls of all experts in one launch",
     "09_kernels/flash_attention.py": "attention whose scores never reach memory",
     "09_kernels/flash_attention_gluon.py": "warps with different jobs; gradients added in a fixed order",
+    "09_kernels/grouped_matmul.py": "the matmuls of all experts in one launch",
     "09_kernels/fp8_matmul.py": "8 bits per element, and scales for a tensor, a row or a block",
-    "09_kernels/train.py": "the root, with the kernels of a Llama pasted in",
+    "09_kernels/divergence.py": "a few elements need far more steps than the others",
     "10_mixed_precision/formats.py": "4 to 32 bits: range, resolution, and what is left of real gradients",
     "10_mixed_precision/bf16.py": "bf16 weights that are written once per step, from fp32 masters",
     "10_mixed_precision/fp16_loss_scaling.py": "the same in fp16, whose small gradients need a scale",
@@ -204,12 +205,30 @@ LIBRARIES = "torch_", "accelerate_"  # how the names of library twins start
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
 NOTHING = 1e-10  # a difference below is rounding
 IN_SIGHT, ON_PAGE = 40, 160  # lines of a diff that are in sight, and that are on a page at all
+WIDTH = 88  # columns of code that a page shows
 SHOWN = 5  # so many bugs are on a folder's page; tests/BUGS.md has all
 UNKNOWN = "Not measured yet."
 OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
 WRITTEN_HERE = "ours", "Triton", "Gluon"  # contenders of a kernel file that are the file's own
 ROUNDED = "gradients of weights", "gradients of matmul outputs"  # tables of formats.py
-LONG = "coalescing", "tiling", "coarsening"  # kernels that are compared with each other: a row for each
+LONG = "coalescing", "tiling", "coarsening", "cross_entropy", "adamw"  # a row for each that is compared
+ON_PAGE_ROWS = {  # of what is measured, the rows on the folder's page; tests/KERNELS.md has all
+    "elementwise": r"2\^(10|19|22|28) ",
+    "coalescing": "float32",
+    "grouped_matmul": "OLMoE, .*, gate and up, .*sustained",
+    "flash_attention": "8192 .*sustained",
+    "flash_attention_gluon": "8192 .*sustained",
+    "fp8_matmul": "14336 x 4096, .*sustained",
+    "divergence": r"0\.(0010|1250|5000) (at random|together)$",
+}
+RUNGS = {  # of the way to cuBLAS: file: what is measured, and the rungs in order
+    "tiling": ("4096 x 4096 x 4096, float32", ("rows", "tiles", "dot")),
+    "coarsening": ("4096 x 4096 x 4096, float32", ("16 x 16", "64 x 64", "256 x 128")),
+    "matmul": (
+        "16384 x 4096 -> 14336, forward",
+        ("blocks", "ordered", "pipelined", "tuned", "descriptors", "persistent"),
+    ),
+}
 TOGETHER = """02_data_parallel/bucketed 03_zero/zero3 04_tensor_sequence/sequence_parallel 05_context_ring/zigzag
 06_pipeline/1f1b 06_pipeline/zbv 07_expert/expert_parallel 08_4d/checkpoint 09_kernels/rmsnorm 09_kernels/swiglu
 09_kernels/cross_entropy 09_kernels/flash_attention 09_kernels/adamw 10_mixed_precision/fp8_tensorwise""".split()
@@ -495,12 +514,9 @@ def kernel_gain(path: str) -> str:
     return ""
 
 
-def kernel_table(path: str) -> str:
-    """What `measure` of a kernel file has found: a column per contender, or a row for each where they are not alike."""
-    stored, name = results("kernels.json"), Path(path).stem
-    if name not in stored:
-        return UNKNOWN
-    rows = stored[name]["rows"]
+def measured_rows(path: str) -> list[dict]:
+    """What `measure` of a kernel file has found, with its limit, and what the names of contenders say in fields."""
+    rows = results("kernels.json")[Path(path).stem]["rows"]
     for row in rows:
         row["limit"] = f"{significant(row['rate'] / row['share'])} {row['unit']}" if row["share"] else ""
         if match := EXCESS.match(row["by"]):
@@ -509,8 +525,71 @@ def kernel_table(path: str) -> str:
             row |= {"by": match[1], "steps": match[2]}
         if "loaded" in row:
             row["loaded"] /= 1e9
-    tables = [long_table(rows)] if name in LONG else [wide_table(found) for found in alike(rows)]
-    return "\n\n".join([about(stored[name], f"Triton {stored[name]['triton']}"), *tables])
+    return rows
+
+
+def kernel_rows(path: str) -> str:
+    """All that was measured of a kernel."""
+    stored = results("kernels.json")[Path(path).stem]
+    return "\n\n".join([about(stored, f"Triton {stored['triton']}"), long_table(measured_rows(path))])
+
+
+def kernel_table(path: str) -> str:
+    """What a reader of the page needs: milliseconds, and the share of the limit of ours, or of the fastest."""
+    name, stored = Path(path).stem, results("kernels.json")
+    if name not in stored:
+        return UNKNOWN
+    rows = [row for row in measured_rows(path) if re.search(ON_PAGE_ROWS.get(name, ""), row["what"])]
+    limits = " or ".join(dict.fromkeys(row["limit"] for row in rows))
+    card = stored[name]["gpu"].split()[-1]
+    note = f"{card}, limit {limits}, [all rows](../tests/KERNELS.md#{anchor(Path(path).name)})"
+    if name in LONG:
+        return f"{note}\n\n{long_table(rows, without=('rate', 'limit'))}"
+    names, lines = list(dict.fromkeys(row["by"] for row in rows)), []
+    for what in dict.fromkeys(row["what"] for row in rows):
+        found = {row["by"]: row for row in rows if row["what"] == what}
+        ours = [found[by] for by in WRITTEN_HERE if by in found] or list(found.values())
+        cells = [fastest(found[by], rows) if by in found else "" for by in names]
+        best = min(ours, key=lambda row: row["ms"])
+        lines.append([what.removesuffix(", sustained"), *cells, f"{best['share']:.0%}"])
+    return f"{note}\n\n{table(['ms', *names, 'share'], unbroken(lines), labels=1)}"
+
+
+def unbroken(rows: list[list[str]]) -> list[list[str]]:
+    """Cells that break after a comma alone."""
+    cells = [[re.sub(r"(?<=\d) x (?=\d)", "×", cell) for cell in row] for row in rows]
+    return [[re.sub(r"(?<!,) ", "\xa0", cell).replace("-", "\u2011") for cell in row] for row in cells]
+
+
+def ladder() -> str:
+    """The rungs of a matmul: what all programs load, registers of a thread, and the speed as a share of cuBLAS's."""
+    stored, lines, theirs = results("kernels.json"), [], {}
+    for name, (what, rungs) in RUNGS.items():
+        found = {row["by"]: row for row in measured_rows(f"09_kernels/{name}.py") if row["what"] == what}
+        theirs |= {what: found["torch.matmul"]["ms"]} if "torch.matmul" in found else {}
+        for row in map(found.get, rungs):
+            share = theirs[what] / row["ms"]
+            more = [f"{row[key]:,.0f}" if key in row else "" for key in ("loaded", "registers", "spills")]
+            lines.append([f"{name}: {row['by']}", *more, f"{'█' * round(12 * share)} {share:.0%}"])
+    everything = ", ".join(f"[{name}](../tests/KERNELS.md#{name}py)" for name in RUNGS)
+    head = ["rung", "GB loaded", "registers per thread", "spilled", "of cuBLAS's speed"]
+    return f"{stored['matmul']['gpu'].split()[-1]}, all rows: {everything}\n\n{table(head, unbroken(lines), labels=1)}"
+
+
+def code(folder: str, wanted: str) -> str:
+    """FILE DEFINITION: its code. FILE DEFINITION:FIRST...LAST: from the one line that begins so to the one other.
+
+    FIRST and LAST have no spaces. A comment behind code stays where the line is not too long for the page with it.
+    """
+    file, name, _, first, last = re.match(r"(\S+) ([\w.]+)(:(.+?)\.\.\.(.+))?$", wanted).groups()
+    lines = FAMILY[f"{folder}/{file}"].definitions[name].splitlines()
+    if first:
+        begins = [line.replace(" ", "").startswith for line in lines]
+        (start,), (end,) = ([i for i, test in enumerate(begins) if test(mark)] for mark in (first, last))
+        lines = lines[start : end + 1]
+    lines = textwrap.dedent("\n".join(lines)).splitlines()
+    lines = [line if len(line) <= WIDTH else re.sub(r"  # [^\"]*$", "", line) for line in lines]
+    return "\n".join(["```python", *lines, "```"])
 
 
 def fastest(row: dict, rows: list[dict]) -> str:
@@ -525,45 +604,16 @@ def significant(x: float) -> str:
     return f"{x:,.0f}" if x >= 999.5 else f"{float(f'{x:.6g}'):.3g}"
 
 
-def long_table(rows: list[dict]) -> str:
+def long_table(rows: list[dict], without: tuple[str, ...] = ()) -> str:
     """A row of the table for each that was measured."""
     more = [key for key in MORE if any(key in row for row in rows)]
-    lines = []
+    head, lines = ["what", "by", *(MORE[key][0] for key in more), "ms", "rate", "share", "limit"], []
     for row in rows:
         extra = [MORE[key][1].format(row[key]) if key in row else "" for key in more]
         rate = f"{significant(row['rate'])} {row['unit']}"
         lines.append([row["what"], row["by"], *extra, fastest(row, rows), rate, f"{row['share']:.0%}", row["limit"]])
-    head = ["what", "by", *(MORE[key][0] for key in more), "ms", "rate", "share of the limit", "limit"]
-    return table(head, lines, labels=2)
-
-
-def alike(rows: list[dict]) -> list[list[dict]]:
-    """The rows of each table: all of those whose contenders are among each other's."""
-    found, contenders = [], []
-    for what in dict.fromkeys(row["what"] for row in rows):
-        same = [row for row in rows if row["what"] == what]
-        names = {row["by"] for row in same}
-        fits = [i for i, others in enumerate(contenders) if names <= others or names >= others]
-        if not fits:
-            fits = [len(found)]
-            found.append([])
-            contenders.append(set())
-        found[fits[0]] += same
-        contenders[fits[0]] |= names
-    return found
-
-
-def wide_table(rows: list[dict]) -> str:
-    """A row for each size, a column for each contender with its milliseconds and its share of the limit."""
-    names, lines = list(dict.fromkeys(row["by"] for row in rows)), []
-    more = [(key, by) for key in MORE for by in names if any(key in row for row in rows if row["by"] == by)]
-    for what in dict.fromkeys(row["what"] for row in rows):
-        found = {row["by"]: row for row in rows if row["what"] == what}
-        cells = [f"{fastest(found[by], rows)} · {found[by]['share']:.0%}" if by in found else "" for by in names]
-        extra = [MORE[key][1].format(found[by][key]) if key in found.get(by, {}) else "" for key, by in more]
-        lines.append([what, *cells, *extra, next(iter(found.values()))["limit"]])
-    titles = [f"{by}: {MORE[key][0]}" for key, by in more]
-    return table(["ms · share of the limit", *names, *titles, "limit"], lines, labels=1)
+    kept = [i for i, title in enumerate(head) if title not in without]
+    return table([head[i] for i in kept], unbroken([[line[i] for i in kept] for line in lines]), labels=2)
 
 
 def kernel_steps() -> str:
@@ -987,6 +1037,10 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
     folder = page.parent.name
     if page.name == "BUGS.md":
         return {folder: functools.partial(all_bugs, folder) for folder in FOLDERS}
+    kernels = [path for path in recipes_of("09_kernels") if path not in TRAINING]
+    kernels.sort(key=lambda path: Path(path).stem in RUNGS)  # those of the ladder last: they share a table
+    if page.name == "KERNELS.md":
+        return {Path(path).name: functools.partial(kernel_rows, path) for path in kernels} | {"steps": kernel_steps}
     if page.parent == ROOT:
         return {"facts": facts, "look": look, "recipes": all_folders}
     if folder == "tests":
@@ -1003,12 +1057,8 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
         "06_pipeline": {"predictions": predictions},
         "07_expert": {"expert_layer": expert_layer},
         "08_4d": {"layouts": layouts, "inheritance": inheritance, "published": published, "runs": measured_runs},
-        "09_kernels": {
-            f"{Path(path).stem} measured": functools.partial(kernel_table, path)
-            for path in recipes_of("09_kernels")
-            if path not in TRAINING
-        }
-        | {"steps": kernel_steps},
+        "09_kernels": {f"{Path(path).stem} measured": functools.partial(kernel_table, path) for path in kernels[:-3]}
+        | {"ladder": ladder},
         "10_mixed_precision": {
             "table of formats": formats,
             **{name: functools.partial(rounded, name) for name in ROUNDED},
@@ -1018,6 +1068,8 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
             "8B": falling,
         },
     }
+    quoted = re.findall(r"<!-- (code (.+?)) -->", page.read_text())
+    here |= {name: functools.partial(code, folder, wanted) for name, wanted in quoted}
     return here | extra.get(folder, {})
 
 
