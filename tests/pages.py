@@ -256,7 +256,7 @@ NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the
 }
 
 
-UNITS = re.compile(r"[-+]?[\d,.]+(?: to [\d,.]+)?( ?(?:%|dB|ms|[KMGT]i?B(?:/s)?|TFLOP/s))$")  # a number with its unit
+UNITS = re.compile(r"[-+]?[\d,.]+(?: to [\d,.]+)?([ \xa0]?(?:%|dB|ms|[KMGT]i?B(?:/s)?|TFLOP/s))$")  # of a number
 KEPT = re.compile(r"(`[^`]*`|\]\([^)]*\))")  # of a cell, that somebody may copy: code, and where a link leads
 TIED = (  # what no line may end within, as GitHub breaks lines at spaces and behind hyphens
     (re.compile(r"(?<![\w.])-(?=\d)|(?<=\de)-(?=\d)"), "\u2011"),
@@ -906,10 +906,9 @@ def expert_layer() -> str:
     layers = table(["layer", "forward, ms", "forward and backward, ms", "× time of moe.py, bf16 weights"], rows)
     alone, total = stored["matmuls"], sum(row["ms"] for row in stored["matmuls"])
     rates = [f"{pick(row['tflops'] for row in alone):.0f}" for pick in (min, max)]
-    last = (
-        f"The {len(alone)} grouped matmuls of forward and backward alone take {total:.2f} ms ({total / ours:.0%} of the"
-    )
-    last += f" time of {OURS}), at {' to '.join(rates)} TFLOP/s."
+    share = f"{total / ours:.0%} of the time of {OURS}"
+    last = f"The {len(alone)} grouped matmuls of forward and backward alone take {total:.2f} ms ({share}), at"
+    last += f" {' to '.join(rates)} TFLOP/s."
     return "\n\n".join([about(stored, f"transformers {stored['transformers']}"), layers, last])
 
 
@@ -995,9 +994,8 @@ def curves() -> str:
     most = max(run["steps"] for run in stored["runs"])
     for run in sorted(stored["runs"], key=lambda run: (run["steps"] < most, run["last"] or 0)):
         last = f"{run['last']:.3f}" if run["steps"] == most else f"NaN after {run['steps']} steps"
-        rows.append(
-            [f"[{run['label']}](../{run['recipe']})".replace("../10_mixed_precision/", "") + " †" * run["naive"], last]
-        )
+        link = f"../{run['recipe']}".removeprefix("../10_mixed_precision/")
+        rows.append([f"[{run['label']}]({link})" + " †" * run["naive"], last])
     return f"{about(stored)}, `{stored['flags']}`\n\n{table(['format', 'loss of the last 100 steps'], rows)}"
 
 
