@@ -407,15 +407,14 @@ def best_speed(folder: str) -> str:
 
 
 def folder_table(folder: str) -> str:
-    """A row per recipe, with its size, error and speed; the diff is linked to where the page explains it."""
+    """A row per recipe, with its size, error and speed; the diff is linked to where the page names the parent."""
     rows = []
     for path in recipes_of(folder):
         parent, name = first_parent(path), Path(path).name
-        above = f"`{parent.removeprefix(f'{folder}/')}`" if parent else ""
         diff = f"[{size(path).removesuffix(' lines') if parent else size(path)}](#{anchor(name)})"
         ours = ratio(path) or gain(path) or kernel_gain(path)
-        rows.append([f"[`{name}`]({name})", IDEAS[path], above, diff, worst_error([path]), ours])
-    return table(["file", "idea", "parent", "diff", "error", "speed"], rows)
+        rows.append([f"[`{name}`]({name})", IDEAS[path], diff, worst_error([path]), ours])
+    return table(["file", "idea", "diff", "error", "speed"], rows)
 
 
 def way(folder: str) -> str:
