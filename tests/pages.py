@@ -258,10 +258,11 @@ NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the
 
 UNITS = re.compile(r"[-+]?[\d,.]+(?: to [\d,.]+)?([ \xa0]?(?:%|dB|ms|[KMGT]i?B(?:/s)?|TFLOP/s))$")  # of a number
 KEPT = re.compile(r"(`[^`]*`|\]\([^)]*\))")  # of a cell, that somebody may copy: code, and where a link leads
+UNIT = r"(?:%|dB|ms|[KMGT]i?B(?:/s)?|TFLOP/s|layers|chunks|micro.batches)(?!\w)"
 TIED = (  # what no line may end within, as GitHub breaks lines at spaces and behind hyphens
-    (re.compile(r"(?<![\w.])-(?=\d)|(?<=\de)-(?=\d)"), "\u2011"),
+    (re.compile(r"(?<![\w.])-(?=\d)|(?<=\de)-(?=\d)|(?<=micro)-(?=batch)"), "\u2011"),
     (
-        re.compile(r" (?=[−†‡]|(?:%|dB|ms|[KMGT]i?B(?:/s)?|TFLOP/s)(?!\w))|(?<=[\d*%]) (?=[·+(])|(?<=[·+]) (?=[\d*])"),
+        re.compile(rf" (?=[−†‡])|(?<=\d) (?={UNIT})|(?<=[dctp]p) (?=\d)|(?<=[\d*%]) (?=[·+(])|(?<=[·+]) (?=[\d*])"),
         "\u00a0",
     ),
 )
@@ -879,7 +880,7 @@ def published() -> str:
         words = f"{ours.cfg.gpus:,}", plan.shape(ours.cfg), f"{ours.cfg.seq:,}"
         rows.append([*words, f"{mfu} %", f"{100 * theirs:.1f} %", f"{100 * ours.mfu:.1f} %", f"{ours.memory:.0f} GiB"])
     head = ["GPUs", "layout", "tokens per sequence", "published MFU", "predicted", "of what is computed"]
-    return table([*head, "memory as train.py's"], rows)
+    return table([*head, "memory"], rows)
 
 
 def attention() -> str:
