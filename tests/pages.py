@@ -204,6 +204,7 @@ BASELINES = {  # where no library trains the same: what speed is over
 LIBRARIES = "torch_", "accelerate_"  # how the names of library twins start
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
 NOTHING = 1e-10  # a difference below is rounding
+WIDE = 84  # characters of a line that a page shows as a whole
 IN_SIGHT, ON_PAGE = 40, 160  # lines of a diff that are in sight, and that are on a page at all
 WIDTH = 88  # columns of code that a page shows
 SHOWN = 5  # so many bugs are on a folder's page; tests/BUGS.md has all
@@ -262,7 +263,9 @@ UNIT = r"(?:%|dB|ms|[KMGT]i?B(?:/s)?|TFLOP/s|layers|chunks|micro.batches)(?!\w)"
 TIED = (  # what no line may end within, as GitHub breaks lines at spaces and behind hyphens
     (re.compile(r"(?<![\w.])-(?=\d)|(?<=\de)-(?=\d)|(?<=micro)-(?=batch)"), "\u2011"),
     (
-        re.compile(rf" (?=[−†‡])|(?<=\d) (?={UNIT})|(?<=[dctp]p) (?=\d)|(?<=[\d*%]) (?=[·+(])|(?<=[·+]) (?=[\d*])"),
+        re.compile(
+            rf" (?=[−†‡])|(?<=\d) (?={UNIT})|(?<=[dctp]p) (?=\d)|(?<=×) |(?<=[\d*%]) (?=[·+(])|(?<=[·+]) (?=[\d*])"
+        ),
         "\u00a0",
     ),
 )
@@ -283,7 +286,7 @@ def units_above(head: list[str], rows: list[list[str]]) -> list[list[str]]:
         found = [UNITS.match(cell) for cell in column[1:] if cell not in ("", "0")]
         units = {match[1] if match else None for match in found}
         if len(units) == 1 and (unit := units.pop()):
-            column[:] = [f"{column[0]}, {unit.strip()}", *(cell.removesuffix(unit) for cell in column[1:])]
+            column[:] = [f"{column[0]},\u00a0{unit.strip()}", *(cell.removesuffix(unit) for cell in column[1:])]
     return [list(line) for line in zip(*columns)]
 
 
@@ -341,6 +344,8 @@ def commands(path: str) -> str:
     """The diff with the parent, and the first command of the recipe's header."""
     parent = first_parent(path)
     diff = f"git diff --patience --no-index {parent} {path}\n" if parent else ""
+    if len(diff) > WIDE:
+        diff = diff.replace(f"{parent} ", f"{parent} \\\n    ")
     run = re.search(r"^Run:\s+(.+)$", FAMILY[path].source, re.M)[1]
     code = f"```bash\n{diff}{run}\n```\n\n{size(path)} of code"
     lines = lesson(path, 1)
@@ -839,7 +844,7 @@ def layouts() -> str:
             words = f"{cfg.preset}, {cfg.layers} layers", tests.PLAN.shape(cfg)
             speeds = f"{found:,.0f}", f"{tokens:,.0f}", f"{tokens / found - 1:+.1%}"
             rows.append([*words, *speeds, f"{peak:.1f} GiB", f"{memory:.1f} GiB"])
-    head = ["model", "layout", "measured, tokens/s/GPU", "predicted", "difference", "measured peak", "predicted peak"]
+    head = ["model", "layout", "tokens/s/GPU", "predicted", "difference", "peak memory", "predicted"]
     return table(head, rows)
 
 
