@@ -789,7 +789,7 @@ def speed(folder: str) -> str:
                     "{forward:.2f} + {backward:.2f}".format(**row["block_ms"]) if "block_ms" in row else "",
                 ]
             )
-        head = ["file", "tokens/s/GPU", "× first", "MFU", "memory", "exposed communication"]
+        head = ["file", "tokens/s/GPU", "× first", "MFU", "memory", "exposed"]
         head += ["idle (expected)", "block, ms forward + backward"]
         filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
         text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
@@ -841,11 +841,12 @@ def layouts() -> str:
             cfg = tests.config(row["flags"], suite["gpu"])
             found, _, peak = tests.measured(row)
             tokens, memory = tests.PLAN.predict(cfg, tests.TRAIN).tokens, tests.first_rank(cfg)
-            words = f"{cfg.preset}, {cfg.layers} layers", tests.PLAN.shape(cfg)
+            words = cfg.preset, f"{cfg.layers}", tests.PLAN.shape(cfg)
             speeds = f"{found:,.0f}", f"{tokens:,.0f}", f"{tokens / found - 1:+.1%}"
             rows.append([*words, *speeds, f"{peak:.1f} GiB", f"{memory:.1f} GiB"])
-    head = ["model", "layout", "tokens/s/GPU", "predicted", "difference", "peak memory", "predicted"]
-    return table(head, rows)
+    head = ["model", "layers", "layout", "tokens/s/GPU", "predicted", "difference", "memory", "predicted"]
+    alike = len({row[0] for row in rows}) == 1  # one model, which the page names
+    return table(head[alike:], [row[alike:] for row in rows])
 
 
 def measured_runs() -> str:
