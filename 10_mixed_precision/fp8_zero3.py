@@ -18,9 +18,10 @@ Plumbing: Config, Model.__init__, build_model, check
 Copy:     E4M3, GRADIENT, LEAST, Unit, gather, free, transpose, reduce_scatter, take_gradients, reduce, before_forward,
           after_forward, after_backward, transpose_kernel, cast_kernel, cast, shapes_of_cast, quantize, amax_of,
           multiply, Multiply, Linear, make_unit, check_units, use_fp8, quantize_weights, clip_gradients, evaluate (as
-          03_zero/zero3.py says; in a unit with weights of Linear, they are the only matrices; make units of bfloat16,
-          without autocast; call use_fp8 after the last make_unit, then quantize_weights, and that again after each
-          optimizer step; evaluate takes IGNORE and a forward like that of train.py)
+          03_zero/zero3.py says; weights of Linear, which has no bias, are the only matrices of their unit, and that is
+          neither the first nor the last; make units of bfloat16, without autocast; call use_fp8 after the last
+          make_unit, then quantize_weights, and that again after each optimizer step, or when a checkpoint is loaded;
+          evaluate takes IGNORE and a forward that returns the sum of the losses, like that of train.py)
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 10_mixed_precision/fp8_zero3.py --dtype bfloat16
@@ -172,7 +173,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
     G/4 to G/2 times the bytes of an fp32 ring.
     """
-    if first := unit.gradient is None:
+    if first := unit.gradient is None or unit.matrices.grad is None:  # zero_grad alone drops it, too
         unit.gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
         unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
@@ -557,14 +558,14 @@ def use_fp8(model: nn.Module) -> None:
     """Let units whose matrices are bf16 weights of Linear gather these in fp8, and keep their vectors whole.
 
     The bf16 weights stay, without memory: autograd casts a gradient to the dtype of its parameter, and fp8 would be too
-    coarse. Raises ValueError if such a unit has another matrix.
+    coarse. Raises ValueError if such a unit has another matrix, or is one of the two that are never transposed.
     """
     owners = {m.weight: m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16}
-    for unit in (unit for unit in model.units if unit.parameters[0] in owners):
+    for unit in (unit for unit in model.units if not owners.keys().isdisjoint(unit.parameters)):
         free(unit)  # the bf16 weights, for good
         matrices, vectors = ([p for p in unit.parameters if (p.ndim > 1) == more] for more in (True, False))
-        if any(p not in owners for p in matrices):
-            raise ValueError("a unit with weights of Linear may have no other matrices")
+        if any(p not in owners for p in matrices) or unit in (model.units[0], model.units[-1]):
+            raise ValueError("a unit with weights of Linear may have no other matrices, nor be the first or the last")
         start = unit.group.rank() * len(unit.shard)
         unit.linears = [owners[p] for p in matrices]
         unit.ends = [max(0, end - start) for end in accumulate(p.numel() for p in matrices)]
@@ -579,6 +580,7 @@ def use_fp8(model: nn.Module) -> None:
             linear.version = linear.weight._version
         for p in vectors:
             p.data = torch.empty_like(p)
+        unit.current = False
         free(unit)
 
 
@@ -706,6 +708,8 @@ def quantize_weights(model: nn.Module) -> None:
     Call it before the first forward and after each optimizer step: it serves all micro-batches of a step.
     """
     units, known = [unit for unit in model.units if unit.linears], []
+    if any(isinstance(m, Linear) and m.weight.dtype == torch.bfloat16 and not m.quantized for m in model.modules()):
+        raise RuntimeError("call use_fp8(model) before quantize_weights(model)")
     if not units:
         return
     for unit in units:

@@ -214,16 +214,37 @@ def has_another_matrix(module: ModuleType):
     return lambda: None
 
 
+def has_an_fp8_head(module: ModuleType):
+    """A probe: the head is in fp8, too, and nobody transposes the last unit."""
+    init = module.Model.__init__
+
+    def changed(self, cfg, dp):
+        init(self, cfg, dp)
+        self.lm_head = module.Linear(cfg.dim, cfg.vocab)
+
+    module.Model.__init__ = changed
+    return lambda: None
+
+
 def leaves_the_linears_out(module: ModuleType):
     """A probe: nobody calls use_fp8."""
     module.use_fp8 = lambda model: None
     return lambda: None
 
 
+def starts_again(module: ModuleType):
+    """A probe: use_fp8 is called again, when weights have been quantized."""
+    quantize = module.quantize_weights
+    module.quantize_weights = lambda model: quantize(model) or module.use_fp8(model)
+    return lambda: None
+
+
 MISUSE = {
     forgets: "call quantize_weights(model) before the first forward and after each optimizer step",
     has_another_matrix: "a unit with weights of Linear may have no other matrices",
-    leaves_the_linears_out: "Linear needs bfloat16 weights and quantize_weights(model)",
+    has_an_fp8_head: "nor be the first or the last",
+    leaves_the_linears_out: "call use_fp8(model) before quantize_weights(model)",
+    starts_again: "call quantize_weights(model) before the first forward",
 }
 
 

@@ -338,7 +338,6 @@ class ShardedGPT(GPT):
 def after_step(model: ShardedGPT) -> None:
     for unit in model.units:
         unit.gathering = None
-        unit.gradient = None
 
 
 def forward_backward_zero3(cfg: Config, model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Draw pictures from the recipes' headers, functions and measured timelines, as plain SVG for light and dark pages.
+"""Draw pictures from the recipes' headers, functions and measured results, as SVG for light and dark pages.
 
 python tests/pictures.py            write all of them; tests/test_pictures.py compares them with the files
 python tests/pictures.py --balance  first train again what balance.svg shows
@@ -6,9 +6,13 @@ python tests/pictures.py --balance  first train again what balance.svg shows
 
 import argparse
 import functools
+import io
+import itertools
 import json
 import math
+import re
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,56 +21,42 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+import matplotlib
 import schedules
 import torch
 import torch.distributed as dist
 from launch import ROOT, launch, load, once
+from matplotlib import pyplot
 from test_lineage import FAMILY, TRAINING, lines_of_code, parents
 from test_lineage import difference as count_difference
 
 # ------------------------------------------------------------------------------------------------------------- canvas
 SANS, MONO = "system-ui, sans-serif", "ui-monospace, monospace"
-GROUND = "ground"
-COLORS = {  # role: (in light mode, in dark mode)
-    GROUND: ("#ffffff", "#0d1117"),
-    "ink": ("#1f2328", "#e6edf3"),
-    "muted": ("#59636e", "#9198a1"),
-    "rule": ("#afb8c1", "#4a525c"),
-    "plain": ("#e6eaee", "#2b323b"),
-    "added": ("#116329", "#56d364"),
-    "removed": ("#a40e26", "#ff7b72"),
-    "folder01": ("#0550ae", "#79c0ff"),
-    "folder02": ("#116329", "#7ee787"),
-    "folder03": ("#953800", "#ffa657"),
-    "folder04": ("#6639ba", "#d2a8ff"),
-    "folder05": ("#0a6670", "#5fd4de"),
-    "folder06": ("#a40e26", "#ff9492"),
-    "folder07": ("#7a4e00", "#e3b341"),
-    "folder08": ("#8a1a6b", "#ff9bce"),
-    "folder09": ("#3d5a00", "#b5d46a"),
-    "folder10": ("#45515e", "#b1bac4"),
-    "sum1": ("#e6eef6", "#1b2733"),
-    "sum2": ("#cfe0f1", "#1d3650"),
-    "sum3": ("#a9c9e8", "#255078"),
-    "sum4": ("#8bd49c", "#2a7040"),
-    "rank0": ("#b5d4f0", "#1f4e79"),
-    "rank1": ("#fbd3ad", "#6b4116"),
-    "rank2": ("#b9dfb0", "#2f6b35"),
-    "rank3": ("#dcc5f3", "#5a3a82"),
-    "step0": ("#f6dd8c", "#6b5510"),
-    "step1": ("#a6d99a", "#2c6a34"),
-    "step2": ("#86c8de", "#1b6079"),
-    "step3": ("#b9a8ec", "#55439a"),
-    "all-reduce": ("#dcc5f3", "#5a3a82"),
-    "all-gather": ("#94dbd5", "#17625d"),
-    "reduce-scatter": ("#f3b9c6", "#7d2f45"),
-    "forward": ("#9cc3e6", "#2c659c"),
-    "backward": ("#a9d6a0", "#38733f"),
-    "optimizer": ("#d9c2e9", "#6b4a8c"),
-    "gather": ("#2fa8a0", "#37b5ac"),
-    "other": ("#f2b661", "#d08a2a"),
-    "exposed": ("#d64541", "#ff6b60"),
-}
+RESULTS = ROOT / "tests" / "results"
+# a role, and its color in light and in dark mode
+PALETTE = """
+ground ffffff 0d1117 · ink 1f2328 e6edf3 · muted 59636e 9198a1 · rule afb8c1 4a525c · plain e6eaee 2b323b
+folder01 0550ae 79c0ff · folder02 116329 7ee787 · folder03 953800 ffa657 · folder04 6639ba d2a8ff
+folder05 0a6670 5fd4de · folder06 a40e26 ff9492 · folder07 7a4e00 e3b341 · folder08 8a1a6b ff9bce
+folder09 3d5a00 b5d46a · folder10 45515e b1bac4 · sum1 e6eef6 1b2733 · sum2 cfe0f1 1d3650 · sum3 a9c9e8 255078
+sum4 8bd49c 2a7040 · rank0 b5d4f0 1f4e79 · rank1 fbd3ad 6b4116 · rank2 b9dfb0 2f6b35 · rank3 dcc5f3 5a3a82
+step0 f6dd8c 6b5510 · step1 a6d99a 2c6a34 · step2 86c8de 1b6079 · step3 b9a8ec 55439a · all-gather 94dbd5 17625d
+reduce-scatter f3b9c6 7d2f45 · forward 9cc3e6 2c659c · backward a9d6a0 38733f · optimizer d9c2e9 6b4a8c
+gather 2fa8a0 37b5ac · other f2b661 d08a2a · exposed d64541 ff6b60
+"""
+COLORS = {role: (f"#{light}", f"#{dark}") for role, light, dark in re.findall(r"(\S+) (\w{6}) (\w{6})", PALETTE)}
+
+
+def picture(title: str, width: float, height: float, body: str, font: str = SANS) -> str:
+    """The SVG of a body, on no ground, with the colors that it names in both modes."""
+    used = [role for role in COLORS if f"var(--{role})" in body]
+    light, dark = (";".join(f"--{role}:{COLORS[role][mode]}" for role in used) for mode in (0, 1))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" width="{width:g}" '
+        f'height="{height:g}" viewBox="0 0 {width:g} {height:g}" role="img" font-family="{font}">\n'
+        f"<title>{escape(title)}</title>\n<style>.line{{fill:none}} svg{{{light}}}\n"
+        f"@media (prefers-color-scheme: dark){{svg{{{dark}}}}}</style>\n{body}\n</svg>\n"
+    )
 
 
 class Box(NamedTuple):
@@ -80,82 +70,62 @@ class Box(NamedTuple):
 
 @dataclass
 class Canvas:
-    """An SVG in the making."""
+    """A diagram in the making."""
 
     title: str
     width: float
     font: str = SANS
     parts: list[str] = field(default_factory=list)
 
-    def box(self, box: Box, role: str, radius: float = 0) -> None:
-        """Fill a rectangle."""
+    def box(self, box: Box, role: str, text: str = "", size: int = 12, radius: float = 0) -> None:
+        """Fill a rectangle, and write a text in its middle."""
+        x, y, w, h = box
         rounded = f' rx="{radius:g}"' if radius else ""
-        x, y, w, h = (short(value) for value in box)
-        self.parts.append(f'<rect class="{role}" x="{x}" y="{y}" width="{w}" height="{h}"{rounded}/>')
+        where = f'x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}"{rounded}'
+        self.parts.append(f'<rect style="fill:var(--{role})" {where}/>')
+        if text:
+            self.label(box, text, size)
+
+    def cells(self, boxes: list[Box], role: str) -> None:
+        """Fill rectangles, all in one path."""
+        path = "".join(f"M{x:g} {y:g}h{w:g}v{h:g}h{-w:g}z" for x, y, w, h in boxes)
+        self.parts.append(f'<path style="fill:var(--{role})" d="{path}"/>')
 
     def text(self, x: float, y: float, *runs: tuple[str, str], size: int = 12, anchor: str = "start") -> None:
         """Write (text, role) runs, one after another, with the baseline at y."""
-        spans = "".join(f'<tspan class="{role}">{escape(text)}</tspan>' for text, role in runs)
-        self.parts.append(
-            f'<text x="{short(x)}" y="{short(y)}" font-size="{size}" text-anchor="{anchor}" '
-            f'xml:space="preserve">{spans}</text>'
-        )
+        spans = "".join(f'<tspan style="fill:var(--{role})">{escape(text)}</tspan>' for text, role in runs)
+        where = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"'
+        self.parts.append(f'<text {where} xml:space="preserve">{spans}</text>')
 
-    def label(self, box: Box, text: str, role: str = "ink", size: int = 12) -> None:
+    def label(self, box: Box, text: str, size: int = 12) -> None:
         """Write a text in the middle of a box."""
-        self.text(box.x + box.w / 2, box.y + box.h / 2 + 0.35 * size, (text, role), size=size, anchor="middle")
+        self.text(box.x + box.w / 2, box.y + box.h / 2 + 0.35 * size, (text, "ink"), size=size, anchor="middle")
 
-    def line(self, *points: tuple[float, float], role: str = "rule", arrow: bool = False, width: float = 0) -> None:
-        """Draw a line through the points, on request with a head at its end, or thicker or thinner than others."""
-        path = "M" + "L".join(f"{short(x)} {short(y)}" for x, y in points)
-        style = f' style="stroke-width:{width:g}"' if width else ""
-        self.parts.append(f'<path class="{role} line" d="{path}"{style}/>')
+    def line(self, *points: tuple[float, float], role: str = "rule", arrow: bool = False, width: float = 1.5) -> None:
+        """Draw a line through the points, on request with a head at its end; its last part is not oblique then."""
+        path = "M" + "L".join(f"{x:g} {y:g}" for x, y in points)
+        self.parts.append(f'<path class="line" style="stroke:var(--{role});stroke-width:{width:g}" d="{path}"/>')
         if arrow:
             (x0, y0), (x, y) = points[-2:]
-            dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)  # lines are horizontal or vertical
-            wings = [(x - 5 * dx + 3.5 * side * dy, y - 5 * dy + 3.5 * side * dx) for side in (1, -1)]
-            self.area([(x, y), *wings], role)
+            dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
+            wings = [f"L{x - 5 * dx + 3.5 * side * dy:g} {y - 5 * dy + 3.5 * side * dx:g}" for side in (1, -1)]
+            self.parts.append(f'<path style="fill:var(--{role})" d="M{x:g} {y:g}{"".join(wings)}z"/>')
 
     def frame(self, box: Box, role: str) -> None:
         """Draw the outline of a rectangle."""
         x, y, w, h = box
         self.line((x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y), role=role)
 
-    def dot(self, x: float, y: float, role: str) -> None:
-        """Draw a small disc."""
-        self.parts.append(f'<rect class="{role}" x="{short(x - 4)}" y="{short(y - 4)}" width="8" height="8" rx="4"/>')
-
-    def area(self, points: list[tuple[float, float]], role: str) -> None:
-        """Fill a polygon."""
-        path = "L".join(f"{short(x)} {short(y)}" for x, y in points)
-        self.parts.append(f'<path class="{role}" d="M{path}z"/>')
-
-    def bars(self, spans: list[tuple[float, float]], y: float, height: float, role: str) -> None:
-        """Fill a bar from x to x for each span, all in one path."""
-        path = "".join(f"M{short(a)} {short(y)}h{short(b - a, 3)}v{height:g}h{short(a - b, 3)}z" for a, b in spans)
-        self.parts.append(f'<path class="{role}" d="{path}"/>')
-
-    def cells(self, boxes: list[Box], role: str) -> None:
-        """Fill rectangles, all in one path."""
-        path = "".join(f"M{short(x)} {short(y)}h{short(w)}v{short(h)}h{short(-w)}z" for x, y, w, h in boxes)
-        self.parts.append(f'<path class="{role}" d="{path}"/>')
+    def legend(self, x: float, y: float, entries: list[tuple[str, str]]) -> None:
+        """A row of (role, text), each with a sample of the role's color; y is the baseline."""
+        for role, text in entries:
+            self.box(Box(x, y - 10, 12, 12), role, radius=2)
+            self.text(x + 17, y, (text, "ink"))
+            x += 33 + text_width(text, 12)
 
     def svg(self, height: float) -> str:
-        """The picture, cut off at a height, with the colors that it uses in both modes."""
-        body = "\n".join(self.parts)
-        used = [
-            role for role in COLORS if role == GROUND or f'class="{role}"' in body or f'class="{role} line"' in body
-        ]
-        light, dark = (" ".join(f".{role}{{color:{COLORS[role][mode]}}}" for role in used) for mode in (0, 1))
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{height:g}" '
-            f'viewBox="0 0 {self.width:g} {height:g}" role="img" font-family="{self.font}">\n'
-            f"<title>{escape(self.title)}</title>\n"
-            "<style>rect,tspan,path{fill:currentColor} .line{fill:none;stroke:currentColor;stroke-width:1.5}\n"
-            f"{light}\n@media (prefers-color-scheme: dark){{{dark}}}</style>\n"
-            f'<rect class="{GROUND}" width="100%" height="100%"/>\n'
-            f"{body}\n</svg>\n"
-        )
+        """The picture, cut off at a height."""
+        return picture(self.title, self.width, height, "\n".join(self.parts), self.font)
 
 
 def text_width(text: str, size: float) -> float:
@@ -163,83 +133,103 @@ def text_width(text: str, size: float) -> float:
     return 0.6 * size * len(text)
 
 
-def short(value: float, digits: int = 2) -> str:
-    """A coordinate with at most so many decimals."""
-    return f"{round(value, digits) + 0:.{digits}f}".rstrip("0").rstrip(".")
+# --------------------------------------------------------------------------------------------------------------- axes
+LIGHT = {role: light for role, (light, _) in COLORS.items()}
+ROLES = {light: role for role, light in LIGHT.items()}
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "pictures", "font.size": 14, "figure.dpi": 72, "hatch.linewidth": 2}
+STYLE |= {"legend.frameon": False, "legend.handlelength": 1.4, "legend.columnspacing": 1.2, "legend.markerscale": 0.6}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titlesize": 14}
+STYLE |= {key: LIGHT["ink"] for key in ("text.color", "xtick.labelcolor", "ytick.labelcolor", "axes.titlecolor")}
+STYLE |= {key: LIGHT["rule"] for key in ("axes.edgecolor", "xtick.color", "ytick.color")} | {"axes.axisbelow": True}
+STYLE |= {"axes.labelcolor": LIGHT["muted"], "grid.color": LIGHT["plain"], "hatch.color": LIGHT["ground"]}
 
 
-def legend(canvas: Canvas, x: float, y: float, entries: list[tuple[str, str]], size: int = 12) -> None:
-    """A row of (role, text), each with a sample of the role's color; y is the baseline."""
-    for role, text in entries:
-        canvas.box(Box(x, y - 10, 12, 12), role, radius=2)
-        canvas.text(x + 17, y, (text, "ink"), size=size)
-        x += 17 + text_width(text, size) + 16
+def axes(height: float, rows: int = 1, columns: int = 1, width: float = 560, **more: Any) -> tuple[Any, Any]:
+    """A figure of so many pixels, and its axes. Colors are those of LIGHT."""
+    matplotlib.rcParams.update(matplotlib.rcParamsDefault | STYLE | {"backend": "svg"})
+    figure = pyplot.figure(figsize=(width / 72, height / 72), layout="constrained")
+    return figure, figure.subplots(rows, columns, **more)
+
+
+def drawn(figure: Any, title: str, legend: int = 0) -> str:
+    """The SVG of a figure, with text as text, colors that follow the mode, and the last axes' legend in columns."""
+    if legend:
+        figure.legend(*figure.axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=legend)
+    file, (width, height) = io.StringIO(), figure.get_size_inches() * 72
+    figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    pyplot.close(figure)
+    body = re.search(r"<svg[^>]*>(.*)</svg>", file.getvalue(), re.S)[1]
+    body = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", body)
+    body = re.sub(r'fill="(#\w{6})"', r'style="fill: \1"', body)  # of a hatch
+    return picture(title, width, height, re.sub(r"(?<=: )#[0-9a-f]{6}", lambda hit: f"var(--{ROLES[hit[0]]})", body))
+
+
+def beside(axis: Any, y: float, words: str) -> None:
+    """Write right of the axes, at the height of a value."""
+    axis.annotate(words, (1.02, y), xycoords=("axes fraction", "data"), va="center")
+
+
+def filled(role: str, hatch: str) -> dict[str, str]:
+    """The look of a bar."""
+    return dict(facecolor=LIGHT[role], hatch=hatch, edgecolor=LIGHT["ground"])
+
+
+def stack(axis: Any, bars: dict[str, dict[str, float]], looks: dict[str, tuple[str, str]]) -> None:
+    """A bar for each name, of parts one after another, with the value of each that has room for it, and their sum."""
+    most, ends = max(sum(parts.values()) for parts in bars.values()), [0] * len(bars)
+    for part, look in looks.items():
+        widths = [parts[part] for parts in bars.values()]
+        found = axis.barh(list(bars), widths, 0.75, ends, **filled(*look), label=part)
+        axis.bar_label(found, [f"{w:.1f}" if w > 0.07 * most else "" for w in widths], label_type="center", fontsize=12)
+        ends = [end + width for end, width in zip(ends, widths)]
+    axis.bar_label(found, [f"{end:.1f}" for end in ends], padding=5, weight="bold")
+    axis.set(xlim=(0, 1.1 * most), ylim=(len(bars) - 0.5, -0.5))
 
 
 # ------------------------------------------------------------------------------------------------------------- family
 difference = once(count_difference)  # runs git
 
 
-def descent(family: dict[str, list[str]]) -> list[tuple[str, int]]:
+def descent(family: dict[str, list[str]], parent: str = "", generation: int = 0) -> list[tuple[str, int]]:
     """From path -> parents: every recipe with its generation, each directly below its first parent or a sibling."""
-
-    def below(path: str, generation: int) -> list[tuple[str, int]]:
-        children = sorted(child for child, theirs in family.items() if theirs[:1] == [path])
-        return [(path, generation), *(line for child in children for line in below(child, generation + 1))]
-
-    return [line for path in sorted(family) if not family[path] for line in below(path, 0)]
+    children = sorted(path for path, theirs in family.items() if [*theirs, ""][0] == parent)
+    return [line for path in children for line in [(path, generation), *descent(family, path, generation + 1)]]
 
 
 def draw_family() -> str:
     """The tree of the recipes by their first parents; beside each how many lines of code it adds and removes."""
-    row, small_row, indent, width, left, y = 22, 15, 14, 480, 12, 74
+    indent, width, left, y = 14, 480, 12, 46
     groups = {"": [], "Tools, which train nothing": [], "Kernels, one by one": []}
     for path, generation in descent({path: parents(recipe) for path, recipe in FAMILY.items()}):
-        tool = "Kernels, one by one" if path.startswith("09_kernels/") else "Tools, which train nothing"
-        groups["" if path in TRAINING else tool].append((path, generation))
+        kind = "Kernels, one by one" if path.startswith("09_kernels/") else "Tools, which train nothing"
+        groups["" if path in TRAINING else kind].append((path, generation))
     canvas = Canvas("Family tree of the recipes", width, MONO)
-    canvas.text(left, 24, ("Each recipe below the one it changes", "ink"), size=14)
-    key = ("lines of code: ", "muted"), ("+added", "added"), (" −removed", "removed")
-    canvas.text(width - left, 46, *key, anchor="end")
-
-    def name(x: float, path: str, *right: tuple[str, str]) -> None:
-        folder, file = path.split("/")
-        canvas.text(x, y, (f"{folder}/", f"folder{folder[:2]}"), (file, "ink"), size=13)
-        canvas.text(width - left, y, *right, anchor="end")
-
+    key = ("lines of code: ", "muted"), ("+added", "folder02"), (" −removed", "folder06")
+    canvas.text(left, 20, ("Each recipe below its parent; ", "ink"), *key)
     for title, found in groups.items():
         if title:
-            y += row
-            canvas.text(left, y, (title, "muted"), size=13)
-            y += row
+            canvas.text(left, y + 12, (title, "muted"), size=13)
+            y += 36
         starts = {}  # generation: where the line to its next recipe starts
         for path, generation in found:
             x, theirs = left + indent * generation, parents(FAMILY[path])
+            change = [(f"{lines_of_code(FAMILY[path].source)} lines", "muted")]
             if theirs:
                 corner = x - indent + 5
                 canvas.line((corner, starts[generation]), (corner, y - 4), (x - 3, y - 4))
                 starts[generation] = y - 4
                 added, removed = difference(theirs[0], path)
-                name(x, path, (f"+{added}", "added"), (f" −{removed}", "removed"))
-            else:
-                name(x, path, (f"{lines_of_code(FAMILY[path].source)} lines", "muted"))
+                change = [(f"+{added}", "folder02"), (f" −{removed}", "folder06")]
+            folder, file = path.split("/")
+            canvas.text(x, y, (f"{folder}/", f"folder{folder[:2]}"), (file, "ink"), size=13)
+            canvas.text(width - left, y, *change, anchor="end")
             starts[generation + 1] = y + 5
-            for runs in other_parents(theirs[1:], (width - left - x - indent) / text_width("m", 11)):
-                y += small_row
-                canvas.text(x + indent, y, *runs, size=11)
-            y += row
+            others = " ".join(f"and\u00a0{parent[:2]}/{Path(parent).name}" for parent in theirs[1:])
+            for line in textwrap.wrap(others, int((width - left - x - indent) / text_width("m", 11))):
+                y += 15
+                canvas.text(x + indent, y, (line, "muted"), size=11)
+            y += 22
     return canvas.svg(y)
-
-
-def other_parents(paths: list[str], characters: float) -> list[list[tuple[str, str]]]:
-    """The runs of text that name these parents, in lines of at most so many characters."""
-    lines = []
-    for path in paths:
-        runs = [("and ", "muted"), (f"{path[:2]}/", f"folder{path[:2]}"), (f"{Path(path).name} ", "muted")]
-        if not lines or sum(len(text) for text, _ in lines[-1] + runs) > characters:
-            lines.append([])
-        lines[-1] += runs
-    return lines
 
 
 # --------------------------------------------------------------------------------------------------------------- look
@@ -247,10 +237,9 @@ def draw_look(ranks: int = 4, microbatches: int = 8) -> str:
     """Two schedules: a row per rank, and a box per operation with the number of its micro-batch."""
     canvas, left, row, top = Canvas("afab.py and 1f1b.py: what each rank does", 640), 52, 20, 0
     for name in "afab", "1f1b":
-        path = f"06_pipeline/{name}.py"
-        line = schedules.pipeline(load(path), ranks, microbatches)
-        slots = schedules.simulate(line, dict.fromkeys("FBW", 1))
-        unit, held = (640 - left) / schedules.makespan(slots), schedules.in_flight(line)
+        line = schedules.pipeline(load(f"06_pipeline/{name}.py"), ranks, microbatches)
+        slots, held = schedules.simulate(line, dict.fromkeys("FBW", 1)), schedules.in_flight(line)
+        unit = (640 - left) / schedules.makespan(slots)
         words = f"keeps the activations of at most {max(held)} of {microbatches} micro-batches"
         canvas.text(left, top + 16, (f"{name}.py ", "ink"), (words, "muted"), size=13)
         for rank in range(ranks):
@@ -258,16 +247,11 @@ def draw_look(ranks: int = 4, microbatches: int = 8) -> str:
             canvas.text(left - 8, y + 13, (f"rank {rank}", "muted"), anchor="end")
             canvas.box(Box(left, y, 640 - left, row - 3), "plain")
         for slot in slots:
-            y, width = top + 24 + row * slot.rank, unit * (slot.end - slot.start)
-            box = Box(left + unit * slot.start, y, width - 1, row - 3)
-            canvas.box(box, {"F": "forward", "B": "backward"}[slot.op])
-            canvas.label(box, f"{slot.i}", size=11)
+            width = unit * (slot.end - slot.start) - 1
+            box = Box(left + unit * slot.start, top + 24 + row * slot.rank, width, row - 3)
+            canvas.box(box, {"F": "forward", "B": "backward"}[slot.op], f"{slot.i}", size=11)
         top += 24 + row * ranks + 14
-    x = left
-    for role, words in ("forward", "forward"), ("backward", "backward, twice as long"), ("plain", "idle"):
-        canvas.box(Box(x, top, 12, 12), role)
-        canvas.text(x + 18, top + 10, (words, "ink"))
-        x += 40 + 7 * len(words)
+    canvas.legend(left, top + 10, [("forward", "forward"), ("backward", "backward, twice as long"), ("plain", "idle")])
     return canvas.svg(top + 16)
 
 
@@ -275,16 +259,15 @@ def draw_look(ranks: int = 4, microbatches: int = 8) -> str:
 def watched_ring(module: ModuleType) -> Callable[[], Any]:
     """A probe: instead of main, run the ring on n chunks of n elements, of which rank r sets the r-th to 1.
 
-    So the r-th element of a chunk counts how often the chunk holds rank r's contribution. Reports (receiver, chunk) per
-    step, the chunks before and after each step, and the bytes sent, in sizes of the tensor.
+    So the r-th element of a chunk counts how often the chunk has rank r's term. `sent` is in sizes of the tensor.
     """
     sends, held, sent = [], [], []
+    exchange, finish = module.exchange, module.finish
 
     def main() -> None:
         dist.init_process_group("gloo")
-        rank, n = dist.get_rank(), dist.get_world_size()
-        x = torch.eye(n)[rank].repeat(n)
-        exchange, finish = module.exchange, module.finish
+        n = dist.get_world_size()
+        x = torch.eye(n)[dist.get_rank()].repeat(n)
 
         def watched_exchange(outgoing, incoming, group):
             sends.extend((to, tensor.storage_offset() // n) for tensor, to in outgoing)
@@ -303,13 +286,9 @@ def watched_ring(module: ModuleType) -> Callable[[], Any]:
 
 
 def ring(ranks: int) -> tuple[list[list[tuple[int, int, int]]], list[list[list[list[int]]]], list[float]]:
-    """Run the recipe's ring all-reduce; (sender, receiver, chunk) per step, the chunks, and what each rank has sent.
-
-    chunks: before the first step and after each, [rank][chunk] -> how often each rank is in it. In sizes of the tensor.
-    """
-    probes = launch("02_data_parallel/collectives.py", ranks, probe=watched_ring, save=False).probes
-    sends, held, sent = zip(*probes)
-    steps = [[(rank, *sends[rank][step]) for rank in range(ranks)] for step in range(len(sends[0]))]
+    """(sender, receiver, chunk) per step; per step, rank and chunk how often each rank is in it; sizes sent."""
+    sends, held, sent = zip(*launch("02_data_parallel/collectives.py", ranks, probe=watched_ring, save=False).probes)
+    steps = [[(rank, *send) for rank, send in enumerate(step)] for step in zip(*sends)]
     return steps, [list(now) for now in zip(*held)], list(sent)
 
 
@@ -328,13 +307,11 @@ def draw_ring(ranks: int = 4) -> str:
         canvas.text(x0, y0, (f"step {step + 1}", "muted"))
         cells = {
             (rank, chunk): Box(x0 + chunk * (cell_w + 4), y0 + 20 + rank * (cell_h + gap), cell_w, cell_h)
-            for rank in range(ranks)
-            for chunk in range(ranks)
+            for rank, chunk in itertools.product(range(ranks), repeat=2)
         }
         for (rank, chunk), cell in cells.items():
             contributions = sum(held[step + 1][rank][chunk])
-            canvas.box(cell, f"sum{contributions}", radius=3)
-            canvas.label(cell, str(contributions))
+            canvas.box(cell, f"sum{contributions}", str(contributions), radius=3)
             if step < half and chunk == 0:
                 canvas.text(14, cell.y + 16, (f"rank {rank}", "muted"))
         for sender, receiver, chunk in sends:
@@ -349,7 +326,7 @@ def draw_ring(ranks: int = 4) -> str:
     canvas.text(14, y, ("A column is a chunk; arrows are what this step sends.", "muted"))
     shades = [(f"sum{count}", str(count)) for count in range(1, ranks)]
     canvas.text(14, y + 24, ("ranks in the sum", "muted"))
-    legend(canvas, 144, y + 24, [*shades, (f"sum{ranks}", f"{ranks}: complete")])
+    canvas.legend(144, y + 24, [*shades, (f"sum{ranks}", f"{ranks}: complete")])
     return canvas.svg(y + 40)
 
 
@@ -360,8 +337,6 @@ class Part(NamedTuple):
     label: str
     shape: str = ""  # of its output, where that is new
     split: str = ""  # how its weights are cut: columns, their outputs, or rows, their inputs
-    partial: bool = False  # the output is this rank's term of a sum
-    same: bool = False  # every rank computes the same
 
 
 class Exchange(NamedTuple):
@@ -372,30 +347,22 @@ class Exchange(NamedTuple):
     backward: tuple[str, ...]
 
 
-def block(stream: str, tokens: str, same: bool, enter: Exchange, leave: Exchange) -> list[Part | Exchange]:
+def block(stream: str, tokens: str, enter: Exchange, leave: Exchange) -> list[Part | Exchange]:
     """A Llama block, top to bottom: `stream` is the shape of the residual stream, `tokens` what split weights see."""
-    norm, add = Part("RMSNorm", stream, same=same), Part("+", stream, same=same)
-    split = Part("q k v", "b h/tp s k", "columns"), Part("gate up", f"{tokens} f/tp", "columns")
-    inside = Part("attention", "b h/tp s k"), Part("SwiGLU", f"{tokens} f/tp")
-    joined = [Part(label, f"{tokens} d", "rows", partial=True) for label in ("o", "down")]
-    halves = [[norm, enter, *parts, leave, add] for parts in zip(split, inside, joined)]
-    return halves[0] + halves[1]
+    found, middle = [], (("q k v", "b h/tp s k", "attention", "o"), ("gate up", f"{tokens} f/tp", "SwiGLU", "down"))
+    for first, inside, name, last in middle:
+        parts = Part(first, inside, "columns"), Part(name, inside), Part(last, f"{tokens} d, partial", "rows")
+        found += [Part("RMSNorm", stream), enter, *parts, leave, Part("+", stream)]
+    return found
 
 
+AR, AG, RS = "all-reduce", "all-gather", "reduce-scatter"
 BLOCKS = {
     "04_tensor_sequence/tensor_parallel.py": block(
-        "b s d",
-        "b s",
-        same=True,
-        enter=Exchange("b s d", (), ("all-reduce",)),
-        leave=Exchange("b s d", ("all-reduce",), ()),
+        "b s d", "b s", Exchange("b s d", (), (AR,)), Exchange("b s d", (AR,), ())
     ),
     "04_tensor_sequence/sequence_parallel.py": block(
-        "(b s)/tp d",
-        "(b s)",
-        same=False,
-        enter=Exchange("(b s) d", ("all-gather",), ("all-gather", "reduce-scatter")),
-        leave=Exchange("(b s)/tp d", ("reduce-scatter",), ("all-gather",)),
+        "(b s)/tp d", "(b s)", Exchange("(b s) d", (AG,), (AG, RS)), Exchange("(b s)/tp d", (RS,), (AG,))
     ),
 }
 
@@ -417,8 +384,7 @@ def draw_exchange(canvas: Canvas, box: Box, exchange: Exchange) -> None:
         canvas.text(box.x + 8, y + 14, (phase, "muted"), size=11)
         for name in names:
             pill = Box(x, y, text_width(name, 11) + 10, 19)
-            canvas.box(pill, name, radius=9)
-            canvas.label(pill, name, size=11)
+            canvas.box(pill, "rank3" if name == "all-reduce" else name, name, size=11, radius=9)
             x += pill.w + 4
         if not names:
             canvas.text(x + 2, y + 14, ("nothing", "muted"), size=11)
@@ -432,36 +398,27 @@ def draw_block(canvas: Canvas, x: float, y: float, parts: list[Part | Exchange])
     for rank, center in enumerate(centers):
         canvas.text(center, y, (f"rank {rank}", "muted"), anchor="middle")
     y += 8
-    stream, shape = y + room / 2, parts[0].shape
-    for part in parts:
-        draw_shape(canvas, centers, y, room, shape)
+    stream, shape, replicated = y + room / 2, parts[0].shape, "/tp" not in parts[0].shape
+    for part in [*parts, None]:
+        for center in centers:
+            canvas.line((center, y), (center, y + room))
+        canvas.label(Box(lanes[0], y, 2 * lane + gap, room), shape, size=11)
         y += room
-        shape = part.shape
         if isinstance(part, Exchange):
             draw_exchange(canvas, Box(lanes[0], y, 2 * lane + gap, 50), part)
             y += 50
-            continue
-        boxes = [Box(left, y, lane, 26) for left in lanes]
-        for rank, box in enumerate(boxes):
-            canvas.box(box, "plain" if part.same else f"rank{rank}", radius=4)
-            canvas.label(box, part.label)
-            if part.split:
-                draw_weight(canvas, box.x + 8, box.y + 6, part.split, rank)
-        if part.partial:
-            shape += ", partial"
-        if part.label == "+":
-            canvas.line((centers[0], stream), (x + 6, stream), (x + 6, y + 13), (lanes[0], y + 13), arrow=True)
-            stream = y + 26 + room / 2
-        y += 26
-    draw_shape(canvas, centers, y, room, shape)
-    return y + room
-
-
-def draw_shape(canvas: Canvas, centers: list[float], y: float, height: float, shape: str) -> None:
-    """The lines from one part of a block to the next, and between them the shape of what each rank holds there."""
-    for center in centers:
-        canvas.line((center, y), (center, y + height))
-    canvas.text(sum(centers) / 2, y + height / 2 + 4, (shape, "ink"), size=11, anchor="middle")
+        elif part:
+            for rank, left in enumerate(lanes):
+                box, same = Box(left, y, lane, 26), replicated and part.shape == parts[0].shape
+                canvas.box(box, "plain" if same else f"rank{rank}", part.label, radius=4)
+                if part.split:
+                    draw_weight(canvas, box.x + 8, box.y + 6, part.split, rank)
+            if part.label == "+":
+                canvas.line((centers[0], stream), (x + 6, stream), (x + 6, y + 13), (lanes[0], y + 13), arrow=True)
+                stream = y + 26 + room / 2
+            y += 26
+        shape = part.shape if part else ""
+    return y
 
 
 def draw_blocks() -> str:
@@ -474,7 +431,7 @@ def draw_blocks() -> str:
         canvas.text(x + 18, top - 20, (Path(recipe).name, "ink"), size=13)
         bottom = draw_block(canvas, x, top, parts)
     y = bottom + 24
-    legend(canvas, 14, y, [("plain", "the same on both ranks"), ("rank0", "only rank 0"), ("rank1", "only rank 1")])
+    canvas.legend(14, y, [("plain", "the same on both ranks"), ("rank0", "only rank 0"), ("rank1", "only rank 1")])
     for i, split in enumerate(("columns", "rows")):
         draw_weight(canvas, 14 + 224 * i, y + 13, split, 0)
         canvas.text(35 + 224 * i, y + 24, (f"weights split by {split}", "ink"))
@@ -496,15 +453,6 @@ def member(rank: int, ranks: int) -> SimpleNamespace:
     return SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
 
 
-class Score(NamedTuple):
-    """A score that a ring computes, of a query and a key by their positions, on a rank in a step."""
-
-    query: int
-    key: int
-    rank: int
-    step: int
-
-
 @functools.cache
 def held(recipe: str) -> list[list[int]]:
     """Per rank, the positions that the recipe's `shard` gives it."""
@@ -520,80 +468,121 @@ def held(recipe: str) -> list[list[int]]:
 
 
 @functools.cache
-def scores(recipe: str) -> list[Score]:
-    """All scores that a ring computes, by the recipe's `shard` and `visible`."""
+def scores(recipe: str) -> list[tuple[int, int, int, int]]:
+    """(query, key, rank, step) of all scores that a ring computes, by the recipe's `shard` and `visible`."""
     module, tokens, found = load(recipe), held(recipe), []
-    for rank in range(CP):
-        for step in range(CP):
-            owner = (rank - step) % CP
-            if seen := module.visible(rank, owner, TOKENS // CP):
-                queries, keys, causal = seen
-                for i, query in enumerate(tokens[rank][queries]):
-                    behind = tokens[owner][keys][: i + 1] if causal else tokens[owner][keys]
-                    found += [Score(query, key, rank, step) for key in behind]
-    return found
-
-
-def draw_scores(canvas: Canvas, x: float, y: float, recipe: str, side: float) -> None:
-    """The matrix of scores in the order of the tokens, colored by step; ranks beside their queries and above keys."""
-    rank_of = {token: rank for rank, tokens in enumerate(held(recipe)) for token in tokens}
-    for token, rank in rank_of.items():
-        middle = (token + 0.5) * side
-        canvas.text(x - 5, y + middle + 4, (str(rank), "muted"), size=11, anchor="end")
-        canvas.text(x + middle, y - 4, (str(rank), "muted"), size=11, anchor="middle")
-    for score in sorted(scores(recipe)):
-        canvas.box(Box(x + score.key * side, y + score.query * side, side - 1, side - 1), f"step{score.step}")
+    for rank, step in itertools.product(range(CP), repeat=2):
+        owner = (rank - step) % CP
+        if seen := module.visible(rank, owner, TOKENS // CP):
+            queries, keys, causal = seen
+            for i, query in enumerate(tokens[rank][queries]):
+                behind = tokens[owner][keys][: i + 1] if causal else tokens[owner][keys]
+                found += [(query, key, rank, step) for key in behind]
+    return sorted(found)
 
 
 def work(recipe: str) -> tuple[dict[tuple[int, int], int], list[int]]:
     """(rank, step) -> number of scores; and per step that of the rank that has most, for which the others wait."""
-    counts = Counter((score.rank, score.step) for score in scores(recipe))
+    counts = Counter((rank, step) for _, _, rank, step in scores(recipe))
     return counts, [max(counts[rank, step] for rank in range(CP)) for step in range(CP)]
+
+
+def draw_scores(canvas: Canvas, x: float, y: float, recipe: str, side: float) -> None:
+    """The matrix of scores in the order of the tokens, colored by step; ranks beside their queries and above keys."""
+    for rank, tokens in enumerate(held(recipe)):
+        for token in tokens:
+            canvas.text(x - 5, y + (token + 0.5) * side + 4, (str(rank), "muted"), size=11, anchor="end")
+            canvas.text(x + (token + 0.5) * side, y - 4, (str(rank), "muted"), size=11, anchor="middle")
+    for query, key, _, step in scores(recipe):
+        canvas.box(Box(x + key * side, y + query * side, side - 1, side - 1), f"step{step}")
 
 
 def draw_ranks(canvas: Canvas, x: float, y: float, recipe: str, unit: float) -> None:
     """Per rank and step a frame as long as the step, filled as far as the rank has scores."""
-    counts, lengths = work(recipe)
-    height, gap, end = 24, 9, x + sum(lengths) * unit
+    (counts, lengths), height, pitch, left = work(recipe), 24, 33, x
     for step, length in enumerate(lengths):
-        left = x + sum(lengths[:step]) * unit
         canvas.text(left + length * unit / 2, y - 8, (f"step {step}", "muted"), size=11, anchor="middle")
         for rank in range(CP):
-            cell = Box(left, y + rank * (height + gap), length * unit, height)
+            cell = Box(left, y + rank * pitch, length * unit, height)
             if count := counts[rank, step]:
-                bar = cell._replace(w=count * unit)
-                canvas.box(bar, f"step{step}")
-                canvas.label(bar, str(count))
+                canvas.box(cell._replace(w=count * unit), f"step{step}", str(count))
             canvas.frame(cell, "rule")
+        left += length * unit
     for rank in range(CP):
-        middle = y + rank * (height + gap) + height / 2 + 4
-        canvas.text(x - 8, middle, (f"rank {rank}", "muted"), size=11, anchor="end")
-    below, even = y + CP * (height + gap) + 12, len(scores(recipe)) / CP
-    canvas.line((x, below - 10), (end, below - 10), role="ink", arrow=True)
+        canvas.text(x - 8, y + rank * pitch + 16, (f"rank {rank}", "muted"), size=11, anchor="end")
+    below, even = y + CP * pitch + 12, len(scores(recipe)) / CP
+    canvas.line((x, below - 10), (left, below - 10), role="ink", arrow=True)
     canvas.text(x, below + 8, (f"time of {sum(lengths)} scores", "ink"), (f"; {even:g} if all worked alike", "muted"))
 
 
 def draw_steps() -> str:
     """Causal attention on three rings: in which step each score is computed, and how long that takes."""
-    width, left, side, right = 640, 32, 12, 292
+    width, side, right, y = 640, 12, 292, 110
     unit = (width - 14 - right) / max(sum(work(recipe)[1]) for recipe in RINGS)
     canvas = Canvas("Scores of causal attention on three rings, by step and rank", width)
     canvas.text(14, 26, (f"Causal attention to {TOKENS} tokens on a ring of {CP} ranks", "ink"), size=15)
-    lines = [
-        "Left: a cell is a score, of the query in its row and the key in its column, with the",
-        "ranks that hold them. Its color is the step of the ring in which it is computed.",
-        "Right: each rank over time, with its number of scores. Empty frame: it idles.",
-    ]
-    for i, line in enumerate(lines):
+    words = "Left: a cell is a score, of the query in its row and the key in its column, with the"
+    words += "\nranks that hold them. Its color is the step of the ring in which it is computed."
+    words += "\nRight: each rank over time, with its number of scores. Empty frame: it idles."
+    for i, line in enumerate(words.split("\n")):
         canvas.text(14, 46 + 17 * i, (line, "muted"))
-    y = 110
     for recipe, layout in RINGS.items():
         canvas.text(14, y, (Path(recipe).name, "ink"), (f"  {layout}", "muted"), size=13)
-        draw_scores(canvas, left, y + 26, recipe, side)
+        draw_scores(canvas, 32, y + 26, recipe, side)
         draw_ranks(canvas, right, y + 42, recipe, unit)
         y += TOKENS * side + 56
-    legend(canvas, 14, y, [("step0", "step 0: its own keys"), *((f"step{i}", f"step {i}") for i in range(1, CP))])
+    canvas.legend(14, y, [("step0", "step 0: its own keys"), *((f"step{i}", f"step {i}") for i in range(1, CP))])
     return canvas.svg(y + 18)
+
+
+HEADS, LENGTH = 4, 8  # heads and tokens in the picture of their exchange
+
+
+def watched_exchange(module: ModuleType) -> Callable[[], Any]:
+    """A probe: instead of main, exchange queries that know their head and token, there and back."""
+    found = []
+
+    def main() -> None:
+        dist.init_process_group("gloo")
+        cp = dist.group.WORLD
+        tokens = module.shard(SimpleNamespace(seq=LENGTH, device="cpu"), cp)
+        before = torch.stack(torch.meshgrid(torch.arange(HEADS), tokens, indexing="ij"), -1)[None].float()
+        during, *_ = module.to_heads(before, before, before, cp)
+        for x in before, during, module.to_tokens(during, cp):
+            found.append(x.int().flatten(0, 2).tolist())
+        dist.destroy_process_group()
+
+    module.main = main
+    return lambda: found
+
+
+def exchanged() -> list[dict[tuple[int, int], int]]:
+    """The rank that has each (head, token): before attention, during it, and behind it."""
+    ranks = launch("05_context_ring/ulysses.py", CP, probe=watched_exchange, save=False).probes
+    return [{tuple(cell): rank for rank, cells in enumerate(stage) for cell in cells} for stage in zip(*ranks)]
+
+
+def draw_ulysses() -> str:
+    """Heads and tokens in a grid, with the rank that has each: before the exchange, and while attention computes."""
+    before, during, _ = exchanged()
+    canvas, side, top = Canvas("Ulysses: an all-to-all swaps tokens for heads, another swaps them back", 560), 26, 44
+    for x, stage, words in (56, before, "all heads, some tokens"), (344, during, "all tokens, some heads"):
+        canvas.text(x, 16, (words, "ink"), size=14)
+        canvas.text(x, top - 6, ("tokens →", "muted"), size=14)
+        for (head, token), rank in stage.items():
+            box = Box(x + token * side, top + head * side, side - 2, side - 2)
+            canvas.box(box, f"rank{rank}", str(rank), size=14, radius=3)
+    for head in range(HEADS):
+        canvas.text(50, top + head * side + 17, (f"head {head}", "muted"), size=14, anchor="end")
+    left, right, middle = 64 + LENGTH * side, 336, top + HEADS * side / 2
+    canvas.text((left + right) / 2, middle - 18, ("q, k, v", "ink"), size=14, anchor="middle")
+    canvas.line((left, middle - 10), (right, middle - 10), role="ink", arrow=True)
+    canvas.line((right, middle + 10), (left, middle + 10), role="ink", arrow=True)
+    canvas.text((left + right) / 2, middle + 28, ("outputs", "ink"), size=14, anchor="middle")
+    kept, y = sum(rank == during[cell] for cell, rank in before.items()) / len(before), top + HEADS * side + 22
+    words = f"Numbers are ranks. In each all-to-all a rank keeps {kept:.0%} and sends the rest."
+    canvas.text(8, y, (words, "muted"), size=14)
+    return canvas.svg(y + 12)
 
 
 # Bytes of nine files of Python's library that follow each other, the last one cut where a row of 131,072 ends.
@@ -602,59 +591,51 @@ LENGTHS = [38413, 4975, 7489, 5990, 21320, 8681, 9656, 24074, 10474]
 
 def scores_of_ranks(lengths: list[int], cp: int) -> list[int]:
     """The scores that each rank computes of a row of documents, by documents.py."""
-    visible, s = load("05_context_ring/documents.py").visible, sum(lengths)
-
-    def count(queries: slice, keys: slice, causal: bool) -> int:
-        n, m = (x.stop - x.start for x in (queries, keys))
-        return n * (n + 1) // 2 if causal else n * m
-
-    pairs = [[visible(tuple(lengths), rank, owner, cp, s) for owner in range(cp)] for rank in range(cp)]
-    return [sum(count(*where) for found in of_rank for _, *where, _ in found) for of_rank in pairs]
+    visible, found = load("05_context_ring/documents.py").visible, [0] * cp
+    for rank, owner in itertools.product(range(cp), repeat=2):
+        for _, queries, keys, causal, _ in visible(tuple(lengths), rank, owner, cp, sum(lengths)):
+            n, m = queries.stop - queries.start, keys.stop - keys.start
+            found[rank] += n * (n + 1) // 2 if causal else n * m
+    return found
 
 
 def draw_documents() -> str:
     """How much each rank computes, with document masks and without."""
-    canvas, left, top, width, cp = Canvas("Attention's work of 8 ranks, with document masks", 640), 62, 84, 480, 8
-    whole, masked = (scores_of_ranks(lengths, cp) for lengths in ([sum(LENGTHS)], LENGTHS))
-    most, mean = max(masked) / whole[0], sum(masked) / sum(whole)
-    canvas.text(14, 26, ("How much each rank computes", "ink"), size=15)
-    words = f"Scores in a row of {sum(LENGTHS):,} tokens and {len(LENGTHS)} documents; a rank of zigzag.py has 100 %"
-    canvas.text(14, 46, (words, "muted"))
-    legend(canvas, 14, 70, [("rank0", "documents.py"), ("plain", "zigzag.py, which computes all")])
-    for rank, (ours, theirs) in enumerate(zip(masked, whole)):
-        y = top + 24 * rank
-        canvas.text(left - 8, y + 13, (f"rank {rank}", "ink"), anchor="end")
-        canvas.box(Box(left, y, width * theirs / max(whole), 18), "plain")
-        canvas.box(Box(left, y, width * ours / max(whole), 18), "rank0")
-        canvas.text(left + width * ours / max(whole) + 6, y + 13, (f"{ours / max(whole):.0%}", "ink"))
-    words = f"All wait for the busiest, which computes {most:.0%}; shared evenly it would be {mean:.0%}."
-    canvas.text(14, top + 24 * cp + 18, (words, "ink"))
-    return canvas.svg(top + 24 * cp + 32)
+    whole, masked = (scores_of_ranks(lengths, 8) for lengths in ([sum(LENGTHS)], LENGTHS))
+    shares = [100 * ours / theirs for ours, theirs in zip(masked, whole)]
+    figure, axis = axes(330)
+    axis.barh(range(8), [100] * 8, color=LIGHT["plain"], label="zigzag.py, which computes all")
+    axis.barh(range(8), shares, color=LIGHT["rank0"], label="documents.py")
+    for rank, share in enumerate(shares):
+        beside(axis, rank, f"{share:.0f} %")
+    axis.axvline(statistics.mean(shares), color=LIGHT["ink"], linestyle="--", label="documents.py, shared evenly")
+    axis.set_yticks(range(8), [f"rank {rank}" for rank in range(8)])
+    words = f"% of the scores in a row of {sum(LENGTHS):,} tokens, {len(LENGTHS)} documents"
+    axis.set(xlim=(0, 100), ylim=(7.5, -0.5), xlabel=words)
+    return drawn(figure, "Attention's work of 8 ranks, with document masks", legend=2)
 
 
 def draw_tokens() -> str:
-    """Which rank holds which token: a row for each way in which recipes cut the sequence."""
-    cell, left, y = 38, 14, 62
-    canvas = Canvas("Which rank holds which tokens", 2 * left + TOKENS * cell)
-    canvas.text(left, 26, (f"Which of {CP} ranks holds which of {TOKENS} tokens", "ink"), size=15)
-    layouts = {}
+    """Which rank holds which token: a row of ranks for each way in which recipes cut the sequence."""
+    cell, left, y, layouts = 33, 52, 58, {}
+    canvas = Canvas("Which rank holds which tokens", left + TOKENS * cell)
     for recipe in SHARDED:
         layouts.setdefault(str(held(recipe)), []).append(recipe)
+    canvas.text(left - 8, 20, ("token", "muted"), size=14, anchor="end")
+    for token in range(TOKENS):
+        canvas.text(left + (token + 0.5) * cell, 20, (str(token), "muted"), size=14, anchor="middle")
     for recipes in layouts.values():
-        runs = [(", ".join(Path(recipe).name for recipe in recipes), "ink")]
-        if hasattr(load(recipes[0]), "Mesh"):
-            u = load(recipes[0]).Config.ulysses
-            rows = [" and ".join(map(str, range(first, first + u))) for first in range(0, CP, u)]
-            runs.append((f"  heads are swapped between ranks {', '.join(rows)}", "muted"))
-        canvas.text(left, y, *runs, size=13)
+        canvas.text(left, y, (", ".join(Path(recipe).name for recipe in recipes), "ink"), size=14)
+        canvas.text(left - 8, y + 27, ("rank", "muted"), size=14, anchor="end")
         for rank, tokens in enumerate(held(recipes[0])):
             for token in tokens:
-                box = Box(left + token * cell, y + 8, cell - 2, 24)
-                canvas.box(box, f"rank{rank}", radius=3)
-                canvas.label(box, str(token))
-        y += 62
-    legend(canvas, left, y, [(f"rank{rank}", f"rank {rank}") for rank in range(CP)])
-    return canvas.svg(y + 18)
+                box = Box(left + token * cell, y + 9, cell - 2, 26)
+                canvas.box(box, f"rank{rank}", str(rank), size=14, radius=3)
+        y += 66
+    u = load(SHARDED[-1]).Config.ulysses
+    rows = [" and ".join(map(str, range(first, first + u))) for first in range(0, CP, u)]
+    canvas.text(left, y - 10, (f"usp.py also swaps heads between ranks {', '.join(rows)}.", "muted"), size=14)
+    return canvas.svg(y)
 
 
 # --------------------------------------------------------------------------------------------------------------- mesh
@@ -697,118 +678,102 @@ def mesh(order: str) -> tuple[Any, dict[str, list[list[int]]], list[Share]]:
     """Two on each axis: the config, the groups by the recipe's `group_ranks`, and what each rank has."""
     module = load(MESH)
     cfg = module.Config(dp=2, cp=2, tp=2, pp=2, order=order, device="cpu")
-    groups = module.group_ranks(cfg)
-
-    def place(rank: int, axis: str) -> int:
-        (group,) = [group for group in groups[axis] if rank in group]
-        return group.index(rank)
-
+    groups, shares = module.group_ranks(cfg), []
     layers = [list(stage) for stage in module.split_layers(cfg, cfg.pp)]
     tokens = [module.shard(cfg, member(place, cfg.cp)).tolist() for place in range(cfg.cp)]
-    shares = [
-        Share(layers[place(rank, "pp")], place(rank, "tp"), place(rank, "dp"), tokens[place(rank, "cp")])
-        for rank in range(cfg.dp * cfg.cp * cfg.tp * cfg.pp)
-    ]
+    for rank in range(cfg.dp * cfg.cp * cfg.tp * cfg.pp):
+        place = {axis: group.index(rank) for axis, found in groups.items() for group in found if rank in group}
+        shares.append(Share(layers[place["pp"]], place["tp"], place["dp"], tokens[place["cp"]]))
     return cfg, groups, shares
 
 
 def draw_share(canvas: Canvas, x: float, y: float, side: float, cfg: Any, share: Share, colors: dict[int, str]) -> None:
-    """Two grids: the model, layers x parts of the matrices, and the tokens, parts of the batch x of the sequences.
-
-    What the rank has is filled, its layers in their colors.
-    """
-    found = {"plain": []}
-    for layer in range(cfg.layers):
-        for part in range(cfg.tp):
-            role = colors[layer] if layer in share.layers and part == share.matrices else "plain"
-            cell = Box(x + 2 * part * side, y + layer * side, 2 * side - 1, side - 1)
-            found.setdefault(role, []).append(cell)
-    parts, height = 2 * cfg.cp, cfg.layers * side / cfg.dp
-    for batch in range(cfg.dp):
-        for part in range(parts):
-            has = batch == share.batch and part * cfg.seq // parts in share.tokens
-            left = x + (2 * cfg.tp + 1.5 + 1.5 * part) * side
-            cell = Box(left, y + batch * height, 1.5 * side - 1, height - 1)
-            found.setdefault(TOKEN if has else "plain", []).append(cell)
+    """Two grids, with what the rank has filled: layers x parts of the matrices, and parts of batch x sequences."""
+    found, parts, height = {}, 2 * cfg.cp, cfg.layers * side / cfg.dp
+    for layer, part in itertools.product(range(cfg.layers), range(cfg.tp)):
+        role = colors[layer] if layer in share.layers and part == share.matrices else "plain"
+        found.setdefault(role, []).append(Box(x + 2 * part * side, y + layer * side, 2 * side - 1, side - 1))
+    for batch, part in itertools.product(range(cfg.dp), range(parts)):
+        has = batch == share.batch and part * cfg.seq // parts in share.tokens
+        cell = Box(x + (2 * cfg.tp + 1.5 + 1.5 * part) * side, y + batch * height, 1.5 * side - 1, height - 1)
+        found.setdefault(TOKEN if has else "plain", []).append(cell)
     for role, cells in found.items():
         canvas.cells(cells, role)
 
 
 def draw_links(canvas: Canvas, cards: list[Box], groups: dict[str, list[list[int]]]) -> None:
     """The lines of rank 0's groups: neighbours side by side, a bus above for those in its row, below for others."""
-    level = cards[0].y - 18
+    level, first, bottom = cards[0].y - 18, cards[0], cards[0].y + cards[0].h
     for axis, travel in TRAVELS.items():
         (group,) = [group for group in groups[axis] if 0 in group]
-        own, style = [cards[rank] for rank in group], dict(role=travel.role, width=travel.width)
-        name = travel.name, travel.role
-        first, last = own[0], max(own, key=lambda card: card.x)
+        own, style, name = (
+            [cards[rank] for rank in group],
+            dict(role=travel.role, width=travel.width),
+            (travel.name, travel.role),
+        )
+        middles = sorted({card.x + card.w / 2 for card in own})
         if group == [0, 1]:
-            right, middle = first.x + first.w, first.y + first.h / 2
-            canvas.line((right, middle), (last.x, middle), **style)
-            canvas.text((right + last.x) / 2, middle + 17, name, size=11, anchor="middle")
+            right, left, middle = first.x + first.w, own[1].x, first.y + first.h / 2
+            canvas.line((right, middle), (left, middle), **style)
+            canvas.text((right + left) / 2, middle + 17, name, size=11, anchor="middle")
         elif {card.y for card in own} == {first.y}:
             inside = 14 if axis == "cp" else 0  # its line lies below those of others, and between theirs
-            ends = [card.x + card.w / 2 + inside * (1 if card is first else -1) for card in own]
-            canvas.line((min(ends), level), (max(ends), level), **style)
+            ends = [middles[0] + inside, *(x - inside for x in middles[1:])]
+            canvas.line((ends[0], level), (ends[-1], level), **style)
             for x in ends:
                 canvas.line((x, level - travel.width / 2), (x, first.y), **style)
             over = cards[group[1] - 1 if axis == "cp" else 3]
             canvas.text(over.x + over.w / 2, level + 14, name, size=11, anchor="middle")
             level -= 18
         else:
-            ends = {card.x + card.w / 2 for card in own}
-            bus = (first.y + first.h + max(card.y for card in own)) / 2
+            bus, several = (bottom + max(card.y for card in own)) / 2, len(middles) > 1
             for card in own:
                 x = card.x + card.w / 2
-                canvas.line((x, card.y + card.h if card.y == first.y else card.y), (x, bus), **style)
-            if len(ends) > 1:
-                canvas.line(*((x + side, bus) for x, side in ((min(ends), -1.25), (max(ends), 1.25))), **style)
-            canvas.text(min(ends) + 8, bus - 5 if len(ends) > 1 else bus + 4, name, size=11)
+                canvas.line((x, bottom if card.y == first.y else card.y), (x, bus), **style)
+            if several:
+                canvas.line((middles[0] - 1.25, bus), (middles[-1] + 1.25, bus), **style)
+            canvas.text(middles[0] + 8, bus + (-5 if several else 4), name, size=11)
 
 
 def draw_mesh() -> str:
     """16 ranks on two hosts in both orders: what each has, the groups of rank 0, and what travels in them how often."""
     left, width, card_w, card_h, gap, pad, corridor, above = 14, 640, 57, 60, 16, 10, 36, 46
-    host_w, host_h = 4 * card_w + 3 * gap + 2 * pad, above + 2 * card_h + corridor + pad
+    host_w, host_h, y = 4 * card_w + 3 * gap + 2 * pad, above + 2 * card_h + corridor + pad, 172
     canvas = Canvas("The mesh: what each of 16 ranks has, and with whom it talks", width)
-    canvas.text(left, 26, ("The mesh: what each of 16 ranks has, and with whom it talks", "ink"), size=15)
+    canvas.text(left, 26, (canvas.title, "ink"), size=15)
     canvas.text(left, 46, (f"{MESH} --dp 2 --cp 2 --tp 2 --pp 2 on two hosts of {HOST} ranks", "muted"))
     cfg, _, shares = mesh(next(iter(MESHES)))
     stages = sorted({tuple(share.layers) for share in shares})
     colors = {layer: role for role, layers in zip(STAGE, stages) for layer in layers}
     draw_share(canvas, left, 64, 9, cfg, shares[0], colors)
-    notes = {78: "Left: the model. A row is a layer, a column 1/tp of its matrices."}
-    notes |= {95: "Right: the tokens. A row is 1/dp of the batch,", 112: f"a column 1/{2 * cfg.cp} of each sequence."}
-    for y, note in notes.items():
-        canvas.text(124, y, (note, "ink"))
+    canvas.text(124, 78, ("Left: the model. A row is a layer, a column 1/tp of its matrices.", "ink"))
+    canvas.text(124, 95, ("Right: the tokens. A row is 1/dp of the batch,", "ink"))
+    canvas.text(124, 112, (f"a column 1/{2 * cfg.cp} of each sequence.", "ink"))
     entries = [(role, f"layers of stage {stage}") for stage, role in enumerate(STAGE)]
-    legend(canvas, 124, 133, [*entries, (TOKEN, "tokens")])
-    y = 172
+    canvas.legend(124, 133, [*entries, (TOKEN, "tokens")])
     for order, whose in MESHES.items():
         cfg, groups, shares = mesh(order)
         between = [axis for axis in order.split("-") if any(len({r // HOST for r in g}) > 1 for g in groups[axis])]
         crossing = f"  {whose}: {' and '.join(between)} between hosts"
         canvas.text(left, y, (f"--order {order}", "ink"), (crossing, "muted"), size=13)
-        y += 24
-        cards = []
-        for host in range(len(shares) // HOST):
+        cards, y = [], y + 31
+        for rank, share in enumerate(shares):
+            host, (row, column) = rank // HOST, divmod(rank % HOST, 4)
             x = left + host * (width - 2 * left - host_w)
-            canvas.text(x, y, (f"host {host}", "muted"))
-            canvas.box(Box(x, y + 7, host_w, host_h), "plain", radius=8)
-            for rank in range(host * HOST, (host + 1) * HOST):
-                row, column = divmod(rank % HOST, 4)
-                corner = x + pad + column * (card_w + gap), y + 7 + above + row * (card_h + corridor)
-                cards.append(Box(*corner, card_w, card_h))
-                canvas.box(cards[-1], GROUND, radius=5)
-                canvas.text(corner[0] + 6, corner[1] + 15, (str(rank), "ink"))
-                draw_share(canvas, corner[0] + 6, corner[1] + 22, 4, cfg, shares[rank], colors)
+            if rank % HOST == 0:
+                canvas.text(x, y - 7, (f"host {host}", "muted"))
+                canvas.box(Box(x, y, host_w, host_h), "plain", radius=8)
+            corner = x + pad + column * (card_w + gap), y + above + row * (card_h + corridor)
+            cards.append(Box(*corner, card_w, card_h))
+            canvas.box(cards[-1], "ground", radius=5)
+            canvas.text(corner[0] + 6, corner[1] + 15, (str(rank), "ink"))
+            draw_share(canvas, corner[0] + 6, corner[1] + 22, 4, cfg, share, colors)
         draw_links(canvas, cards, groups)
-        y += 7 + host_h + 32
+        y += host_h + 32
     canvas.text(left, y, ("Lines are the groups of rank 0. They carry", "ink"), size=13)
-    y += 20
-    times = {1: "once", 2: "twice"}
     for x, phase in (112, "in forward"), (460, "in backward"):
-        canvas.text(x, y, (phase, "muted"))
+        canvas.text(x, y + 20, (phase, "muted"))
+    times, y = {1: "once", 2: "twice"}, y + 20
     for travel in TRAVELS.values():
         y += 20
         canvas.line((left, y - 4), (left + 28, y - 4), role=travel.role, width=travel.width)
@@ -819,14 +784,221 @@ def draw_mesh() -> str:
     return canvas.svg(y + 18)
 
 
+# ------------------------------------------------------------------------------------------------------------ kernels
+COALESCING = "09_kernels/coalescing.py"
+COPIED, SIDE, BLOCK = 256, 16, 8  # elements to copy; rows, and columns, to transpose; elements of a program
+
+
+def draw_touched(canvas: Canvas, x: float, y: float, line: int, pitch: float, offsets: list[list[int]], n: int) -> None:
+    """n float32 elements in lines: those that programs 0 and 1 touch, and what their sectors bring along."""
+    sector, spans = load(COALESCING).SECTOR // 4, {}
+    fetched = {offset // sector for found in offsets for offset in found}
+    for element in range(n):
+        row, column = divmod(element, line)
+        owners = [f"rank{program}" for program, found in enumerate(offsets) if element in found]
+        role = owners[0] if owners else "gather" if element // sector in fetched else "plain"
+        left, top = x + column * pitch + column // sector * 4, y + row * pitch * 1.25
+        spans.setdefault(role, []).append(Box(left, top, pitch - 1, pitch * 1.25 - 1))
+    for role, found in spans.items():
+        canvas.cells(found, role)
+
+
+def draw_addresses() -> str:
+    """Which elements the first two programs of each copy and transpose touch, and in how many sectors too many."""
+    module, left, y, pitch, small = load(COALESCING), 14, 84, 9, 8
+    canvas = Canvas("Addresses that two programs touch, in copies and transposes", 640)
+    canvas.text(left, 26, ("Elements that two programs touch, and the rest of their sectors", "ink"), size=15)
+    sector = f"A row of {module.SECTOR // 4} cells is a sector, {module.SECTOR} bytes. Hardware moves whole sectors."
+    canvas.text(left, 46, (sector, "muted"))
+    words = {"rank0": "program 0", "rank1": "program 1", "gather": "the rest of a sector", "plain": "not touched"}
+    canvas.legend(left, 66, list(words.items()))
+    for kernel in module.COPIES:
+        read, _ = zip(*(module.addresses(kernel, program, (COPIED,), BLOCK) for program in range(2)))
+        times = f"  {module.sectors(read[0], 4):g}× the sectors that its elements fill"
+        canvas.text(left, y + 16, (kernel.__name__, "ink"), (times, "muted"), size=13)
+        draw_touched(canvas, left, y + 24, 64, pitch, [found.tolist() for found in read], COPIED)
+        y += COPIED // 64 * pitch * 1.25 + 38
+    y += 16
+    for i, kernel in enumerate(module.TRANSPOSES):
+        found = [module.addresses(kernel, program, (SIDE, SIDE), BLOCK) for program in range(2)]
+        x = left + i * (2 * (SIDE * small + 4) + 64)
+        canvas.text(x, y, (kernel.__name__, "ink"), size=13)
+        for name, offsets in zip(("reads", "writes"), zip(*found)):
+            canvas.text(x, y + 18, (f"{name} {module.sectors(offsets[0], 4):g}×", "muted"))
+            draw_touched(canvas, x, y + 26, SIDE, small, [o.tolist() for o in offsets], SIDE * SIDE)
+            x += SIDE * small + 24
+    return canvas.svg(y + 26 + SIDE * small * 1.25 + 14)
+
+
+SIDE_BY_SIDE = 8  # tiles of the matrices in the picture, each way
+RUNNING = 12  # programs that run at a time
+
+
+def orders() -> dict[str, list[tuple[int, int]]]:
+    """Row and column of the tile that each program computes: row after row, and in groups, by matmul.py's locate."""
+    locate, side, found = load("09_kernels/matmul.py").locate.fn, 128 * SIDE_BY_SIDE, {}
+    for name, group in ("blocks: row after row", 1), ("ordered: groups of 4 rows", 4):
+        tiles = [locate(tile, side, side, 128, 128, group) for tile in range(SIDE_BY_SIDE**2)]
+        found[name] = [(row // 128, column // 128) for row, column in tiles]
+    return found
+
+
+def draw_tiles() -> str:
+    """Which tiles run together, which blocks of scores exist, and in which order programs add to dq."""
+    canvas, pitch, left, y = Canvas("Tiles of a matmul, and blocks of attention", 640), 26, 14, 26
+
+    def grid(x: float, title: str, note: str, cells: dict[tuple[int, int], tuple[str, str]]) -> None:
+        canvas.text(x, y + 20, (title, "ink"))
+        canvas.text(x, y + 36, (note, "muted"))
+        for (row, column), (role, text) in cells.items():
+            box = Box(x + column * pitch, y + 46 + row * pitch, pitch - 2, pitch - 2)
+            canvas.box(box, role, text, size=11, radius=2)
+
+    canvas.text(left, y, ("Which block is where when", "ink"), size=15)
+    y += 26
+    words = f"A matmul: the first {RUNNING} of {SIDE_BY_SIDE**2} programs run at a time."
+    canvas.text(left, y, (words, "ink"), size=13)
+    for i, (name, tiles) in enumerate(orders().items()):
+        loaded = sum(len(set(places)) for places in zip(*tiles[:RUNNING]))
+        cells = {place: ("rank0" if n < RUNNING else "plain", f"{n}") for n, place in enumerate(tiles)}
+        grid(left + i * 316, name, f"{RUNNING} tiles need {loaded} rows and columns of blocks", cells)
+    y += 46 + SIDE_BY_SIDE * pitch + 28
+    canvas.text(left, y, ("Causal attention: rows are blocks of queries, columns are blocks of keys.", "ink"), size=13)
+    forward, backward = {}, {}
+    for query, key in itertools.product(range(SIDE_BY_SIDE), repeat=2):
+        kind = "rank0" if key < query else "rank1" if key == query else "plain"
+        forward[query, key] = kind, f"{query - key}" if key <= query else ""
+        step = SIDE_BY_SIDE - 1 - query + key  # from the last query on; each key is one step behind the one before
+        backward[query, key] = (f"step{step % 4}", f"{step}") if key <= query else ("plain", "")
+    grid(left, "forward in Gluon: a program per row", "number = step", forward)
+    grid(left + 316, "backward in Gluon: a program per column", "number = step; a row adds up left to right", backward)
+    y += 46 + SIDE_BY_SIDE * pitch
+    canvas.legend(left, y + 14, [("rank0", "all seen"), ("rank1", "has a mask"), ("plain", "skipped")])
+    return canvas.svg(y + 34)
+
+
+# ------------------------------------------------------------------------------------------------------ checkpointing
+CHECKPOINTING = {"train": "none", "selective_checkpointing": "selective", "activation_checkpointing": "full"}
+# kinds of memory: the role of its color and its hatch
+HELD = dict(weights=("forward", ""), optimizer=("optimizer", ""), activations=("rank1", "//"), rest=("plain", ""))
+
+
+def checkpointing(compiled: bool) -> dict[str, dict[str, float]]:
+    """GiB at the peak of each recipe by kind, as memory.py predicts them with the flags of the measured runs."""
+    memory, found = load("01_single_gpu/memory.py"), {}
+    shape = memory.PRESETS["smollm_1_7b"] | dict(seq=2048, batch=4, dtype="bfloat16", compile=compiled)
+    for recipe, recompute in CHECKPOINTING.items():
+        _, kinds = memory.peak(memory.Config(**shape, recompute=recompute))
+        sizes = {kind: kinds.get(kind, 0) / memory.GIB for kind in HELD}
+        found[f"{recipe}.py"] = sizes | {"rest": sum(kinds.values()) / memory.GIB - sum(sizes.values())}
+    return found
+
+
+def draw_checkpointing() -> str:
+    """Memory at the peak of the recipes that keep all, some and no activations; a line is what was measured."""
+    figure, panels = axes(420, 2, sharex=True)
+    runs = json.loads((RESULTS / "speed.json").read_text())["single"]["rows"]
+    measured = {Path(row["file"]).name: statistics.median(run["memory"] for run in row["rounds"]) for row in runs}
+    for axis, compiled in zip(panels, (False, True)):
+        bars = checkpointing(compiled)
+        stack(axis, bars, HELD)
+        axis.set_title("with --compile" if compiled else "without --compile")
+    look = dict(color=LIGHT["ink"], markersize=34, markeredgewidth=2, label="measured")
+    panels[1].plot([measured[name] for name in bars], list(bars), "|", **look)
+    panels[1].set_xlabel("GiB at the peak: SmolLM-1.7B, 8,192 tokens")
+    panels[0].set_xlim(0, 70)
+    return drawn(figure, "Memory at the peak, without and with activation checkpointing", legend=3)
+
+
+# ------------------------------------------------------------------------------------------------------------ experts
+TOKENS_HERE, EXPERT_FLAGS = 3, "--device cpu --layers 1 --experts 4 --edp 2 --batch 4 --seq 3 --steps 1 --seed 7"
+
+
+def watched_experts(module: ModuleType) -> Callable[[], Any]:
+    """A probe: the tokens that come to each expert of this rank, and the ranks that exchange or sum what."""
+    orders, rows, ranks, models = [], {}, {}, []
+    sort, dispatch, build, all_reduce = module.sort_by_expert, module.dispatch, module.build_model, dist.all_reduce
+
+    def watched_dispatch(x, gates, ends, ep):
+        tokens = TOKENS_HERE * dist.get_rank() + orders[-1][0] // (len(x) // TOKENS_HERE)
+        here, _, ends_here, _ = dispatch(tokens[:, None].to(x.dtype), gates.detach(), ends, ep)
+        parts = here[:, 0].int().tensor_split(ends_here[:-1].long())
+        rows.update({ep.rank() * len(parts) + i: part.tolist() for i, part in enumerate(parts)})
+        ranks["rows"] = dist.get_process_group_ranks(ep)
+        return dispatch(x, gates, ends, ep)
+
+    def watched_sum(x, group):
+        for name, p in models[0].named_parameters():
+            if p.grad is x:
+                ranks["experts" if ".experts." in name else "all others"] = dist.get_process_group_ranks(group)
+        return all_reduce(x, group=group)
+
+    module.dispatch, dist.all_reduce = watched_dispatch, watched_sum
+    module.sort_by_expert = lambda *args: orders.append(sort(*args)) or orders[-1]
+    module.build_model = lambda cfg: models.append(build(cfg)) or models[0]
+    return lambda: (rows, ranks)
+
+
+def expert_ranks() -> list[tuple[dict[int, list[int]], dict[str, list[int]]]]:
+    """Of each rank: the tokens that come to its experts; with whom it exchanges rows, and sums which gradients."""
+    return launch("07_expert/expert_parallel.py", 4, EXPERT_FLAGS, probe=watched_experts, save=False).probes
+
+
+def draw_experts() -> str:
+    """Tokens go to their experts on the ranks of ep and back; below it, which ranks sum which gradients."""
+    canvas, found, y = Canvas("Expert parallelism: tokens travel to experts and back", 560), expert_ranks(), 50
+    room, lefts = 134, [2 + 140 * rank for rank in range(len(found))]
+
+    def tokens(x: float, y: float, some: list[int]) -> None:
+        for i, token in enumerate(some):
+            box = Box(x + 20 * i, y, 18, 20)
+            canvas.box(box, f"rank{token // TOKENS_HERE}", chr(ord("a") + token), size=14, radius=3)
+
+    def own_tokens(words: str) -> None:
+        canvas.text(2, y - 8, (words, "muted"), size=14)
+        for rank, x in enumerate(lefts):
+            tokens(x + 36, y, [*range(TOKENS_HERE * rank, TOKENS_HERE * (rank + 1))])
+
+    def exchange(words: str) -> None:
+        for group in sorted({tuple(ranks["rows"]) for _, ranks in found}):
+            box = Box(lefts[group[0]], y + 32, lefts[group[-1]] + room - lefts[group[0]], 24)
+            for rank in group:
+                for top in box.y - 10, box.y + box.h:
+                    canvas.line((lefts[rank] + room / 2, top), (lefts[rank] + room / 2, top + 10), arrow=True)
+            canvas.box(box, "plain", words, size=14, radius=5)
+
+    for rank, x in enumerate(lefts):
+        canvas.text(x + room / 2, 16, (f"rank {rank}", "ink"), size=14, anchor="middle")
+    own_tokens("attention and router, on a rank's own tokens")
+    exchange("all-to-all: to the experts")
+    y += 68
+    for x, (rows, _) in zip(lefts, found):
+        for i, (expert, some) in enumerate(rows.items()):
+            canvas.text(x + 4, y + 16 + 48 * i, (f"expert {expert}", "ink"), size=14)
+            tokens(x + 4, y + 22 + 48 * i, some)
+        canvas.frame(Box(x, y, room, 48 * len(rows)), "rule")
+    y += 48 * len(rows) - 22
+    exchange("all-to-all: outputs back")
+    y += 92
+    own_tokens("the two outputs of a token are added up")
+    y += 52
+    canvas.text(2, y, ("Gradients are summed over the ranks with a dot:", "ink"), size=14)
+    sums = {f"experts {' and '.join(map(str, rows))}": ranks["experts"] for rows, ranks in found}
+    for name, group in (sums | {"all others": found[0][1]["all others"]}).items():
+        y += 38
+        middles = [lefts[rank] + room / 2 for rank in group]
+        canvas.line((middles[0], y), (middles[-1], y), role="ink")
+        canvas.text(middles[0], y - 10, (name, "ink"), size=14)
+        for x in middles:
+            canvas.box(Box(x - 5, y - 5, 10, 10), "ink", radius=5)
+    return canvas.svg(y + 14)
+
+
 # ------------------------------------------------------------------------------------------------------------ balance
-BALANCE = ROOT / "tests" / "results" / "balance.json"
-BALANCED = {
-    "07_expert/expert_parallel.py": "nothing balances",
-    "07_expert/auxiliary_loss.py": "losses",
-    "07_expert/bias_balancing.py": "biases",
-}
+BALANCE = RESULTS / "balance.json"
+BALANCED = dict(expert_parallel=("not balanced", "-"), auxiliary_loss=("losses", "--"), bias_balancing=("biases", ":"))
 BALANCE_FLAGS = "--device cpu --layers 3 --dim 64 --heads 4 --ffn 96 --seq 64 --steps 150"
+END = 10  # steps of the mean at the end
 
 
 def watched_rows(module: ModuleType) -> Callable[[], Any]:
@@ -838,205 +1010,66 @@ def watched_rows(module: ModuleType) -> Callable[[], Any]:
 
 def measure_balance() -> None:
     """Train with and without balancing, and store the rows of each expert, per step."""
-    rows = {path: launch(path, 1, BALANCE_FLAGS, probe=watched_rows, save=False).probes[0] for path in BALANCED}
+    paths = [f"07_expert/{name}.py" for name in BALANCED]
+    rows = {path: launch(path, 1, BALANCE_FLAGS, probe=watched_rows, save=False).probes[0] for path in paths}
     lines = (f"{json.dumps(path)}: {json.dumps(steps)}" for path, steps in rows.items())
     BALANCE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def busiest(name: str) -> list[float]:
+    """Rows of the busiest expert over the mean, as means over END steps that follow each other."""
+    steps = json.loads(BALANCE.read_text())[f"07_expert/{name}.py"]
+    loads = [max(rows) * len(rows) / sum(rows) for rows in steps]
+    return [statistics.mean(loads[i : i + END]) for i in range(len(loads) - END + 1)]
+
+
 def draw_balance() -> str:
-    """The experts' shares of the rows of the last layer, step by step, without balancing and with two kinds of it."""
-    left, top, height, gap, width = 14, 88, 160, 22, 640
-    runs = json.loads(BALANCE.read_text())
-    steps, experts = len(next(iter(runs.values()))), len(next(iter(runs.values()))[0])
-    panel = (width - 2 * left - gap * (len(runs) - 1)) / len(runs)
-    canvas = Canvas("Rows per expert while training, with and without balancing", width)
-    canvas.text(left, 26, (f"Shares of {experts} experts in the rows of a layer, over {steps} steps", "ink"), size=15)
-    canvas.text(left, 46, ("A band is an expert. Balanced, all are as high as from tick to tick.", "muted"))
-    for i, (recipe, how) in enumerate(BALANCED.items()):
-        x0, edges = left + i * (panel + gap), []
-        canvas.text(x0, top - 12, (Path(recipe).name, "ink"), size=13)
-        for step, rows in enumerate(runs[recipe]):
-            x, y = x0 + panel * step / (steps - 1), top
-            edges.append([(x, y + height * sum(rows[:n]) / sum(rows)) for n in range(experts + 1)])
-        for expert in range(experts):
-            above, below = ([points[expert + side] for points in edges] for side in (0, 1))
-            canvas.area(above + below[::-1], f"rank{expert % 4}")
-        for n in range(experts + 1):
-            y = top + height * n / experts
-            canvas.line((x0 - 6, y), (x0 - 1, y))
-        load = sum(max(rows) / sum(rows) for rows in runs[recipe][-10:]) / 10 * experts
-        canvas.text(x0, top + height + 18, (f"{how}; at the end", "muted"))
-        canvas.text(x0, top + height + 36, (f"busiest {load:.2f}× the mean", "ink"))
-    return canvas.svg(top + height + 52)
+    """How many times the mean the busiest expert has, step by step, without balancing and with two kinds of it."""
+    figure, axis = axes(360)
+    for (name, (how, style)), role in zip(BALANCED.items(), ("folder06", "folder01", "folder02")):
+        loads = busiest(name)
+        words = f"{name}.py, {how}: {loads[-1]:.2f}× at the end"
+        axis.plot(range(END, END + len(loads)), loads, style, color=LIGHT[role], linewidth=2.5, label=words)
+    axis.set(xlim=(END, END + len(loads) - 1), ylim=(1, 4.1), xlabel=f"step; each point is the mean of {END}")
+    axis.set_ylabel("busiest expert / mean")
+    axis.grid(axis="y")
+    return drawn(figure, "The busiest expert over the mean while training, with and without balancing", legend=1)
 
 
 # ----------------------------------------------------------------------------------------------------------- timeline
-TIMELINES = ROOT / "tests" / "results" / "timelines" / "zero_stages"
+TIMELINES = RESULTS / "timelines" / "zero_stages"
 STAGES = ("zero1", "zero1_overlap", "zero2", "zero3")
-PHASES, PARTS = ("forward", "backward", "optimizer"), ("gather", "other")
-Spans = list[tuple[float, float]]
-
-
-def read_timeline(stage: str) -> tuple[dict[str, Any], dict[str, Spans]]:
-    """The stored report of a stage, and its spans in ms. `other` is what of communication is no gather.
-
-    These are reductions and, on the side stream, the copies that round a shard to the dtype in which it is sent.
-    """
-    report = json.loads((TIMELINES / f"{stage}.json").read_text())
-    spans = {kind: [(start, end) for start, end in found] for kind, found in report["timeline"].items()}
-    spans["other"] = load("01_single_gpu/profiling.py").without(spans["communication"], spans["gather"])
-    return report, spans
+SPANS = {  # what runs: its name, role, hatch, and lane from below
+    "forward": ("forward", "forward", "", 2),
+    "backward": ("backward", "backward", "//", 2),
+    "optimizer": ("optimizer", "optimizer", "..", 2),
+    "gather": ("all-gather", "gather", "", 1),
+    "other": ("reductions, copies", "other", "\\\\", 1),
+    "exposed": ("exposed: nothing computes", "exposed", "", 0),
+}
 
 
 def draw_timeline() -> str:
     """One step of each ZeRO stage on one time axis: compute, communication, and what of it nothing hides."""
-    left, right, y, width = 106, 22, 62, 640
-    timelines = [read_timeline(stage) for stage in STAGES]
-    (where,) = {report["where"] for report, _ in timelines}
-    end = max(stop for _, spans in timelines for found in spans.values() for _, stop in found)
-    scale = (width - left - right) / end
-    canvas = Canvas("Timelines of the ZeRO stages: compute and communication", width)
-    canvas.text(14, 26, (f"One step of each ZeRO stage, {where}", "ink"), size=15)
-    for report, spans in timelines:
-        numbers = ", ".join(f"{kind} {report['ms'][kind]:.1f} ms" for kind in ("step", "communication", "exposed"))
-        canvas.text(left, y, (Path(report["recipe"]).name, "ink"), (f"  {numbers}", "muted"))
-        for tick in range(0, int(end) + 1, 10):
-            canvas.line((left + tick * scale, y + 8), (left + tick * scale, y + 66), role="plain")
-        lanes = {"compute": (9, 17, PHASES), "communication": (30, 17, PARTS), "exposed": (51, 12, ("exposed",))}
-        for lane, (below, height, kinds) in lanes.items():
-            canvas.text(left - 8, y + below + height / 2 + 4, (lane, "muted"), size=11, anchor="end")
-            for kind in kinds:
-                bars = [(left + start * scale, left + stop * scale) for start, stop in spans[kind]]
-                canvas.bars(bars, y + below, height, kind)
-        y += 90
-    for tick in range(0, int(end) + 1, 10):
-        canvas.text(left + tick * scale, y - 8, (f"{tick} ms", "muted"), size=11, anchor="middle")
-    legend(canvas, 14, y + 22, [(phase, phase) for phase in PHASES])
-    named = [("gather", "all-gather"), ("other", "reductions, copies"), ("exposed", "exposed: nothing computes")]
-    legend(canvas, 14, y + 44, named)
-    return canvas.svg(y + 60)
+    figure, panels = axes(480, len(STAGES), sharex=True, width=640)
+    for axis, stage in zip(panels, STAGES):
+        report = json.loads((TIMELINES / f"{stage}.json").read_text())
+        spans = {kind: [tuple(span) for span in found] for kind, found in report["timeline"].items()}
+        # reductions and, on the side stream, the copies that round a shard to the dtype in which it is sent
+        spans["other"] = load("01_single_gpu/profiling.py").without(spans["communication"], spans["gather"])
+        for kind, (name, role, hatch, lane) in SPANS.items():
+            bars = [(start, end - start) for start, end in spans[kind]]
+            axis.broken_barh(bars, (lane + 0.08, 0.84), label=name, linewidth=0, **filled(role, hatch))
+        numbers = ", ".join(f"{kind} {report['ms'][kind]:.1f}" for kind in ("step", "communication", "exposed"))
+        axis.set_title(f"{stage}.py: {numbers} ms")
+        axis.set_yticks([0.5, 1.5, 2.5], ["exposed", "communication", "compute"])
+        axis.set_xlim(0)
+    panels[-1].set_xlabel(f"ms of one step, {report['where']}")
+    return drawn(figure, "Timelines of the ZeRO stages: compute and communication", legend=3)
 
 
-# ------------------------------------------------------------------------------------------------------------ kernels
-COALESCING = "09_kernels/coalescing.py"
-COPIED, SIDE, BLOCK = 256, 16, 8  # elements to copy; rows, and columns, to transpose; elements of a program
-KERNELS, KERNEL_STEPS = (ROOT / "tests" / "results" / name for name in ("kernels.json", "kernel_steps.json"))
-
-
-def draw_touched(canvas: Canvas, x: float, y: float, line: int, pitch: float, offsets: list[list[int]], n: int) -> None:
-    """n float32 elements in lines: those that programs 0 and 1 touch, and what their sectors bring along."""
-    module = load(COALESCING)
-    sector = module.SECTOR // 4
-    fetched = {offset // sector for found in offsets for offset in found}
-    for first in range(0, n, line):
-        spans = {}
-        for element in range(first, first + line):
-            left = x + (element - first) * pitch + (element - first) // sector * 4
-            owners = [f"rank{program}" for program, found in enumerate(offsets) if element in found]
-            role = owners[0] if owners else "gather" if element // sector in fetched else "plain"
-            spans.setdefault(role, []).append((left, left + pitch - 1))
-        for role, found in spans.items():
-            canvas.bars(found, y + first // line * pitch * 1.25, pitch * 1.25 - 1, role)
-
-
-def draw_addresses() -> str:
-    """Which elements the first two programs of each copy and transpose touch, and in how many sectors too many."""
-    module, left, y, pitch, small = load(COALESCING), 14, 84, 9, 8
-    canvas = Canvas("Addresses that two programs touch, in copies and transposes", 640)
-    canvas.text(left, 26, ("Elements that two programs touch, and the rest of their sectors", "ink"), size=15)
-    sector = f"A row of {module.SECTOR // 4} cells is a sector, {module.SECTOR} bytes. Hardware moves whole sectors."
-    canvas.text(left, 46, (sector, "muted"))
-    entries = [("rank0", "program 0"), ("rank1", "program 1"), ("gather", "the rest of a sector")]
-    legend(canvas, left, 66, [*entries, ("plain", "not touched")])
-    for kernel in module.COPIES:
-        y += 16
-        read, _ = zip(*(module.addresses(kernel, program, (COPIED,), BLOCK) for program in range(2)))
-        times = f"  {module.sectors(read[0], 4):g}× the sectors that its elements fill"
-        canvas.text(left, y, (kernel.__name__, "ink"), (times, "muted"), size=13)
-        draw_touched(canvas, left, y + 8, 64, pitch, [found.tolist() for found in read], COPIED)
-        y += COPIED // 64 * pitch * 1.25 + 22
-    y += 16
-    for i, kernel in enumerate(module.TRANSPOSES):
-        found = [module.addresses(kernel, program, (SIDE, SIDE), BLOCK) for program in range(2)]
-        x = left + i * (2 * (SIDE * small + 4) + 64)
-        canvas.text(x, y, (kernel.__name__, "ink"), size=13)
-        for side, (name, offsets) in enumerate(zip(("reads", "writes"), zip(*found))):
-            corner = x + side * (SIDE * small + 24)
-            canvas.text(corner, y + 18, (f"{name} {module.sectors(offsets[0], 4):g}×", "muted"))
-            draw_touched(canvas, corner, y + 26, SIDE, small, [o.tolist() for o in offsets], SIDE * SIDE)
-    return canvas.svg(y + 26 + SIDE * small * 1.25 + 14)
-
-
-MATMUL = "09_kernels/matmul.py"
-SIDE_BY_SIDE = 8  # tiles of the matrices in the picture, each way
-RUNNING = 12  # programs that run at a time
-
-
-def draw_grid(canvas: Canvas, x: float, y: float, pitch: float, cells: dict[tuple[int, int], tuple[str, str]]) -> None:
-    """A square of cells: (row, column) -> role and text."""
-    for (row, column), (role, text) in cells.items():
-        box = Box(x + column * pitch, y + row * pitch, pitch - 2, pitch - 2)
-        canvas.box(box, role, 2)
-        if text:
-            canvas.label(box, text, size=11)
-
-
-def orders() -> dict[str, list[tuple[int, int]]]:
-    """Row and column of the tile that each program computes: row after row, and in groups, by matmul.py's locate."""
-    locate = load(MATMUL).locate.fn
-    side, count = 128 * SIDE_BY_SIDE, SIDE_BY_SIDE**2
-    found = {}
-    for name, group in ("blocks: row after row", 1), ("ordered: groups of 4 rows", 4):
-        tiles = [locate(tile, side, side, 128, 128, group) for tile in range(count)]
-        found[name] = [(row // 128, column // 128) for row, column in tiles]
-    return found
-
-
-def draw_tiles() -> str:
-    """Which tiles run together, which blocks of scores exist, and in which order programs add to dq."""
-    canvas, pitch, left, y = Canvas("Tiles of a matmul, and blocks of attention", 640), 26, 14, 26
-    canvas.text(left, y, ("Which block is where when", "ink"), size=15)
-    y += 26
-    canvas.text(
-        left, y, (f"A matmul: the first {RUNNING} of {SIDE_BY_SIDE**2} programs run at a time.", "ink"), size=13
-    )
-    for i, (name, tiles) in enumerate(orders().items()):
-        running = tiles[:RUNNING]
-        loaded = len({row for row, _ in running}) + len({column for _, column in running})
-        cells = {place: ("rank0" if n < RUNNING else "plain", f"{n}") for n, place in enumerate(tiles)}
-        x = left + i * 316
-        canvas.text(x, y + 20, (name, "ink"))
-        canvas.text(x, y + 36, (f"{RUNNING} tiles need {loaded} rows and columns of blocks", "muted"))
-        draw_grid(canvas, x, y + 46, pitch, cells)
-    y += 46 + SIDE_BY_SIDE * pitch + 28
-    canvas.text(left, y, ("Causal attention: rows are blocks of queries, columns are blocks of keys.", "ink"), size=13)
-    forward, backward = {}, {}
-    for query in range(SIDE_BY_SIDE):
-        for key in range(SIDE_BY_SIDE):
-            kind = "rank0" if key < query else "rank1" if key == query else "plain"
-            forward[query, key] = kind, f"{query - key}" if key <= query else ""
-            step = SIDE_BY_SIDE - 1 - query + key  # from the last query on; each key is one step behind the one before
-            backward[query, key] = (f"step{step % 4}", f"{step}") if key <= query else ("plain", "")
-    canvas.text(left, y + 20, ("forward in Gluon: a program per row", "ink"))
-    canvas.text(left, y + 36, ("number = step", "muted"))
-    entries = [("rank0", "all seen"), ("rank1", "has a mask"), ("plain", "skipped")]
-    legend(canvas, left, y + 46 + SIDE_BY_SIDE * pitch + 14, entries)
-    draw_grid(canvas, left, y + 46, pitch, forward)
-    canvas.text(left + 316, y + 20, ("backward in Gluon: a program per column", "ink"))
-    canvas.text(left + 316, y + 36, ("number = step; a row adds up left to right", "muted"))
-    draw_grid(canvas, left + 316, y + 46, pitch, backward)
-    return canvas.svg(y + 46 + SIDE_BY_SIDE * pitch + 34)
-
-
-class Dot(NamedTuple):
-    """A kernel in the roofline: FLOP per byte, TFLOP/s, and its name."""
-
-    intensity: float
-    speed: float
-    name: str
-
-
-COPY_RATE = 4.24  # TB/s, read and written, of a copy on an H200: what `copy_rate` of the kernel files has measured
+# ------------------------------------------------------------------------------------------------------------- limits
+KERNELS, KERNEL_STEPS = RESULTS / "kernels.json", RESULTS / "kernel_steps.json"
 OPERATIONS = {  # per element, forward and backward together: operations (an exponential or a root is one); bytes
     "elementwise": (4 + 4, 8 + 12),  # compare, exp, subtract, select; compare, exp, multiply, select
     "softmax": (5 + 4, 4 + 6),  # max, subtract, exp, add, multiply; multiply, add, subtract, multiply
@@ -1046,247 +1079,213 @@ OPERATIONS = {  # per element, forward and backward together: operations (an exp
     "cross_entropy": (4 + 4, 6),  # max, subtract, exp, add; subtract, exp, subtract, multiply
     "adamw": (2 + 15, 30),  # square and sum for the norm; clip, two moments, decay, root, two divisions, update
 }
-HEAD = 16384, 4096, 128256  # cross_entropy.py, with the head: rows, width, vocabulary
+SHOWN = {"divergence": "share 0.1250 at random"}  # where the first rows are no use
+LADDERS = "coalescing", "coarsening", "divergence", "tiling"  # files whose rungs have names of their own
+SUMMED = re.compile(r", (forward|backward)$")
 
 
-def dots(stored: dict[str, Any]) -> list[Dot]:
-    """The kernels of 09_kernels that compute something, from their stored rows."""
-    found = []
-    for name, (operations, size) in OPERATIONS.items():
-        rows = [row for row in stored[name]["rows"] if row["by"] == "ours" and row["unit"] == "TB/s"]
-        size_of = [row["what"].removesuffix(", forward").removesuffix(", backward") for row in rows]
-        parts = [row for row, what in zip(rows, size_of) if size_of.count(what) == max(map(size_of.count, size_of))]
-        parts = parts[: max(map(size_of.count, size_of))]  # of the first size with both
-        rate = sum(row["rate"] * row["ms"] for row in parts) / sum(row["ms"] for row in parts)
-        found.append(Dot(operations / size, operations / size * rate, name))
-    for name in "tiling", "coarsening":
-        rows = [row for row in stored[name]["rows"] if row["unit"] == "TFLOP/s" and row["by"] != "torch.matmul"]
-        if name == "coarsening":
-            rows = [rows[0], max(rows, key=lambda row: row["rate"])]  # the smallest tile and the fastest
-        for row in rows:
-            shape, dtype = row["what"].rsplit(", ", 1)
-            sent, flops = load(f"09_kernels/{name}.py").cost(*map(int, shape.split(" x ")), getattr(torch, dtype))
-            short_type = {"float32": "", "bfloat16": ", bf16"}[dtype]
-            found.append(Dot(flops / sent, row["rate"], f"{name}, {row['by']}{short_type}"))
-    for row in stored["divergence"]["rows"]:
-        way = row["by"].split(",")[0]
-        if row["what"] == "share 0.1250 at random" and way != "by_program":
-            module = load("09_kernels/divergence.py")
-            sent, flops = module.cost(module.make_input(2**16, 1 / 8, False, "cpu"))
-            found.append(Dot(flops / sent, row["rate"], f"divergence, {way}"))
-    n, d, v = HEAD
-    (rate,) = (r["rate"] for r in stored["cross_entropy"]["rows"] if r["by"] == "ours" and r["unit"] == "TFLOP/s")
-    return [*found, Dot(6 * n * d * v / (4 * d * (n + v)), rate, "cross_entropy, head")]
+def kernel_rows(name: str) -> list[dict[str, Any]]:
+    """The stored rows of a kernel file, without those of quantization alone. `mine`: the file's own kernel."""
+    rows = json.loads(KERNELS.read_text())[name]["rows"]
+    rows = [row for row in rows if row["what"].startswith(SHOWN.get(name, "")) and "quantize" not in row["what"]]
+    own = {row["by"] for row in rows if name in LADDERS and not row["by"].startswith(("torch", "x.T"))}
+    return [row | {"mine": row["by"] in own | {"ours", "Triton", "Gluon"}} for row in rows]
+
+
+def fastest(name: str, mine: bool) -> list[dict[str, Any]]:
+    """For each product under sustained load, or else of the first size that has both forward and backward."""
+    sizes = {}
+    for row in kernel_rows(name):
+        sizes.setdefault(SUMMED.sub("", row["what"]), {}).setdefault(row["what"], []).append(row)
+    sustained = {what: rows for whats in sizes.values() for what, rows in whats.items() if "sustained" in what}
+    chosen = sustained or max(sizes.values(), key=len)
+    found = [[row for row in rows if row["mine"] == mine] for rows in chosen.values()]
+    return [min(rows, key=lambda row: row["ms"]) for rows in found if rows]
+
+
+def share(rows: list[dict[str, Any]]) -> float:
+    """Of the limit, in the time that they take together."""
+    return sum(row["share"] * row["ms"] for row in rows) / sum(row["ms"] for row in rows)
+
+
+def draw_limits() -> str:
+    """A bar per kernel file: the share of its physical limit; a line is the fastest other contender."""
+    files = {name: fastest(name, True) for name in json.loads(KERNELS.read_text())}
+    files = dict(sorted(files.items(), key=lambda file: -share(file[1])))
+    figure, axis = axes(440)
+    for unit, look, limit in (
+        ("TB/s", ("rank0", ""), "bandwidth of a copy"),
+        ("TFLOP/s", ("rank1", "//"), "peak FLOP/s"),
+    ):
+        some = {f"{name}.py": 100 * share(rows) for name, rows in files.items() if rows[0]["unit"] == unit}
+        axis.barh(list(some), some.values(), 0.7, **filled(*look), label=f"of the {limit}")
+    for y, (name, rows) in enumerate(files.items()):
+        beside(axis, y, f"{share(rows):.0%}")
+        if others := [row for row in fastest(name, False) if row["what"] in [mine["what"] for mine in rows]]:
+            look = dict(color=LIGHT["ink"], markersize=18, markeredgewidth=2, linestyle="")
+            axis.plot(100 * share(others), y, "|", label="" if y else "fastest other contender", **look)
+    axis.set(xlim=(0, 104), ylim=(len(files) - 0.4, -0.6), xlabel="% of the limit")
+    return drawn(figure, "Share of its limit that each kernel file reaches", legend=2)
+
+
+def moved(name: str, row: dict[str, Any]) -> float:
+    """Bytes of what a row has measured, by the `cost` of its file."""
+    module, what, half = load(f"09_kernels/{name}.py"), row["what"], torch.bfloat16
+    sizes = [int(size) for size in re.findall(r"\d+", what)]
+    if name == "grouped_matmul":
+        experts, d, f = module.MODELS[what.split(",")[0]]
+        n, k = (2 * f, d) if "gate" in what else (d, f)
+        return module.cost(round(row["rate"] * row["ms"] * 1e9 / (2 * n * k)), experts, n, k, half)[0]
+    if name.startswith("flash"):
+        b, h, kv, s, k = sizes[:5]
+        keys = (s,) if name == "flash_attention" else ()
+        return module.cost(b, h, kv, s, *keys, k, True, half)[2 * ("backward" in what)]
+    if name == "divergence":
+        flops, moved = reversed(module.cost(module.make_input(2**16, 1 / 8, False, "cpu")))
+        return row["rate"] * row["ms"] * 1e9 * moved / flops
+    return module.cost(*sizes[:3], torch.float32 if "float32" in what else half)[0]
+
+
+def dots() -> dict[str, tuple[float, float]]:
+    """FLOPs per byte and TFLOP/s of the kernels that compute something: all of fastest(), of tiling.py each rung."""
+    points = {}
+    for name in json.loads(KERNELS.read_text()).keys() - {"coalescing", "tiling"}:
+        rows = fastest(name, True)
+        amount, ms = sum(row["rate"] * row["ms"] for row in rows), sum(row["ms"] for row in rows)
+        if name in OPERATIONS:  # amount is of bytes
+            operations, size = OPERATIONS[name]
+            points[name] = operations / size, operations / size * amount / ms
+        else:
+            points[name] = amount * 1e9 / sum(moved(name, row) for row in rows), amount / ms
+    for row in (row for row in kernel_rows("tiling") if row["mine"]):
+        intensity = row["rate"] * row["ms"] * 1e9 / moved("tiling", row)
+        points[f"tiling, {row['by']}{', bf16' * ('bfloat16' in row['what'])}"] = intensity, row["rate"]
+    (head,) = (row for row in kernel_rows("cross_entropy") if row["mine"] and row["unit"] == "TFLOP/s")
+    n, d, v = 16384, 4096, 128256  # rows, width, vocabulary; x and the head are read, their gradients written
+    return points | {"cross_entropy, head": (6 * n * d * v / (4 * d * (n + v)), head["rate"])}
 
 
 def draw_roofline() -> str:
     """FLOP/s of each kernel over its FLOPs per byte, below what memory, CUDA cores and tensor cores allow."""
-    left, top, width, octave = 52, 66, 640, 33
-    first, last, low, high = -2, 15.5, -1, 10.6  # logarithms to base 2 of what the axes show
-    canvas = Canvas("Roofline: what limits the kernels of this folder", width)
-    canvas.text(14, 26, ("What limits a kernel: bytes on the left, FLOPs on the right", "ink"), size=15)
-    canvas.text(14, 46, ("TFLOP/s over FLOP per byte, both logarithmic", "muted"))
-
-    def place(intensity: float, speed: float) -> tuple[float, float]:
-        return left + (math.log2(intensity) - first) * octave, top + (high - math.log2(speed)) * octave
-
-    bottom, right = top + (high - low) * octave, left + (last - first) * octave
-    for power in range(0, 11, 2):
-        x, y = place(1, 2**power)
-        canvas.line((left, y), (right, y), role="plain")
-        canvas.text(left - 6, y + 4, (f"{2**power:,}", "muted"), size=11, anchor="end")
-    for power in range(-2, 15, 2):
-        x, _ = place(2.0**power, 1)
-        canvas.line((x, top), (x, bottom), role="plain")
-        canvas.text(x, bottom + 16, (f"{2**power:,}" if power >= 0 else "1/4", "muted"), size=11, anchor="middle")
+    figure, axis = axes(500, width=640)
     peaks = {str(dtype)[6:]: peak / 1e12 for dtype, peak in load("09_kernels/tiling.py").PEAK.items()}
-    ridge = {dtype: peak / COPY_RATE for dtype, peak in peaks.items()}
-    canvas.line(place(2.0**first, COPY_RATE * 2.0**first), place(ridge["bfloat16"], peaks["bfloat16"]), role="ink")
-    for dtype, units, indent in ("float32", "CUDA cores", 40), ("bfloat16", "tensor cores", 12):
-        x, y = place(ridge[dtype], peaks[dtype])
-        canvas.line((x, y), (right, y), role="ink")
-        words = f"{units}, {dtype}: {peaks[dtype]:g} TFLOP/s"
-        canvas.text(x + indent, y - 6, (words, "ink"), size=11)
-    x, y = place(4, COPY_RATE * 4)
-    canvas.text(x - 12, y - 6, (f"memory: {COPY_RATE:g} TB/s", "ink"), size=11, anchor="end")
-    found = dots(json.loads(KERNELS.read_text()))
-    for start, some in (5.2, [d for d in found if d.intensity < 64]), (11.2, [d for d in found if d.intensity >= 64]):
-        some.sort(key=lambda dot: (-dot.speed, dot.name))
-        column = left + (start - first) * octave
-        heights = apart([place(*dot[:2])[1] for dot in some], 15, bottom - 6)
-        for dot, y in zip(some, heights):
-            x, at = place(*dot[:2])
-            if x > column:  # the label stands on its left
-                canvas.text(x - 10, y + 4, (dot.name, "ink"), size=11, anchor="end")
-            else:
-                canvas.line((x, at), (column - 4, y))
-                canvas.text(column, y + 4, (dot.name, "ink"), size=11)
-            canvas.dot(x, at, "folder09")
-    return canvas.svg(bottom + 30)
+    peaks["fp8"] = load("09_kernels/fp8_matmul.py").PEAK / 1e12
+    copy = kernel_rows("coalescing")[0]["rate"] / kernel_rows("coalescing")[0]["share"]
+    axis.plot([0.25, peaks["fp8"] / copy], [copy * 0.25, peaks["fp8"]], color=LIGHT["ink"])
+    axis.text(45, 250, f"memory: {copy:.3g} TB/s", ha="right", va="center")
+    for (dtype, peak), units in zip(peaks.items(), ("CUDA cores", "tensor cores", "tensor cores")):
+        axis.plot([peak / copy, 2**13], [peak, peak], color=LIGHT["ink"])
+        axis.text(peak / copy * 0.8, peak, f"{units}, {dtype}: {peak:,.4g}", ha="right", va="center")
+    low, high = 0.2, 3000
+    columns = {
+        0.2: [],
+        0.47: [],
+        1.03: [],
+    }  # of labels, from left to right, in widths of the axes
+    for name, (intensity, speed) in sorted(dots().items(), key=lambda dot: -dot[1][1]):
+        axis.plot(intensity, speed, "o", color=LIGHT["folder09"])
+        column = 0.2 if intensity < 4 else 0.47 if intensity < 64 else 1.03
+        wanted = math.log(speed / low) / math.log(high / low) if column > 0.2 else 0.3
+        columns[column].append(min([wanted, *(height - 0.045 for height in columns[column])]))
+        lead = dict(arrowstyle="-", color=LIGHT["rule"], shrinkA=0, shrinkB=4, relpos=(0, 0.5))
+        place = dict(xytext=(column, columns[column][-1]), textcoords="axes fraction")
+        axis.annotate(name, (intensity, speed), **place, va="center", arrowprops=lead)
+    axis.set(xscale="log", yscale="log", xlim=(0.25, 2**13), ylim=(low, high), xlabel="FLOP per byte", ylabel="TFLOP/s")
+    for scale, ticks in (axis.xaxis, (0.25, 1, 4, 16, 64, 256, 1024, 4096)), (axis.yaxis, (1, 10, 100, 1000)):
+        scale.set_ticks(ticks, [f"{tick:,g}" for tick in ticks])
+        scale.set_ticks([], minor=True)
+    axis.grid()
+    return drawn(figure, "Roofline: what limits the kernels of this folder")
 
 
-def apart(heights: list[float], least: float, bottom: float) -> list[float]:
-    """Sorted heights, moved down, and where the bottom is reached up again, until they are `least` apart."""
-    found = []
-    for y in heights:
-        found.append(max(y, found[-1] + least) if found else y)
-    for i in reversed(range(len(found))):
-        found[i] = min(found[i], found[i + 1] - least if i + 1 < len(found) else bottom)
-    return found
-
-
-# what a step does: the role of its color
-DOING = dict(matmuls="forward", attention="backward", elementwise="rank1", optimizer="optimizer", rest="rule")
+DOING = dict(matmuls=("forward", ""), attention=("backward", "//"), elementwise=("rank1", ""))  # color, hatch
+DOING |= dict(optimizer=("optimizer", "\\\\"), rest=("rule", ""))
 
 
 def draw_step() -> str:
     """Where the milliseconds of a step go: the root's, and below it that with the kernels of this folder."""
     presets = json.loads(KERNEL_STEPS.read_text())
-    measured = presets.pop("measured")
-    left, right, y, width, height = 14, 70, 68, 640, 26
-    canvas = Canvas("Where the time of a training step goes, without and with our kernels", width)
-    canvas.text(left, 26, ("Where the milliseconds of a step go", "ink"), size=15)
-    canvas.text(left, 46, (f"{measured['gpu']}, the root compiled", "muted"))
-    for preset, steps in presets.items():
-        scale = (width - left - right) / max(sum(step.values()) for step in steps.values())
-        canvas.text(left, y + 4, (preset, "ink"), size=13)
-        for path, step in steps.items():
-            canvas.text(left, y + 24, (path, "muted"), size=11)
-            x = left
-            for kind, role in DOING.items():
-                bar = Box(x, y + 30, max(step[kind], 0) * scale, height)
-                canvas.box(bar, role)
-                if text_width(f"{step[kind]:.1f}", 11) + 6 < bar.w and kind != "rest":
-                    canvas.label(bar, f"{step[kind]:.1f}", size=11)
-                x += bar.w
-            canvas.text(x + 6, y + 30 + 17, (f"{sum(step.values()):.1f} ms", "ink"))
-            y += 54
-        y += 34
-    legend(canvas, left, y, [(role, kind) for kind, role in DOING.items()])
-    return canvas.svg(y + 18)
+    gpu = presets.pop("measured")["gpu"]
+    figure, panels = axes(130 * len(presets) + 60, len(presets), width=640)
+    for axis, (preset, steps) in zip(panels, presets.items()):
+        bars = {
+            re.sub(".*, .*/", "+ ", name): {kind: max(0, step[kind]) for kind in DOING} for name, step in steps.items()
+        }
+        stack(axis, bars, DOING)
+        axis.set_title(preset)
+    panels[-1].set_xlabel(f"ms of a step, {gpu}, compiled")
+    return drawn(figure, "Where the time of a training step goes, without and with our kernels", legend=5)
 
 
 # ------------------------------------------------------------------------------------------------------------- curves
-CURVES = ROOT / "tests" / "results" / "curves.json"
-LINES = {  # what tests/curves.py calls a run: the role of its line
-    "fp32": "muted",
-    "bf16, autocast": "folder01",
-    "bf16": "folder05",
-    "fp16": "folder02",
-    "fp8, tensorwise": "folder03",
-    "fp8, delayed": "folder07",
-    "fp8, blockwise": "folder09",
-    "stochastic rounding": "folder04",
-    "fp8, stochastic rounding": "folder08",
-}
-NAIVE = "folder06"  # the role of all others
-MEAN = 10  # stored means in a mean of the lower picture
-UPPER, LOWER = (0.5, 4.5), (-0.05, 0.08)  # what the pictures reach from and to
-Points = list[tuple[float, float]]
+CURVES = RESULTS / "curves.json"
 
 
-def means(losses: list[float]) -> list[float]:
-    """The mean of each MEAN stored losses that follow each other."""
-    return [sum(losses[i : i + MEAN]) / MEAN for i in range(len(losses) - MEAN + 1)]
-
-
-def draw_panel(
-    canvas: Canvas, box: Box, steps: int, heights: tuple[float, float], runs: dict[str, Points], ends: dict[str, str]
-) -> None:
-    """Draw runs of (step, value), from where the value is within the box, and write what is said of some at the end."""
-    least, most = heights
-    tops = {}
-    for label, points in runs.items():
-        line = []
-        for step, value in [*points, (steps, math.inf)]:  # at last outside, where each line ends
-            if least <= value <= most:
-                line.append((box.x + box.w * step / steps, box.y + box.h * (most - value) / (most - least)))
-            elif line:
-                canvas.line(*line, role=LINES.get(label, NAIVE))
-                tops[label], line = line[-1][1], []
-    said = sorted((label for label in tops if label in ends), key=tops.get)
-    for label, y in zip(said, apart([tops[label] for label in said], 15, box.y + box.h)):
-        canvas.text(box.x + box.w + 10, y + 4, (ends[label], LINES.get(label, NAIVE)), size=11)
+def losses_at_end() -> dict[str, float]:
+    """By run of tests/curves.py, the mean loss of the last 200 steps."""
+    return {run["label"]: statistics.mean(run["losses"][-10:]) for run in json.loads(CURVES.read_text())["runs"]}
 
 
 def draw_curves() -> str:
-    """Loss over the steps in all formats; below it the differences from fp32 of those that follow it."""
-    stored, left, right, width = json.loads(CURVES.read_text()), 52, 218, 640
-    runs, each = {run["label"]: run["losses"] for run in stored["runs"]}, stored["each"]
-    steps, exact = each * max(map(len, runs.values())), means(runs["fp32"])
-    whole = {label for label, losses in runs.items() if len(losses) == len(runs["fp32"])}  # others became NaN
-    far = {label for label in runs if label not in whole or abs(means(runs[label])[-1] - exact[-1]) > 0.1}
-    canvas = Canvas("Loss of a small Llama in all formats, and how far each is from fp32", width)
-    canvas.text(14, 26, (f"Loss over {steps:,} steps, from one start, on the same batches", "ink"), size=15)
-    canvas.text(14, 46, (f"{len(runs) - len(far)} of these lines lie upon each other. Naive forms are red.", "muted"))
-    upper, lower = Box(left, 64, width - left - right, 170), Box(left, 304, width - left - right, 200)
-    for box, ticks, (least, most) in (upper, (1, 2, 3, 4), UPPER), (lower, (-0.03, 0, 0.03, 0.06), LOWER):
-        for tick in ticks:
-            y = box.y + box.h * (most - tick) / (most - least)
-            canvas.line((box.x, y), (box.x + box.w, y))
-            canvas.text(box.x - 6, y + 4, (f"{tick:+}" if box is lower and tick else f"{tick}", "muted"), anchor="end")
-        for step in range(0, steps + 1, steps // 4):
-            x = box.x + box.w * step / steps
-            canvas.text(x, box.y + box.h + 16, (f"{step:,}", "muted"), size=11, anchor="middle")
-    points = {label: [(each * (i + 1), loss) for i, loss in enumerate(losses)] for label, losses in runs.items()}
-    ends = {run["label"]: f"{run['label']} {run['last']:.2f}" for run in stored["runs"] if run["label"] in whole}
-    ends |= {run["label"]: f"{run['label']}, then NaN" for run in stored["runs"] if run["label"] not in whole}
-    draw_panel(canvas, upper, steps, UPPER, points, {label: ends[label] for label in {"fp32"} | far})
-    canvas.text(14, lower.y - 18, (f"The difference from fp32, as means over {MEAN * each} steps", "ink"), size=13)
-    for label in points.keys() - far - {"fp32"}:
-        differences = [mine - theirs for mine, theirs in zip(means(runs[label]), exact)]
-        points[label] = [(each * (i + MEAN), difference) for i, difference in enumerate(differences)]
-        ends[label] = f"{label} {differences[-1]:+.3f}"
-    near = {label: points[label] for label in runs if label not in far | {"fp32"}}
-    draw_panel(canvas, lower, steps, LOWER, near, ends)
-    return canvas.svg(lower.y + lower.h + 30)
+    """Loss over the steps in all formats; below it how far those that follow fp32 are from it at the end."""
+    stored, ends = json.loads(CURVES.read_text()), losses_at_end()
+    near = {label: loss - ends["fp32"] for label, loss in ends.items() if loss < ends["fp32"] + 0.1}
+    figure, (upper, lower) = axes(540, 2)
+    for run in stored["runs"]:
+        label, losses, (role, style, mark) = run["label"], run["losses"], ("folder01", "-", "o")
+        steps = [stored["each"] * (i + 1) for i in range(len(losses))]
+        if run["naive"]:
+            role, style, mark = "folder06", "--" if "fp16" in label else ":", "D"
+        if label not in near:
+            above = 0.15 if "fp16" in label else -0.4
+            upper.text(steps[-1], losses[-1] + above, f"{label}: {ends[label]:.2f}", ha="right")
+        elif label != "fp32":
+            y = list(near).index(label) - 1
+            lower.plot(near[label], y, mark, color=LIGHT[role])
+            beside(lower, y, f"{near[label]:+.3f}")
+        upper.plot(steps, losses, style, color=LIGHT[role])
+    last = [ends[label] for label in near]
+    upper.text(steps[-1], max(last) + 0.2, f"{len(near)} others: {min(last):.2f} to {max(last):.2f}", ha="right")
+    upper.set(xlim=(0, steps[-1]), ylim=(0, 4.5), xlabel="step", ylabel="loss")
+    upper.grid(axis="y")
+    del near["fp32"]
+    lower.set_yticks(range(len(near)), near)
+    lower.axvline(0, color=LIGHT["muted"])
+    lower.locator_params(axis="x", nbins=4)
+    lower.set(ylim=(len(near) - 0.5, -0.5), xlabel="mean loss of the last 200 steps, minus that of fp32")
+    lower.grid(axis="y")
+    return drawn(figure, "Loss of a small Llama in all formats, and how far each is from fp32 at the end")
 
 
 def draw_optimizers() -> str:
     """Loss over the steps with the best learning rate of AdamW and of Muon, three seeds; and at the end, by rate."""
-    runs = json.loads((ROOT / "tests" / "results" / "optimizers.json").read_text())
-    each, (least, most), roles = runs["each"], (0.5, 3.0), {"AdamW": "folder01", "Muon": "folder06"}
-    best = {run["optimizer"]: run["lr"] for run in runs["runs"] if run["seed"] > 0}
-    rates, steps = sorted({run["lr"] for run in runs["runs"]}), max(run["steps"] for run in runs["runs"])
-    canvas = Canvas("Loss of a small Llama with AdamW and with Muon, over the steps and by learning rate", 640)
-    curves, by_rate = Box(46, 70, 290, 220), Box(392, 70, 230, 220)
-    canvas.text(14, 26, ("Muon learns faster per step, with either one's best learning rate", "ink"), size=15)
-    canvas.text(curves.x, 54, ("Loss over the steps, three seeds each", "muted"))
-    canvas.text(by_rate.x, 54, ("Loss at the end, by learning rate", "muted"))
-
-    def height(loss: float) -> float:
-        return curves.y + curves.h * (most - loss) / (most - least)
-
-    for box in curves, by_rate:
-        for tick in (0.5, 1, 1.5, 2, 2.5, 3):
-            canvas.line((box.x, height(tick)), (box.x + box.w, height(tick)))
-            canvas.text(box.x - 6, height(tick) + 4, (f"{tick:g}", "muted"), size=11, anchor="end")
-    places = [by_rate.x + by_rate.w * (i + 0.5) / len(rates) for i in range(len(rates))]
-    for step in range(0, steps + 1, steps // 4):
-        x = curves.x + curves.w * step / steps
-        canvas.text(x, curves.y + curves.h + 16, (f"{step:,}", "muted"), size=11, anchor="middle")
-    for rate, x in list(zip(rates, places))[::2]:
-        canvas.text(x, by_rate.y + by_rate.h + 16, (f"{rate:g}", "muted"), size=11, anchor="middle")
-    for name, role in roles.items():
-        mine = [run for run in runs["runs"] if run["optimizer"] == name]
-        for run in (run for run in mine if run["lr"] == best[name]):
-            points = [(each * (i + 0.5), loss) for i, loss in enumerate(run["losses"])]
-            shown = [(curves.x + curves.w * step / steps, height(loss)) for step, loss in points if loss <= most]
-            canvas.line(*shown, role=role)
-        ends = [(places[rates.index(run["lr"])], height(run["last"])) for run in mine if run["seed"] == 0]
-        canvas.line(*sorted(ends), role=role)
-        for x, y in ends:
-            canvas.dot(x, y, role)
-        x, y = sorted(ends)[-1]
-        canvas.text(x + 8, y - 8, (name, role), anchor="end")
-        last = statistics.mean(run["last"] for run in mine if run["lr"] == best[name])
-        words = f"{name}, lr {best[name]:g}: {last:.2f} at the end"
-        canvas.text(curves.x + curves.w, height(2.3 if name == "AdamW" else 1.8), (words, role), anchor="end")
-    return canvas.svg(curves.y + curves.h + 30)
+    stored = json.loads((RESULTS / "optimizers.json").read_text())
+    figure, (curves, by_rate) = axes(320, 1, 2, width=640, sharey=True, gridspec_kw={"width_ratios": (1.3, 1)})
+    for name, role, mark in ("AdamW", "folder01", "o--"), ("Muon", "folder06", "s-"):
+        mine = [run for run in stored["runs"] if run["optimizer"] == name]
+        (best,) = {run["lr"] for run in mine if run["seed"] > 0}
+        seeds = [run for run in mine if run["lr"] == best]
+        words = f"{name}, lr {best:g}: {statistics.mean(run['last'] for run in seeds):.2f}"
+        for run in seeds:
+            steps = [stored["each"] * (i + 0.5) for i in range(len(run["losses"]))]
+            curves.plot(steps, run["losses"], mark[1:], color=LIGHT[role], label="" if run["seed"] else words)
+        ends = sorted((run["lr"], run["last"]) for run in mine if run["seed"] == 0)
+        by_rate.plot(*zip(*ends), mark, color=LIGHT[role], label=name)
+    curves.set(ylim=(0.5, 3), xlim=0, xlabel="step", ylabel="loss", title="Best learning rate, three seeds")
+    ticks = sorted({run["lr"] for run in stored["runs"]})[1::2]
+    by_rate.set(xscale="log", xlabel="learning rate", title="At the end")
+    by_rate.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    by_rate.set_xticks([], minor=True)
+    for axis in curves, by_rate:
+        axis.legend(loc="upper right")
+        axis.grid(axis="y")
+    return drawn(figure, "Loss of a small Llama with AdamW and with Muon, over the steps and by learning rate")
 
 
 # --------------------------------------------------------------------------------------------------------------- main
 PICTURES = {
+    "01_single_gpu/checkpointing.svg": draw_checkpointing,
+    "09_kernels/limits.svg": draw_limits,
     "tests/family.svg": draw_family,
     "tests/look.svg": draw_look,
     "01_single_gpu/muon.svg": draw_optimizers,
@@ -1294,8 +1293,10 @@ PICTURES = {
     "04_tensor_sequence/blocks.svg": draw_blocks,
     "03_zero/timeline.svg": draw_timeline,
     "05_context_ring/steps.svg": draw_steps,
+    "05_context_ring/ulysses.svg": draw_ulysses,
     "05_context_ring/tokens.svg": draw_tokens,
     "05_context_ring/documents.svg": draw_documents,
+    "07_expert/experts.svg": draw_experts,
     "07_expert/balance.svg": draw_balance,
     "08_4d/mesh.svg": draw_mesh,
     "09_kernels/addresses.svg": draw_addresses,
