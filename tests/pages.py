@@ -844,7 +844,7 @@ def layouts() -> str:
             words = cfg.preset, f"{cfg.layers}", tests.PLAN.shape(cfg)
             speeds = f"{found:,.0f}", f"{tokens:,.0f}", f"{tokens / found - 1:+.1%}"
             rows.append([*words, *speeds, f"{peak:.1f} GiB", f"{memory:.1f} GiB"])
-    head = ["model", "layers", "layout", "tokens/s/GPU", "predicted", "difference", "memory", "predicted"]
+    head = ["model", "layers", "layout", "tokens/s/GPU", "plan.py", "off by", "memory", "plan.py"]
     alike = len({row[0] for row in rows}) == 1  # one model, which the page names
     return table(head[alike:], [row[alike:] for row in rows])
 
