@@ -79,15 +79,16 @@ PROCESSES = {
 }
 WORKSPACE = 2 * 32 * 2**20  # of cuBLAS on Hopper: 32 MiB for the thread of forward, as many for that of backward
 STEPS = 4  # of a measured run; the first two compile kernels, and tune them on copies of their arguments
-KINDS = {
-    "weights": "#5b8db8",
-    "gradients": "#a9d6a0",
-    "optimizer": "#d9c2e9",
-    "weight copies": "#9cc3e6",
-    "activations": "#f2b661",
-    "logits": "#e58f65",
-    "temporary": "#c8c8c8",
+KINDS = {  # colors and hatches of the picture
+    "weights": ("#5b8db8", ""),
+    "gradients": ("#a9d6a0", "///"),
+    "optimizer": ("#d9c2e9", "\\\\\\"),
+    "weight copies": ("#9cc3e6", "xxx"),
+    "activations": ("#f2b661", ""),
+    "logits": ("#e58f65", "|||"),
+    "temporary": ("#c8c8c8", "---"),
 }
+INK = "#757d88"  # of texts and axes, legible on white and on black
 
 
 @dataclass(frozen=True)
@@ -770,24 +771,23 @@ def compare(recipe: str, flags: list[str], file: str | None) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- main
 def draw(picture: str, bars: dict[str, dict[str, int]], measured: list[int | None], title: str) -> None:
-    """A bar per moment or run, stacked by kind; a tick is what was measured, if it was."""
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "memory", "font.size": 9})
-    figure, axis = pyplot.subplots(figsize=(10, 0.4 * len(bars) + 1.4))
-    for place, kinds in enumerate(bars.values()):
-        left = 0
-        for kind, color in KINDS.items():
-            axis.barh(place, kinds[kind] / GIB, left=left, height=0.7, color=color, label=None if place else kind)
-            left += kinds[kind] / GIB
-    ticks = [(size / GIB, place) for place, size in enumerate(measured) if size]
-    if ticks:
-        axis.scatter(*zip(*ticks), 400, "black", marker="|", label="measured")
-    axis.set_yticks(range(len(bars)), bars)
-    axis.invert_yaxis()
-    axis.set_xlabel("GiB per rank")
-    axis.set_title(title, loc="left", fontsize=9)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="lower center", ncol=len(KINDS) + 1, frameon=False)
-    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
+    """A bar per moment or run, stacked by kind; a tick is what was measured, if it was. The optimizer's are apart."""
+    style = {"svg.fonttype": "none", "svg.hashsalt": "memory", "font.size": 10, "savefig.transparent": True}
+    style |= {"hatch.color": "#404a56", "hatch.linewidth": 0.5, "axes.spines.top": False, "axes.spines.right": False}
+    inks = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+    matplotlib.rcParams.update(style | dict.fromkeys(inks, INK))
+    places = [place + 0.5 * label.endswith(", optimizer") for place, label in enumerate(bars)]
+    figure, axis = pyplot.subplots(figsize=(6.6, 0.3 * len(bars) + 1.9), layout="constrained")
+    left = [0] * len(bars)
+    for kind, (color, hatch) in KINDS.items():
+        sizes = [kinds[kind] / GIB for kinds in bars.values()]
+        drawn = axis.barh(places, sizes, 0.7, left, color=color, hatch=hatch, label=kind)
+        left = [bar.get_x() + bar.get_width() for bar in drawn]
+    if any(measured):
+        axis.plot([size and size / GIB for size in measured], places, "|", color=INK, ms=20, mew=2.5, label="measured")
+    axis.set(xlabel="GiB per rank", yticks=places, yticklabels=bars, ylim=(places[-1] + 0.6, -0.6))
+    figure.suptitle(title, x=0.01, ha="left", size=9, wrap=True)
+    figure.legend(loc="outside lower center", ncol=4, frameon=False)
     figure.savefig(picture, metadata={"Date": None})
 
 

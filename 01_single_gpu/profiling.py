@@ -33,9 +33,9 @@ WARMUP = 6  # steps before the first profiled one: compilation, first allocation
 GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a trace
 COMMUNICATION = ("nccl", "gloo:", "symmetric_memory", "push_kernel")  # parts of names
 PHASES = {"forward": "#9cc3e6", "backward": "#a9d6a0", "optimizer": "#d9c2e9"}
-VISIBLE = 1e-4  # of the longest step; what is shorter has no width in a picture
-HIDDEN = "#f2b661"
-EXPOSED = "#d64541"
+HATCHES = {"backward": "///", "optimizer": "\\\\\\"}  # for those who see no colors
+VISIBLE = 3e-4  # of the longest step; a picture shows no shorter span or gap
+INK = "#757d88"  # of texts and axes, legible on white and on black
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -194,30 +194,30 @@ def timeline(spans: dict[str, list[tuple[float, float]]]) -> dict[str, list[tupl
 # -------------------------------------------------------------------------------------------------------------- main
 def draw(files: list[str], picture: str) -> None:
     """Two rows per timeline, compute and communication, on one scale. The sums count what is too short for a bar."""
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "overlap", "font.size": 9})
+    style = {"svg.fonttype": "none", "svg.hashsalt": "overlap", "font.size": 10, "savefig.transparent": True}
+    style |= {"axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False}
+    style |= {"legend.frameon": False, "hatch.linewidth": 0.5, "hatch.color": INK}
+    inks = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+    matplotlib.rcParams.update(style | dict.fromkeys(inks, INK))
     reports = [json.loads(Path(file).read_text()) for file in files]
     visible = VISIBLE * max(report["ms"]["step"] for report in reports)
-    figure, axes = pyplot.subplots(len(reports), sharex=True, figsize=(10, 1.35 * len(reports) + 0.9), squeeze=False)
+    shape = dict(figsize=(6.6, 1.2 * len(reports) + 1), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(len(reports), sharex=True, **shape)
+    bars = [(phase, phase, 1.1, 0.8, color) for phase, color in PHASES.items()]
+    bars += [("hidden communication", "hidden", 0.1, 0.4, "#f2b661"), ("exposed: high", "exposed", 0.1, 0.8, "#d64541")]
     for axis, report in zip(axes.flat, reports):
         ms, spans = report["ms"], report["timeline"]
-        bars = [(1, phase, color) for phase, color in PHASES.items()]
-        for row, kind, color in [*bars, (0, "communication", HIDDEN), (0, "exposed", EXPOSED)]:
-            width = [(start, end - start) for start, end in spans[kind] if end - start > visible]
-            axis.broken_barh(width, (row + 0.1, 0.8), facecolor=color, linewidth=0)
+        spans["hidden"] = without(spans["communication"], spans["exposed"])
+        for label, kind, bottom, height, color in bars:
+            shown = union([(start, end) for start, end in spans[kind] if end - start > visible], visible)
+            widths = [(start, end - start) for start, end in shown]
+            axis.broken_barh(widths, (bottom, height), fc=color, lw=0, hatch=HATCHES.get(kind), label=label)
         axis.set_yticks([0.5, 1.5], ["communication", "compute"])
-        axis.set_title(
-            f"{report['recipe']}: step {ms['step']:.0f} ms, backward {ms['backward']:.0f} ms, "
-            f"communication {ms['communication']:.1f} ms, of which exposed {ms['exposed']:.1f} ms",
-            loc="left",
-            fontsize=9,
-        )
-        axis.spines[["top", "right"]].set_visible(False)
+        sums = "step {step:.0f} ms: backward {backward:.0f}, communication {communication:.1f}, exposed {exposed:.1f}"
+        axis.set_title(f"{report['recipe']}\n{sums.format(**ms)}")
     axes[-1, 0].set_xlim(0)  # once all bars are there: it ends autoscaling, for all axes
     axes[-1, 0].set_xlabel(f"milliseconds; one step on {reports[0]['where']}")
-    colors = {**PHASES, "communication, hidden behind compute": HIDDEN, "communication, exposed": EXPOSED}
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
-    figure.legend(handles, colors, loc="lower center", ncol=len(colors), frameon=False)
-    figure.tight_layout(rect=(0, 0.5 / figure.get_figheight(), 1, 1))
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncol=3)
     figure.savefig(picture, metadata={"Date": None})
 
 

@@ -92,18 +92,19 @@ CHUNKS = 1, 2, 4  # stages per rank that are tried
 ERROR = 0.05  # of predicted speeds on one host: most that was measured is within it, all within 7 %
 RECOMPUTE = "none", "selective", "full"  # as 01_single_gpu/train.py, selective_ and activation_checkpointing.py
 AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
-TP_COLORS = "#1f3b5c", "#2c7fb8", "#41b6a6", "#8cbf4a", "#e3a72f", "#d64541", "#7b3f98", "#555555"
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "plan", "axes.spines.top": False, "axes.spines.right": False}
 SCALE = 8, 64, 512, 2048, 8192, 16384  # GPUs of --scale
-COLORS = dict(
-    compute="#5b8db8",
-    recompute="#2f5573",
-    tp="#f2b661",
-    cp="#d9c2e9",
-    dp="#a9d6a0",
-    pp="#8c6bb1",
-    optimizer="#c8c8c8",
-    bubble="#e58f65",
+# of pictures: texts and axes are legible on white and on black, and nobody needs the colors
+INK = "#757d88"
+MARKS = [("#4f93d1", "o"), ("#d9822b", "^"), ("#3f9f5c", "s"), ("#d64541", "P"), ("#9a6dd7", "D"), ("#2aa198", "v")]
+PARTS = dict(  # of a step
+    compute=("#9cc3e6", ""),
+    recompute=("#5b8db8", "xxx"),
+    tp=("#f2b661", "///"),
+    cp=("#d9c2e9", "---"),
+    dp=("#a9d6a0", "\\\\\\"),
+    pp=("#c3a3e0", "+++"),
+    optimizer=("#c8c8c8", ""),
+    bubble=("#e58f65", "|||"),
 )
 
 
@@ -789,7 +790,7 @@ def compare(file: str, picture: str) -> None:
         out.writerow([*row.values(), f"{plan.tokens:.1f}", f"{plan.memory * GIB / 1e9:.2f}"])
     print(quality(rows, found))
     if picture:
-        draw(found, picture, draw_measured, 2)
+        draw(found, picture, draw_measured, 3.2, 1, 2)
 
 
 def cells() -> list[tuple[Plan, int, Plan, int, str, float, float]]:
@@ -1021,86 +1022,85 @@ def typed(flags: dict[str, object]) -> str:
     return " ".join(f"--{flag}" + f" {value}" * (value is not True) for flag, value in given.items())
 
 
-def draw_plans(rows: list[Plan], left: pyplot.Axes, right: pyplot.Axes) -> None:
-    """Left: every layout that fits, memory against speed, by tp. Right: where the time of the best cuts goes.
+def draw_plans(rows: list[Plan], upper: pyplot.Axes, lower: pyplot.Axes) -> None:
+    """The fastest layout of each cut. Above: memory against speed, by tp. Below: where the time of the best goes.
 
     Open marks need what no recipe here has.
     """
-    for tp, color in zip(sorted({row.cfg.tp for row in rows}), itertools.cycle(TP_COLORS)):
-        some = [row for row in rows if row.cfg.tp == tp]
-        fills = [color if not needs(row.cfg) else "none" for row in some]
-        places = [row.memory for row in some], [row.tokens for row in some]
-        left.scatter(*places, 14, fills, edgecolors=color, linewidths=0.7)
-        left.scatter([], [], 14, color, label=f"tp {tp}")
-    left.scatter(rows[0].memory, rows[0].tokens, 110, "none", edgecolors="black")
-    left.set(xlabel="GiB of the fullest stage", ylabel="tokens/s/GPU, predicted", ylim=(0, 1.2 * rows[0].tokens))
-    left.legend(frameon=False, loc="upper left", ncol=2, columnspacing=0.8)
-    title = "{preset}, {gpus} x {machine}, {batch} x {seq} tokens:\nall that fit; open marks: by no recipe here"
-    left.set_title(title.format(**asdict(rows[0].cfg)), loc="left", fontsize=9)
     best = {}
     for row in rows:
         best.setdefault(tuple(getattr(row.cfg, axis) for axis in AXES), row)
+    for tp, (color, mark) in zip(sorted({row.cfg.tp for row in rows}), itertools.cycle(MARKS)):
+        for fill in color, "none":
+            some = [row for row in best.values() if row.cfg.tp == tp and bool(needs(row.cfg)) == (fill == "none")]
+            style = dict(color=color, markerfacecolor=fill, label=f"tp {tp}" if fill == color else None)
+            upper.plot([row.memory for row in some], [row.tokens for row in some], mark, **style)
+    upper.plot(rows[0].memory, rows[0].tokens, "o", color=INK, markerfacecolor="none", markersize=15)
+    upper.set(xlabel="GiB of the fullest stage", ylabel="tokens/s/GPU, predicted", ylim=(0, 1.1 * rows[0].tokens))
+    upper.legend(loc="upper left", ncol=2, columnspacing=0.8, handletextpad=0)
+    title = "{preset}, {gpus} x {machine}, {batch} x {seq} tokens: the fastest of each dp, cp, tp, pp\n"
+    upper.set_title(title.format(**asdict(rows[0].cfg)) + "open marks: no recipe here trains it; circle: the fastest")
     shown = list(best.values())[:12]
     for place, row in enumerate(shown):
         start = 0
         for kind, seconds in asdict(row.step).items():
-            right.barh(place, seconds, left=start, height=0.7, color=COLORS[kind], label=None if place else kind)
+            color, hatch = PARTS[kind]
+            lower.barh(place, seconds, left=start, color=color, hatch=hatch, label=None if place else kind)
             start += seconds
-    right.set_yticks(range(len(shown)), [shape(row.cfg) for row in shown], fontsize=8)
-    right.invert_yaxis()
-    right.set_xlabel("seconds of a step, best number of micro-batches")
-    right.legend(frameon=False, ncol=4, loc="lower right", bbox_to_anchor=(1, 1), fontsize=8, columnspacing=0.8)
+        lower.text(0.01, place, shape(row.cfg), color="black", va="center", transform=lower.get_yaxis_transform())
+    lower.set(yticks=[], xlabel="seconds of a step, best number of micro-batches")
+    lower.invert_yaxis()
+    lower.legend(ncol=4, loc="lower left", bbox_to_anchor=(0, 1))
 
 
 def draw_scale(ours: list[Plan], axes: pyplot.Axes) -> None:
-    """MFU of the best layout by GPUs and model, with its tp, cp and pp, and Llama 3's published values."""
-    places = {"llama3_8b": ("#5b8db8", -14, -13), "llama3_70b": ("#5fa457", 0, -14), "llama3_405b": ("#d08a2a", 20, 5)}
-    for preset, (color, *offset) in places.items():
-        rows = [plan for plan in ours if plan.cfg.preset == preset]
-        axes.plot([row.cfg.gpus for row in rows], [100 * row.mfu for row in rows], "o-", color=color, label=preset)
-        place = dict(xytext=offset, textcoords="offset points", ha="center", fontsize=7.5, color=color)
-        for row in rows:
-            axes.annotate(f"{row.cfg.tp}·{row.cfg.cp}·{row.cfg.pp}", (row.cfg.gpus, 100 * row.mfu), **place)
-    gpus, published, predicted = zip(*((plan.cfg.gpus, mfu, 100 * theirs) for plan, theirs, mfu in llama()))
-    axes.scatter(gpus, published, 50, "black", marker="x", label="Llama 3 405B, published; the lowest: 131,072 tokens")
-    axes.scatter(
-        gpus,
-        predicted,
-        60,
-        "none",
-        edgecolors="black",
-        marker="s",
-        label="the same, predicted; both by the paper's formula",
-    )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(SCALE, [f"{n:,}" for n in SCALE])
-    axes.set(xlabel="H100s; beside a point tp·cp·pp of the best layout", ylabel="MFU, %", ylim=0)
-    axes.set_title("Predicted MFU of the best layout, sequences of 8,192 tokens", loc="left", fontsize=9)
-    axes.legend(frameon=False, loc="lower left")
+    """MFU of the best layout by GPUs and model, with its tp, cp and pp below, and Llama 3's published values."""
+    ticks = [f"{n:,}" for n in SCALE]
+    for (color, mark), preset in zip(MARKS, dict.fromkeys(plan.cfg.preset for plan in ours)):
+        rows = {SCALE.index(plan.cfg.gpus): plan for plan in ours if plan.cfg.preset == preset}
+        mfus = [100 * row.mfu for row in rows.values()]
+        axes.plot([*rows], mfus, f"{mark}-", color=color)
+        axes.text(max(rows) + 0.15, mfus[-1] - 1, preset, color=color)
+        cuts = {place: f"{row.cfg.tp}·{row.cfg.cp}·{row.cfg.pp}" for place, row in rows.items()}
+        ticks = [f"{tick}\n{cuts.get(place, '-')}" for place, tick in enumerate(ticks)]
+    places, published, predicted = zip(*((SCALE.index(p.cfg.gpus), mfu, 100 * theirs) for p, theirs, mfu in llama()))
+    axes.plot(places, published, "x", color=INK, ms=9, mew=2, label="405B, published; the lowest: 131,072 tokens")
+    style = dict(color=INK, mfc="none", ms=11, mew=1.5, label="the same, predicted; both by the paper's formula")
+    axes.plot(places, predicted, "s", **style)
+    axes.set_xticks([-0.7, *range(len(SCALE))], ["H100s\n8b\n70b\n405b", *ticks])
+    axes.tick_params(length=0)
+    axes.set(xlabel="tp·cp·pp of the best layout", ylabel="MFU, %", ylim=0, xlim=(-0.9, 6.2))
+    axes.set_title("Predicted MFU of the best layout, sequences of 8,192 tokens")
+    axes.legend(loc="lower left")
 
 
 def draw_measured(found: list[tuple[Plan, float, float]], left: pyplot.Axes, right: pyplot.Axes) -> None:
     """Predicted against measured, one mark per run: speed and memory."""
-    marks = {(0, 2): ("o", "#1f3b5c", "1 and 2 nodes"), (2, 8): ("x", "#2c7fb8", "4 and 8")}
-    marks |= {(8, 32): ("+", "#5fa457", "16 and 32"), (32, 1e9): ("^", "#d64541", "64")}
-    for (above, most), (mark, color, label) in marks.items():
+    nodes = {(0, 2): "1 and 2 nodes", (2, 8): "4 and 8", (8, 32): "16 and 32", (32, 1e9): "64"}
+    for ((above, most), label), (color, mark) in zip(nodes.items(), MARKS):
         some = [run for run in found if above < run[0].cfg.gpus / run[0].cfg.gpus_per_node <= most]
         speeds = [(tokens, plan.tokens) for plan, tokens, _ in some]
         sizes = [(gb, plan.memory * GIB / 1e9) for plan, _, gb in some]
         for axes, pairs in ((left, speeds), (right, sizes)) if some else ():
-            axes.scatter(*zip(*pairs), 16, color, marker=mark, linewidths=0.7, alpha=0.7, label=label)
+            axes.plot(*zip(*pairs), mark, color=color, mfc="none", ms=4, mew=0.8, label=label, rasterized=True)
     for axes, what in ((left, "tokens/s/GPU"), (right, "GB of the fullest GPU")):
-        axes.axline((100, 100), slope=1, color="#888888", linewidth=0.8)
+        axes.axline((100, 100), slope=1, color=INK, linewidth=0.8)
         axes.set(xscale="log", yscale="log", xlabel=f"{what}, measured", ylabel=f"{what}, predicted")
-    left.legend(frameon=False, loc="upper left")
+        for axis in axes.xaxis, axes.yaxis:
+            axis.set_major_formatter("{x:,g}")
+    right.legend(loc="lower right", handletextpad=0)
 
 
-def draw(rows: list, file: str, how: Callable[..., None], panels: int) -> None:
+def draw(rows: list, file: str, how: Callable[..., None], height: float, *grid: int) -> None:
     """Write a picture: text as text, and the same bytes each time."""
-    matplotlib.rcParams.update(STYLE | {"font.size": 9})
-    figure, axes = pyplot.subplots(1, panels, figsize=(11, 4.8), squeeze=False, layout="tight")
-    how(rows, *axes[0])
-    figure.savefig(file, metadata={"Date": None})
+    style = {"svg.fonttype": "none", "svg.hashsalt": "plan", "font.size": 10, "savefig.transparent": True}
+    style |= {"axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False}
+    style |= {"legend.frameon": False, "hatch.linewidth": 0.5, "hatch.color": "#404a56"}
+    inks = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+    matplotlib.rcParams.update(style | dict.fromkeys(inks, INK))
+    figure, axes = pyplot.subplots(*grid, figsize=(6.6, height), squeeze=False, layout="constrained")
+    how(rows, *axes.flat)
+    figure.savefig(file, metadata={"Date": None}, dpi=130)
     pyplot.close(figure)
 
 
@@ -1156,7 +1156,7 @@ def main() -> None:
     if cfg.scale:
         text, rows = scale()
         print(text)
-        return draw(rows, cfg.draw, draw_scale, 1) if cfg.draw else None
+        return draw(rows, cfg.draw, draw_scale, 4) if cfg.draw else None
     rows, steps = plans(cfg, Trainer(), 0 if cfg.draw else max(cfg.top, 12))
     if not rows:
         raise SystemExit(f"--gpus {cfg.gpus}: {steps}")
@@ -1169,7 +1169,7 @@ def main() -> None:
         print(f"{shape(one)}:\n  {command(one)}")
     print(f"{shape(simple)}, elsewhere:", *elsewhere(simple), sep="\n  ")
     if cfg.draw:
-        draw(rows, cfg.draw, draw_plans, 2)
+        draw(rows, cfg.draw, draw_plans, 8, 2)
 
 
 if __name__ == "__main__":

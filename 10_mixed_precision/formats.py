@@ -32,9 +32,10 @@ ROOT = Path(__file__).resolve().parent.parent / "01_single_gpu/train.py"
 SMALL = dict(layers=4, dim=64, heads=4, kv_heads=2, ffn=192, seq=64, batch=8, device="cpu")  # what is trained
 RATES = 3e-3, 3e-4, 3e-5  # learning rates: the root's, that of its larger presets, and where their cosine ends
 BLOCK = 32  # elements that share a scale in e8m0 (MX)
-NORMAL = "#3f6f9c"
+NORMAL = "#5b95cc"
 SUBNORMAL = "#b5cfe8"
-LINES = {"fp16": "#d64541", "bf16": "#1f4e79", "e5m2": "#d08a2a", "e4m3": "#38733f", "e2m1": "#6b4a8c"}
+LINES = {"fp16": "#d64541", "bf16": "#4f93d1", "e5m2": "#d9822b", "e4m3": "#3f9f5c", "e2m1": "#9a6dd7"}
+INK = "#757d88"  # of texts and axes, legible on white and on black
 
 
 @dataclass(frozen=True)
@@ -262,24 +263,16 @@ def table_of_updates(seen: Observed) -> list[list[str]]:
 # -------------------------------------------------------------------------------------------------------------- main
 def new_figure(heights: tuple[int, ...], **options) -> tuple[pyplot.Figure, list[pyplot.Axes]]:
     """Start a picture of panels above each other, whose bytes depend on what it shows alone."""
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "formats", "font.size": 9})
-    figure, axes = pyplot.subplots(len(heights), figsize=(10, sum(heights)), height_ratios=heights, **options)
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def label_powers(axis: pyplot.Axes, low: int, high: int) -> None:
-    """Show absolute values from 2^low to 2^high."""
-    powers = range(low, high + 1, 10)
-    axis.set_xlim(low, high)
-    axis.set_xticks(powers, [f"$2^{{{power}}}$" for power in powers])
-    axis.set_xlabel("absolute value")
+    style = {"svg.fonttype": "none", "svg.hashsalt": "formats", "font.size": 10, "savefig.transparent": True}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    inks = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+    matplotlib.rcParams.update(style | dict.fromkeys(inks, INK))
+    size = 6.6, sum(heights)
+    return pyplot.subplots(len(heights), figsize=size, height_ratios=heights, layout="constrained", **options)
 
 
 def write(figure: pyplot.Figure, picture: Path) -> None:
     """Save a picture, without the date."""
-    figure.tight_layout()
     figure.savefig(picture, metadata={"Date": None})
     pyplot.close(figure)
 
@@ -292,27 +285,25 @@ def draw_range(picture: Path, seen: Observed) -> None:
         smallest, largest = math.log2(f.smallest), math.log2(f.largest)
         for left, right, color in (smallest, f.least, SUBNORMAL), (f.least, largest, NORMAL):
             left, right = max(left, low), min(right, high)
-            bars.barh(row, max(right - left, 0), left=left, height=0.7, color=color)
+            bars.barh(row, max(right - left, 0), left=left, height=0.8, color=color)
         for end, outward in (smallest, -1), (largest, 1):
-            words, cut = f" {short(2**end)} ", not low < end < high
+            words, cut = short(2**end), not low < end < high
             if cut:
-                words = f" ←{words}" if outward < 0 else f"{words}→ "
-            place = min(max(end, low), high)
-            aligned = "left" if (outward > 0) != cut else "right"
-            bars.text(place, row, words, ha=aligned, va="center", color="white" if cut else "black")
+                words = f"← {words}" if outward < 0 else f"{words} →"
+            to_right = (outward > 0) != cut
+            place = min(max(end, low), high) + (0.7 if to_right else -0.7)
+            aligned = "left" if to_right else "right"
+            bars.text(place, row, words, ha=aligned, va="center", color="black" if cut else INK)
     bars.set_yticks(range(len(FORMATS)), [f.name if f.sign else f"{f.name}, a scale" for f in FORMATS.values()])
     bars.invert_yaxis()
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in (NORMAL, SUBNORMAL)]
-    bars.legend(handles, ["normal", "subnormal"], loc=(0.84, 0.25), frameon=False)
-    for (kind, tensors), color in zip(seen.gradients.items(), ("#f2b661", "#38733f")):
+    bars.legend(handles, ["normal", "subnormal"], loc=(0.76, 0.17))
+    for (kind, tensors), color in zip(seen.gradients.items(), ("#f2b661", "#3f9f5c")):
         exponents = torch.cat(tensors).abs().log2().floor()
         shares = [round(100 * (exponents == e).double().mean().item(), 2) for e in range(low, high)]
-        histogram.stairs(
-            shares, range(low, high + 1), fill=color == "#f2b661", color=color, label=f"gradients of {kind}"
-        )
-    histogram.legend(loc="upper right", frameon=False)
-    histogram.set_ylabel("% of elements")
-    label_powers(histogram, low, high)
+        histogram.stairs(shares, range(low, high + 1), fill=color == "#f2b661", color=color, lw=1.5, label=kind)
+    histogram.legend(loc="upper right")
+    histogram.set(xlabel="log2 of the absolute value", ylabel="% of gradients", xlim=(low, high))
     write(figure, picture)
 
 
@@ -323,13 +314,13 @@ def draw_resolution(picture: Path) -> None:
     for row, f in enumerate(signed):
         if f.mantissa > 7:  # closer together than a line is wide
             ticks.barh(row, 3, left=1, height=0.7, color=NORMAL)
-            ticks.text(2.5, row, f"{2**f.mantissa:,} from 1 to 2", ha="center", va="center", color="white")
+            ticks.text(2.5, row, f"{2**f.mantissa:,} from 1 to 2", ha="center", va="center", color="black")
         else:
             numbers = [f.value((f.bias << f.mantissa) + i) for i in range(2 * 2**f.mantissa + 1)]
             ticks.vlines(numbers, row - 0.35, row + 0.35, color=NORMAL, linewidth=1)
     ticks.set_yticks(range(len(signed)), [f.name for f in signed])
     ticks.invert_yaxis()
-    ticks.set_xlim(0.99, 4.01)
+    ticks.set(xlabel="value", xlim=(0.99, 4.01))
     low, high = -40, 20
     fractions = 1 + torch.arange(4096, dtype=torch.float64) / 4096  # with all that is half-way between two numbers
     for name, color in LINES.items():
@@ -338,13 +329,13 @@ def draw_resolution(picture: Path) -> None:
         for e in octaves:
             x = fractions * 2.0**e
             worst.append(100 * (round_to(x, f) / x - 1)[x <= f.largest].abs().max().item())
-        errors.stairs(worst, range(low, octaves.stop + 1), baseline=None, color=color, label=name)
+        errors.stairs(worst, range(low, octaves.stop + 1), baseline=None, color=color, lw=1.5)
+        errors.text(octaves.stop + 0.4, worst[-1], name, color=color, va="center")
     errors.set_yscale("log")
-    errors.set_ylim(0.01, 200)
+    errors.set(
+        xlabel="log2 of the absolute value", ylabel="rounding error, up to %", xlim=(low, high), ylim=(0.01, 200)
+    )
     errors.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-    errors.set_ylabel("rounding error, up to %")
-    errors.legend(loc="lower left", frameon=False, ncol=len(LINES))
-    label_powers(errors, low, high)
     write(figure, picture)
 
 

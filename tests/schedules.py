@@ -18,9 +18,6 @@ from typing import NamedTuple
 from launch import ROOT, load, once
 
 Operation = tuple[str, int, int]  # (F, B or W, micro-batch, stage); it also names the message with its output
-PICTURE = ROOT / "06_pipeline" / "schedules.svg"
-MEASURED = ROOT / "06_pipeline" / "schedules_measured.svg"
-PREDICTED = ROOT / "06_pipeline" / "predicted.svg"
 STORED = ROOT / "tests" / "results" / "speed.json"
 PREDICTED_RANKS = 4, 8, 16, 64
 PEER_TO_PEER = 135e9  # bytes per second of a message of 16 MiB: the ring of 02_data_parallel/collectives.py
@@ -30,6 +27,7 @@ ATTENTION = {"F": 1, "B": 1.25, "W": 0.75}  # attention costs B more than F, and
 QUICK = [(p, m) for p in (1, 2, 3, 4, 8, 16) for m in sorted({p, p + 1, 2 * p, 4 * p, 64})]  # (ranks, micro-batches)
 FULL = [(p, m) for p in range(1, 17) for m in sorted({*range(1, 18), 2 * p, 2 * p + 1, 3 * p, 4 * p, 64})]
 FILL = {"F": ("#a9cdee", "#6ca6dd"), "B": ("#b3dcab", "#79bd70"), "W": ("#f5d595", "#dfa94a")}  # by chunk
+INK = "#757d88"  # of texts beside boxes, legible on white and on black
 
 
 class Deadlock(Exception):
@@ -274,7 +272,7 @@ def let_pass(queues: dict, communicator: Hashable, rank: int, arrived: dict[tupl
 # ------------------------------------------------------------------------------------------------------------ claims
 @dataclass(frozen=True)
 class Claim:
-    """What a recipe's header says of its schedule, and how the picture shows it.
+    """What a recipe's header says of its schedule, and how its picture shows it.
 
     p: ranks, r: rank, m: micro-batches, v: chunks. idle(p, F, B, W): of each rank, from the times of a stage's
     operations, W <= F <= B <= 2W. flight(p, r, m, v): peak of forwards that wait for their W, sooner(...): for their B,
@@ -429,101 +427,82 @@ def predict(path: str, ranks: int, microbatches: int, layers: int) -> tuple[list
 
 
 # ----------------------------------------------------------------------------------------------------------- picture
-def draw(measured: bool) -> str:
+def rect(x: float, y: float, width: float, height: float, fill: str) -> str:
+    """A box of an SVG."""
+    return f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" fill="{fill}"/>'
+
+
+def text(x: float, y: float, words: str, anchor: str = "start", fill: str = INK) -> str:
+    """Words of an SVG, with their baseline at y."""
+    return f'<text x="{x:.1f}" y="{y:g}" text-anchor="{anchor}" fill="{fill}">{words}</text>'
+
+
+def picture(title: str, height: float, parts: list[str]) -> str:
+    """An SVG of 640 pixels, on no ground."""
+    size = f'width="640" height="{height:g}" viewBox="0 0 640 {height:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="sans-serif" font-size="12">'
+    return "\n".join([head, f"<title>{title}</title>", *parts, "</svg>"]) + "\n"
+
+
+def box(x: float, y: float, width: float, op: str, chunk: bool, words: str) -> list[str]:
+    """An operation: B has a bar at its foot and W one at its head, for those who see no colors."""
+    bar = [rect(x, y + {"B": 14, "W": 0}[op], width - 1, 3, "#57606a")] if op != "F" else []
+    return [rect(x, y, width - 1, 17, FILL[op][chunk]), *bar, text(x + width / 2, y + 13, words, "middle", "#1f2328")]
+
+
+def draw(path: str, ranks: int, microbatches: int, longest: float) -> str:
     """An SVG: time to the right, a row per rank, a box per operation with the number of its micro-batch.
 
-    All operations of a stage of a rank's size take as long; if measured, as long as predict says for smollm_1_7b.
+    Above, all operations of a stage of a rank's size take as long; below, as long as predict says for smollm_1_7b. Both
+    scales are those of all recipes' pictures; longest: what the longest takes below, in ms.
     """
-    ranks, microbatches, row, left = 4, 8, 24, 60
-    panel, charts = ranks * row + 42, []
-    for path, claim in CLAIMS.items():
-        line = pipeline(load(path), ranks, microbatches)
-        equal = dict.fromkeys("FBW", claim.size)
-        slots = predict(path, ranks, microbatches, 24)[0] if measured else simulate(line, equal)
-        charts.append((claim, line, slots))
-    longest = max(makespan(slots) for *_, slots in charts)
-    unit = 24 * (3 * microbatches + 3 * ranks - 3) / longest
-    svg = canvas(left + unit * longest + 100, panel * len(charts) + 66)
-    for number, (claim, line, slots) in enumerate(charts):
-        top, end = panel * number + 30, left + unit * makespan(slots)
-        title = f"{claim.title}: {ranks} ranks, {microbatches} micro-batches, idle {idle_share(slots):.1%} of the time"
-        title += f", {makespan(slots):.0f} ms" if measured else ""
-        svg.append(f'<text x="{left}" y="{top - 8}" font-weight="bold">{title}</text>')
+    claim, line, left, row, top, parts = CLAIMS[path], pipeline(load(path), ranks, microbatches), 50, 20, 18, []
+    equal = simulate(line, dict.fromkeys("FBW", claim.size))
+    measured, *_ = predict(path, ranks, microbatches, 24)
+    for slots, most in (equal, 3 * (microbatches + ranks - 1)), (measured, longest):
+        unit, width = 545 / most, 545 / most * makespan(slots)
+        words = "equal durations" if slots is equal else f"as measured for smollm_1_7b, {makespan(slots):.0f} ms"
+        parts.append(text(left, top - 5, f"{words}; grey: idle, {idle_share(slots):.1%}"))
+        parts.append(text(640, top - 5, "in flight", "end"))
         for rank, peak in enumerate(in_flight(line)):
-            y = top + row * rank
-            svg.append(f'<text x="8" y="{y + 15}">rank {rank}</text>')
-            svg.append(f'<rect x="{left}" y="{y}" width="{end - left:.1f}" height="{row - 3}" fill="#eeeeee"/>')
-            svg.append(f'<text x="{end + 8:.1f}" y="{y + 15}">{peak * claim.size:g} in flight</text>')
+            parts.append(text(left - 6, top + row * rank + 13, f"rank {rank}", "end"))
+            parts.append(rect(left, top + row * rank, width, 17, f'{INK}" fill-opacity="0.25'))
+            parts.append(text(640, top + row * rank + 13, f"{peak * claim.size:g}", "end"))
         for slot in slots:
-            x, y, w = left + unit * slot.start, top + row * slot.rank, unit * (slot.end - slot.start)
-            fill = FILL[slot.op][slot.stage >= ranks]
-            svg.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{row - 3}" fill="{fill}" stroke="white"/>'
-                f'<text x="{x + w / 2:.1f}" y="{y + 14}" text-anchor="middle" font-size="10">{slot.i}</text>'
-            )
-    svg += legend(left, panel * len(charts) + 16, ranks, measured)
-    return "\n".join([*svg, "</svg>"]) + "\n"
-
-
-def canvas(width: float, height: float) -> list[str]:
-    """The first lines of an SVG."""
-    size = f'width="{width:g}" height="{height:g}"'
-    return [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-    ]
-
-
-def legend(x: float, y: float, ranks: int, measured: bool) -> list[str]:
-    """What colours and numbers of `draw` mean."""
-    left, svg = x, []
-    texts = ["forward", "backward" + ", twice as long" * (not measured) + " where it is not split", "weight gradients"]
-    for (light, dark), text in zip(FILL.values(), texts):
-        svg.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{light}"/>')
-        svg.append(f'<rect x="{x + 12}" y="{y}" width="12" height="12" fill="{dark}"/>')
-        svg.append(f'<text x="{x + 30}" y="{y + 10}">{text}</text>')
-        x += 60 + 6 * len(text)
-    notes = [
-        "Darker: the second chunk of a rank, half as many layers each; with DualPipe the second direction. Grey: idle.",
-        f"In flight: most activations that a rank holds, in those of one micro-batch in 1/{ranks} of the layers.",
-    ]
-    return svg + [f'<text x="{left}" y="{y + 28 + 16 * n}">{note}</text>' for n, note in enumerate(notes)]
+            where = left + unit * slot.start, top + row * slot.rank, unit * (slot.end - slot.start)
+            parts += box(*where, slot.op, slot.stage >= ranks, f"{slot.i}")
+        top += row * ranks + 24
+    names = {"F": "forward", "B": "backward" if line.whole else "B: input gradient", "W": "W: weight gradient"}
+    darker = "other direction" if line.depth < len(line.place) else "second chunk"
+    keys = [(op, False, names[op]) for op in ("FB" if line.whole else "FBW")]
+    for op, chunk, words in keys + [("F", True, f"darker: {darker}")] * (len(line.place) > ranks):
+        parts += [*box(left, top - 8, 17, op, chunk, ""), text(left + 21, top + 5, words)]
+        left += 38 + 6.5 * len(words)
+    return picture(f"{claim.title}: {ranks} ranks, {microbatches} micro-batches", top + 14, parts)
 
 
 def draw_predicted() -> str:
     """An SVG: for 4, 8, 16 and 64 ranks a bar per schedule, tokens per second of the whole pipeline."""
-    colors = "#c8c8c8", "#9cc3e6", "#5b8db8", "#f2b661", "#a9d6a0", "#5fa457", "#b57edc"
-    wide, high, left, top, most = 22, 200, 60, 50, 200_000
-    group = wide * len(CLAIMS) + 40
-    svg = canvas(left + 4 * group + 10, top + high + 90) + [
-        f'<text x="{left}" y="20" font-weight="bold">Predicted tokens/s of the whole pipeline: 6 layers of smollm_1_7b '
-        "per rank, 4 micro-batches per rank</text>",
-        f'<text x="{left}" y="36">The line in a bar: 2 micro-batches per rank.</text>',
-    ]
-    for level in range(0, most + 1, 50_000):
-        y = top + high - high * level / most
-        svg.append(f'<line x1="{left}" x2="{left + 4 * group}" y1="{y:g}" y2="{y:g}" stroke="#dddddd"/>')
-        svg.append(f'<text x="{left - 8}" y="{y + 4:g}" text-anchor="end">{level // 1000}k</text>')
+    title = "Thousands of tokens per second, predicted: 4 micro-batches per rank; the line: 2 per rank"
+    parts, left, column, row, top = [text(0, 14, title)], 100, 135, 22, 44
     for place, ranks in enumerate(PREDICTED_RANKS):
-        for bar, (path, color) in enumerate(zip(CLAIMS, colors)):
-            few, many = (tokens_per_second(path, ranks, k * ranks)[0] * high / most for k in (2, 4))
-            x = left + place * group + 20 + bar * wide
-            svg.append(f'<rect x="{x}" y="{top + high - many:.1f}" width="18" height="{many:.1f}" fill="{color}"/>')
-            svg.append(f'<rect x="{x}" y="{top + high - few:.1f}" width="18" height="2" fill="black"/>')
-        middle = left + place * group + group / 2
-        svg.append(f'<text x="{middle:g}" y="{top + high + 18}" text-anchor="middle">{ranks} ranks</text>')
-    x = left
-    for claim, color in zip(CLAIMS.values(), colors):
-        name = claim.title.split(",")[0] if "split" not in claim.title else "split backward"
-        svg.append(f'<rect x="{x}" y="{top + high + 40}" width="12" height="12" fill="{color}"/>')
-        svg.append(f'<text x="{x + 18}" y="{top + high + 50}">{name}</text>')
-        x += 36 + 7 * len(name)
-    return "\n".join([*svg, "</svg>"]) + "\n"
+        x = left + column * place
+        parts.append(text(x, top - 8, f"{ranks} ranks"))
+        for number, path in enumerate(CLAIMS):
+            y = top + row * number
+            few, many = (tokens_per_second(path, ranks, k * ranks)[0] / 1e3 for k in (2, 4))
+            parts += [rect(x, y, many / 2, 18, FILL["F"][0]), rect(x + few / 2 - 2, y, 2, 18, "#1f2328")]
+            parts.append(text(x + many / 2 + 4, y + 13, f"{many:.0f}"))
+            parts += [text(left - 8, y + 13, Path(path).stem, "end")] * (place == 0)
+    return picture("Predicted tokens per second", top + row * len(CLAIMS), parts)
 
 
 def pictures() -> dict[Path, str]:
     """All pictures of this file, and what is in them."""
-    return {PICTURE: draw(measured=False), MEASURED: draw(measured=True), PREDICTED: draw_predicted()}
+    ranks, microbatches, folder = 4, 8, ROOT / "06_pipeline"
+    longest = max(makespan(predict(path, ranks, microbatches, 24)[0]) for path in CLAIMS)
+    drawn = {(ROOT / path).with_suffix(".svg"): draw(path, ranks, microbatches, longest) for path in CLAIMS}
+    return drawn | {folder / "predicted.svg": draw_predicted()}
 
 
 if __name__ == "__main__":

@@ -205,3 +205,16 @@ def test_timeline_shows_what_the_headers_say():
         gathers, backward = (report["timeline"][kind] for kind in ("gather", "backward"))
         in_backward = [span for span in gathers if min(backward)[0] < span[0] and span[1] < max(backward)[1]]
         assert bool(in_backward) == (stage == "zero3"), stage
+
+
+@pytest.mark.parametrize(
+    "path", sorted({str(file.relative_to(ROOT)) for file in ROOT.glob("*/*.svg")} - pictures.PICTURES.keys())
+)
+def test_pictures_of_recipes_read_well(path):
+    """Those that recipes and schedules.py draw: 640 pixels, texts of 11, no ground, and soon there."""
+    stored = (ROOT / path).read_text()
+    svg = ElementTree.fromstring(stored)
+    pixels = 4 / 3 if svg.get("width").endswith("pt") else 1
+    assert float(svg.get("width").removesuffix("pt")) * pixels <= 640 and len(svg.get("viewBox").split()) == 4
+    assert min(float(size) for size in re.findall(r'font(?:-size)?(?:="|: )([\d.]+)', stored)) * pixels >= 11
+    assert "#ffffff" not in stored and "white" not in stored and len(stored) < 120_000
