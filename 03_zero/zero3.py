@@ -1,9 +1,10 @@
 """ZeRO stage 3: weights are sharded too; each block is gathered before its forward and again before its backward.
 
 Memory: (4 + 8 + 4)Ψ/dp bytes for the shards of weights, moments and gradients. Full weights exist for two units at a
-time, the one that computes and the next, which is prefetched. The last block and the head, which backward needs first,
-are kept from forward to backward, and the embedding's backward needs no weights. So two gathers and a reduction move 3Ψ
-elements per micro-batch, minus one gather of these three units, and a rank sends (dp-1)/dp of that.
+time: the one that computes, and the next one, which is prefetched. Three units are gathered once: the last block and
+the head stay from forward to backward, which needs them first, and the embedding's backward needs no weights. All
+others are gathered twice. With the reduction that makes 3Ψ elements per micro-batch, minus a gather of these three
+units. A rank sends (dp-1)/dp of that.
 
 Parent:   03_zero/zero2.py
 Lesson:   Unit, gather, free, before_forward, after_forward, after_backward, Model.forward, build_model

@@ -1,13 +1,15 @@
 """Sequence parallelism: between the split matmuls, too, a rank holds only 1/tp of the tokens.
 
-An all-reduce is a reduce-scatter and an all-gather. Tensor parallelism runs both at once. Here the residual stream and
-the norms come in between, on 1/tp of the tokens: a rank gets the sums of its own tokens, and all are gathered where the
-next split weights begin. Per block that is two all-gathers and two reduce-scatters of b·s·d activations in forward and
-as many in backward, each (tp-1)/tp of their bytes out and in, no more than all-reduces. Only a rank's own tokens are
-kept for backward and gathered again when needed, which costs two more all-gathers. Those may overlap with matmuls:
-backward of column-parallel weights gathers their input while it computes the input's gradient, and reduce-scatters that
-gradient while it computes the weights'. Norm weights are replicated, but each rank sees only its own tokens, so their
-gradients are summed. All activations that a block keeps take 1/tp.
+An all-reduce is a reduce-scatter and an all-gather. Tensor parallelism runs both at once; here the residual stream and
+the norms come in between, on 1/tp of the tokens.
+1. Where split weights end, a reduce-scatter gives each rank the sums of its own tokens. Where the next ones begin, an
+   all-gather gives each rank all tokens.
+2. For backward a rank keeps its own tokens and gathers all again. Column-parallel weights gather their input while they
+   compute its gradient, and reduce-scatter that gradient while they compute the weights'.
+3. Norm weights are replicated, but each rank sees only its own tokens, so their gradients are summed.
+Per block: two all-gathers and two reduce-scatters of b·s·d activations in forward and as many in backward, each with
+(tp-1)/tp of their bytes out and in, as many as all-reduces send. Step 2 adds two all-gathers. All activations that a
+block keeps take 1/tp.
 
 Parent:   04_tensor_sequence/vocab_parallel.py
 Lesson:   gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, Attention, MLP, Model,

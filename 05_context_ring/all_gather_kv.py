@@ -170,7 +170,7 @@ def unpack(kv: Tensor) -> Tensor:
 
 @torch.compile(dynamic=False, disable=not torch.cuda.is_available())  # one pass over memory
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Merge attention to several sets of keys: of each the queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
+    """Merge attention to several sets of keys: for each set, queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
     The first has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their sums of
     exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.

@@ -105,7 +105,7 @@ def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
 
 
 def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
-    """Of s queries of a rank and s keys of their owner, return which attend to which, and whether causally, or None."""
+    """Return which of the s queries of rank see which of the s keys of owner, and whether causally; None if none do."""
     if owner > rank:  # its key i comes after query i, but before query i + 1
         return slice(1, s), slice(0, s - 1), True
     return slice(0, s), slice(0, s), True
@@ -173,7 +173,7 @@ def unpack(kv: Tensor) -> Tensor:
 
 @torch.compile(dynamic=False, disable=not torch.cuda.is_available())  # one pass over memory
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Merge attention to several sets of keys: of each the queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
+    """Merge attention to several sets of keys: for each set, queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
     The first has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their sums of
     exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
@@ -189,7 +189,7 @@ def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tupl
 
 @torch.compile(dynamic=False, disable=not torch.cuda.is_available())
 def sum_parts(parts: list[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Add up gradients of queries in fp32 or above, of each the queries that it has; the first [b, h, s, k] has all."""
+    """Add up parts (queries, their gradient) in fp32 or above; the first part [b, h, s, k] has all queries."""
     (_, x), *others = parts
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     for queries, part in others:

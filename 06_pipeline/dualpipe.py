@@ -1,11 +1,11 @@
 """DualPipe: micro-batches enter the pipeline at both ends, and the forward of one direction meets the other's backward.
 
 Rank r holds stage r and stage p-1-r, so the model is in memory twice: 36/p bytes per parameter. Half of the
-micro-batches go from the first rank to the last, the others back, and a rank that waits for one direction works for the
-other: it idles for (p/2-1)(F+B-W) if F and B take as long, with at most p+1 micro-batches in flight (a longer B adds
-max(0, (p/2-1)(B-F) - F)). Two ranks hold the same weights, so their gradients are summed. Most of the time F of one
-direction and B of the other take turns. Neither needs the other: with experts, the all-to-all of one can overlap with
-the matmuls of the other. Here they run one after the other.
+micro-batches go from the first rank to the last, the others back. A rank that waits for one direction works for the
+other. It idles (p/2-1)(F+B-W) if F and B take equally long; a longer B adds max(0, (p/2-1)(B-F) - F). At most p+1
+micro-batches are in flight. Two ranks hold the same weights, so their gradients are summed. Most of the time F of one
+direction and B of the other take turns. They are independent: with experts, the all-to-all of one can overlap with the
+matmuls of the other. Here they run one after the other.
 
 Parent:   06_pipeline/zbv.py
 Lesson:   Model, schedule, sum_replicas, forward_backward, clip_gradients
@@ -439,16 +439,16 @@ def schedule(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int, i
     far = half - 1 - near  # and between it and the middle
     # Steps by DeepSeek's names: n times each; 0 is here the direction that starts at the nearer end, 1 the other
     order = ["F0"] * (2 * far)  # 1. nF0: forwards of direction 0, until direction 1 has come here
-    order += ["F0", "F1"] * (near + 1)  # 2. nF0F1: of both, until direction 1's first gradient is here
-    order += ["B1", "W1", "F1"] * far  # 3. nB1W1F1: backwards of 1 too, until 0's first gradient is here
-    # 4. nF0B1F1B0: a forward of one direction, a backward of the other: most of the time, and what can overlap
+    order += ["F0", "F1"] * (near + 1)  # 2. nF0F1: forwards of both, until direction 1's first gradient is here
+    order += ["B1", "W1", "F1"] * far  # 3. nB1W1F1: also backwards of 1, until 0's first gradient is here
+    # 4. nF0B1F1B0: a forward of one direction, a backward of the other, which can overlap: most of the time
     order += ["F0", "B1", "W1", "F1", "B0", "W0"] * (each - ranks + near + 1)
     order += ["B1", "W1", "F1", "B0", "W0"] * far  # 5. nB1F1B0: direction 0 has no forwards left
-    # 6. nB1B0: nor has direction 1; the later half of these backwards puts off W, for which no rank waits
+    # 6. nB1B0: neither has direction 1; the later half of these backwards postpones W, as no rank waits for it
     drain, late = ["B1", "B0"] * (near + 1), ["W1", "W0"] * (near + 1)
     order += [op for pair in zip(drain[: near + 1], late) for op in pair] + drain[near + 1 :]
     late = late[near + 1 :] + ["W0"] * far
-    order += [op for w in late[:far] for op in (w, "B0")]  # 7. nWB0: ... and does it while it would wait
+    order += [op for w in late[:far] for op in (w, "B0")]  # 7. nWB0: the postponed W, while the rank would wait
     order += late[far:]  # 8. nW: the W that are left
     first = (microbatches + 1) // 2  # micro-batch of direction 1
     number = {op: count() for op in order}
@@ -566,7 +566,7 @@ def run_schedule(
 
 
 def sum_replicas(model: nn.Module) -> None:
-    """Add up the gradients of the two ranks that hold the same weights, each of which has seen half of the batch."""
+    """Add up the gradients of the two ranks that hold the same weights: each has seen half of the batch."""
     stages = sorted(model.chunks, key=lambda stage: stage.stage)  # the same order on both
     for p in [p for stage in stages for p in stage.parameters()]:
         if p.grad is None:  # no micro-batch of this rank came by

@@ -1,8 +1,8 @@
-"""Interleaved 1F1B: every rank holds several stages of 1F1B, its chunks, and a micro-batch visits it once for each.
+"""Interleaved 1F1B: every rank holds several stages, its chunks, and a micro-batch visits it once per chunk.
 
 With v chunks per rank there are v·p stages, stage s on rank s mod p. A stage takes 1/v of a rank's time, so the
 pipeline fills and drains v times as fast: ranks idle for (p-1)/(v·m+p-1) of the time. There are v times as many
-messages. In flight on a rank are at most 2(p-1-rank) + (v-1)p + 1 chunks of micro-batches, each with the activations of
+messages. At most 2(p-1-rank) + (v-1)p + 1 chunks of micro-batches are in flight on a rank, each with the activations of
 1/v of its layers. Micro-batches go in groups of p. With a smaller last group ranks can wait for each other forever, so
 m must be a multiple of p. With one chunk this is 1F1B.
 
@@ -11,8 +11,7 @@ Lesson:   receive, send, Stage, Model, schedule, run_schedule
 Plumbing: Config, build_model, forward_backward, evaluate, save, check
 Copy:     connect, receive, send, wait_for_send, schedule, run_schedule, clip_gradients, evaluate (your model has the
           attributes pp and chunks, an nn.ModuleList of stages with the attributes that Stage has, connected as in
-          build_model. What it needs else is what 06_pipeline/1f1b.py lists, and forward(cfg, stage, x, targets) is the
-          same)
+          build_model. It also needs what 06_pipeline/1f1b.py lists, and forward(cfg, stage, x, targets) is the same)
 Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.chunks, model.links, model.path,
           model.pp, model.stage, model.stages, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/interleaved.py
@@ -404,8 +403,8 @@ def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tupl
     visits = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
     forwards = [("F", i, chunk) for i, chunk in visits]
     backwards = [("B", i, chunks - 1 - chunk) for i, chunk in visits]
-    # forwards to run before the first gradient can arrive: one for each later rank, and with several chunks one more,
-    # since every one of them alternates; and those of a first group that comes back to the last chunk
+    # forwards to run before the first gradient can arrive: one per later rank (two with several chunks, because a
+    # later rank alternates between F and B), and p for each chunk but the last
     ahead = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(visits))
     pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
     return forwards[:ahead] + pairs + backwards[len(visits) - ahead :]
@@ -456,7 +455,7 @@ def run_schedule(
             wait_for_send(work)  # the output has arrived, since its gradient has come back
             output.backward(arrived)
             messages.append((send(model, op, x.grad), x.grad))
-        # with several chunks, p may come in a row before the rank that wraps around takes one
+        # with several chunks, a rank may send p in a row before the next rank of the ring takes one
         if len(messages) > (model.pp.size() if len(chunks) > 1 else 2):
             wait_for_send(messages.pop(0)[0])  # and frees what was sent
     for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:

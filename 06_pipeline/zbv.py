@@ -2,9 +2,9 @@
 
 Stage s and stage 2p-1-s share rank s. The last rank turns around at once, so gradients come back early, and every rank
 holds the activations of the same number of chunks: 2p of half the size, as much as 1F1B's first rank. B and W fill the
-gaps: inside its work no rank waits if F = B = W, but later ranks begin later, so each idles for (p-1)B/2 per step.
-Embedding and head are on one rank, where they can be one tensor. The order needs 2p-1 micro-batches or more; with fewer
-it is the order for 2p-1 without the surplus, which has gaps.
+gaps. If F = B = W, no rank waits once it has begun; but later ranks begin later, so each idles (p-1)B/2 per step.
+Embedding and head are on one rank, where they can be one tensor. The order needs 2p-1 micro-batches or more. With fewer
+it is the order for 2p-1, and the missing ones leave gaps.
 
 Parent:   06_pipeline/zero_bubble.py, 06_pipeline/interleaved.py
 Lesson:   schedule, build_model, run_schedule

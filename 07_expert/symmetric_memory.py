@@ -1,10 +1,10 @@
 """Static slots in symmetric memory: a kernel writes each row straight to where its expert reads it.
 
-1. All ranks of a host can write into each other's memory. They write how many rows they have for each expert; then each
-   knows, on the GPU, in which slot of which rank its rows belong. A rank's slots are in the order of experts.
-2. One kernel does what were three steps: copy tokens to slots, send them, sort what arrives. The same kernel brings
-   rows back, and backward of the way there is the way back. No padding travels: a rank sends (ep-1)/ep·t·top_k·d
-   elements four times per layer, if experts are equally busy.
+1. All ranks of a host can write into each other's memory. Each writes to all how many rows it has for each expert.
+   From these counts it computes, on the GPU, rank and slot of each of its rows. Slots are in the order of experts.
+2. One kernel replaces three steps: copy tokens to slots, send them, sort them by expert. The same kernel brings rows
+   back; in backward, gradients go both ways in reverse. No padding travels: a rank sends (ep-1)/ep·t·top_k·d elements
+   four times per layer, if experts are equally busy.
 3. No slot is reserved for the rows of one rank: the step is repeated only if a rank gets more than slots·t·top_k rows
    in all. Then all ranks allocate anew. The old memory goes back to torch's pool of symmetric memory, which keeps it.
 
@@ -144,7 +144,7 @@ class Shared:
 
 @dataclass
 class Memory:
-    """What the ranks of ep write into each other's memory. All layers use it in turn; n is t·top_k."""
+    """Buffers that the ranks of ep write on each other's GPUs. All layers use them in turn; n is t·top_k."""
 
     ep: dist.ProcessGroup
     slots: float  # slots of a rank, over n; at most ep: then all rows of all ranks could come to this one
@@ -197,7 +197,7 @@ def push_kernel(
 def push(x: Tensor, source: Tensor, place: Tensor, to: Shared, size: int) -> None:
     """Write row source[i] of x [., width] to row place[i] % size of rank place[i] // size; nowhere if place[i] < 0.
 
-    What is not for this rank itself goes over NVLink, (ep-1)/ep of the bytes if experts are equally busy.
+    Rows for other ranks go over NVLink: (ep-1)/ep of the bytes if experts are equally busy.
     """
     if x.dtype != to.tensors[0].dtype or x.shape[1] != to.tensors[0].shape[1]:
         raise TypeError(f"rows {x.dtype} [{x.shape[1]}] do not fit memory for rows like {to.tensors[0][:0]}")
@@ -248,7 +248,7 @@ def places(inverse: Tensor, ends: Tensor, slots: int, memory: Memory) -> tuple[T
 def send(x: Tensor, route: Route, memory: Memory) -> Tensor:
     """Copy tokens x [t, d] to the slots of their experts; return what arrives in this rank's, [slots·n, d].
 
-    The result is overwritten by what any rank sends next.
+    The next send of any rank overwrites the result.
     """
     # in the order of tokens: in that of experts, all would go to one rank first and then to the next, which is slower
     push(x, torch.arange(len(route.there), device=x.device) // route.k, route.there, memory.there, route.slots)
@@ -267,7 +267,7 @@ def bring_back(y: Tensor, route: Route, memory: Memory) -> Tensor:
 class ToExperts(torch.autograd.Function):
     """Send tokens x [t, d] and their gates [t, k] to the slots of their experts: [slots·n, d], [slots·n, 1].
 
-    Completes the route: in which slots here there are rows, and where they are from.
+    Completes the route: which slots of this rank are full, and where their rows come from.
     """
 
     @staticmethod

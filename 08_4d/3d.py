@@ -521,7 +521,7 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
 
 
 class Stage(nn.Module):
-    """One stage of Llama 3, and of its matrices 1/tp; the first stage has the embedding, the last one the head."""
+    """One stage of Llama 3, with 1/tp of each matrix; the first stage has the embedding, the last one the head."""
 
     def __init__(self, cfg: Config, groups: dict, links: list[dict], path: list[int], stage: int, background: tuple):
         super().__init__()
@@ -548,7 +548,7 @@ class Stage(nn.Module):
         self.loss = Loss(cfg, tp)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """ids [b, s], on later stages activations [(b s)/tp, d] -> these, on the last stage logits [(b s), v/tp]"""
+        """ids [b, s], or activations [(b s)/tp, d] -> activations, on the last stage logits [(b s), v/tp]"""
         rope = rope_table(self.cfg, positions)
         x = x.view_as(x)  # a leaf's hook may run before the gradients of weights are there; that of a view runs after
         for i in range(self.replicated):
@@ -800,8 +800,8 @@ def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tupl
     visits = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
     forwards = [("F", i, chunk) for i, chunk in visits]
     backwards = [("B", i, chunks - 1 - chunk) for i, chunk in visits]
-    # forwards to run before the first gradient can arrive: one for each later rank, and with several chunks one more,
-    # since every one of them alternates; and those of a first group that comes back to the last chunk
+    # forwards to run before the first gradient can arrive: one per later rank (two with several chunks, because a
+    # later rank alternates between F and B), and p for each chunk but the last
     ahead = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(visits))
     pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
     return forwards[:ahead] + pairs + backwards[len(visits) - ahead :]
@@ -855,7 +855,7 @@ def run_schedule(
             messages.append((send(model, op, x.grad), x.grad))
             for unit in reversed(range(model.replicated)):
                 reduce(model, unit)  # all blocks of this stage have added to these
-        # with several chunks, p may come in a row before the rank that wraps around takes one
+        # with several chunks, a rank may send p in a row before the next rank of the ring takes one
         if len(messages) > (model.pp.size() if len(chunks) > 1 else 2):
             wait_for_send(messages.pop(0)[0])  # and frees what was sent
     for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:

@@ -414,8 +414,8 @@ def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tupl
     visits = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
     forwards = [("F", i, chunk) for i, chunk in visits]
     backwards = [("B", i, chunks - 1 - chunk) for i, chunk in visits]
-    # forwards to run before the first gradient can arrive: one for each later rank, and with several chunks one more,
-    # since every one of them alternates; and those of a first group that comes back to the last chunk
+    # forwards to run before the first gradient can arrive: one per later rank (two with several chunks, because a
+    # later rank alternates between F and B), and p for each chunk but the last
     ahead = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(visits))
     pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
     return forwards[:ahead] + pairs + backwards[len(visits) - ahead :]

@@ -1,15 +1,16 @@
 """4D parallelism: data, context, tensor and pipeline parallelism on one mesh, with ZeRO over data and context.
 
-A rank's number is by default tp + TP·(cp + CP·(dp + DP·pp)), places in small letters and sizes in capitals: ranks that
-talk in every layer are neighbours. A rank holds 1/pp of the layers and 1/tp of each matrix, computes on 1/dp of the
-batch and 1/cp of each sequence, and updates 1/(dp·cp) of its weights.
-Four rules make one training of it. (1) Ranks of dp and of cp see different tokens: ZeRO sums gradients over both, once.
-(2) Ranks of tp see the same tokens. A norm's gradient comes from a rank's own part of them: ZeRO sums it over dp, cp
-and tp. That of a replicated key head comes from the rank's own query heads: over dp, cp and the r ranks that hold it.
-(3) Losses are divided by the valid tokens of the whole batch, so that all sums are plain. (4) Each element has one
-owner, so the norm is the square root of the sum of squares over all ranks. Per rank: 2Ψ/(tp·pp) bytes of bf16 weights,
-16Ψ/(tp·pp·dp·cp) of master weights, moments and reduced gradients; with several micro-batches also 4Ψ/(tp·pp) of
-gradient sums.
+A rank's number is by default tp + TP·(cp + CP·(dp + DP·pp)), with places in small letters and sizes in capitals: ranks
+that talk in every layer are neighbours. A rank holds 1/pp of the layers and 1/tp of each matrix, computes on 1/dp of
+the batch and 1/cp of each sequence, and updates 1/(dp·cp) of its weights. Four rules make one training of this:
+1. Ranks of dp and of cp see different tokens, so ZeRO sums gradients over both, once.
+2. Ranks of tp see the same tokens. A norm's gradient comes from a rank's own part of them, so ZeRO sums it over dp, cp
+   and tp. The gradient of a replicated key head comes from the rank's own query heads, so ZeRO sums it over dp, cp and
+   the r ranks that hold the head.
+3. Losses are divided by the valid tokens of the whole batch, so that all sums are plain.
+4. Each element has one owner, so the norm is the square root of the sum of squares over all ranks.
+Per rank: 2Ψ/(tp·pp) bytes of bf16 weights, 16Ψ/(tp·pp·dp·cp) of master weights, moments and reduced gradients; with
+several micro-batches also 4Ψ/(tp·pp) of gradient sums.
 
 Parent:   08_4d/3d.py, 05_context_ring/zigzag.py
 Lesson:   Config, group_ranks, make_groups, Attention, Block.__init__, Stage, Model.__init__, holders, make_units,
@@ -353,12 +354,12 @@ def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
 
 
 def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
-    """Of s queries of a rank and s keys of their owner, return which attend to which, and whether causally, or None."""
+    """Return which of the s queries of rank see which of the s keys of owner, and whether causally; None if none do."""
     if owner == rank:
         return slice(0, s), slice(0, s), True
-    if owner < rank:  # its first part comes before both of the queries', its second after both
+    if owner < rank:  # the first part of its keys comes before all queries, the second after all
         return slice(0, s), slice(0, s // 2), False
-    return slice(s // 2, s), slice(0, s), False  # both of its parts lie between the queries' two
+    return slice(s // 2, s), slice(0, s), False  # its keys lie between the two parts of the queries
 
 
 # Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
@@ -423,7 +424,7 @@ def unpack(kv: Tensor) -> Tensor:
 
 @torch.compile(dynamic=False, disable=not torch.cuda.is_available())  # one pass over memory
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Merge attention to several sets of keys: of each the queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
+    """Merge attention to several sets of keys: for each set, queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
     The first has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their sums of
     exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
@@ -439,7 +440,7 @@ def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tupl
 
 @torch.compile(dynamic=False, disable=not torch.cuda.is_available())
 def sum_parts(parts: list[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Add up gradients of queries in fp32 or above, of each the queries that it has; the first [b, h, s, k] has all."""
+    """Add up parts (queries, their gradient) in fp32 or above; the first part [b, h, s, k] has all queries."""
     (_, x), *others = parts
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     for queries, part in others:
@@ -717,7 +718,7 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
 
 
 class Stage(nn.Module):
-    """One stage of Llama 3, and of its matrices 1/tp; the first stage has the embedding, the last one the head."""
+    """One stage of Llama 3, with 1/tp of each matrix; the first stage has the embedding, the last one the head."""
 
     def __init__(self, cfg: Config, groups: dict, links: list[dict], path: list[int], stage: int, background: tuple):
         super().__init__()
@@ -748,7 +749,7 @@ class Stage(nn.Module):
         self.loss = Loss(cfg, tp)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """ids [b, s/cp], on later stages activations [(b s/cp)/tp, d] -> these, on the last logits [(b s/cp), v/tp]"""
+        """ids [b, s/cp], or activations [(b s/cp)/tp, d] -> activations, on the last stage logits [(b s/cp), v/tp]"""
         rope = rope_table(self.cfg, positions)
         x = x.view_as(x)  # a leaf's hook may run before the gradients of weights are there; that of a view runs after
         for i in range(self.replicated):
@@ -1002,8 +1003,8 @@ def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tupl
     visits = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
     forwards = [("F", i, chunk) for i, chunk in visits]
     backwards = [("B", i, chunks - 1 - chunk) for i, chunk in visits]
-    # forwards to run before the first gradient can arrive: one for each later rank, and with several chunks one more,
-    # since every one of them alternates; and those of a first group that comes back to the last chunk
+    # forwards to run before the first gradient can arrive: one per later rank (two with several chunks, because a
+    # later rank alternates between F and B), and p for each chunk but the last
     ahead = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(visits))
     pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
     return forwards[:ahead] + pairs + backwards[len(visits) - ahead :]
@@ -1057,7 +1058,7 @@ def run_schedule(
             messages.append((send(model, op, x.grad), x.grad))
             for unit in reversed(range(model.replicated)):
                 reduce(model, unit)  # all blocks of this stage have added to these
-        # with several chunks, p may come in a row before the rank that wraps around takes one
+        # with several chunks, a rank may send p in a row before the next rank of the ring takes one
         if len(messages) > (model.pp.size() if len(chunks) > 1 else 2):
             wait_for_send(messages.pop(0)[0])  # and frees what was sent
     for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:

@@ -1,18 +1,19 @@
 """Attention that never writes its scores to memory: softmax block by block, forward and backward.
 
-o = softmax(scale·q kᵀ) v has 4·s·t·k FLOPs per head (half of them where a query sees no later key), and needs q, k, v
-and o alone: but scores [s, t] written to memory and read again would take most of the time. Here a block of queries
-meets one block of keys after the other, and keeps three things: the highest score m so far, the sum l of
-e^(score - m), and the sum of e^(score - m)·v. Where a new block raises m, both sums are multiplied by e^(old m - m).
-Backward computes the scores again, from q, k and the log-sum-exp of each row, m + log l.
+o = softmax(scale·q kᵀ) v has 4·s·t·k FLOPs per head (half of them if causal). q, k, v and o are small; writing the
+scores [s, t] to memory and reading them again would take most of the time. Here a block of queries meets one block of
+keys after the other, and keeps three things: the highest score m so far, the sum l of e^(score - m), and the sum of
+e^(score - m)·v. If a new block raises m, both sums are multiplied by e^(old m - m). Backward computes the scores again,
+from q, k and the log-sum-exp of each row, m + log l.
 
-flash1: one program per head; keys in the outer loop, queries in the inner one. Outputs, not yet final, travel to
-memory and back for each block of keys, and of 132 SMs only as many work as there are heads.
-flash2: one program per block of queries, whose output stays in registers and is divided by l once, at the end. Scores
-are never scaled: the scale, and log₂ e, are factors within the exponential, which is one of base 2. Only blocks on the
-diagonal have a mask. Long rows start first; heads that share keys run side by side, so that keys are in the L2 cache.
-tma: the same loops, for which the tensor memory accelerator copies whole blocks to shared memory, while the blocks
-before them are computed. Threads compute no addresses, and registers hold none.
+flash1: one program per head; keys in the outer loop, queries in the inner one. For each block of keys, partial outputs
+travel to memory and back. Only as many SMs work as there are heads.
+flash2: one program per block of queries, whose output stays in registers and is divided by l once, at the end. One
+factor, scale·log₂ e, goes into a base-2 exponential, so scaling the scores takes no instruction of its own. Only blocks
+on the diagonal have a mask. Long rows start first; heads that share keys run side by side, so that keys are in the L2
+cache.
+tma: the same loops, but the tensor memory accelerator copies whole blocks to shared memory while earlier blocks are
+computed. Threads compute no addresses, and registers hold none.
 
 Backward in three kernels, without atomics, so that two runs agree to the bit: row sums of do·o; one program per block
 of keys, which loops over all queries of all heads that share it, for dk and dv; one per block of queries for dq.
@@ -115,7 +116,7 @@ def add_product(total, a, b):
 
 @triton.jit
 def reach(start, t, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of the keys of BLOCK_M queries from `start` on: the end of the blocks that all see whole, and of all they see."""
+    """Return the ends of the fully visible and of all visible blocks of keys, for BLOCK_M queries from `start` on."""
     if CAUSAL:
         return (start + 1) // BLOCK_N * BLOCK_N, tl.minimum(start + BLOCK_M, t)
     return t // BLOCK_N * BLOCK_N, t
@@ -126,7 +127,7 @@ def add_keys(
     q, k, v, highest, total, o, start, at, t,
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Let queries from `start` on meet the keys from `at` on; SCALE has the factor log₂ e, and highest is in base 2."""
+    """Add keys from `at` on to the sums of queries from `start` on; SCALE contains log₂ e, highest is in base 2."""
     scores = tl.dot(q, k.T, input_precision="ieee")  # M N
     if MASKED:
         row, column = start + tl.arange(0, BLOCK_M)[:, None], at + tl.arange(0, BLOCK_N)[None, :]

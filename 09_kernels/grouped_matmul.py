@@ -271,7 +271,7 @@ class GroupedLinear(torch.autograd.Function):
 
 
 def check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
-    """Raise ValueError for what the kernels would not read as it is meant."""
+    """Raise ValueError for inputs that the kernels would misread."""
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or offsets.shape != weight.shape[:1]:
         shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(offsets.shape)}"
         raise ValueError(f"shapes are {shapes}: must be [t, k], [e, n, k] and [e]")

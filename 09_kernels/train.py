@@ -229,7 +229,7 @@ class AddNorm(torch.autograd.Function):
 
 
 def check_norm(x: Tensor, branch: Tensor, weight: Tensor) -> None:
-    """Raise ValueError for what the kernels would not read as it is meant."""
+    """Raise ValueError for inputs that the kernels would misread."""
     if x.shape[-1] > LONGEST_ROW:
         raise ValueError(f"a row has {x.shape[-1]} elements: must be at most {LONGEST_ROW}")
     if not x.is_floating_point():

@@ -1,10 +1,11 @@
-"""fp8 with a scale per 128 elements: an outlier costs its neighbours resolution, and nobody else.
+"""fp8 with a scale per 128 elements: an outlier takes resolution from its neighbours alone.
 
-Activations and gradients have a scale for each 128 elements of a row, weights one for each square of 128 x 128. A
-product sums up along rows of both operands, so its scales change every 128 of k: what 128 of k sum up to is scaled and
-added up in fp32. Along the other axis a tensor has other groups of 128, and so other scales: what dw reads of x and dy
-is quantized on its own. A square is the same both ways. All of it is e4m3: with a scale for so few, gradients need no
-more range. amax of a group is known as soon as its tile is there, so quantization is one pass, and not two.
+Activations and gradients have a scale for each 128 elements of a row, weights one for each square of 128 x 128.
+1. A product sums along k, and its scales change every 128 of k: each partial sum is scaled, then added in fp32.
+2. dw sums along the other axis of x and dy, where groups of 128 are others: both are quantized a second time for it. A
+   square is the same both ways.
+3. All of it is e4m3: with a scale for so few elements, gradients need no more range.
+4. A program has whole groups in its tile and finds their amax there, so quantization is one pass instead of two.
 
 Parent:   10_mixed_precision/fp8_tensorwise.py, 09_kernels/fp8_matmul.py
 Lesson:   GRADIENT, quantize_reference, quantize_tiles, shapes_of_tiles, quantize, dequantize, multiply,

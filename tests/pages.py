@@ -118,12 +118,12 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "09_kernels/grouped_matmul.py": "the matmuls of all experts in one launch",
     "09_kernels/fp8_matmul.py": "8 bits per element, and scales for a tensor, a row or a block",
     "09_kernels/divergence.py": "a few elements need far more steps than the others",
-    "10_mixed_precision/formats.py": "numbers of 4 to 32 bits: range, resolution, and what they do to real gradients",
+    "10_mixed_precision/formats.py": "4 to 32 bits: range, resolution, and what is left of real gradients",
     "10_mixed_precision/bf16.py": "bf16 weights that are written once per step, from fp32 masters",
     "10_mixed_precision/fp16_loss_scaling.py": "the same in fp16, whose small gradients need a scale",
     "10_mixed_precision/fp8_tensorwise.py": "matmuls in 8 bits, with the scale of the tensor at hand",
     "10_mixed_precision/fp8_delayed_scaling.py": "scales from earlier steps: a tensor is read once",
-    "10_mixed_precision/fp8_blockwise.py": "a scale per 128 elements, or 128 x 128: DeepSeek-V3's",
+    "10_mixed_precision/fp8_blockwise.py": "a scale per 128 elements, or 128 × 128: DeepSeek-V3's",
     "10_mixed_precision/fp8_zero3.py": "ZeRO-3 that gathers blocks in fp8: half the bytes",
     "10_mixed_precision/stochastic_rounding.py": "bf16 weights and moments without masters: 8 bytes per parameter",
     "10_mixed_precision/fp8_stochastic_rounding.py": "both: an 8B model on one GPU, in fp8",
@@ -188,10 +188,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "mixed_smollm": ("10_mixed_precision", "SmolLM-1.7B, four sequences of 4,096 tokens, compiled."),
     "mixed_llama3_8b": ("10_mixed_precision", "Llama-3.1-8B, one sequence of 8,192 tokens, on one GPU, compiled."),
     "fp8_zero3": ("10_mixed_precision", "SmolLM-1.7B on two GPUs, four sequences of 4,096 tokens each, in shards."),
-    "fp8_zero3_8b": (
-        "10_mixed_precision",
-        "Llama-3.1-8B with 8 layers on two GPUs, two sequences of 8,192 tokens each.",
-    ),
+    "fp8_zero3_8b": (None, ""),  # 8 layers of what four GPUs hold as a whole
     "fp8_zero3_four": ("10_mixed_precision", "Llama-3.1-8B on four GPUs, two sequences of 8,192 tokens each."),
     "collectives": (None, ""),  # has a table of its own
 }
@@ -207,13 +204,14 @@ BASELINES = {  # where no library trains the same: what speed is over
 LIBRARIES = "torch_", "accelerate_"  # how the names of library twins start
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
 NOTHING = 1e-10  # a difference below is rounding
+WIDE = 84  # characters of a line that a page shows as a whole
 IN_SIGHT, ON_PAGE = 40, 160  # lines of a diff that are in sight, and that are on a page at all
 WIDTH = 88  # columns of code that a page shows
 SHOWN = 5  # so many bugs are on a folder's page; tests/BUGS.md has all
 UNKNOWN = "Not measured yet."
 OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
 WRITTEN_HERE = "ours", "Triton", "Gluon"  # contenders of a kernel file that are the file's own
-ROUNDED = "gradients of weights", "gradients of matmul outputs", "updates"  # tables of formats.py
+ROUNDED = "gradients of weights", "gradients of matmul outputs"  # tables of formats.py
 LONG = "coalescing", "tiling", "coarsening", "cross_entropy", "adamw"  # a row for each that is compared
 ON_PAGE_ROWS = {  # of what is measured, the rows on the folder's page; tests/KERNELS.md has all
     "elementwise": r"2\^(10|19|22|28) ",
@@ -259,12 +257,51 @@ NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the
 }
 
 
+UNITS = re.compile(r"[-+]?[\d,.]+(?: to [\d,.]+)?([ \xa0]?(?:%|dB|ms|[KMGT]i?B(?:/s)?|TFLOP/s))$")  # of a number
+KEPT = re.compile(r"(`[^`]*`|\]\([^)]*\))")  # of a cell, that somebody may copy: code, and where a link leads
+UNIT = r"(?:%|dB|ms|[KMGT]i?B(?:/s)?|TFLOP/s|layers|chunks|micro.batches)(?!\w)"
+TIED = (  # what no line may end within, as GitHub breaks lines at spaces and behind hyphens
+    (re.compile(r"(?<![\w.])-(?=\d)|(?<=\de)-(?=\d)|(?<=micro)-(?=batch)"), "\u2011"),
+    (
+        re.compile(
+            rf" (?=[−†‡])|(?<=\d) (?={UNIT})|(?<=[dctp]p) (?=\d)|(?<=×) |(?<=[\d*%]) (?=[·+(])|(?<=[·+]) (?=[\d*])"
+        ),
+        "\u00a0",
+    ),
+)
+
+
+def tied(cell: str) -> str:
+    """The cell with hyphens and spaces within its numbers that do not break, but not within code."""
+    parts = KEPT.split(cell)
+    for pattern, mark in TIED:
+        parts[::2] = [pattern.sub(mark, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def units_above(head: list[str], rows: list[list[str]]) -> list[list[str]]:
+    """All lines of a table; a unit that every number of a column has is in its head alone."""
+    columns = [list(column) for column in zip(head, *rows)]
+    for column in columns:
+        found = [UNITS.match(cell) for cell in column[1:] if cell not in ("", "0")]
+        units = {match[1] if match else None for match in found}
+        if len(units) == 1 and (unit := units.pop()):
+            column[:] = [f"{column[0]},\u00a0{unit.strip()}", *(cell.removesuffix(unit) for cell in column[1:])]
+    return [list(line) for line in zip(*columns)]
+
+
 def table(head: list[str], rows: list[list[str]], labels: int = 0) -> str:
     """Markdown, with numbers to the right; the first columns may be labels, which begin with numbers and are none."""
-    number = re.compile(r"\**\[?[0-9+]|$")
+    number = re.compile(r"\**\[?[-+]?[0-9]|-?$")
     right = [i >= labels and bool(rows) and all(number.match(row[i]) for row in rows) for i in range(len(head))]
-    lines = [head, ["---:" if r else "---" for r in right], *rows]
+    head, *rows = units_above(head, rows)
+    lines = [map(tied, head), ["---:" if r else "---" for r in right], *(map(tied, row) for row in rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def folded(summary: str, text: str) -> str:
+    """Text that shows once its summary is clicked."""
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 
 def results(name: str) -> list | dict:
@@ -307,6 +344,8 @@ def commands(path: str) -> str:
     """The diff with the parent, and the first command of the recipe's header."""
     parent = first_parent(path)
     diff = f"git diff --patience --no-index {parent} {path}\n" if parent else ""
+    if len(diff) > WIDE:
+        diff = diff.replace(f"{parent} ", f"{parent} \\\n    ")
     run = re.search(r"^Run:\s+(.+)$", FAMILY[path].source, re.M)[1]
     code = f"```bash\n{diff}{run}\n```\n\n{size(path)} of code"
     lines = lesson(path, 1)
@@ -314,7 +353,7 @@ def commands(path: str) -> str:
         return code
     block = "\n".join(["```diff", *lines, "```"])
     if len(lines) > IN_SIGHT:
-        block = f"<details><summary>The lesson, as a diff</summary>\n\n{block}\n\n</details>"
+        block = folded("The lesson, as a diff", block)
     return f"{code}\n\n{block}"
 
 
@@ -359,7 +398,7 @@ def facts() -> str:
     transformers, fsdp, pipelining = map(best_speed, ("01_single_gpu", "03_zero", "06_pipeline"))
     return f"""
 * **Equal.** {files} files train as one GPU does: over all layouts, sizes and numbers of ranks, the worst gradient or
-  weight is off by {worst:.0e} in float64.
+  weight is off by {tied(f"{worst:.0e}")} in float64.
 * **Tested.** Each of {len(found)} [seeded bugs](tests/BUGS.md) turns a test red. Of the {len(wrong)} that change the
   gradient by more than 1 %, {hidden} move AdamW's loss curve by less than that. Find one: `python tests/puzzle.py`
 * **Fast.** On the same GPUs {transformers} times as fast as `transformers`, {fsdp} as FSDP2, {pipelining} as
@@ -374,15 +413,14 @@ def best_speed(folder: str) -> str:
 
 
 def folder_table(folder: str) -> str:
-    """A row per recipe, with its size, error and speed; the diff is linked to where the page explains it."""
+    """A row per recipe, with its size, error and speed; the diff is linked to where the page names the parent."""
     rows = []
     for path in recipes_of(folder):
         parent, name = first_parent(path), Path(path).name
-        above = f"`{parent.removeprefix(f'{folder}/')}`" if parent else ""
         diff = f"[{size(path).removesuffix(' lines') if parent else size(path)}](#{anchor(name)})"
         ours = ratio(path) or gain(path) or kernel_gain(path)
-        rows.append([f"[`{name}`]({name})", IDEAS[path], above, diff, worst_error([path]), ours])
-    return table(["file", "idea", "parent", "diff", "error", "speed"], rows)
+        rows.append([f"[`{name}`]({name})", IDEAS[path], diff, worst_error([path]), ours])
+    return table(["file", "idea", "diff", "error", "speed"], rows)
 
 
 def way(folder: str) -> str:
@@ -711,6 +749,7 @@ def label(row: dict, rows: list[dict], folder: str) -> str:
     others = [other["flags"] for other in rows if other["file"] == row["file"]]
     flags = re.findall(r"--\S+ [^-\s]\S*", row["flags"])
     own = [flag for flag in flags if not all(f"{flag} " in f"{other} " for other in others)]
+    own = [flag for flag in own if not re.fullmatch("--(dp|cp|tp|pp) 1", flag)]  # an axis that is not split
     alone = ", on each GPU alone, the slowest" if "each" in row["rounds"][0] else ""
     return f"`{' '.join([row['file'].removeprefix(f'{folder}/'), *own])}`{alone}"
 
@@ -729,19 +768,19 @@ def measured(row: dict, key: str) -> list[float]:
 
 
 def speed(folder: str) -> str:
-    """A table per suite: median and range of the rounds, and ratios to the first line, where the work is the same."""
+    """A table per suite: the median of the rounds, and ratios to the first line, where the work is the same."""
     parts = []
     for name, suite in suites(folder).items():
-        rows, first = [], suite["rows"][0]
+        rows, spread, first = [], 0, suite["rows"][0]
         for i, row in enumerate(suite["rows"]):
             tokens, mfu, memory = (measured(row, key) for key in ("tokens", "mfu", "memory"))
             median, pipeline = statistics.median(tokens), row.get("pipeline")
+            spread = max(spread, (max(tokens) - min(tokens)) / median)
             compared = i < suite["alike"] > 1
             rows.append(
                 [
                     label(row, suite["rows"], folder),
                     f"{median:,.0f}",
-                    f"{min(tokens):,.0f} to {max(tokens):,.0f}" if len(tokens) > 1 else "",
                     f"{median / statistics.median(measured(first, 'tokens')):.3f}" if compared else "",
                     f"{statistics.median(mfu):.1f} %" if mfu else "",
                     " to ".join(f"{gib:.1f}" for gib in sorted({min(memory), max(memory)})) + " GiB" if memory else "",
@@ -750,14 +789,15 @@ def speed(folder: str) -> str:
                     "{forward:.2f} + {backward:.2f}".format(**row["block_ms"]) if "block_ms" in row else "",
                 ]
             )
-        head = ["file", "tokens/s/GPU", "in all rounds", "× first", "MFU", "memory", "exposed communication"]
+        head = ["file", "tokens/s/GPU", "× first", "MFU", "memory", "exposed"]
         head += ["idle (expected)", "block, ms forward + backward"]
         filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
         text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
         flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
-        note = about(suite) + (f", commit {suite['commit']}" if "commit" in suite else "")
+        note = suite["gpu"] + (f"; rounds differ by at most {tied(f'{100 * spread:.1f} %')}" if spread else "")
         note += f" ({suite['note']})" if "note" in suite else ""
-        details = f"<details><summary>flags</summary>\n\n```\n{flags}\n```\n\n</details>"
+        how = [f"torch {suite['torch']}", suite["date"], *([f"commit {suite['commit']}"] if "commit" in suite else [])]
+        details = folded("commands", f"```\n{', '.join(how)}\n{suite['command']}\n\n{flags}\n```")
         sentence = SUITES.get(name, (folder, ""))[1]
         parts.append("\n\n".join(filter(None, [sentence, note, text, details])))
     return "\n\n".join(parts) or UNKNOWN
@@ -801,11 +841,12 @@ def layouts() -> str:
             cfg = tests.config(row["flags"], suite["gpu"])
             found, _, peak = tests.measured(row)
             tokens, memory = tests.PLAN.predict(cfg, tests.TRAIN).tokens, tests.first_rank(cfg)
-            words = f"{cfg.preset}, {cfg.layers} layers", tests.PLAN.shape(cfg)
+            words = cfg.preset, f"{cfg.layers}", tests.PLAN.shape(cfg)
             speeds = f"{found:,.0f}", f"{tokens:,.0f}", f"{tokens / found - 1:+.1%}"
             rows.append([*words, *speeds, f"{peak:.1f} GiB", f"{memory:.1f} GiB"])
-    head = ["model", "layout", "measured, tokens/s/GPU", "predicted", "difference", "measured peak", "predicted peak"]
-    return table(head, rows)
+    head = ["model", "layers", "layout", "tokens/s/GPU", "plan.py", "off by", "memory", "plan.py"]
+    alike = len({row[0] for row in rows}) == 1  # one model, which the page names
+    return table(head[alike:], [row[alike:] for row in rows])
 
 
 def measured_runs() -> str:
@@ -845,20 +886,20 @@ def published() -> str:
         words = f"{ours.cfg.gpus:,}", plan.shape(ours.cfg), f"{ours.cfg.seq:,}"
         rows.append([*words, f"{mfu} %", f"{100 * theirs:.1f} %", f"{100 * ours.mfu:.1f} %", f"{ours.memory:.0f} GiB"])
     head = ["GPUs", "layout", "tokens per sequence", "published MFU", "predicted", "of what is computed"]
-    return table([*head, "memory as train.py's"], rows)
+    return table([*head, "memory"], rows)
 
 
 def attention() -> str:
-    """What a rank of four computes in attention, and how fast that is against a quarter of one call for all tokens."""
+    """Attention on the slowest of four ranks: its time, and its speed over a quarter of one call for all tokens."""
     stored, rows = results("speed.json")["context_attention"], []
     for whole in stored["whole"]:
-        tokens, ms = f"{whole['seq']:,}", [f"{whole[key]:.2f}" for key in ("forward_ms", "both_ms")]
-        rows.append([tokens, "one call for all tokens", "", ms[0], "", ms[1], ""])
-        for row in stored["rows"]:
+        tokens, slowest = f"{whole['seq']:,}", {}
+        rows.append([tokens, "one call for all", f"{whole['forward_ms']:.2f}", "", f"{whole['both_ms']:.2f}", ""])
+        for row in sorted(stored["rows"], key=lambda row: row["both_ms"]):
             if row["seq"] == whole["seq"]:
-                found = [f"{row[key]:.2f}" for key in ("forward_ms", "share_forward", "both_ms", "share")]
-                rows.append([tokens, section(row["file"]), str(row["rank"]), *found])
-    head = ["tokens", "file", "rank", "forward, ms", "× ideal", "forward and backward, ms", "× ideal"]
+                slowest[row["file"]] = [f"{row[k]:.2f}" for k in ("forward_ms", "share_forward", "both_ms", "share")]
+        rows += [[tokens, section(path), *slowest[path]] for path in IDEAS if path in slowest]
+    head = ["tokens", "file", "forward, ms", "× ideal", "forward and backward, ms", "× ideal"]
     return f"{about(stored)}\n\n{table(head, rows)}"
 
 
@@ -869,10 +910,12 @@ def expert_layer() -> str:
     rows = [(row["label"], row["forward_ms"], row["both_ms"]) for row in stored["rows"]]
     rows = [[label, f"{forward:.2f}", f"{both:.2f}", f"{both / ours:.2f}"] for label, forward, both in rows]
     layers = table(["layer", "forward, ms", "forward and backward, ms", "× time of moe.py, bf16 weights"], rows)
-    alone = [[row["label"], f"{row['ms']:.2f}", f"{row['tflops']:.0f}"] for row in stored["matmuls"]]
-    matmuls, total = table(["grouped matmul", "ms", "TFLOP/s"], alone), sum(row["ms"] for row in stored["matmuls"])
-    last = f"The {len(alone)} grouped matmuls alone take {total:.2f} ms, {total / ours:.0%} of the time of {OURS}."
-    return "\n\n".join([about(stored, f"transformers {stored['transformers']}"), layers, matmuls, last])
+    alone, total = stored["matmuls"], sum(row["ms"] for row in stored["matmuls"])
+    rates = [f"{pick(row['tflops'] for row in alone):.0f}" for pick in (min, max)]
+    share = f"{total / ours:.0%} of the time of {OURS}"
+    last = f"The {len(alone)} grouped matmuls of forward and backward alone take {total:.2f} ms ({share}), at"
+    last += f" {' to '.join(rates)} TFLOP/s."
+    return "\n\n".join([about(stored, f"transformers {stored['transformers']}"), layers, last])
 
 
 def collectives() -> str:
@@ -918,23 +961,35 @@ def memory_of_blocks() -> str:
 
 
 def formats() -> str:
-    """The table of formats, as formats.py computes it."""
-    head, *rows = load("10_mixed_precision/formats.py").table_of_formats()
-    return table(head, rows)
+    """The table of formats, as formats.py computes it, without what another column says, too."""
+    columns = zip(*load("10_mixed_precision/formats.py").table_of_formats())
+    head, *rows = zip(*(column for column in columns if column[0] not in ("in [1, 2)", "decades", "bits in MX")))
+    return table(list(head), list(map(list, rows)))
 
 
 def rounded(name: str) -> str:
-    """What rounding does to gradients or updates of a small root, as tests/precision.py has stored it."""
-    head, *rows = results("precision.json")["formats"][name]
+    """What rounding does to gradients of a small root, as tests/precision.py has stored it: a row per format."""
+    head, *stored = results("precision.json")["formats"][name]
+    found = defaultdict(dict)
+    for line in stored:
+        row = dict(zip(head, line))
+        found[row["format"]][row["scale"]] = row["become zero"], row["SNR, median tensor"]
+    rows = [[name, *(found[name][scale][i] for i in (0, 1) for scale in ("none", "per tensor"))] for name in found]
+    return table(["format", "become zero", "with a scale", "SNR of the median tensor", "with a scale"], rows)
+
+
+def updates() -> str:
+    """How many updates rounding to nearest loses, as tests/precision.py has stored it."""
+    head, *rows = results("precision.json")["formats"]["updates"]
     return table(head, rows)
 
 
 def precision() -> str:
     """How far the gradient of each recipe is from float64's."""
     stored = results("precision.json")
-    rows = [[f"`{r['label']}`", f"{r['dB']:.1f}", f"{r['error']:.4f}", f"`{r['worst']}`"] for r in stored["precision"]]
+    rows = [[f"`{row['label']}`", f"{row['dB']:.1f}"] for row in stored["precision"]]
     rows[0][0] = f"the root, {stored['precision'][0]['label']}"
-    text = table(["gradient in", "signal to noise, dB", "worst tensor's error", "which"], rows, labels=1)
+    text = table(["gradient in", "signal to noise, dB"], rows, labels=1)
     note = f"torch {stored['torch']}, {stored['date']}, `{stored['command']}`"
     return f"{note}, a model of `{stored['flags']}`:\n\n{text}"
 
@@ -945,8 +1000,9 @@ def curves() -> str:
     most = max(run["steps"] for run in stored["runs"])
     for run in sorted(stored["runs"], key=lambda run: (run["steps"] < most, run["last"] or 0)):
         last = f"{run['last']:.3f}" if run["steps"] == most else f"NaN after {run['steps']} steps"
-        rows.append([run["label"], f"`{Path(run['recipe']).name}`" + ", one line changed" * run["naive"], last])
-    return f"{about(stored)}, `{stored['flags']}`\n\n{table(['format', 'file', 'loss of the last 100 steps'], rows)}"
+        link = f"../{run['recipe']}".removeprefix("../10_mixed_precision/")
+        rows.append([f"[{run['label']}]({link})" + " †" * run["naive"], last])
+    return f"{about(stored)}, `{stored['flags']}`\n\n{table(['format', 'loss of the last 100 steps'], rows)}"
 
 
 def optimizers() -> str:
@@ -958,12 +1014,12 @@ def optimizers() -> str:
 
 def falling() -> str:
     """The loss of Llama-3.1-8B on one GPU: means of the ten steps up to some."""
-    rows, steps = [], range(20, 201, 20)
+    rows, steps = [], range(20, 141, 40)
     for row in results("speed.json")["mixed_llama3_8b"]["rows"]:
         losses = row["rounds"][0]["losses"]
         means = [f"{statistics.mean(losses[i - 10 : i]):.2f}" if i <= len(losses) else "" for i in steps]
-        rows.append([section(row["file"]), *means, str(len(losses))])
-    return table(["mean loss of ten steps, up to step", *map(str, steps), "steps"], rows)
+        rows.append([section(row["file"]), *means])
+    return table(["mean loss of ten steps, up to step", *map(str, steps)], rows)
 
 
 def first(text: str) -> str:
@@ -1010,6 +1066,7 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
         "10_mixed_precision": {
             "table of formats": formats,
             **{name: functools.partial(rounded, name) for name in ROUNDED},
+            "updates": updates,
             "precision": precision,
             "curves": curves,
             "8B": falling,
