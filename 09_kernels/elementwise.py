@@ -53,7 +53,7 @@ def elu_forward(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     # Triton spreads it over the threads.
     offset = start + tl.arange(0, BLOCK)
     # The last block may reach beyond the end.
-    # Where the mask is false, nothing is loaded and nothing is stored.
+    # Where the mask is false, load gives its last argument, 0, and nothing is stored.
     inside = offset < n
     # A pointer plus a vector of offsets is a vector of addresses.
     # load brings what stands there into registers.
