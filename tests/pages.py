@@ -167,7 +167,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "context_128k": ("05_context_ring", "One sequence of 131,072 tokens, and half as many layers."),
     "context_documents": (
         "05_context_ring",
-        "One sequence of 65,536 tokens. With `--eos 0` documents have 1,000 tokens on average, without it the sequence is one.",
+        "One sequence of 65,536 tokens. `--eos 0`: documents of 1,000 on average; MFU counts scores between them.",
     ),
     "context_million": ("05_context_ring", "A million tokens: one layer and a small vocabulary, so that they fit."),
     "context_attention": (None, ""),  # has a table of its own
