@@ -337,7 +337,7 @@ def size(path: str) -> str:
     """Lines of code that a recipe adds to its parent and takes from it, or all of its own."""
     if parent := first_parent(path):
         return "+{} −{} lines".format(*difference(parent, path))
-    return f"{lines_of_code(FAMILY[path].source)} lines"
+    return f"{lines_of_code(FAMILY[path].source)}\u00a0lines"
 
 
 def commands(path: str) -> str:
@@ -648,7 +648,7 @@ def equivalence() -> str:
             return f"{max(errors):{digits}}" if errors else ""
 
         if cpu or gpu:
-            ranks = [", ".join(map(str, sorted({entry["ranks"] for entry in ours}))) for ours in (cpu, gpu)]
+            ranks = [",\u00a0".join(map(str, sorted({entry["ranks"] for entry in ours}))) for ours in (cpu, gpu)]
             errors = worst(cpu, "gradient"), worst(cpu, "training"), worst(cpu, "gradient history", "training history")
             on_gpus = worst(gpu, "float32"), worst(gpu, "bfloat16", digits=".2f")
             rows.append([f"[`{path}`](../{path})", ranks[0], *errors, ranks[1], *on_gpus])
