@@ -790,7 +790,7 @@ def speed(folder: str) -> str:
                 ]
             )
         head = ["file", "tokens/s/GPU", "× first", "MFU", "memory", "exposed"]
-        head += ["idle (expected)", "block, ms forward + backward"]
+        head += ["idle (expected)", "block, ms"]
         filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
         text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
         flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
@@ -885,7 +885,7 @@ def published() -> str:
     for ours, theirs, mfu in plan.llama():
         words = f"{ours.cfg.gpus:,}", plan.shape(ours.cfg), f"{ours.cfg.seq:,}"
         rows.append([*words, f"{mfu} %", f"{100 * theirs:.1f} %", f"{100 * ours.mfu:.1f} %", f"{ours.memory:.0f} GiB"])
-    head = ["GPUs", "layout", "tokens per sequence", "published MFU", "predicted", "of what is computed"]
+    head = ["GPUs", "layout", "seq", "published MFU", "predicted", "of what is computed"]
     return table([*head, "memory"], rows)
 
 
@@ -939,11 +939,11 @@ def memory_of_stages() -> str:
     for stage in range(4):
         cfg = module.Config(**fields, batch=32, microbatches=4, dp=8, zero=stage)
         kinds = module.peak(cfg)[1]
-        gib = [f"{kinds[kind] / 2**30:.1f}" for kind in module.KINDS]
-        label = f"ZeRO-{stage}, `{stages[stage]}.py`" if stage else "no sharding"
+        gib = [f"{kinds[kind] / 2**30:.1f}" for kind in module.KINDS if kind != "temporary"]  # too little for a column
+        label = f"`{stages[stage]}.py`" if stage else "no sharding"
         rows.append([label, *gib, f"{sum(kinds.values()) / 2**30:.1f}"])
     command = "python 01_single_gpu/memory.py --preset llama3_8b --seq 8192 --batch 32 --microbatches 4 --dp 8 --zero 3"
-    text = table(["GiB", *module.KINDS, "peak"], rows)
+    text = table(["GiB", *(kind.replace("weight ", "") for kind in module.KINDS if kind != "temporary"), "peak"], rows)
     return f"`{command} --dtype bfloat16 --compile`, and with `--zero` 0, 1 and 2:\n\n{text}"
 
 
