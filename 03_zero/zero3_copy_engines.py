@@ -175,7 +175,7 @@ def reduce_scatter(unit: Unit, memory: list[Tensor], barrier: Callable, stream: 
 
     memory: by rank, gradients [n] in symmetric memory. Overwrite them only once `stream` has run all of this.
     """
-    if first := unit.gradient is None or unit.matrices.grad is None:  # zero_grad alone drops it, too
+    if first := unit.gradient is None or unit.matrices.grad is None:  # after zero_grad, too
         unit.gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
         unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:

@@ -173,7 +173,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
     G/4 to G/2 times the bytes of an fp32 ring.
     """
-    if first := unit.gradient is None or unit.matrices.grad is None:  # zero_grad alone drops it, too
+    if first := unit.gradient is None or unit.matrices.grad is None:  # after zero_grad, too
         unit.gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
         unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:

@@ -520,7 +520,7 @@ def kernel_gain(path: str) -> str:
 
 
 def measured_rows(path: str) -> list[dict]:
-    """What `measure` of a kernel file has found, with its limit, and what the names of contenders say in fields."""
+    """Return the stored rows of a kernel file, with their limit, and with fields from the contenders' names."""
     rows = results("kernels.json")[Path(path).stem]["rows"]
     for row in rows:
         row["limit"] = f"{significant(row['rate'] / row['share'])} {row['unit']}" if row["share"] else ""
@@ -540,7 +540,7 @@ def kernel_rows(path: str) -> str:
 
 
 def kernel_table(path: str) -> str:
-    """What a reader of the page needs: milliseconds, and the share of the limit of ours, or of the fastest."""
+    """A table in sight: milliseconds by contender, and the share of the limit of ours, or of the fastest."""
     name, stored = Path(path).stem, results("kernels.json")
     if name not in stored:
         return UNKNOWN
@@ -557,13 +557,7 @@ def kernel_table(path: str) -> str:
         cells = [fastest(found[by], rows) if by in found else "" for by in names]
         best = min(ours, key=lambda row: row["ms"])
         lines.append([what.removesuffix(", sustained"), *cells, f"{best['share']:.0%}"])
-    return f"{note}\n\n{table(['ms', *names, 'share'], unbroken(lines), labels=1)}"
-
-
-def unbroken(rows: list[list[str]]) -> list[list[str]]:
-    """Cells that break after a comma alone."""
-    cells = [[re.sub(r"(?<=\d) x (?=\d)", "×", cell) for cell in row] for row in rows]
-    return [[re.sub(r"(?<!,) ", "\xa0", cell).replace("-", "\u2011") for cell in row] for row in cells]
+    return f"{note}\n\n{table(['ms', *names, 'share'], lines, labels=1)}"
 
 
 def ladder() -> str:
@@ -578,7 +572,7 @@ def ladder() -> str:
             lines.append([f"{name}: {row['by']}", *more, f"{'█' * round(12 * share)} {share:.0%}"])
     everything = ", ".join(f"[{name}](../tests/KERNELS.md#{name}py)" for name in RUNGS)
     head = ["rung", "GB loaded", "registers per thread", "spilled", "of cuBLAS's speed"]
-    return f"{stored['matmul']['gpu'].split()[-1]}, all rows: {everything}\n\n{table(head, unbroken(lines), labels=1)}"
+    return f"{stored['matmul']['gpu'].split()[-1]}, all rows: {everything}\n\n{table(head, lines, labels=1)}"
 
 
 def code(folder: str, wanted: str) -> str:
@@ -618,7 +612,7 @@ def long_table(rows: list[dict], without: tuple[str, ...] = ()) -> str:
         rate = f"{significant(row['rate'])} {row['unit']}"
         lines.append([row["what"], row["by"], *extra, fastest(row, rows), rate, f"{row['share']:.0%}", row["limit"]])
     kept = [i for i, title in enumerate(head) if title not in without]
-    return table([head[i] for i in kept], unbroken([[line[i] for i in kept] for line in lines]), labels=2)
+    return table([head[i] for i in kept], [[line[i] for i in kept] for line in lines], labels=2)
 
 
 def kernel_steps() -> str:
@@ -904,7 +898,7 @@ def attention() -> str:
 
 
 def expert_layer() -> str:
-    """What one layer of experts takes, ours and the library's, and what its grouped matmuls take alone."""
+    """Time of one layer of experts, ours and the library's, and of its grouped matmuls alone."""
     stored = results("speed.json")["expert_layer"]
     (ours,) = [row["both_ms"] for row in stored["rows"] if row["label"] == OURS]
     rows = [(row["label"], row["forward_ms"], row["both_ms"]) for row in stored["rows"]]
@@ -933,7 +927,7 @@ def predictor() -> tuple[object, dict]:
 
 
 def memory_of_stages() -> str:
-    """What each stage of ZeRO has in memory at its fullest moment, as memory.py predicts it."""
+    """Memory of each stage of ZeRO at its fullest moment, as memory.py predicts it."""
     module, fields = predictor()
     rows, stages = [], ["", "zero1_overlap", "zero2", "zero3"]
     for stage in range(4):
@@ -968,7 +962,7 @@ def formats() -> str:
 
 
 def rounded(name: str) -> str:
-    """What rounding does to gradients of a small root, as tests/precision.py has stored it: a row per format."""
+    """A row per format: the error of the gradients of a small root, as tests/precision.py has stored it."""
     head, *stored = results("precision.json")["formats"][name]
     found = defaultdict(dict)
     for line in stored:

@@ -272,7 +272,7 @@ def let_pass(queues: dict, communicator: Hashable, rank: int, arrived: dict[tupl
 # ------------------------------------------------------------------------------------------------------------ claims
 @dataclass(frozen=True)
 class Claim:
-    """What a recipe's header says of its schedule, and how its picture shows it.
+    """A schedule as its recipe's header describes it and its picture shows it.
 
     p: ranks, r: rank, m: micro-batches, v: chunks. idle(p, F, B, W): of each rank, from the times of a stage's
     operations, W <= F <= B <= 2W. flight(p, r, m, v): peak of forwards that wait for their W, sooner(...): for their B,

@@ -146,7 +146,7 @@ def test_balance():
 
 
 def test_curves():
-    """Those that are far off at the end are naive forms; the difference of all others from fp32 is written."""
+    """Naive forms end far off; all others have their difference from fp32 beside their dot."""
     naive = {run["label"] for run in json.loads(pictures.CURVES.read_text())["runs"] if run["naive"]}
     ends, written = pictures.losses_at_end(), texts(stored("10_mixed_precision/curves.svg"))
     far = {label for label, loss in ends.items() if loss > ends["fp32"] + 0.1}
@@ -211,7 +211,7 @@ def test_timeline_shows_what_the_headers_say():
     "path", sorted({str(file.relative_to(ROOT)) for file in ROOT.glob("*/*.svg")} - pictures.PICTURES.keys())
 )
 def test_pictures_of_recipes_read_well(path):
-    """Those that recipes and schedules.py draw: 640 pixels, texts of 11, no ground, and soon there."""
+    """Pictures of recipes and schedules.py: at most 640 pixels wide and 120 kB, texts of 11 pixels or more, no ground."""
     stored = (ROOT / path).read_text()
     svg = ElementTree.fromstring(stored)
     pixels = 4 / 3 if svg.get("width").endswith("pt") else 1

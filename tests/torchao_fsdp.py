@@ -1,9 +1,9 @@
-"""What the speed of 10_mixed_precision/fp8_zero3.py is compared with: torch_fsdp.py with torchao's fp8 linears.
+"""The twin of 10_mixed_precision/fp8_zero3.py: 03_zero/torch_fsdp.py with torchao's fp8 linears.
 
     torchrun --nproc_per_node 2 tests/torchao_fsdp.py --preset smollm_1_7b --dtype bfloat16 --compile
 
-Everything is 03_zero/torch_fsdp.py's but the linears of the blocks, whose weights fully_shard gathers in fp8. Needs
-torchao (0.17 goes with torch 2.11), which nothing else here does.
+Only the linears of the blocks differ: fully_shard gathers their weights in fp8. It needs torchao, 0.17 with torch 2.11;
+no other file here does.
 """
 
 import torch
