@@ -706,11 +706,8 @@ def draw_links(canvas: Canvas, cards: list[Box], groups: dict[str, list[list[int
     level, first, bottom = cards[0].y - 18, cards[0], cards[0].y + cards[0].h
     for axis, travel in TRAVELS.items():
         (group,) = [group for group in groups[axis] if 0 in group]
-        own, style, name = (
-            [cards[rank] for rank in group],
-            dict(role=travel.role, width=travel.width),
-            (travel.name, travel.role),
-        )
+        own, name = [cards[rank] for rank in group], (travel.name, travel.role)
+        style = dict(role=travel.role, width=travel.width)
         middles = sorted({card.x + card.w / 2 for card in own})
         if group == [0, 1]:
             right, left, middle = first.x + first.w, own[1].x, first.y + first.h / 2

@@ -211,7 +211,7 @@ def test_timeline_shows_what_the_headers_say():
     "path", sorted({str(file.relative_to(ROOT)) for file in ROOT.glob("*/*.svg")} - pictures.PICTURES.keys())
 )
 def test_pictures_of_recipes_read_well(path):
-    """Pictures of recipes and schedules.py: at most 640 pixels wide and 120 kB, texts of 11 pixels or more, no ground."""
+    """Of recipes and schedules.py: at most 640 pixels wide and 120 kB, texts of 11 pixels or more, no ground."""
     stored = (ROOT / path).read_text()
     svg = ElementTree.fromstring(stored)
     pixels = 4 / 3 if svg.get("width").endswith("pt") else 1
