@@ -138,6 +138,9 @@ context_64k: 2, 2, {LONG} --seq 65536
     05_context_ring: torch_context_parallel zigzag
 context_128k: 2, 2, {LONG} --layers 4 --seq 131072
     05_context_ring: torch_context_parallel zigzag
+context_four: 4, 5, {LONG} --seq 32768
+    05_context_ring: torch_context_parallel zigzag all_gather_kv ulysses
+    05_context_ring: usp --ulysses 2
 context_documents: 2, 3, {LONG} --seq 65536 --data {DOCUMENTS}
     05_context_ring: zigzag
     05_context_ring: documents --eos 0
@@ -274,22 +277,19 @@ def outputs(*commands: list[str]) -> list[str]:
     return [printed for printed, _ in ends]
 
 
-def torchrun(gpus: int, *words: str) -> list[str]:
-    """The arguments of Python that start torchrun."""
-    return ["-m", "torch.distributed.run", "--nproc_per_node", str(gpus), *words]
-
-
 def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
     """One run in processes of its own; the numbers of its last line, and its last loss. Of several, the slowest.
 
     Of a long run all losses, for a curve.
     """
-    single = file.startswith(("01_", "09_", "10_", "tests/")) and not file.endswith(("fp8_zero3.py", "_fsdp.py"))
-    commands = [[file, *flags.split()]] * gpus if single else [torchrun(gpus, file, *flags.split())]
+    if file.startswith(("01_", "09_", "10_", "tests/")) and not file.endswith(("fp8_zero3.py", "_fsdp.py")):
+        ends = outputs(*[[file, *flags.split()]] * gpus)
+    else:  # forks of this process, which has imported torch: a start takes a third less time than torchrun's
+        ends = launch(file, gpus, flags, timeout=500, save=False).output[:1]
     runs = []
-    for printed in outputs(*commands):
-        lines = printed.splitlines()
-        found = {key: re.search(pattern, lines[-1]) for key, pattern in NUMBER.items()}
+    for printed in ends:
+        last = [line for line in printed.splitlines() if "tokens/s/GPU" in line][-1]  # a warning may stand behind it
+        found = {key: re.search(pattern, last) for key, pattern in NUMBER.items()}
         numbers = {key: float(match[1].replace(",", "")) if match else None for key, match in found.items()}
         losses = [float(loss) for loss in re.findall(r"^ *step \d+  loss (\S+)", printed, re.M)]
         runs.append(numbers | {"loss": losses[-1]} | ({"losses": losses} if len(losses) >= 100 else {}))
@@ -499,7 +499,7 @@ def blocks(file: str, flags: str, gpus: int) -> dict[str, float]:
 def profiled(file: str, flags: str, gpus: int, timelines: Path) -> list[dict[str, float]]:
     """Milliseconds of a step by what the GPU does, by rank. Keeps the timeline of the one that computes longest."""
     with tempfile.TemporaryDirectory() as folder:
-        outputs(torchrun(gpus, "01_single_gpu/profiling.py", file, "--folder", folder, *flags.split()))
+        launch("01_single_gpu/profiling.py", gpus, f"{ROOT / file} --folder {folder} {flags}", timeout=500, save=False)
         reports = [json.loads(Path(folder, f"{Path(file).stem}.rank{rank}.json").read_text()) for rank in range(gpus)]
     slowest = max(reports, key=lambda report: report["ms"]["compute"])
     timelines.mkdir(parents=True, exist_ok=True)
@@ -509,11 +509,11 @@ def profiled(file: str, flags: str, gpus: int, timelines: Path) -> list[dict[str
 
 def collectives(gpus: int) -> dict[str, object]:
     """The table of 02_data_parallel/collectives.py."""
-    words = "02_data_parallel/collectives.py", "--largest", "268435456"
-    printed = outputs(torchrun(gpus, *words))[0]
+    file, flags = "02_data_parallel/collectives.py", "--largest 268435456"
+    printed = launch(file, gpus, flags, save=False).output[0]
     table = printed[printed.index("all-reduce on") :]
     print(table, flush=True)
-    return {**where(gpus), "table": table, "command": f"torchrun --nproc_per_node {gpus} {' '.join(words)}"}
+    return {**where(gpus), "table": table, "command": f"torchrun --nproc_per_node {gpus} {file} {flags}"}
 
 
 class Rank:
