@@ -728,8 +728,8 @@ def quantize_weights(model: nn.Module) -> None:
         # fp8_tensorwise.py quantizes bf16 weights, and the amax of rounded weights is the rounded amax
         unit.scales.copy_(next(found).bfloat16().float().clamp(min=LEAST) * (1 / torch.finfo(E4M3).max))
         shards, shards8 = (x.tensor_split(unit.ends) for x in (unit.shard, unit.shard8.view(E4M3)))
-        for own, own8, scale in zip(shards, shards8, unit.scales):
-            own8.copy_(own.bfloat16() * (1 / scale.view(1)))  # [1], not []: the product is in fp32
+        for own, own8, inverse in zip(shards, shards8, (1 / unit.scales).split(1)):
+            torch.mul(own.bfloat16(), inverse, out=own8)  # computed in fp32, as inverse is [1] and not []
         vectors = next(found).split(unit.sizes[len(unit.linears) :])
         for p, vector in zip(unit.parameters[len(unit.linears) :], vectors):
             p.data.copy_(vector.view_as(p))

@@ -127,6 +127,8 @@ zero_8b_two: 4, 2, {LARGE} --steps 8 --batch 8
     03_zero: zero3 --microbatches 1
 tensor: 4, 5, {LARGE} --steps 8 --batch 2
     04_tensor_sequence: torch_dtensor sequence_parallel async_tensor_parallel vocab_parallel tensor_parallel
+tensor_two: 2, 5, {LARGE} --steps 8 --batch 2
+    04_tensor_sequence: torch_dtensor sequence_parallel async_tensor_parallel vocab_parallel tensor_parallel
 context: 2, 3, {LONG} --seq 32768
     05_context_ring: torch_context_parallel
     05_context_ring: torch_context_parallel --rotate alltoall
@@ -162,6 +164,9 @@ expert: 2, 3, {EXPERTS} --batch 8
     07_expert: expert_parallel overlap
     07_expert: slots symmetric_memory --slots 1.25
 expert_more: 2, 3, {EXPERTS} --batch 16
+    07_expert: expert_parallel overlap
+    07_expert: slots symmetric_memory --slots 1.25
+expert_four: 4, 3, {EXPERTS} --batch 8
     07_expert: expert_parallel overlap
     07_expert: slots symmetric_memory --slots 1.25
 documents: 1, 3, {LLAMAS["llama3_1b"]} --compile --data {DOCUMENTS}
