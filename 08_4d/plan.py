@@ -46,7 +46,7 @@ NVLINK_LATENCY = 20e-6  # seconds per collective inside a node: all-reduce of 1 
 # The share of its time that a collective costs beside a matmul, which lends it SMs: suites zero and zero_8b.
 CONTENTION = 0.5
 # Everyone waits for tensor parallelism's collectives, which begin when the last rank does: 45 of 134 MB on 2 ranks take
-# 15.0 ms in a step (tensor_few_layers, profile), and 9.5 ms by the rates above.
+# 15.0 ms in a step (tensor_few_layers, profile), and 9.5 ms by the rates above. On 4 ranks 17.3 and 13.9, 1.25 times.
 WAITING = 1.6
 HOST = 6e-3  # seconds per step in which a GPU idles, and clips, logs: profiles of suites data_parallel, zero_stages
 # The next eight are of nanotron and fitted on half of its sweep. SPEED: of its compute, which is eager, to our rates.

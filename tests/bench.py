@@ -127,8 +127,6 @@ zero_8b_two: 4, 2, {LARGE} --steps 8 --batch 8
     03_zero: zero3 --microbatches 1
 tensor: 4, 5, {LARGE} --steps 8 --batch 2
     04_tensor_sequence: torch_dtensor sequence_parallel async_tensor_parallel vocab_parallel tensor_parallel
-tensor_two: 2, 5, {LARGE} --steps 8 --batch 2
-    04_tensor_sequence: torch_dtensor sequence_parallel async_tensor_parallel vocab_parallel tensor_parallel
 context: 2, 3, {LONG} --seq 32768
     05_context_ring: torch_context_parallel
     05_context_ring: torch_context_parallel --rotate alltoall
@@ -504,7 +502,7 @@ def blocks(file: str, flags: str, gpus: int) -> dict[str, float]:
 def profiled(file: str, flags: str, gpus: int, timelines: Path) -> list[dict[str, float]]:
     """Milliseconds of a step by what the GPU does, by rank. Keeps the timeline of the one that computes longest."""
     with tempfile.TemporaryDirectory() as folder:
-        launch("01_single_gpu/profiling.py", gpus, f"{ROOT / file} --folder {folder} {flags}", timeout=500, save=False)
+        launch("01_single_gpu/profiling.py", gpus, f"{file} --folder {folder} {flags}", timeout=500, save=False)
         reports = [json.loads(Path(folder, f"{Path(file).stem}.rank{rank}.json").read_text()) for rank in range(gpus)]
     slowest = max(reports, key=lambda report: report["ms"]["compute"])
     timelines.mkdir(parents=True, exist_ok=True)
@@ -872,6 +870,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, help="other than the number that a suite is made for")
     parser.add_argument("--brief", action="store_true", help="speed and memory alone, no profiles, idle shares, blocks")
     args = parser.parse_args()
+    os.chdir(ROOT)  # where the names of recipes are paths
     RESULTS.parent.mkdir(exist_ok=True)
     if args.suites[:1] == ["kernels"]:
         raise SystemExit(not kernels(args.suites[1:], args.rounds))
