@@ -5,8 +5,9 @@ Memory is that of the fullest rank at its fullest moment. Time is simulated: eve
 each as long as its matmuls, attention and elementwise kernels take at measured rates, plus what communication adds:
 S bytes on n ranks take latency + S·(n-1)/n / bandwidth, and what overlaps with compute still costs half of that.
 
-Parent:   none; split_layers, schedule and flops_per_token are those of 08_4d/train.py to the letter
+Parent:   none; split_layers, schedule and flops_per_token are those of 08_4d/moe.py to the letter
 Run:      python 08_4d/plan.py --preset llama3_8b --gpus 64 --batch 512 --seq 8192
+          python 08_4d/plan.py --preset mixtral_8x7b --gpus 64 --batch 512 --seq 4096
           python 08_4d/plan.py --preset llama3_8b --gpus 64 --batch 512 --seq 8192 --draw 08_4d/plan.svg
           python 08_4d/plan.py --playbook
           python 08_4d/plan.py --measured runs.csv --draw measured.svg
@@ -41,6 +42,10 @@ PRESETS = {  # of train.py, and the two larger models of Llama 3.1
     "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
     "llama3_70b": dict(layers=80, dim=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256),
     "llama3_405b": dict(layers=126, dim=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256),
+    # mixtures of experts, as in 08_4d/moe.py
+    "mixtral_8x7b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, experts=8, top_k=2),
+    "olmoe_1b_7b": dict(layers=16, dim=2048, heads=16, kv_heads=16, ffn=1024, vocab=50304, experts=64, top_k=8),
+    "qwen3_30b_a3b": dict(layers=48, dim=2048, heads=32, kv_heads=4, ffn=768, vocab=151936, experts=128, top_k=8),
 }
 NVLINK_LATENCY = 20e-6  # seconds per collective inside a node: all-reduce of 1 KiB to 256 MiB, suite collectives
 # The share of its time that a collective costs beside a matmul, which lends it SMs: suites zero and zero_8b.
@@ -101,6 +106,7 @@ PARTS = dict(  # of a step
     recompute=("#5b8db8", "xxx"),
     tp=("#f2b661", "///"),
     cp=("#d9c2e9", "---"),
+    ep=("#e3a5b4", "..."),
     dp=("#a9d6a0", "\\\\\\"),
     pp=("#c3a3e0", "+++"),
     optimizer=("#c8c8c8", ""),
@@ -116,6 +122,7 @@ class Machine:
     usable: float  # GiB that tensors may take: nvidia-smi's, less about 2 for CUDA and NCCL, and 4 % for fragments
     bandwidth: float  # bytes of memory that AdamW moves
     matmuls: float  # FLOPs of matmuls within a step, at the power limit
+    grouped: float  # of those of experts, a matrix for each block of rows
     # FLOPs of causal attention, forward and backward, which has 2.5 times as many, by head size, for long sequences; s
     # tokens reach s/(s+400) of it
     attention: dict[int, tuple[float, float]]
@@ -130,9 +137,11 @@ class Machine:
 # Matmuls: 740e12 with dim 2048 (kernel_steps.json), less with 4096: what one GPU needs for llama3_8b leaves 690e12
 # (suite mixed_llama3_8b). Attention: head 64 kernel_steps.json, 128 6 % below what context_attention has alone. NVLink:
 # suite collectives. AdamW: 3.4e12 on an H200 (kernel_steps.json), on an H100 as many fewer as its specification has.
-# Not measured: the network, 400 Gb/s of which NCCL reaches about 80 %, and its latency.
+# Experts' matmuls: suite expert_layer. Not measured: the network, 400 Gb/s of which NCCL reaches about 80 %, and its
+# latency.
 ATTENTION = {64: (440e12, 390e12), 128: (590e12, 510e12)}
-HOPPER = dict(peak=989.5e12, matmuls=720e12, attention=ATTENTION, nvlink=349e9, pair=135e9, network=40e9, hop=15e-6)
+LINKS = dict(nvlink=349e9, pair=135e9, network=40e9, hop=15e-6)
+HOPPER = dict(peak=989.5e12, matmuls=720e12, grouped=585e12, attention=ATTENTION, **LINKS)
 MACHINES = {
     "H100": Machine(usable=74, bandwidth=2.4e12, **HOPPER),
     "H200": Machine(usable=132, bandwidth=3.4e12, **HOPPER),
@@ -147,6 +156,7 @@ MACHINES = {
         usable=74,
         bandwidth=1.46e12,
         matmuls=227e12,
+        grouped=184e12,
         attention={64: (139e12, 123e12), 128: (186e12, 161e12)},
         nvlink=233e9,
         pair=90e9,
@@ -167,6 +177,8 @@ class Config:
     kv_heads: int = 4
     ffn: int = 384
     vocab: int = 256
+    experts: int = 0  # MLPs of --ffn in every layer, of which a router chooses --top_k for each token; 0: one MLP
+    top_k: int = 1
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
     gpus: int = 8
@@ -177,6 +189,7 @@ class Config:
     cp: int = 0  # ranks that split every sequence
     tp: int = 0  # ranks that split every block
     pp: int = 0  # ranks that split the layers
+    ep: int = 0  # of the dp·cp ranks with other tokens, those that share out the experts; the others hold copies
     chunks: int = 0  # stages per rank of pp: 1 is 1F1B, more are interleaved
     zero: int = 0  # 1: dp·cp ranks share AdamW's state; 2: summed gradients, too; 3: weights, too
     shard: int = 0  # ranks that share the weights with ZeRO-3; fewer than dp: HSDP
@@ -200,6 +213,7 @@ class Trainer:
     sent: int = 2  # bytes of a gradient on the wire
     all_to_all: bool = True  # reduces gradients so; otherwise by rings, and without ZeRO these gather sums, too
     cast: int = 0  # bytes per weight and micro-batch of a copy in bf16, and of its gradient in fp32
+    gathers_keys: bool = False  # context parallelism gathers all keys and values before attention, and has no ring
     async_tp: bool = False  # all of tp's collectives overlap with matmuls, as in async_tensor_parallel.py
     launch: float = 0  # seconds in which the CPU launches a block's kernels, forward and backward: they wait for it
     crowded: float = 0  # seconds that this takes longer, per rank of tp, in a pipeline over several nodes
@@ -219,10 +233,11 @@ FP32_WEIGHTS = Trainer(zero=False, sent=4, all_to_all=False, cast=8)
 class Step:
     """Seconds of a step by what they are spent on; their sum is the step."""
 
-    compute: float  # this and the next three: the mean of all stages
+    compute: float  # this and the next four: the mean of all stages
     recompute: float  # forward once more, with its communication
     tp: float
     cp: float
+    ep: float
     dp: float  # what the step takes less without ZeRO's traffic
     pp: float  # and then without messages
     optimizer: float  # and what the host does meanwhile
@@ -248,8 +263,14 @@ def kv_width(cfg: Config) -> int:
 
 
 def matrices(cfg: Config) -> int:
-    """Elements of a block's matrices on a rank."""
-    return (2 * cfg.dim * cfg.dim + 3 * cfg.dim * cfg.ffn) // cfg.tp + 2 * cfg.dim * kv_width(cfg)
+    """Elements of a block's matrices on a rank, without experts; their router is on all ranks."""
+    mlp = 0 if cfg.experts else 3 * cfg.dim * cfg.ffn
+    return (2 * cfg.dim * cfg.dim + mlp) // cfg.tp + 2 * cfg.dim * kv_width(cfg) + cfg.dim * cfg.experts
+
+
+def expert_matrices(cfg: Config) -> int:
+    """Elements of a block's experts on a rank: 1/tp of each of experts/ep."""
+    return cfg.experts // max(1, cfg.ep) * 3 * cfg.dim * cfg.ffn // cfg.tp
 
 
 def split_layers(cfg: Config, stages: int) -> list[range]:
@@ -280,7 +301,10 @@ def equal_shares(cfg: Config, stages: int) -> list[range]:
 
 
 def stages(cfg: Config, by: Trainer) -> list[list[int]]:
-    """Elements of the units of every rank of pp, as ZeRO gathers them: embedding, blocks, norm and head."""
+    """Elements of the units of every rank of pp, as ZeRO gathers them: embedding, blocks, norm and head.
+
+    Experts are not among them: each block's are a unit of their own, of which fewer ranks have copies.
+    """
     table, block, last = -(-cfg.vocab // cfg.tp) * cfg.dim, matrices(cfg) + 2 * cfg.dim, cfg.pp - 1
     head = cfg.dim + table * (cfg.pp > 1 or not by.tied)
     chunks = cfg.chunks if cfg.pp * cfg.chunks <= cfg.layers else 1  # Llama 3's first and last chunk have no block
@@ -311,15 +335,21 @@ def kept(cfg: Config, eager: bool = False) -> int:
     """Bytes that a block keeps of a micro-batch, as saved() of 01_single_gpu/memory.py explains."""
     if cfg.recompute == "full":
         return tokens(cfg) // cfg.tp * 2 * cfg.dim
+    # of a token's top_k rows, in the order of experts: the input, on all ranks of tp, gate, up, the product, two orders
+    rows = cfg.top_k * (2 * cfg.dim * cfg.tp + 6 * cfg.ffn + 32 * cfg.tp) if cfg.experts else 0
     attention = 4 * cfg.dim + 4 * kv_width(cfg) * cfg.tp + 4 * cfg.heads  # q, o, k, v, log-sum-exp
     if cfg.recompute == "selective":  # also x, the outputs of o_proj, gate and up, in eager mode of down
         return tokens(cfg) // cfg.tp * ((6 if eager else 4) * cfg.dim + attention + 4 * cfg.ffn)
-    return tokens(cfg) // cfg.tp * ((16 if eager else 8) * cfg.dim + 8 + attention + (8 if eager else 6) * cfg.ffn)
+    mlp = rows or (8 if eager else 6) * cfg.ffn
+    return tokens(cfg) // cfg.tp * ((16 if eager else 8) * cfg.dim + 8 + attention + mlp)
 
 
 def widest(cfg: Config) -> int:
     """Bytes that a block's backward takes at its widest moment, the derivative of SwiGLU, beside what it has kept."""
     d, f, n = cfg.dim, cfg.ffn, tokens(cfg) // cfg.tp
+    if cfg.experts:  # gradients of the rows' outputs and products, and of down_proj
+        again = 0 if cfg.recompute == "none" else kept(replace(cfg, recompute="none"))
+        return again + n * (2 * d + cfg.top_k * (2 * d * cfg.tp + 2 * f)) + 2 * expert_matrices(cfg) // 3
     if cfg.recompute == "full":
         return n * (14 * d + 8 + 4 * kv_width(cfg) * cfg.tp + 4 * cfg.heads + 12 * f)
     if cfg.recompute == "selective":
@@ -352,36 +382,40 @@ def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
 
     Always: 2N of bf16 weights, 12N/(dp·cp) of fp32 masters and moments. Each micro-batch in flight keeps what its
     blocks do. With several micro-batches come 4N of fp32 sums, with ZeRO-2 4N/(dp·cp) instead. With chunks ZeRO-2 also
-    has the whole sums of two: a chunk is reduced after pp micro-batches. Beside these come at the loss the logits and
+    has the whole sums of two: a chunk is reduced after pp micro-batches. Experts have ep times fewer ranks that share
+    their state. Beside these come at the loss the logits and
     their gradient, in a block's backward its temporaries and the gradients of units that ZeRO is reducing, and at the
     optimizer the shard's. What nanotron's allocator and ZeRO need more is fitted: FRAGMENTS, HELD, COPIES.
     """
     d, table = cfg.dim, -(-cfg.vocab // cfg.tp) * cfg.dim
     first, last, shards = stage == 0, stage == cfg.pp - 1, cfg.dp * cfg.cp if by.zero else 1
     n, N, block, layers = tokens(cfg) // cfg.tp, sum(units), matrices(cfg) + 2 * d, len(units) - first - last
+    expert, M = expert_matrices(cfg), layers * expert_matrices(cfg)
+    whole, shard = N + M, N // shards + M // max(1, shards // max(1, cfg.ep))
     each, rope = kept(cfg, by.eager), 8 * cfg.seq // cfg.cp * (d // cfg.heads)
     message, several = 0 if last else 2 * n * d, cfg.microbatches > 1 or by.accumulates
-    sums, summed = 4 * N * several, 0
+    sums, summed = 4 * whole * several, 0
     if cfg.zero == 2 and several:
         sums, summed = 4 * N * min(cfg.chunks, 2) // cfg.chunks * (cfg.chunks > 1), 4 * N // shards
     all_sums = sums + summed
-    always = 2 * N + 12 * N // shards + 16 * tokens(cfg) + rope + 2**26  # ids and targets, cuBLAS's workspace
+    always = 2 * whole + 12 * shard + 16 * tokens(cfg) + rope + 2**26  # ids and targets, cuBLAS's workspace
     # The first backward allocates the sums; from the second on one micro-batch fewer is in flight. Chunks are alike.
     own = layers / cfg.chunks * each
     m, rest = cfg.microbatches * cfg.chunks, own + message + rope
     first_flying, flying = (max(0, min(ahead(cfg, stage), some - 1)) * rest for some in (m, m - cfg.chunks))
     logits, norm = (4 if by.eager else 2) * n * cfg.vocab * last, n * (10 * d + 4) * last
     wide = message + widest(cfg)  # of one block in backward
-    done = all_sums or 4 * N // shards
-    two = 0 if sums else 4 * block if layers > 1 else 2 * block + 2 * table * last  # units that ZeRO is reducing
+    done = all_sums or 4 * shard
+    other = expert or (block if layers > 1 else table * last)
+    two = 0 if sums else 2 * (block + other)  # units that ZeRO is reducing
     moments = {
         "loss": all_sums + flying + own + norm + 2 * logits,
         "head": all_sums + flying + own + norm + logits + (2 * n * d + 2 * table) * last,
         "last block, first backward": first_flying + own + wide + 4 * table * last,
         "last block": (all_sums + flying + own + wide) * (all_sums > 0),
-        "first block": done + first_flying + each + max(wide + two, (4 if sums else 6) * block),
+        "first block": done + first_flying + each + max(wide + two, 4 * (expert or block) + (0 if sums else 2 * block)),
         "embedding": done + first_flying + 4 * table * first + (0 if sums else 2 * block),
-        "optimizer": 4 * N // shards * (not summed) + summed + COPIES * N * (by.held and by.zero),
+        "optimizer": 4 * shard * (not summed) + summed + COPIES * N * (by.held and by.zero),
     }
     gathered = 2 * tokens(cfg) * d * (cfg.tp - 1) // cfg.tp  # bytes of all tokens, beside the rank's own
     held = int(FRAGMENTS) + HELD.get(cfg.pp, 25) * gathered * (not stall(cfg, by))
@@ -402,9 +436,10 @@ def flops_per_token(cfg: Config) -> float:
     """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
 
     The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    Of the experts those count through which a token goes.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
-    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts
     return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
 
 
@@ -456,11 +491,26 @@ def gathered(cfg: Config) -> float:
     return waiting * ring(cfg, 2 * tokens(cfg) * cfg.dim, cfg.tp, 1)
 
 
+def expert_times(cfg: Config) -> tuple[tuple[float, float], float]:
+    """Seconds of a block's experts in forward and backward of a micro-batch; and of one exchange of its rows.
+
+    Experts are equally busy. Rows are copied into the order of experts and back, and again where they arrive.
+    """
+    at, d, f, rows = MACHINES[cfg.machine], cfg.dim, cfg.ffn // cfg.tp, tokens(cfg) * cfg.top_k * (cfg.experts > 0)
+    matmuls = 6 * rows * d * f / at.grouped
+    moved = (2 * rows * (k * (d + f) + 4 * d) / at.bandwidth for k in (4, 5))
+    forward, backward = (times * matmuls + seconds for times, seconds in zip((1, 2), moved))
+    waiting = WAITING if cfg.ep * cfg.tp <= cfg.gpus_per_node else 1
+    return (forward, backward), waiting * ring(cfg, 2 * rows * d, max(1, cfg.ep), cfg.tp, True)
+
+
 def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
     """Seconds of a block's forward and backward of a micro-batch: compute, and what communication adds to it.
 
     tp: forward waits for two all-gathers and two reduce-scatters; backward for two gathers, while four more collectives
-    overlap with matmuls. cp: keys and values pass by in a ring beside attention, in backward their fp32 gradients, too.
+    overlap with matmuls. cp: keys and values pass by in a ring beside attention, in backward their fp32 gradients, too;
+    or they are gathered, as by 05_context_ring/all_gather_kv.py.
+    ep: rows go to their experts and back, and so do their gradients; nothing overlaps.
     recompute: backward runs forward's elementwise kernels once more, or all of forward.
     """
     at, n, d, f, kv = MACHINES[cfg.machine], tokens(cfg), cfg.dim, cfg.ffn, kv_width(cfg)
@@ -468,24 +518,28 @@ def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
     flops = 2 * n * cfg.seq * d / cfg.tp * (1 + 400 / chunk)
     rates = at.attention[128 if d // cfg.heads > 64 else 64]
     attention = flops / rates[0], 2.5 * flops / rates[1]
-    elementwise = 2 * n * (36 * d + 8 * f) / cfg.tp / at.bandwidth
+    elementwise = 2 * n * (36 * d + 8 * f * (not cfg.experts)) / cfg.tp / at.bandwidth
+    experts, exchange = expert_times(cfg)
     # sequence_parallel.py puts weights together for one matmul; train.py reads them where they are
     copies = 4 * matrices(cfg) * (cfg.tp > 1 and by.cast > 0) / at.bandwidth
-    forward = (linear + attention[0] + elementwise / 3 + copies) / by.speed
-    backward = (2 * linear + attention[1] + elementwise * 2 / 3) / by.speed
+    forward = (linear + attention[0] + elementwise / 3 + copies + experts[0]) / by.speed
+    backward = (2 * linear + attention[1] + elementwise * 2 / 3 + experts[1]) / by.speed
     once = gathered(cfg)
     hops = [message(cfg, 2 * n * kv * size, cfg.cp, cfg.tp) * (cfg.cp > 1) for size in (2, 6)]
     passing = [(cfg.cp - 1) * beside(a / cfg.cp, hop) for a, hop in zip(attention, hops)]
+    if by.gathers_keys:
+        keys, sums = (ring(cfg, 2 * n * cfg.cp * kv * size, cfg.cp, cfg.tp) for size in (2, 4))
+        passing = [keys, keys + sums]
     tensor = 4 * once, 2 * once + beside(2 * linear, 4 * once)
     if by.async_tp:
         tensor = beside(linear, 4 * once), beside(2 * linear, 6 * once)
     down = 2 * n * d * f / cfg.tp / at.matmuls / by.speed  # the last matmul, whose output backward does not need
-    full = forward - down + tensor[0] * 3 / 4 + passing[0]
+    full = forward - down * (not cfg.experts) + tensor[0] * 3 / 4 + passing[0] + 2 * exchange
     again = {"selective": elementwise / 3 / by.speed, "full": full}.get(cfg.recompute, 0)
     launch = by.launch + by.crowded * cfg.tp * (cfg.tp > 1 and cfg.pp > 1 and cfg.gpus > cfg.gpus_per_node)
     idle = max(0, launch - forward - backward - sum(tensor) - sum(passing))  # the GPU waits for the CPU
-    compute = forward + idle / 3, backward + idle * 2 / 3
-    return dict(compute=compute, recompute=(0, again), tp=tensor, cp=tuple(passing))
+    compute, rows = (forward + idle / 3, backward + idle * 2 / 3), (2 * exchange, 2 * exchange)
+    return dict(compute=compute, recompute=(0, again), tp=tensor, cp=tuple(passing), ep=rows)
 
 
 def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[str, list[float]]:
@@ -498,7 +552,8 @@ def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[
     times = {kind: [layers * x for x in both] for kind, both in block_times(cfg, by).items()}
     once, head = gathered(cfg), 2 * n * d * cfg.vocab / cfg.tp / at.matmuls
     logits = 2 * n * cfg.vocab / cfg.tp / rate  # one pass over them
-    moved = sum(units) * ((14 if cfg.microbatches > 1 or by.accumulates else 4) + by.cast) / rate
+    elements = sum(units) + layers * expert_matrices(cfg)
+    moved = elements * ((14 if cfg.microbatches > 1 or by.accumulates else 4) + by.cast) / rate
     times["compute"][0] += last * (head + logits) / by.speed
     times["compute"][1] += (last * (2 * head + 2 * logits) + moved) / by.speed
     times["tp"][0] += (first + last) * once
@@ -577,10 +632,13 @@ def added_by_shards(cfg: Config, by: Trainer, units: list[int], forward: float, 
 def step_time(cfg: Config, by: Trainer) -> Step:
     """Predict a step. With ZeRO-2 gradients are reduced beside every backward, or in chunks that of every pp-th."""
     m, shards, parts, busy, zero = cfg.microbatches, cfg.dp * cfg.cp, stages(cfg, by), [], []
-    times = times_of(cfg, by, parts)
-    for kinds, units in zip(times, parts):
+    times, ep, expert = times_of(cfg, by, parts), max(1, cfg.ep), expert_matrices(cfg)
+    layers = [(expert > 0) * (len(units) - (rank == 0) - (rank == cfg.pp - 1)) for rank, units in enumerate(parts)]
+    for kinds, units, blocks in zip(times, parts, layers):
         gather = by.zero * sum(ring(cfg, 2 * unit, shards, cfg.tp) for unit in units)
+        gather += by.zero * blocks * ring(cfg, 2 * expert, shards // ep, cfg.tp * ep)
         reduce = sum(ring(cfg, by.sent * unit, shards, cfg.tp, by.all_to_all) for unit in units)
+        reduce += blocks * ring(cfg, by.sent * expert, shards // ep, cfg.tp * ep, by.all_to_all)
         busy.append([sum(pair[i] for pair in kinds.values()) for i in (0, 1)])
         zero.append((gather, reduce * (1 if by.zero else 2)))
     transfer = message(cfg, 2 * tokens(cfg) // cfg.tp * cfg.dim, cfg.pp, cfg.dp * cfg.cp * cfg.tp)
@@ -600,7 +658,9 @@ def step_time(cfg: Config, by: Trainer) -> Step:
     if cfg.shard > 1:
         whole = local + added_by_shards(cfg, by, parts[0], *busy[0])
     owners = cfg.shard if cfg.shard > 1 else shards  # ranks that update the same weights together
-    optimizer = [(46 / owners if by.zero else 40) * sum(units) / MACHINES[cfg.machine].bandwidth for units in parts]
+    sums = [(sum(units), blocks * expert) for units, blocks in zip(parts, layers)]
+    updated = [46 * (a + b * ep) / owners if by.zero else 40 * (a + b) for a, b in sums]  # bytes
+    optimizer = [size / MACHINES[cfg.machine].bandwidth for size in updated]
     mean = {kind: m * sum(sum(kinds[kind]) for kinds in times) / cfg.pp for kind in times[0]}
     bubble = max(0, alone - sum(mean.values()))
     return Step(**mean, dp=whole - local, pp=local - alone, optimizer=max(optimizer) + HOST, bubble=bubble)
@@ -630,6 +690,13 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // i for i in small)})
 
 
+def expert_cuts(cfg: Config, shards: int) -> list[int]:
+    """Ways to share out the experts over neighbours of the dp·cp ranks with other tokens."""
+    if not cfg.experts:
+        return [1]
+    return [ep for ep in divisors(shards) if cfg.experts % ep == 0 and cfg.ep in (0, ep)]
+
+
 def cuts(cfg: Config) -> list[Config]:
     """Ways to cut the model over the GPUs, with one sequence per micro-batch; ZeRO-3 and HSDP without cp and pp."""
     found = []
@@ -642,13 +709,14 @@ def cuts(cfg: Config) -> list[Config]:
             m = max(1, cfg.batch // dp)
             sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, microbatches=m, batch=m * dp)
             shards = {1, dp, min(dp, max(1, cfg.gpus_per_node // tp))} if cp == pp == 1 else {1}
+            shards = {1} if cfg.experts else shards if cfg.shard == 0 else shards | {cfg.shard}
             chunks = [cfg.chunks] if cfg.chunks else [1] if pp == 1 else CHUNKS
-            for shard, stages in itertools.product(shards if cfg.shard == 0 else shards | {cfg.shard}, chunks):
+            for shard, stages, ep in itertools.product(shards, chunks, expert_cuts(cfg, dp * cp)):
                 zero = 3 if shard > 1 else cfg.zero
                 asked = cfg.shard in (0, shard) and cfg.zero in (0, zero) and (zero == 3) == (shard > 1)
                 possible = dp % shard == 0 and (shard == 1 or cp == pp == 1) and (zero != 2 or dp * cp > 1)
                 if asked and possible and (stages == 1 or pp > 1 and pp * stages <= cfg.layers):
-                    found.append(replace(cfg, **sizes, zero=zero, shard=shard, chunks=stages))
+                    found.append(replace(cfg, **sizes, zero=zero, shard=shard, chunks=stages, ep=ep))
     return found
 
 
@@ -662,11 +730,12 @@ def needs(cfg: Config) -> str:
 def fitting(cfg: Config, by: Trainer, limit: float) -> list[Config]:
     """Return the layout as it fits: with the least recomputation, and with ZeRO-2 if that recomputes less.
 
-    ZeRO-0 and AFAB are not tried: they send as much, idle as long, and have more in memory than ZeRO-1 and 1F1B.
+    ZeRO-0 and AFAB are not tried: they send as much, idle as long, and have more in memory than ZeRO-1 and 1F1B. Of
+    experts, ZeRO-1 and full recomputation are known.
     """
-    found = []
-    for zero in [cfg.zero] if cfg.zero else [1, 2] if cfg.dp * cfg.cp > 1 else [1]:
-        for recompute in RECOMPUTE if cfg.recompute == "any" else [cfg.recompute]:
+    found, kinds = [], RECOMPUTE[::2] if cfg.experts else RECOMPUTE
+    for zero in [cfg.zero] if cfg.zero else [1, 2] if cfg.dp * cfg.cp > 1 and not cfg.experts else [1]:
+        for recompute in kinds if cfg.recompute == "any" else [cfg.recompute]:
             one = replace(cfg, zero=zero, recompute=recompute)
             if found and found[0].recompute == recompute:
                 break
@@ -837,10 +906,10 @@ def llama() -> list[tuple[Plan, float, int]]:
     """Llama 3's own layouts as we predict them, and their MFU by the paper's formula: predicted, and published in %.
 
     That formula (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) counts causal attention as if nothing were
-    masked: 6·layers·dim·seq more than flops_per_token. Assumed: 1 sequence per micro-batch, 8 chunks, fp32 gradients by
-    rings.
+    masked: 6·layers·dim·seq more than flops_per_token. It gathers keys. Assumed: 1 sequence per micro-batch, 8 chunks,
+    fp32 gradients by rings.
     """
-    found, by = [], Trainer(all_to_all=False, sent=4)
+    found, by = [], Trainer(all_to_all=False, sent=4, gathers_keys=True)
     for dp, cp, tp, pp, m, seq, mfu in LLAMA:
         layout = dict(dp=dp, cp=cp, tp=tp, pp=pp, chunks=8, microbatches=m)
         sizes = dict(preset="llama3_405b", gpus=dp * cp * tp * pp, batch=dp * m, seq=seq, **LLAMA_RUNS)
@@ -876,7 +945,7 @@ def zero_of(cfg: Config) -> str:
 
 def shape(cfg: Config) -> str:
     """The layout in words."""
-    sizes = " ".join(f"{axis} {getattr(cfg, axis)}" for axis in AXES if getattr(cfg, axis) > 1)
+    sizes = " ".join(f"{axis} {getattr(cfg, axis)}" for axis in (*AXES, "ep") if getattr(cfg, axis) > 1)
     sizes += f" in {cfg.chunks} chunks" * (cfg.chunks > 1) + f" {zero_of(cfg)}" * (cfg.zero > 1)
     sizes = f"{sizes or 'one GPU'}, {cfg.microbatches} micro-batch{'es' * (cfg.microbatches > 1)}"
     return sizes + f", {cfg.recompute} recomputation" * (cfg.recompute != "none")
@@ -884,13 +953,13 @@ def shape(cfg: Config) -> str:
 
 def table(rows: list[Plan], several: bool = False) -> str:
     """One line per layout, and per run if there are several."""
-    head = "   dp   ZeRO   cp   tp   pp chunks micro-batches recomputes |   GiB | ms: step"
+    head = "   dp   ZeRO   cp   tp   pp   ep chunks micro-batches recomputes |   GiB | ms: step"
     head += "".join(f"{f.name:>10}" for f in fields(Step))
     lines = [f"{'model         GPUs  batch |' * several}{head} | tokens/s/GPU    MFU"]
     for row in rows:
         c, parts = row.cfg, "".join(f"{seconds * 1e3:>10,.0f}" for seconds in asdict(row.step).values())
         line = f"{c.preset:11}{c.gpus:>7,}{c.batch:>7,} |" * several
-        line += f"{c.dp:>5} {zero_of(c):>6}{c.cp:>5}{c.tp:>5}{c.pp:>5}{c.chunks:>7}{c.microbatches:>14}"
+        line += f"{c.dp:>5} {zero_of(c):>6}{c.cp:>5}{c.tp:>5}{c.pp:>5}{c.ep:>5}{c.chunks:>7}{c.microbatches:>14}"
         line += f"{c.recompute:>11} |{row.memory:>6.1f} |{row.step.total() * 1e3:>9,.0f}{parts} |"
         lines.append(f"{line}{row.tokens:>13,.0f}{row.mfu:>7.1%}" + f" | needs {needs(c)}" * bool(needs(c)))
     return "\n".join(lines)
@@ -900,13 +969,13 @@ def reason(rows: list[Plan]) -> str:
     """Explain the first row: what bounds it, what the fastest of another cut loses to it, how many are as fast."""
     best, names = rows[0], {axis: f"{word} parallelism's communication" for axis, word in AXES.items()}
     names |= dict(bubble="the pipeline's bubble", compute="compute itself", optimizer="the optimizer and the host")
-    names["recompute"] = "recomputation"
+    names |= dict(recompute="recomputation", ep="the exchange of rows between experts")
     parts, total = asdict(best.step), best.step.total()
     loss = max(parts, key=lambda kind: (kind != "compute") * parts[kind])
     text = f"Best: {shape(best.cfg)}. It computes for {parts['compute'] / total:.0%} of the step, and loses most, "
     text += f"{parts[loss] / total:.1%}, to {names[loss]}."
     for row in rows:
-        if any(getattr(row.cfg, axis) != getattr(best.cfg, axis) for axis in AXES):
+        if any(getattr(row.cfg, axis) != getattr(best.cfg, axis) for axis in (*AXES, "ep")):
             more = {kind: 1e3 * (seconds - parts[kind]) for kind, seconds in asdict(row.step).items()}
             worse, better = max(more, key=more.get), min(more, key=more.get)
             text += f" Next: {shape(row.cfg)}, {row.step.total() / total - 1:.1%} slower: loses {more[worse]:,.1f}"
@@ -928,7 +997,7 @@ def ties(rows: list[Plan]) -> list[Plan]:
 
 def simplest(rows: list[Plan]) -> Plan:
     """Return the one of these that is cut along the fewest axes; rather without a pipeline, and with a recipe here."""
-    sizes = [[getattr(row.cfg, name) > 1 for name in (*AXES, "chunks", "shard")] for row in ties(rows)]
+    sizes = [[getattr(row.cfg, name) > 1 for name in (*AXES, "ep", "chunks", "shard")] for row in ties(rows)]
     ranks = [(sum(cut), row.cfg.pp > 1, needs(row.cfg) > "") for cut, row in zip(sizes, rows)]
     return rows[ranks.index(min(ranks))]
 
@@ -937,11 +1006,11 @@ def command(cfg: Config) -> str:
     """The line that trains with this layout."""
     nodes, each = max(1, cfg.gpus // cfg.gpus_per_node), min(cfg.gpus, cfg.gpus_per_node)
     several = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500 " if nodes > 1 else ""
-    given = {f.name: getattr(cfg, f.name) for f in fields(Config)[1:7]}  # the model's sizes
+    given = {f.name: getattr(cfg, f.name) for f in fields(Config)[1:9]}  # the model's sizes
     preset = "llama3_8b" if cfg.preset in ("llama3_70b", "llama3_405b") else cfg.preset  # train.py has none for these
     known = {**asdict(Config()), **PRESETS[preset]}
     model = f"--preset {preset}" + "".join(f" --{name} {size}" for name, size in given.items() if size != known[name])
-    file, names = "08_4d/train.py", (*AXES, "chunks")
+    file, names = ("08_4d/moe.py", (*AXES, "ep", "chunks")) if cfg.experts else ("08_4d/train.py", (*AXES, "chunks"))
     if cfg.zero > 1:
         file, names = ("03_zero/hsdp.py", ["shard"]) if 1 < cfg.shard < cfg.dp else (f"03_zero/zero{cfg.zero}.py", [])
     layout = " ".join(f"--{name} {getattr(cfg, name)}" for name in (*names, "microbatches", "batch", "seq"))
@@ -965,6 +1034,8 @@ def elsewhere(cfg: Config) -> list[str]:
         "context-parallel-size": cfg.cp,
         "pipeline-model-parallel-size": cfg.pp,
         "pipeline-model-parallel-layout": cfg.pp > 1 and f"'{layout}'",
+        **({"num-experts": cfg.experts, "moe-router-topk": cfg.top_k} if cfg.experts else {}),
+        **({"expert-model-parallel-size": cfg.ep, "moe-grouped-gemm": True} if cfg.experts else {}),
         "use-distributed-optimizer": True,
         "overlap-grad-reduce": True,
         "overlap-param-gather": True,
@@ -987,6 +1058,7 @@ def elsewhere(cfg: Config) -> list[str]:
         "parallelism.fsdp_reshard_after_forward": "always" if cfg.zero == 3 else "never",
         "parallelism.context_parallel_degree": cfg.cp,
         "parallelism.tensor_parallel_degree": cfg.tp,
+        "parallelism.expert_parallel_degree": cfg.experts > 0 and cfg.ep,
         "parallelism.pipeline_parallel_degree": cfg.pp,
         "parallelism.pipeline_parallel_schedule": "1F1B" if cfg.chunks == 1 else "Interleaved1F1B",
         "parallelism.pipeline_parallel_layers_per_stage": size,
@@ -1003,7 +1075,7 @@ def elsewhere(cfg: Config) -> list[str]:
     order = "CUDA_DEVICE_MAX_CONNECTIONS=1 " * (max(cfg.tp, cfg.cp) > 1 and not fsdp)  # it asks for this
     lines = [f"Megatron-LM{' with ZeRO-1' * (cfg.zero == 2 and not fsdp)}: {order}{typed(megatron)}"]
     lines += [f"torchtitan: {typed(titan)}"] * (size > 0)
-    simple = cfg.cp == cfg.chunks == 1 and cfg.zero < 2 and cfg.recompute != "selective"
+    simple = cfg.cp == cfg.chunks == 1 and not cfg.experts and cfg.zero < 2 and cfg.recompute != "selective"
     return lines + [f"nanotron: {settings(cfg)}"] * (simple and cfg.microbatches >= cfg.pp - 1)
 
 
@@ -1029,7 +1101,7 @@ def draw_plans(rows: list[Plan], upper: pyplot.Axes, lower: pyplot.Axes) -> None
     """
     best = {}
     for row in rows:
-        best.setdefault(tuple(getattr(row.cfg, axis) for axis in AXES), row)
+        best.setdefault(tuple(getattr(row.cfg, axis) for axis in (*AXES, "ep")), row)
     for tp, (color, mark) in zip(sorted({row.cfg.tp for row in rows}), itertools.cycle(MARKS)):
         for fill in color, "none":
             some = [row for row in best.values() if row.cfg.tp == tp and bool(needs(row.cfg)) == (fill == "none")]
@@ -1044,6 +1116,8 @@ def draw_plans(rows: list[Plan], upper: pyplot.Axes, lower: pyplot.Axes) -> None
     for place, row in enumerate(shown):
         start = 0
         for kind, seconds in asdict(row.step).items():
+            if kind == "ep" and not row.cfg.experts:
+                continue
             color, hatch = PARTS[kind]
             lower.barh(place, seconds, left=start, color=color, hatch=hatch, label=None if place else kind)
             start += seconds
@@ -1118,7 +1192,7 @@ def parse_config() -> Config:
 def check(cfg: Config) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("memory", "chunks", "zero", "shard", "microbatches", *AXES) else 1
+        least = 0 if flag in ("memory", "chunks", "zero", "shard", "microbatches", "experts", "ep", *AXES) else 1
         if type(value) in (int, float) and not value >= least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
     gpus, each, sizes = cfg.gpus, cfg.gpus_per_node, [(axis, getattr(cfg, axis)) for axis in AXES]
@@ -1131,6 +1205,12 @@ def check(cfg: Config) -> None:
         (cfg.shard and gpus % cfg.shard, f"--shard {cfg.shard}: must divide --gpus {gpus}"),
         (cfg.zero > 3, f"--zero {cfg.zero}: must be 1, 2 or 3, or 0 for whatever is best"),
         (cfg.shard > 1 and cfg.zero not in (0, 3), f"--shard {cfg.shard}: --zero must be 3"),
+        (cfg.experts and cfg.top_k > cfg.experts, f"--top_k {cfg.top_k}: must be at most --experts {cfg.experts}"),
+        (not cfg.experts and cfg.top_k * max(1, cfg.ep) > 1, "--top_k and --ep: --experts must be above 0"),
+        (cfg.ep and cfg.experts % cfg.ep, f"--ep {cfg.ep}: must divide --experts {cfg.experts}"),
+        (cfg.ep and gpus % cfg.ep, f"--ep {cfg.ep}: must divide --gpus {gpus}"),
+        (cfg.experts and (sharded or cfg.zero == 2), f"--experts {cfg.experts}: --zero must be 1, and --shard 0"),
+        (cfg.experts and cfg.recompute == "selective", f"--experts {cfg.experts}: --recompute must be none or full"),
         (cfg.zero == 3 and 1 in (cfg.dp, cfg.shard), "--zero 3: --dp and --shard must be above 1"),
         (sharded and max(cfg.cp, cfg.pp) > 1, "--zero 3: must go without --cp and --pp, and so must --shard"),
         (gpus % product, f"--gpus {gpus}: must be divisible by {product}, the product of --dp, --cp, --tp and --pp"),

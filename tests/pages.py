@@ -160,7 +160,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "muon_two": ("03_zero", "Muon on two GPUs, four sequences of 2,048 tokens each, beside AdamW."),
     "lora_two": ("03_zero", "Llama-3.1-8B on two GPUs, frozen weights in shards, two sequences of 4,096 tokens each."),
     "tensor": ("04_tensor_sequence", "A whole model, split over all GPUs."),
-    "tensor_few_layers": ("04_tensor_sequence", "Four layers of the same width: so few that the CPU launches async's kernels late."),
+    "tensor_few_layers": ("04_tensor_sequence", "Four layers: so few that the CPU launches async's kernels late."),
     "context": ("05_context_ring", "One sequence of 32,768 tokens for all GPUs; in the last line, for one GPU alone."),
     "context_more": ("05_context_ring", "The same with other recipes, against the library's default."),
     "context_64k": ("05_context_ring", "One sequence of 65,536 tokens."),
@@ -185,8 +185,8 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "layouts_8b_few_layers": ("08_4d", "The same with 8 layers, and the exposed communication, from a profile."),
     "layouts_four": (
         "08_4d",
-        "Four GPUs, 8 layers, in every way to split them. 3d.py has two stages per GPU; with `--pp 4` each stage has one "
-        "layer, and the last one also the head, which costs two.",
+        "Four GPUs, 8 layers, in every way to split them. 3d.py has two stages per GPU; with `--pp 4` each of them has "
+        "one layer, and the last one also the head, which costs two.",
     ),
     "layouts_smollm": ("08_4d", "SmolLM-1.7B."),
     "kernels_smollm": ("09_kernels", "SmolLM-1.7B, four sequences of 4,096 tokens, against the root, compiled."),
