@@ -5,14 +5,16 @@ Memory is that of the fullest rank at its fullest moment. Time is simulated: eve
 each as long as its matmuls, attention and elementwise kernels take at measured rates, plus what communication adds:
 S bytes on n ranks take latency + S·(n-1)/n / bandwidth, and what overlaps with compute still costs half of that.
 
-Parent:   none; split_layers, schedule and flops_per_token are those of 08_4d/moe.py to the letter
+Parent:   none; split_layers, schedule and flops_per_token are those of 08_4d/moe.py to the letter, and schedule_in_a_v
+          is that of 06_pipeline/zbv.py
 Run:      python 08_4d/plan.py --preset llama3_8b --gpus 64 --batch 512 --seq 8192
           python 08_4d/plan.py --preset mixtral_8x7b --gpus 64 --batch 512 --seq 4096
           python 08_4d/plan.py --preset llama3_8b --gpus 64 --batch 512 --seq 8192 --draw 08_4d/plan.svg
           python 08_4d/plan.py --playbook
           python 08_4d/plan.py --measured runs.csv --draw measured.svg
           python 08_4d/plan.py --scale --draw 08_4d/scale.svg
-Source:   Ultra-Scale Playbook, "Finding the best training configuration"; Llama 3, arXiv:2407.21783, table 4
+Source:   Ultra-Scale Playbook, "Finding the best training configuration"; Llama 3, arXiv:2407.21783, table 4; Qi et al.
+          2023, arXiv:2401.10241 (ZBV)
 """
 
 import argparse
@@ -94,6 +96,7 @@ CELLS = """
 LLAMA = [(64, 1, 8, 16, 32, 8192, 43), (128, 1, 8, 16, 16, 8192, 41), (8, 16, 8, 16, 16, 131072, 38)]
 LLAMA_RUNS = dict(zero=2, recompute="selective")
 CHUNKS = 1, 2, 4  # stages per rank that are tried
+KINDS = {1: "1F1B", 2: "Interleaved1F1B", 3: "ZBVZeroBubble"}  # torchtitan's names
 ERROR = 0.05  # of predicted speeds on one host: most that was measured is within it, all within 7 %
 RECOMPUTE = "none", "selective", "full"  # as 01_single_gpu/train.py, selective_ and activation_checkpointing.py
 AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
@@ -191,6 +194,7 @@ class Config:
     pp: int = 0  # ranks that split the layers
     ep: int = 0  # of the dp·cp ranks with other tokens, those that share out the experts; the others hold copies
     chunks: int = 0  # stages per rank of pp: 1 is 1F1B, more are interleaved
+    zbv: bool = False  # only zero-bubble pipelines in a V, as 06_pipeline/zbv.py: two chunks, backward split in B and W
     zero: int = 0  # 1: dp·cp ranks share AdamW's state; 2: summed gradients, too; 3: weights, too
     shard: int = 0  # ranks that share the weights with ZeRO-3; fewer than dp: HSDP
     microbatches: int = 0  # parts of a rank's batch that go through the pipeline one after another
@@ -300,19 +304,25 @@ def equal_shares(cfg: Config, stages: int) -> list[range]:
     return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
 
 
+def has_ends(cfg: Config, rank: int) -> tuple[bool, bool]:
+    """Return whether a rank of pp has the embedding, and whether it has the head."""
+    return rank == 0, rank == (0 if cfg.zbv else cfg.pp - 1)
+
+
 def stages(cfg: Config, by: Trainer) -> list[list[int]]:
     """Elements of the units of every rank of pp, as ZeRO gathers them: embedding, blocks, norm and head.
 
     Experts are not among them: each block's are a unit of their own, of which fewer ranks have copies.
     """
-    table, block, last = -(-cfg.vocab // cfg.tp) * cfg.dim, matrices(cfg) + 2 * cfg.dim, cfg.pp - 1
+    table, block, p = -(-cfg.vocab // cfg.tp) * cfg.dim, matrices(cfg) + 2 * cfg.dim, cfg.pp
     head = cfg.dim + table * (cfg.pp > 1 or not by.tied)
     chunks = cfg.chunks if cfg.pp * cfg.chunks <= cfg.layers else 1  # Llama 3's first and last chunk have no block
     counts = [len(layers) for layers in (equal_shares if by.shares else split_layers)(cfg, cfg.pp * chunks)]
-    return [
-        [table] * (rank == 0) + [block] * sum(counts[rank :: cfg.pp]) + [head] * (rank == last)
-        for rank in range(cfg.pp)
-    ]
+    found = []
+    for rank, (first, last) in enumerate(has_ends(cfg, rank) for rank in range(p)):
+        mine = counts[rank] + counts[2 * p - 1 - rank] if cfg.zbv else sum(counts[rank::p])
+        found.append([table] * first + [block] * mine + [head] * last)
+    return found
 
 
 def stall(cfg: Config, by: Trainer) -> float:
@@ -328,6 +338,8 @@ def stall(cfg: Config, by: Trainer) -> float:
 
 def ahead(cfg: Config, rank: int) -> int:
     """Micro-batches in flight on a rank of pp, each in one of its stages, beside the one whose backward runs first."""
+    if cfg.zbv:
+        return 2 * cfg.pp - 1
     return (cfg.pp - 1 - rank) * min(cfg.chunks, 2) + (cfg.chunks - 1) * cfg.pp
 
 
@@ -388,7 +400,7 @@ def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
     optimizer the shard's. What nanotron's allocator and ZeRO need more is fitted: FRAGMENTS, HELD, COPIES.
     """
     d, table = cfg.dim, -(-cfg.vocab // cfg.tp) * cfg.dim
-    first, last, shards = stage == 0, stage == cfg.pp - 1, cfg.dp * cfg.cp if by.zero else 1
+    (first, last), shards = has_ends(cfg, stage), cfg.dp * cfg.cp if by.zero else 1
     n, N, block, layers = tokens(cfg) // cfg.tp, sum(units), matrices(cfg) + 2 * d, len(units) - first - last
     expert, M = expert_matrices(cfg), layers * expert_matrices(cfg)
     whole, shard = N + M, N // shards + M // max(1, shards // max(1, cfg.ep))
@@ -454,6 +466,17 @@ def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tupl
     ahead = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(visits))
     pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
     return forwards[:ahead] + pairs + backwards[len(visits) - ahead :]
+
+
+def schedule_in_a_v(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int, int]]:
+    """Return what a rank of ZBV does, in order: (F, B input gradient or W weight gradients, micro-batch, chunk)."""
+    later, rounds = ranks - rank, max(microbatches, 2 * ranks - 1) - ranks
+    order = ["F0"] * (2 * later - 1) + ["F1", "F0"] * rank + ["F1", "B1", "W1"] * later
+    order += ["F0", "B0", "W0", "F1", "B1", "W1"] * (rounds - later + 1) + ["B0", "W0", "F1", "B1", "W1"] * (later - 1)
+    order += ["B0", "B1"] * rank + ["B0", "W0"] * later + ["W1"] * rank + ["W0"] * rank
+    number = {op: itertools.count() for op in order}
+    numbered = [(op[0], next(number[op]), int(op[1])) for op in order]
+    return [operation for operation in numbered if operation[1] < microbatches]
 
 
 def ring(cfg: Config, size: float, ranks: int, stride: int, all_to_all: bool = False) -> float:
@@ -545,17 +568,17 @@ def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
 def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[str, list[float]]:
     """Seconds of forward and backward of a micro-batch on a stage, by what they are spent on.
 
-    Backward moves the gradients of a unit into one tensor, and adds them to fp32 sums.
+    Backward moves the gradients of a unit into one tensor, and adds them to fp32 sums. That of ZBV adds within matmuls.
     """
-    at, n, d, first, last = MACHINES[cfg.machine], tokens(cfg), cfg.dim, stage == 0, stage == cfg.pp - 1
+    at, n, d, (first, last) = MACHINES[cfg.machine], tokens(cfg), cfg.dim, has_ends(cfg, stage)
     layers, rate = len(units) - first - last, at.bandwidth
     times = {kind: [layers * x for x in both] for kind, both in block_times(cfg, by).items()}
     once, head = gathered(cfg), 2 * n * d * cfg.vocab / cfg.tp / at.matmuls
     logits = 2 * n * cfg.vocab / cfg.tp / rate  # one pass over them
     elements = sum(units) + layers * expert_matrices(cfg)
-    moved = elements * ((14 if cfg.microbatches > 1 or by.accumulates else 4) + by.cast) / rate
+    each = 8 if cfg.zbv else (14 if cfg.microbatches > 1 or by.accumulates else 4) + by.cast
     times["compute"][0] += last * (head + logits) / by.speed
-    times["compute"][1] += (last * (2 * head + 2 * logits) + moved) / by.speed
+    times["compute"][1] += (last * (2 * head + 2 * logits) + elements * each / rate) / by.speed
     times["tp"][0] += (first + last) * once
     times["tp"][1] += first * once + last * beside(2 * head, 2 * once)
     return times
@@ -565,52 +588,83 @@ def times_of(cfg: Config, by: Trainer, parts: list[list[int]]) -> list[dict[str,
     """The times of all stages; those between the ends that have as many layers are alike."""
     alike = {}
     for stage, units in enumerate(parts):
-        alike.setdefault((stage == 0, stage == cfg.pp - 1, len(units)), stage)
+        alike.setdefault((*has_ends(cfg, stage), len(units)), stage)
     found = {key: stage_times(cfg, by, stage, parts[stage]) for key, stage in alike.items()}
-    return [found[stage == 0, stage == cfg.pp - 1, len(units)] for stage, units in enumerate(parts)]
+    return [found[(*has_ends(cfg, stage), len(units))] for stage, units in enumerate(parts)]
 
 
-def simulate(seconds: list[tuple[float, ...]], transfer: float, cfg: Config, microbatches: int, hidden: bool) -> float:
+def share_of_weights(cfg: Config, by: Trainer) -> float:
+    """Share of a block's backward that is the gradients of its weights: the W of ZBV."""
+    at = MACHINES[cfg.machine]
+    matmuls = matrices(cfg) / at.matmuls + 3 * cfg.top_k * cfg.dim * cfg.ffn / cfg.tp / at.grouped * (cfg.experts > 0)
+    backward = sum(both[1] for both in block_times(cfg, by).values())
+    return 2 * tokens(cfg) * matmuls / by.speed / backward
+
+
+def shares(cfg: Config) -> list[list[float]]:
+    """Share of its rank's work that each chunk is, by rank of pp. Those of an interleaved schedule count as equal."""
+    if not cfg.zbv:
+        return [[1 / cfg.chunks] * cfg.chunks] * cfg.pp
+    head = 6 * cfg.dim * cfg.vocab
+    block = (flops_per_token(cfg) - head) / cfg.layers
+    loads = [block * len(layers) for layers in split_layers(cfg, 2 * cfg.pp)]
+    loads[-1] += head
+    pairs = list(zip(loads, reversed(loads)))[: cfg.pp]
+    return [[one / (one + other), other / (one + other)] for one, other in pairs]
+
+
+def simulate(seconds: list[tuple[float, ...]], transfer: float, cfg: Config, microbatches: int, by: Trainer) -> float:
     """Run every rank's schedule, each operation as soon as its input is there; return when all has ended.
 
     seconds: by rank of pp, of a micro-batch's forward and backward, the all-gather of its weights, beside the first
     forwards, and the reduction of its gradients, beside the last backwards. A chunk takes its share of all four.
-    transfer: of a message between ranks. hidden: see Trainer.
+    transfer: of a message between ranks.
     """
-    forward, backward, gather, reduce = ([x / cfg.chunks for x in times] for times in zip(*seconds))
-    p, last = cfg.pp, cfg.pp * cfg.chunks - 1  # stage
-    left = [deque(schedule(rank, p, cfg.chunks, microbatches)) for rank in range(p)]
-    ends, free, reduced, awake, transfer = {}, [0.0] * p, [0.0] * p, deque(range(p)), transfer * (p > 1)
+    forward, backward, gather, reduce = zip(*seconds)
+    p, last, part, hidden = cfg.pp, cfg.pp * cfg.chunks - 1, shares(cfg), by.hidden  # last stage
+    split = share_of_weights(cfg, by) if cfg.zbv else 0
+    orders = [
+        schedule_in_a_v(rank, p, microbatches) if cfg.zbv else schedule(rank, p, cfg.chunks, microbatches)
+        for rank in range(p)
+    ]
+    left, finish = [deque(order) for order in orders], "W" if cfg.zbv else "B"
+    where = [min(s, last - s) if cfg.zbv else s % p for s in range(last + 1)]  # the rank of each stage
+    ends, free, reduced, awake = {}, [0.0] * p, [0.0] * p, deque(range(p))
     while awake:
         rank = awake.popleft()
         while left[rank]:
             op, i, chunk = left[rank][0]
-            stage, forwards = chunk * p + rank, op == "F"
+            stage, forwards = last - rank if cfg.zbv and chunk else chunk * p + rank, op == "F"
             source, target = (stage - 1, stage + 1) if forwards else (stage + 1, stage - 1)
-            if 0 <= source <= last and (op, i, source) not in ends:
-                break  # the rank that has it wakes this one
-            start = max(free[rank], ends.get((op, i, source), -transfer) + transfer)
-            takes = forward[rank] if forwards else backward[rank]
-            if forwards and i == 0 and (wait := gather[rank] * (chunk + 1) - start) > 0:
+            start = free[rank]
+            if 0 <= source <= last and op != "W":
+                if (op, i, source) not in ends:
+                    break  # the rank that has it wakes this one
+                start = max(start, ends[op, i, source] + transfer * (where[source] != rank))
+            takes = part[rank][chunk] * (forward[rank] if forwards else backward[rank])
+            if not forwards:
+                takes *= split if op == "W" else 1 - split
+            if forwards and i == 0 and (wait := gather[rank] * sum(part[rank][: chunk + 1]) - start) > 0:
                 takes += beside(takes, wait) if hidden else wait
             ends[op, i, stage] = free[rank] = start + takes
-            if not forwards and i == microbatches - 1:  # reductions run on while the rank does, and slow it down:
-                slower = hidden * CONTENTION * min(takes, reduce[rank])
+            if op == finish and i == microbatches - 1:  # reductions run on while the rank does, and slow it down:
+                sends = reduce[rank] * part[rank][chunk]
+                slower = hidden * CONTENTION * min(takes, sends)
                 free[rank] += slower
                 ends[op, i, stage] += slower * (cfg.chunks == 1)  # this backward, or those of other chunks after it
-                reduced[rank] = max(reduced[rank], start if hidden else free[rank]) + reduce[rank]
+                reduced[rank] = max(reduced[rank], start if hidden else free[rank]) + sends
             left[rank].popleft()
-            if 0 <= target <= last and target % p != rank:
-                awake.append(target % p)
+            if 0 <= target <= last and where[target] != rank:
+                awake.append(where[target])
     return max(*free, *reduced)
 
 
-def end(seconds: list[tuple[float, ...]], transfer: float, cfg: Config, hidden: bool) -> float:
+def end(seconds: list[tuple[float, ...]], transfer: float, cfg: Config, by: Trainer) -> float:
     """Simulate, of a long step its first micro-batches alone: the others take as long as the last of these."""
     most, fewer = min(cfg.microbatches, 8 * cfg.pp), 7 * cfg.pp  # with chunks the pace settles late
-    found = simulate(seconds, transfer, cfg, most, hidden)
+    found = simulate(seconds, transfer, cfg, most, by)
     if cfg.microbatches > most:
-        each = (found - simulate(seconds, transfer, cfg, fewer, hidden)) / (most - fewer)
+        each = (found - simulate(seconds, transfer, cfg, fewer, by)) / (most - fewer)
         found += (cfg.microbatches - most) * each
     return found
 
@@ -633,7 +687,7 @@ def step_time(cfg: Config, by: Trainer) -> Step:
     """Predict a step. With ZeRO-2 gradients are reduced beside every backward, or in chunks that of every pp-th."""
     m, shards, parts, busy, zero = cfg.microbatches, cfg.dp * cfg.cp, stages(cfg, by), [], []
     times, ep, expert = times_of(cfg, by, parts), max(1, cfg.ep), expert_matrices(cfg)
-    layers = [(expert > 0) * (len(units) - (rank == 0) - (rank == cfg.pp - 1)) for rank, units in enumerate(parts)]
+    layers = [(expert > 0) * (len(units) - sum(has_ends(cfg, rank))) for rank, units in enumerate(parts)]
     for kinds, units, blocks in zip(times, parts, layers):
         gather = by.zero * sum(ring(cfg, 2 * unit, shards, cfg.tp) for unit in units)
         gather += by.zero * blocks * ring(cfg, 2 * expert, shards // ep, cfg.tp * ep)
@@ -652,9 +706,9 @@ def step_time(cfg: Config, by: Trainer) -> Step:
         ends = [(f, b + more, gather, 0) for (f, b), more, (gather, _) in zip(sending, also, zero)]
     else:
         ends = [(*both, *traffic) for both, traffic in zip(sending, zero)]
-    whole = end(ends, transfer, cfg, by.hidden)
-    local = end([(*both, 0, 0) for both in sending], transfer, cfg, by.hidden) if shards > 1 else whole
-    alone = end([(*both, 0, 0) for both in busy], 0, cfg, by.hidden) if cfg.pp > 1 else local
+    whole = end(ends, transfer, cfg, by)
+    local = end([(*both, 0, 0) for both in sending], transfer, cfg, by) if shards > 1 else whole
+    alone = end([(*both, 0, 0) for both in busy], 0, cfg, by) if cfg.pp > 1 else local
     if cfg.shard > 1:
         whole = local + added_by_shards(cfg, by, parts[0], *busy[0])
     owners = cfg.shard if cfg.shard > 1 else shards  # ranks that update the same weights together
@@ -710,7 +764,7 @@ def cuts(cfg: Config) -> list[Config]:
             sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, microbatches=m, batch=m * dp)
             shards = {1, dp, min(dp, max(1, cfg.gpus_per_node // tp))} if cp == pp == 1 else {1}
             shards = {1} if cfg.experts else shards if cfg.shard == 0 else shards | {cfg.shard}
-            chunks = [cfg.chunks] if cfg.chunks else [1] if pp == 1 else CHUNKS
+            chunks = [2] if cfg.zbv else [cfg.chunks] if cfg.chunks else [1] if pp == 1 else CHUNKS
             for shard, stages, ep in itertools.product(shards, chunks, expert_cuts(cfg, dp * cp)):
                 zero = 3 if shard > 1 else cfg.zero
                 asked = cfg.shard in (0, shard) and cfg.zero in (0, zero) and (zero == 3) == (shard > 1)
@@ -723,7 +777,11 @@ def cuts(cfg: Config) -> list[Config]:
 def needs(cfg: Config) -> str:
     """Return what a layout needs that no recipe here has with it."""
     alone = cfg.cp == cfg.tp == cfg.pp == 1
-    missing = ["recomputation"] * (cfg.recompute != "none") + [f"ZeRO-{cfg.zero}"] * (cfg.zero > 1 and not alone)
+    missing = (
+        ["ZBV"] * cfg.zbv
+        + ["recomputation"] * (cfg.recompute != "none")
+        + [f"ZeRO-{cfg.zero}"] * (cfg.zero > 1 and not alone)
+    )
     return " and ".join(missing)
 
 
@@ -733,7 +791,7 @@ def fitting(cfg: Config, by: Trainer, limit: float) -> list[Config]:
     ZeRO-0 and AFAB are not tried: they send as much, idle as long, and have more in memory than ZeRO-1 and 1F1B. Of
     experts, ZeRO-1 and full recomputation are known.
     """
-    found, kinds = [], RECOMPUTE[::2] if cfg.experts else RECOMPUTE
+    found, kinds = [], RECOMPUTE[:1] if cfg.zbv else RECOMPUTE[::2] if cfg.experts else RECOMPUTE
     for zero in [cfg.zero] if cfg.zero else [1, 2] if cfg.dp * cfg.cp > 1 and not cfg.experts else [1]:
         for recompute in kinds if cfg.recompute == "any" else [cfg.recompute]:
             one = replace(cfg, zero=zero, recompute=recompute)
@@ -748,7 +806,7 @@ def fitting(cfg: Config, by: Trainer, limit: float) -> list[Config]:
 def least(cfg: Config, by: Trainer) -> float:
     """Lower bound of a step: a micro-batch passes all earlier ranks, one rank works, the last gradient goes back."""
     busy = [sum(sum(both) for both in times.values()) for times in times_of(cfg, by, stages(cfg, by))]
-    passed = (before / cfg.chunks for before in itertools.accumulate([0, *busy]))
+    passed = ((not cfg.zbv) * before / cfg.chunks for before in itertools.accumulate([0, *busy]))
     return max(before + cfg.microbatches * own for before, own in zip(passed, busy))
 
 
@@ -946,7 +1004,11 @@ def zero_of(cfg: Config) -> str:
 def shape(cfg: Config) -> str:
     """The layout in words."""
     sizes = " ".join(f"{axis} {getattr(cfg, axis)}" for axis in (*AXES, "ep") if getattr(cfg, axis) > 1)
-    sizes += f" in {cfg.chunks} chunks" * (cfg.chunks > 1) + f" {zero_of(cfg)}" * (cfg.zero > 1)
+    sizes += (
+        " in a V" * cfg.zbv
+        + f" in {cfg.chunks} chunks" * (cfg.chunks > 1 and not cfg.zbv)
+        + f" {zero_of(cfg)}" * (cfg.zero > 1)
+    )
     sizes = f"{sizes or 'one GPU'}, {cfg.microbatches} micro-batch{'es' * (cfg.microbatches > 1)}"
     return sizes + f", {cfg.recompute} recomputation" * (cfg.recompute != "none")
 
@@ -1060,7 +1122,7 @@ def elsewhere(cfg: Config) -> list[str]:
         "parallelism.tensor_parallel_degree": cfg.tp,
         "parallelism.expert_parallel_degree": cfg.experts > 0 and cfg.ep,
         "parallelism.pipeline_parallel_degree": cfg.pp,
-        "parallelism.pipeline_parallel_schedule": "1F1B" if cfg.chunks == 1 else "Interleaved1F1B",
+        "parallelism.pipeline_parallel_schedule": KINDS[min(cfg.chunks, 2) + cfg.zbv],
         "parallelism.pipeline_parallel_layers_per_stage": size,
         "parallelism.pipeline_parallel_first_stage_less_layers": ends,
         "parallelism.pipeline_parallel_last_stage_less_layers": ends,
@@ -1073,7 +1135,7 @@ def elsewhere(cfg: Config) -> list[str]:
     }
     titan = {flag: value for flag, value in titan.items() if cfg.pp > 1 or "pipeline_parallel" not in flag}
     order = "CUDA_DEVICE_MAX_CONNECTIONS=1 " * (max(cfg.tp, cfg.cp) > 1 and not fsdp)  # it asks for this
-    lines = [f"Megatron-LM{' with ZeRO-1' * (cfg.zero == 2 and not fsdp)}: {order}{typed(megatron)}"]
+    lines = [] if cfg.zbv else [f"Megatron-LM{' with ZeRO-1' * (cfg.zero == 2 and not fsdp)}: {order}{typed(megatron)}"]
     lines += [f"torchtitan: {typed(titan)}"] * (size > 0)
     simple = cfg.cp == cfg.chunks == 1 and not cfg.experts and cfg.zero < 2 and cfg.recompute != "selective"
     return lines + [f"nanotron: {settings(cfg)}"] * (simple and cfg.microbatches >= cfg.pp - 1)
@@ -1211,6 +1273,9 @@ def check(cfg: Config) -> None:
         (cfg.ep and gpus % cfg.ep, f"--ep {cfg.ep}: must divide --gpus {gpus}"),
         (cfg.experts and (sharded or cfg.zero == 2), f"--experts {cfg.experts}: --zero must be 1, and --shard 0"),
         (cfg.experts and cfg.recompute == "selective", f"--experts {cfg.experts}: --recompute must be none or full"),
+        (cfg.zbv and (cfg.pp == 1 or cfg.zero > 1), "--zbv: --pp must be above 1, and --zero 1"),
+        (cfg.zbv and cfg.recompute not in ("any", "none"), "--zbv: --recompute must be none"),
+        (cfg.zbv and cfg.chunks not in (0, 2), f"--chunks {cfg.chunks}: --zbv has 2"),
         (cfg.zero == 3 and 1 in (cfg.dp, cfg.shard), "--zero 3: --dp and --shard must be above 1"),
         (sharded and max(cfg.cp, cfg.pp) > 1, "--zero 3: must go without --cp and --pp, and so must --shard"),
         (gpus % product, f"--gpus {gpus}: must be divisible by {product}, the product of --dp, --cp, --tp and --pp"),

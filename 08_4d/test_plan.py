@@ -256,7 +256,9 @@ def test_zero_2():
 
 def simulated(seconds, m, transfer=0, chunks=1, hidden=True):
     """When a pipeline ends whose ranks take so long for forward, backward, ZeRO's gather and its reduction."""
-    return PLAN.simulate(seconds, transfer, PLAN.Config(pp=len(seconds), chunks=chunks), m, hidden)
+    return PLAN.simulate(
+        seconds, transfer, PLAN.Config(pp=len(seconds), chunks=chunks), m, PLAN.replace(TRAIN, hidden=hidden)
+    )
 
 
 @pytest.mark.parametrize("name, chunks", [("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
@@ -278,8 +280,8 @@ def test_a_long_step(p, chunks):
     """It is not simulated whole, but as if it were: here with a slow first rank."""
     ranks = [(0.0322 + 0.0025 * (rank == 0), 0.0505 + 0.003 * (rank == 0), 0.01, 0.02) for rank in range(p)]
     cfg = PLAN.Config(pp=p, chunks=chunks, microbatches=32 * p)
-    whole = PLAN.simulate(ranks, 0.001, cfg, 32 * p, True)
-    assert PLAN.end(ranks, 0.001, cfg, True) == pytest.approx(whole, rel=2e-3)
+    whole = PLAN.simulate(ranks, 0.001, cfg, 32 * p, TRAIN)
+    assert PLAN.end(ranks, 0.001, cfg, TRAIN) == pytest.approx(whole, rel=2e-3)
 
 
 def test_what_zero_adds():
@@ -509,6 +511,55 @@ def test_taken_from_moe_py():
         assert PLAN.PRESETS[name] == {key: size for key, size in sizes.items() if key in PLAN.PRESETS["olmoe_1b_7b"]}
 
 
+def test_zbv(monkeypatch):
+    """The order of zbv.py; both tables on rank 0; for equal F, B and W each rank idles (p-1)·B/2; as measured."""
+    recipe = load("06_pipeline/zbv.py")
+    for ranks, m in ((2, 1), (2, 3), (3, 5), (4, 16)):
+        for rank in range(ranks):
+            assert PLAN.schedule_in_a_v(rank, ranks, m) == recipe.schedule(rank, ranks, m)
+    row = next(row for row in STORED["pipeline"]["rows"] if row["file"] == "06_pipeline/zbv.py")
+    cfg = config(row["flags"], STORED["pipeline"]["gpu"], pp=4, chunks=2, zbv=True)
+    found, (tokens, _, peak) = PLAN.predict(cfg, PLAN.FP32_WEIGHTS), measured(row)
+    assert abs(found.tokens / tokens - 1) < 0.04 and abs(found.memory / peak - 1) < 0.03
+    first, *others = PLAN.stages(cfg, TRAIN)
+    block, table, counts = PLAN.matrices(cfg) + 2 * 2048, 49152 * 2048, [3, 3, 3, 3, 3, 3, 4, 2]
+    assert first == [table, *[block] * 5, table + 2048] and [len(units) for units in others] == [7, 6, 6]
+    assert [len(layers) for layers in PLAN.split_layers(cfg, 8)] == counts and PLAN.ahead(cfg, 0) == PLAN.ahead(
+        cfg, 3
+    ) == 7
+    head, layer = 6 * 2048 * 49152, (PLAN.flops_per_token(cfg) - 6 * 2048 * 49152) / 24
+    loads = [layer * n + head * (i == 7) for i, n in enumerate(counts)]
+    assert PLAN.shares(cfg) == [
+        [pytest.approx(loads[i] / (loads[r] + loads[7 - r])) for i in (r, 7 - r)] for r in range(4)
+    ]
+    monkeypatch.setattr(PLAN, "shares", lambda cfg: [[0.5, 0.5]] * cfg.pp)
+    monkeypatch.setattr(PLAN, "share_of_weights", lambda *_: 0.5)
+    for ranks, m in ((2, 3), (2, 8), (4, 7), (4, 16)):
+        cfg = PLAN.Config(pp=ranks, chunks=2, zbv=True)
+        assert PLAN.simulate([(2, 4, 0, 0)] * ranks, 0, cfg, m, TRAIN) == 6 * m + (ranks - 1)
+        # chunk 1 is reduced in four seconds, from its last W on, which the last rank's other Ws follow; then chunk 0
+        assert PLAN.simulate([(2, 4, 0, 8)] * ranks, 0, cfg, m, TRAIN) == 6 * m + (ranks - 1) - ranks + 8
+        assert PLAN.simulate([(2, 4, 0, 0)] * ranks, 1e-3, cfg, m, TRAIN) < 6 * m + (ranks - 1) + 0.1
+
+
+def test_plans_of_zbv():
+    """Only pipelines in a V, which no recipe of this folder has, nor Megatron-LM."""
+    wanted = PLAN.Config(**PLAN.PRESETS["llama3_8b"], gpus=16, batch=32, seq=8192, zbv=True)
+    rows, best = PLAN.plans(wanted, TRAIN)[0], PLAN.plans(wanted, TRAIN, keep=1)[0][0]
+    tight = PLAN.plans(PLAN.replace(wanted, memory=18), TRAIN)[0]
+    found = {(row.cfg.chunks, row.cfg.zero, row.cfg.recompute, PLAN.needs(row.cfg)) for row in rows + tight}
+    assert found == {(2, 1, "none", "ZBV")} and 0 < len(tight) < len(rows) and best == rows[0]
+    assert all(PLAN.least(row.cfg, TRAIN) <= row.step.total() for row in rows)
+    assert min(row.cfg.pp for row in rows) == 2 and " in a V, " in PLAN.shape(rows[0].cfg)
+    (line,) = PLAN.elsewhere(rows[0].cfg)
+    assert line.startswith("torchtitan: ") and "pipeline_parallel_schedule ZBVZeroBubble" in line
+    for preset, experts in (("llama3_8b", 0), ("mixtral_8x7b", 2 * 3 * 4096 * 14336)):
+        cfg = PLAN.replace(rows[0].cfg, **PLAN.PRESETS[preset])
+        backward = sum(both[1] for both in PLAN.block_times(cfg, TRAIN).values())
+        matmuls = 2 * PLAN.tokens(cfg) * (PLAN.matrices(cfg) / 720e12 + experts / cfg.tp / 585e12)
+        assert PLAN.share_of_weights(cfg, TRAIN) == pytest.approx(matmuls / backward)
+
+
 def test_gathered_keys():
     """All keys and values once in forward; in backward once more, and their gradients in fp32. No ring, no overlap."""
     cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], seq=2**15, batch=1, dp=1, cp=4, tp=2, pp=1, microbatches=1)
@@ -614,6 +665,9 @@ def test_experts_are_cut_by_tp():
             "micro-batches that fit",
         ),
         ("--zero 4", "--zero 4: must be 1, 2 or 3, or 0 for whatever is best"),
+        ("--zbv --pp 1", "--zbv: --pp must be above 1, and --zero 1"),
+        ("--zbv --recompute full", "--zbv: --recompute must be none"),
+        ("--zbv --chunks 4", "--chunks 4: --zbv has 2"),
         ("--experts 4 --top_k 5", "--top_k 5: must be at most --experts 4"),
         ("--top_k 2", "--top_k and --ep: --experts must be above 0"),
         ("--experts 6 --ep 4", "--ep 4: must divide --experts 6"),

@@ -119,12 +119,12 @@ zero_more: 4, 4, {SMOLLM} --steps 15
     03_zero: torch_fsdp accelerate_fsdp --batch 16
     03_zero: offload --batch 16 --microbatches 1 --steps 8
     01_single_gpu: train --batch 4
-zero_8b: 4, 2, {LARGE} --steps 8 --batch 4
+zero_8b: 4, 3, {LARGE} --steps 8 --batch 4
     03_zero: torch_fsdp
-    03_zero: zero3 --microbatches 1
-zero_8b_two: 4, 2, {LARGE} --steps 8 --batch 8
+    03_zero: zero3 zero3_copy_engines --microbatches 1
+zero_8b_two: 4, 3, {LARGE} --steps 8 --batch 8
     03_zero: torch_fsdp
-    03_zero: zero3 --microbatches 1
+    03_zero: zero3 zero3_copy_engines --microbatches 1
 tensor: 4, 5, {LARGE} --steps 8 --batch 2
     04_tensor_sequence: torch_dtensor sequence_parallel async_tensor_parallel vocab_parallel tensor_parallel
 context: 2, 3, {LONG} --seq 32768
@@ -192,6 +192,10 @@ mixed_smollm: 1, 8, {MIXED} --compile
     10_mixed_precision: fp16_loss_scaling --microbatches 1 --dtype float16
     10_mixed_precision: fp8_tensorwise fp8_delayed_scaling fp8_blockwise --microbatches 1
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding --microbatches 1
+mixed_two: 1, 7, {MIXED} --compile --microbatches 2
+    01_single_gpu: gradient_accumulation
+    10_mixed_precision: bf16 fp8_tensorwise fp8_delayed_scaling fp8_blockwise
+    10_mixed_precision: stochastic_rounding fp8_stochastic_rounding
 mixed_llama3_8b: 1, 2, {LARGE} --steps 200 --warmup 20 --batch 1 --microbatches 1
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding
 fp8_zero3: 2, 4, --preset smollm_1_7b --seq 4096 --batch 8 --dtype bfloat16 --compile --steps 20
@@ -215,6 +219,13 @@ layouts_four: 4, 13, {LARGE} --steps 6 --batch 16 --layers 8
     03_zero: zero1_overlap --microbatches 4{LAYOUTS_OF_FOUR}
     08_4d: 3d --dp 2 --tp 1 --pp 2 --microbatches 8
     08_4d: 3d --dp 1 --tp 1 --pp 4 --microbatches 16
+layouts_moe: 2, 6, {EXPERTS} --batch 8
+    07_expert: expert_parallel
+    08_4d: moe --dp 2 --cp 1 --tp 1 --pp 1 --ep 1 --microbatches 1
+    08_4d: moe --dp 2 --cp 1 --tp 1 --pp 1 --ep 2 --microbatches 1
+    08_4d: moe --dp 1 --cp 2 --tp 1 --pp 1 --ep 2 --microbatches 1
+    08_4d: moe --dp 1 --cp 1 --tp 2 --pp 1 --ep 1 --microbatches 1
+    08_4d: moe --dp 1 --cp 1 --tp 1 --pp 2 --ep 1 --microbatches 8
 layouts_smollm: 2, 4, --preset smollm_1_7b --seq 4096 --batch 8 --dtype bfloat16 --compile --steps 10{LAYOUTS}
 four: 4, 1, --preset smollm_1_7b --batch 16 --dtype bfloat16 --compile
     02_data_parallel: naive --seq 2048 --steps 25
@@ -285,9 +296,10 @@ def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
 
     Of a long run all losses, for a curve.
     """
-    if file.startswith(("01_", "09_", "10_", "tests/")) and not file.endswith(("fp8_zero3.py", "_fsdp.py")):
+    single = file.startswith(("01_", "09_", "10_", "tests/")) and not file.endswith(("fp8_zero3.py", "_fsdp.py"))
+    if single and gpus > 1:
         ends = outputs(*[[file, *flags.split()]] * gpus)
-    else:  # forks of this process, which has imported torch: a start takes a third less time than torchrun's
+    else:  # forks of this process, which has imported torch: a start takes a third of torchrun's
         ends = launch(file, gpus, flags, timeout=500, save=False).output[:1]
     runs = []
     for printed in ends:
@@ -892,9 +904,10 @@ def main() -> None:
         return
     if not suites:
         raise SystemExit(f"no suite fits {present} GPUs")
-    if any(suite.startswith("expert") for suite in suites):
+    flags = " ".join(each for suite in suites if suite in SUITES for _, each in SUITES[suite][2])
+    if str(RANDOM_IDS) in flags:
         np.random.default_rng(0).integers(0, 50304, 20_000_000).astype(np.uint16).tofile(RANDOM_IDS)
-    if any("documents" in suite for suite in suites):
+    if str(DOCUMENTS) in flags:
         random_ids = np.random.default_rng(0)
         ids = random_ids.integers(1, 50304, 20_000_000) * (random_ids.random(20_000_000) > 1e-3)
         ids.astype(np.uint32).tofile(DOCUMENTS)
