@@ -5,8 +5,7 @@ Memory is that of the fullest rank at its fullest moment. Time is simulated: eve
 each as long as its matmuls, attention and elementwise kernels take at measured rates, plus what communication adds:
 S bytes on n ranks take latency + S·(n-1)/n / bandwidth, and what overlaps with compute still costs half of that.
 
-Parent:   none; split_layers, schedule and flops_per_token are those of 08_4d/moe.py to the letter, and schedule_in_a_v
-          is that of 06_pipeline/zbv.py
+Parent:   none; split_layers, schedule and flops_per_token are 08_4d/moe.py's, schedule_in_a_v is 06_pipeline/zbv.py's
 Run:      python 08_4d/plan.py --preset llama3_8b --gpus 64 --batch 512 --seq 8192
           python 08_4d/plan.py --preset mixtral_8x7b --gpus 64 --batch 512 --seq 4096
           python 08_4d/plan.py --preset llama3_8b --gpus 64 --batch 512 --seq 8192 --draw 08_4d/plan.svg
