@@ -43,7 +43,7 @@ PRESETS = {  # of train.py, and the two larger models of Llama 3.1
     "llama3_8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
     "llama3_70b": dict(layers=80, dim=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256),
     "llama3_405b": dict(layers=126, dim=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256),
-    # mixtures of experts, as in 08_4d/moe.py
+    # mixtures of experts, as in 08_4d/moe.py, where Qwen3's heads are dim / heads wide, not 128
     "mixtral_8x7b": dict(layers=32, dim=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, experts=8, top_k=2),
     "olmoe_1b_7b": dict(layers=16, dim=2048, heads=16, kv_heads=16, ffn=1024, vocab=50304, experts=64, top_k=8),
     "qwen3_30b_a3b": dict(layers=48, dim=2048, heads=32, kv_heads=4, ffn=768, vocab=151936, experts=128, top_k=8),
@@ -96,7 +96,8 @@ LLAMA = [(64, 1, 8, 16, 32, 8192, 43), (128, 1, 8, 16, 16, 8192, 41), (8, 16, 8,
 LLAMA_RUNS = dict(zero=2, recompute="selective")
 CHUNKS = 1, 2, 4  # stages per rank that are tried
 KINDS = {1: "1F1B", 2: "Interleaved1F1B", 3: "ZBVZeroBubble"}  # torchtitan's names
-ERROR = 0.05  # of predicted speeds on one host: most that was measured is within it, all within 7 %
+ERROR = 0.05  # of predicted speeds on one host: most that was measured is within it, all within 8 %
+EXPERTS_ERROR = 0.09  # the larger of two
 RECOMPUTE = "none", "selective", "full"  # as 01_single_gpu/train.py, selective_ and activation_checkpointing.py
 AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
 SCALE = 8, 64, 512, 2048, 8192, 16384  # GPUs of --scale
@@ -191,9 +192,9 @@ class Config:
     cp: int = 0  # ranks that split every sequence
     tp: int = 0  # ranks that split every block
     pp: int = 0  # ranks that split the layers
-    ep: int = 0  # of the dp·cp ranks with other tokens, those that share out the experts; the others hold copies
+    ep: int = 0  # neighbours among the dp·cp ranks that split the experts; dp·cp/ep ranks hold the same ones
     chunks: int = 0  # stages per rank of pp: 1 is 1F1B, more are interleaved
-    zbv: bool = False  # only zero-bubble pipelines in a V, as 06_pipeline/zbv.py: two chunks, backward split in B and W
+    zbv: bool = False  # try zero-bubble pipelines in a V alone, as 06_pipeline/zbv.py: backward split in B and W
     zero: int = 0  # 1: dp·cp ranks share AdamW's state; 2: summed gradients, too; 3: weights, too
     shard: int = 0  # ranks that share the weights with ZeRO-3; fewer than dp: HSDP
     microbatches: int = 0  # parts of a rank's batch that go through the pipeline one after another
@@ -311,7 +312,7 @@ def has_ends(cfg: Config, rank: int) -> tuple[bool, bool]:
 def stages(cfg: Config, by: Trainer) -> list[list[int]]:
     """Elements of the units of every rank of pp, as ZeRO gathers them: embedding, blocks, norm and head.
 
-    Experts are not among them: each block's are a unit of their own, of which fewer ranks have copies.
+    The experts of a block are a separate unit, which is sharded over edp ranks, and not among these.
     """
     table, block, p = -(-cfg.vocab // cfg.tp) * cfg.dim, matrices(cfg) + 2 * cfg.dim, cfg.pp
     head = cfg.dim + table * (cfg.pp > 1 or not by.tied)
@@ -346,8 +347,10 @@ def kept(cfg: Config, eager: bool = False) -> int:
     """Bytes that a block keeps of a micro-batch, as saved() of 01_single_gpu/memory.py explains."""
     if cfg.recompute == "full":
         return tokens(cfg) // cfg.tp * 2 * cfg.dim
-    # of a token's top_k rows, in the order of experts: the input, on all ranks of tp, gate, up, the product, two orders
+    # per row its input, which every rank of tp has, gate, up, their product, and two permutations with their inverses;
+    # per token what the router reads, which tp gathers, and its probabilities
     rows = cfg.top_k * (2 * cfg.dim * cfg.tp + 6 * cfg.ffn + 32 * cfg.tp) if cfg.experts else 0
+    rows += (2 * cfg.dim * (cfg.tp - 1) + 4 * cfg.experts * cfg.tp) * (cfg.experts > 0)
     attention = 4 * cfg.dim + 4 * kv_width(cfg) * cfg.tp + 4 * cfg.heads  # q, o, k, v, log-sum-exp
     if cfg.recompute == "selective":  # also x, the outputs of o_proj, gate and up, in eager mode of down
         return tokens(cfg) // cfg.tp * ((6 if eager else 4) * cfg.dim + attention + 4 * cfg.ffn)
@@ -391,12 +394,12 @@ def memory_of_shards(cfg: Config) -> int:
 def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
     """Bytes of a rank of pp at its fullest moment, as torch counts them; 01_single_gpu/memory.py says more of each.
 
-    Always: 2N of bf16 weights, 12N/(dp·cp) of fp32 masters and moments. Each micro-batch in flight keeps what its
-    blocks do. With several micro-batches come 4N of fp32 sums, with ZeRO-2 4N/(dp·cp) instead. With chunks ZeRO-2 also
-    has the whole sums of two: a chunk is reduced after pp micro-batches. Experts have ep times fewer ranks that share
-    their state. Beside these come at the loss the logits and
-    their gradient, in a block's backward its temporaries and the gradients of units that ZeRO is reducing, and at the
-    optimizer the shard's. What nanotron's allocator and ZeRO need more is fitted: FRAGMENTS, HELD, COPIES.
+    Always: 2N of bf16 weights, 12N/(dp·cp) of fp32 masters and moments; of M elements of experts 12M·ep/(dp·cp), as
+    only edp = dp·cp/ep ranks hold the same ones. Each micro-batch in flight keeps what its blocks do. With several
+    micro-batches come 4N of fp32 sums, with ZeRO-2 4N/(dp·cp) instead. With chunks ZeRO-2 also has the whole sums of
+    two: a chunk is reduced after pp micro-batches. Beside these come at the loss the logits and their gradient, in a
+    block's backward its temporaries and the gradients of units that ZeRO is reducing, and at the optimizer the shard's.
+    What nanotron's allocator and ZeRO need more is fitted: FRAGMENTS, HELD, COPIES.
     """
     d, table = cfg.dim, -(-cfg.vocab // cfg.tp) * cfg.dim
     (first, last), shards = has_ends(cfg, stage), cfg.dp * cfg.cp if by.zero else 1
@@ -516,7 +519,8 @@ def gathered(cfg: Config) -> float:
 def expert_times(cfg: Config) -> tuple[tuple[float, float], float]:
     """Seconds of a block's experts in forward and backward of a micro-batch; and of one exchange of its rows.
 
-    Experts are equally busy. Rows are copied into the order of experts and back, and again where they arrive.
+    Experts are equally busy. The sender sorts rows by expert, the receiver sorts what arrives; both undo it on the way
+    back.
     """
     at, d, f, rows = MACHINES[cfg.machine], cfg.dim, cfg.ffn // cfg.tp, tokens(cfg) * cfg.top_k * (cfg.experts > 0)
     matmuls = 6 * rows * d * f / at.grouped
@@ -553,6 +557,8 @@ def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
         keys, sums = (ring(cfg, 2 * n * cfg.cp * kv * size, cfg.cp, cfg.tp) for size in (2, 4))
         passing = [keys, keys + sums]
     tensor = 4 * once, 2 * once + beside(2 * linear, 4 * once)
+    if cfg.experts:  # their tokens are gathered, and the gradients of these reduced, with nothing beside
+        tensor = 4 * once, 3 * once + beside(2 * linear, 2 * once)
     if by.async_tp:
         tensor = beside(linear, 4 * once), beside(2 * linear, 6 * once)
     down = 2 * n * d * f / cfg.tp / at.matmuls / by.speed  # the last matmul, whose output backward does not need
@@ -567,17 +573,18 @@ def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
 def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[str, list[float]]:
     """Seconds of forward and backward of a micro-batch on a stage, by what they are spent on.
 
-    Backward moves the gradients of a unit into one tensor, and adds them to fp32 sums. That of ZBV adds within matmuls.
+    Backward moves the gradients of a unit into one tensor, and adds them to fp32 sums. In ZBV
+    the matmuls of the weights' gradients add to fp32 sums themselves; those of experts cannot.
     """
     at, n, d, (first, last) = MACHINES[cfg.machine], tokens(cfg), cfg.dim, has_ends(cfg, stage)
     layers, rate = len(units) - first - last, at.bandwidth
     times = {kind: [layers * x for x in both] for kind, both in block_times(cfg, by).items()}
     once, head = gathered(cfg), 2 * n * d * cfg.vocab / cfg.tp / at.matmuls
     logits = 2 * n * cfg.vocab / cfg.tp / rate  # one pass over them
-    elements = sum(units) + layers * expert_matrices(cfg)
-    each = 8 if cfg.zbv else (14 if cfg.microbatches > 1 or by.accumulates else 4) + by.cast
+    each = (14 if cfg.microbatches > 1 or by.accumulates else 4) + by.cast  # bytes moved per element
+    moved = sum(units) * (8 if cfg.zbv else each) + layers * expert_matrices(cfg) * each
     times["compute"][0] += last * (head + logits) / by.speed
-    times["compute"][1] += (last * (2 * head + 2 * logits) + elements * each / rate) / by.speed
+    times["compute"][1] += (last * (2 * head + 2 * logits) + moved / rate) / by.speed
     times["tp"][0] += (first + last) * once
     times["tp"][1] += first * once + last * beside(2 * head, 2 * once)
     return times
@@ -601,7 +608,7 @@ def share_of_weights(cfg: Config, by: Trainer) -> float:
 
 
 def shares(cfg: Config) -> list[list[float]]:
-    """Share of its rank's work that each chunk is, by rank of pp. Those of an interleaved schedule count as equal."""
+    """Return, for each rank of pp, which part of its work each of its chunks is; interleaved ones count as equal."""
     if not cfg.zbv:
         return [[1 / cfg.chunks] * cfg.chunks] * cfg.pp
     head = 6 * cfg.dim * cfg.vocab
@@ -744,7 +751,7 @@ def divisors(n: int) -> list[int]:
 
 
 def expert_cuts(cfg: Config, shards: int) -> list[int]:
-    """Ways to share out the experts over neighbours of the dp·cp ranks with other tokens."""
+    """Sizes ep of groups of neighbouring dp·cp ranks that can split the experts."""
     if not cfg.experts:
         return [1]
     return [ep for ep in divisors(shards) if cfg.experts % ep == 0 and cfg.ep in (0, ep)]
@@ -787,8 +794,8 @@ def needs(cfg: Config) -> str:
 def fitting(cfg: Config, by: Trainer, limit: float) -> list[Config]:
     """Return the layout as it fits: with the least recomputation, and with ZeRO-2 if that recomputes less.
 
-    ZeRO-0 and AFAB are not tried: they send as much, idle as long, and have more in memory than ZeRO-1 and 1F1B. Of
-    experts, ZeRO-1 and full recomputation are known.
+    ZeRO-0 and AFAB are not tried: they send as much, idle as long, and have more in memory than ZeRO-1 and 1F1B. With
+    experts only ZeRO-1, without or with full recomputation, is modelled.
     """
     found, kinds = [], RECOMPUTE[:1] if cfg.zbv else RECOMPUTE[::2] if cfg.experts else RECOMPUTE
     for zero in [cfg.zero] if cfg.zero else [1, 2] if cfg.dp * cfg.cp > 1 and not cfg.experts else [1]:
@@ -821,7 +828,7 @@ def plans(cfg: Config, by: Trainer, keep: int = 0) -> tuple[list[Plan], str]:
     reach = [replace(one, batch=cfg.batch) for one in fit if cfg.batch % one.dp == 0]
     wanted = [m for m in divisors(cfg.batch) if cfg.microbatches in (0, m)]
     found = [replace(one, microbatches=m) for one in reach for m in wanted if cfg.batch // one.dp % m == 0]
-    found = [one for one in found if one.chunks == 1 or one.microbatches % one.pp == 0]
+    found = [one for one in found if one.chunks == 1 or one.zbv or one.microbatches % one.pp == 0]
     found = [some for one in found if tokens(one) % one.tp == 0 for some in fitting(one, by, limit)]
     begun, watched = time.monotonic(), sys.stderr.isatty()
     for done, (floor, _, one) in enumerate(sorted((keep and least(one, by), i, one) for i, one in enumerate(found))):
@@ -963,12 +970,12 @@ def llama() -> list[tuple[Plan, float, int]]:
     """Llama 3's own layouts as we predict them, and their MFU by the paper's formula: predicted, and published in %.
 
     That formula (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) counts causal attention as if nothing were
-    masked: 6·layers·dim·seq more than flops_per_token. It gathers keys. Assumed: 1 sequence per micro-batch, 8 chunks,
-    fp32 gradients by rings.
+    masked: 6·layers·dim·seq more than flops_per_token. Llama 3 gathers keys and values. Assumed: 1 sequence per
+    micro-batch, 8 chunks, fp32 gradients by rings.
     """
     found, by = [], Trainer(all_to_all=False, sent=4, gathers_keys=True)
     for dp, cp, tp, pp, m, seq, mfu in LLAMA:
-        layout = dict(dp=dp, cp=cp, tp=tp, pp=pp, chunks=8, microbatches=m)
+        layout = dict(dp=dp, cp=cp, tp=tp, pp=pp, ep=1, chunks=8, microbatches=m)
         sizes = dict(preset="llama3_405b", gpus=dp * cp * tp * pp, batch=dp * m, seq=seq, **LLAMA_RUNS)
         plan = predict(Config(**PRESETS["llama3_405b"], **sizes, **layout), by)
         masked = 6 * plan.cfg.layers * plan.cfg.dim * seq
@@ -1043,17 +1050,21 @@ def reason(rows: list[Plan]) -> str:
             gain = f", and {-more[better]:,.1f} less to {names[better]}" * (more[better] < -0.5)
             text += f" ms more to {names[worse]}{gain}."
             break
+    text += " Experts count as equally busy." * (best.cfg.experts > 0)
     if len(near := ties(rows)) > 1:
-        text += (
-            f" The first {len(near)} are within {ERROR:.0%}, the error of such predictions; cut along the fewest axes"
-        )
-        text += f" is {shape(simplest(rows).cfg)}."
+        text += f" The first {len(near)} are within {error(best.cfg):.0%}, the error of such predictions; "
+        text += f"cut along the fewest axes is {shape(simplest(rows).cfg)}."
     return text
+
+
+def error(cfg: Config) -> float:
+    """Return the error of predicted speeds."""
+    return EXPERTS_ERROR if cfg.experts else ERROR
 
 
 def ties(rows: list[Plan]) -> list[Plan]:
     """Return the rows that are as fast as the first within the error of predictions."""
-    return [row for row in rows if row.step.total() < (1 + ERROR) * rows[0].step.total()]
+    return [row for row in rows if row.step.total() < (1 + error(rows[0].cfg)) * rows[0].step.total()]
 
 
 def simplest(rows: list[Plan]) -> Plan:
@@ -1070,6 +1081,9 @@ def command(cfg: Config) -> str:
     given = {f.name: getattr(cfg, f.name) for f in fields(Config)[1:9]}  # the model's sizes
     preset = "llama3_8b" if cfg.preset in ("llama3_70b", "llama3_405b") else cfg.preset  # train.py has none for these
     known = {**asdict(Config()), **PRESETS[preset]}
+    if cfg.experts:  # the defaults of moe.py are others
+        preset, known = "tiny" if "experts" not in PRESETS[preset] else preset, PRESETS[preset]
+        known = known if "experts" in known else dict.fromkeys(given)
     model = f"--preset {preset}" + "".join(f" --{name} {size}" for name, size in given.items() if size != known[name])
     file, names = ("08_4d/moe.py", (*AXES, "ep", "chunks")) if cfg.experts else ("08_4d/train.py", (*AXES, "chunks"))
     if cfg.zero > 1:
@@ -1079,12 +1093,22 @@ def command(cfg: Config) -> str:
     return f"torchrun {several}--nproc_per_node {each} {file} {model} {layout} --dtype bfloat16 --compile"
 
 
+def flags_of_experts(cfg: Config) -> tuple[dict[str, object], dict[str, object]]:
+    """Flags of Megatron-LM and of torchtitan for experts; torchtitan's ep must be a multiple of cp."""
+    megatron = {"num-experts": cfg.experts, "moe-router-topk": cfg.top_k, "expert-model-parallel-size": cfg.ep}
+    megatron |= {"moe-token-dispatcher-type": "alltoall", "moe-grouped-gemm": True}
+    titan = {"parallelism.expert_parallel_degree": cfg.ep}
+    titan["parallelism.expert_tensor_parallel_degree"] = min(cfg.tp, cfg.ep) > 1 and cfg.tp
+    return megatron, titan
+
+
 def elsewhere(cfg: Config) -> list[str]:
     """The nearest flags of Megatron-LM and torchtitan, and settings of nanotron, of those that can do it.
 
     Selective recomputation differs: Megatron-LM's runs the MLP again, torchtitan's every second matmul.
     """
     each, one, shard = cfg.batch // cfg.dp, cfg.batch // cfg.dp // cfg.microbatches, max(cfg.shard, 1)
+    experts = flags_of_experts(cfg) if cfg.experts else ({}, {})
     kinds = {"none": {}, "selective": {"granularity": "selective", "modules": "layernorm mlp"}}
     kinds["full"] = {"granularity": "full", "method": "uniform", "num-layers": 1}
     stages, fsdp = split_layers(cfg, cfg.pp * cfg.chunks), cfg.zero > 1 and cfg.pp == 1  # its FSDP has no pipelines
@@ -1095,9 +1119,7 @@ def elsewhere(cfg: Config) -> list[str]:
         "context-parallel-size": cfg.cp,
         "pipeline-model-parallel-size": cfg.pp,
         "pipeline-model-parallel-layout": cfg.pp > 1 and f"'{layout}'",
-        **({"num-experts": cfg.experts, "moe-router-topk": cfg.top_k} if cfg.experts else {}),
-        **({"expert-model-parallel-size": cfg.ep, "moe-token-dispatcher-type": "alltoall"} if cfg.experts else {}),
-        "moe-grouped-gemm": cfg.experts > 0,
+        **experts[0],
         "use-distributed-optimizer": True,
         "overlap-grad-reduce": True,
         "overlap-param-gather": True,
@@ -1120,7 +1142,7 @@ def elsewhere(cfg: Config) -> list[str]:
         "parallelism.fsdp_reshard_after_forward": "always" if cfg.zero == 3 else "never",
         "parallelism.context_parallel_degree": cfg.cp,
         "parallelism.tensor_parallel_degree": cfg.tp,
-        "parallelism.expert_parallel_degree": cfg.experts > 0 and cfg.ep,
+        **experts[1],
         "parallelism.pipeline_parallel_degree": cfg.pp,
         "parallelism.pipeline_parallel_schedule": KINDS[min(cfg.chunks, 2) + cfg.zbv],
         "parallelism.pipeline_parallel_layers_per_stage": size,
@@ -1131,12 +1153,12 @@ def elsewhere(cfg: Config) -> list[str]:
         "training.global_batch_size": cfg.batch,
         "training.seq_len": cfg.seq,
         "activation_checkpoint.mode": cfg.recompute,
-        "compile.enable": True,
+        "compile.enable": not cfg.zbv,
     }
     titan = {flag: value for flag, value in titan.items() if cfg.pp > 1 or "pipeline_parallel" not in flag}
     order = "CUDA_DEVICE_MAX_CONNECTIONS=1 " * (max(cfg.tp, cfg.cp) > 1 and not fsdp)  # it asks for this
     lines = [] if cfg.zbv else [f"Megatron-LM{' with ZeRO-1' * (cfg.zero == 2 and not fsdp)}: {order}{typed(megatron)}"]
-    lines += [f"torchtitan: {typed(titan)}"] * (size > 0)
+    lines += [f"torchtitan: {typed(titan)}"] * (size > 0 and cfg.ep % (cfg.cp if cfg.ep > 1 else 1) == 0)
     simple = cfg.cp == cfg.chunks == 1 and not cfg.experts and cfg.zero < 2 and cfg.recompute != "selective"
     return lines + [f"nanotron: {settings(cfg)}"] * (simple and cfg.microbatches >= cfg.pp - 1)
 
@@ -1172,8 +1194,11 @@ def draw_plans(rows: list[Plan], upper: pyplot.Axes, lower: pyplot.Axes) -> None
     upper.plot(rows[0].memory, rows[0].tokens, "o", color=INK, markerfacecolor="none", markersize=15)
     upper.set(xlabel="GiB of the fullest stage", ylabel="tokens/s/GPU, predicted", ylim=(0, 1.1 * rows[0].tokens))
     upper.legend(loc="upper left", ncol=2, columnspacing=0.8, handletextpad=0)
-    title = "{preset}, {gpus} x {machine}, {batch} x {seq} tokens: the fastest of each dp, cp, tp, pp\n"
-    upper.set_title(title.format(**asdict(rows[0].cfg)) + "open marks: no recipe here trains it; circle: the fastest")
+    title = "{preset}, {gpus} x {machine}, {batch} x {seq} tokens: the fastest of each dp, cp, tp, pp{and_ep}\n"
+    upper.set_title(
+        title.format(and_ep=", ep" * (rows[0].cfg.experts > 0), **asdict(rows[0].cfg))
+        + "open marks: no recipe here trains it; circle: the fastest"
+    )
     shown = list(best.values())[:12]
     for place, row in enumerate(shown):
         start = 0
@@ -1268,12 +1293,14 @@ def check(cfg: Config) -> None:
         (cfg.zero > 3, f"--zero {cfg.zero}: must be 1, 2 or 3, or 0 for whatever is best"),
         (cfg.shard > 1 and cfg.zero not in (0, 3), f"--shard {cfg.shard}: --zero must be 3"),
         (cfg.experts and cfg.top_k > cfg.experts, f"--top_k {cfg.top_k}: must be at most --experts {cfg.experts}"),
-        (not cfg.experts and cfg.top_k * max(1, cfg.ep) > 1, "--top_k and --ep: --experts must be above 0"),
+        (not cfg.experts and cfg.top_k > 1, f"--top_k {cfg.top_k}: --experts must be above 0"),
+        (not cfg.experts and cfg.ep > 1, f"--ep {cfg.ep}: --experts must be above 0"),
+        (cfg.ep and cfg.dp * cfg.cp % cfg.ep, f"--ep {cfg.ep}: must divide --dp times --cp, {cfg.dp * cfg.cp}"),
         (cfg.ep and cfg.experts % cfg.ep, f"--ep {cfg.ep}: must divide --experts {cfg.experts}"),
         (cfg.ep and gpus % cfg.ep, f"--ep {cfg.ep}: must divide --gpus {gpus}"),
         (cfg.experts and (sharded or cfg.zero == 2), f"--experts {cfg.experts}: --zero must be 1, and --shard 0"),
         (cfg.experts and cfg.recompute == "selective", f"--experts {cfg.experts}: --recompute must be none or full"),
-        (cfg.zbv and (cfg.pp == 1 or cfg.zero > 1), "--zbv: --pp must be above 1, and --zero 1"),
+        (cfg.zbv and (1 in (gpus, cfg.pp) or cfg.zero > 1), "--zbv: --gpus and --pp must be above 1, and --zero 1"),
         (cfg.zbv and cfg.recompute not in ("any", "none"), "--zbv: --recompute must be none"),
         (cfg.zbv and cfg.chunks not in (0, 2), f"--chunks {cfg.chunks}: --zbv has 2"),
         (cfg.zero == 3 and 1 in (cfg.dp, cfg.shard), "--zero 3: --dp and --shard must be above 1"),

@@ -370,7 +370,10 @@ def test_finds_the_best(monkeypatch, capsys):
     for wanted in (PLAN.Config(gpus=8, batch=8), PLAN.Config(gpus=16, batch=16, ffn=72, seq=24), experts):
         for row in PLAN.plans(PLAN.replace(wanted, ours=True), TRAIN)[0]:
             module, line = recipe_of(row.cfg)
-            module.check(PLAN.replace(typed(module, line), device="cpu"), wanted.gpus)
+            cfg = typed(module, line)
+            assert all(getattr(cfg, name) == getattr(wanted, name) for name in ("dim", "ffn", "vocab", "seq", "batch"))
+            assert not wanted.experts or (cfg.experts, cfg.top_k, cfg.ep) == (12, 3, row.cfg.ep)
+            module.check(PLAN.replace(cfg, device="cpu"), wanted.gpus)
             files.add(line.split()[0])
     assert len(files) == 4
     for row in PLAN.plans(PLAN.Config(gpus=8, batch=32, zero=2), TRAIN)[0]:
@@ -648,8 +651,11 @@ def test_experts_are_cut_by_tp():
     )
     one, two = (PLAN.replace(cfg, microbatches=1, recompute="none") for cfg in (one, two))
     assert PLAN.expert_matrices(one) == 2 * PLAN.expert_matrices(two) == 4 * 3 * 4096 * 14336
-    inputs, most = 4096 * 2 * 2 * 4096, 4096 * 200
-    assert 0 <= PLAN.kept(two) - (PLAN.kept(one) + inputs) / 2 < most
+    more = 2 * (2 * 4096 + 32) + 2 * 4096 + 4 * 8  # of a token: rows with their orders, what the router reads and says
+    assert PLAN.kept(two) == PLAN.kept(one) / 2 + 4096 / 2 * more
+    once, linear = PLAN.gathered(two), 2 * 4096 * PLAN.matrices(two) / 720e12
+    added = PLAN.block_times(two, TRAIN)["tp"]
+    assert added == pytest.approx((4 * once, 3 * once + PLAN.beside(2 * linear, 2 * once)))
     (one, _), (two, _) = PLAN.expert_times(one)[0], PLAN.expert_times(two)[0]
     assert two < one < 2 * two  # rows are copied on both
 
@@ -671,11 +677,13 @@ def test_experts_are_cut_by_tp():
             "micro-batches that fit",
         ),
         ("--zero 4", "--zero 4: must be 1, 2 or 3, or 0 for whatever is best"),
-        ("--zbv --pp 1", "--zbv: --pp must be above 1, and --zero 1"),
+        ("--zbv --pp 1", "--zbv: --gpus and --pp must be above 1, and --zero 1"),
         ("--zbv --recompute full", "--zbv: --recompute must be none"),
         ("--zbv --chunks 4", "--chunks 4: --zbv has 2"),
         ("--experts 4 --top_k 5", "--top_k 5: must be at most --experts 4"),
-        ("--top_k 2", "--top_k and --ep: --experts must be above 0"),
+        ("--top_k 2", "--top_k 2: --experts must be above 0"),
+        ("--ep 2", "--ep 2: --experts must be above 0"),
+        ("--experts 8 --ep 8 --dp 2 --cp 1", "--ep 8: must divide --dp times --cp, 2"),
         ("--experts 6 --ep 4", "--ep 4: must divide --experts 6"),
         ("--experts 9 --ep 3", "--ep 3: must divide --gpus 8"),
         ("--experts 8 --zero 2", "--experts 8: --zero must be 1, and --shard 0"),
