@@ -97,7 +97,7 @@ LLAMA_RUNS = dict(zero=2, recompute="selective")
 CHUNKS = 1, 2, 4  # stages per rank that are tried
 KINDS = {1: "1F1B", 2: "Interleaved1F1B", 3: "ZBVZeroBubble"}  # torchtitan's names
 ERROR = 0.05  # of predicted speeds on one host: most that was measured is within it, all within 8 %
-EXPERTS_ERROR = 0.09  # the larger of two
+EXPERTS_ERROR = 0.09  # the same with experts, of which two rows were measured
 RECOMPUTE = "none", "selective", "full"  # as 01_single_gpu/train.py, selective_ and activation_checkpointing.py
 AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
 SCALE = 8, 64, 512, 2048, 8192, 16384  # GPUs of --scale
@@ -194,7 +194,7 @@ class Config:
     pp: int = 0  # ranks that split the layers
     ep: int = 0  # neighbours among the dp·cp ranks that split the experts; dp·cp/ep ranks hold the same ones
     chunks: int = 0  # stages per rank of pp: 1 is 1F1B, more are interleaved
-    zbv: bool = False  # try zero-bubble pipelines in a V alone, as 06_pipeline/zbv.py: backward split in B and W
+    zbv: bool = False  # plan only zero-bubble pipelines in a V, as 06_pipeline/zbv.py: backward split in B and W
     zero: int = 0  # 1: dp·cp ranks share AdamW's state; 2: summed gradients, too; 3: weights, too
     shard: int = 0  # ranks that share the weights with ZeRO-3; fewer than dp: HSDP
     microbatches: int = 0  # parts of a rank's batch that go through the pipeline one after another
@@ -347,14 +347,15 @@ def kept(cfg: Config, eager: bool = False) -> int:
     """Bytes that a block keeps of a micro-batch, as saved() of 01_single_gpu/memory.py explains."""
     if cfg.recompute == "full":
         return tokens(cfg) // cfg.tp * 2 * cfg.dim
-    # per row its input, which every rank of tp has, gate, up, their product, and two permutations with their inverses;
-    # per token what the router reads, which tp gathers, and its probabilities
-    rows = cfg.top_k * (2 * cfg.dim * cfg.tp + 6 * cfg.ffn + 32 * cfg.tp) if cfg.experts else 0
-    rows += (2 * cfg.dim * (cfg.tp - 1) + 4 * cfg.experts * cfg.tp) * (cfg.experts > 0)
     attention = 4 * cfg.dim + 4 * kv_width(cfg) * cfg.tp + 4 * cfg.heads  # q, o, k, v, log-sum-exp
     if cfg.recompute == "selective":  # also x, the outputs of o_proj, gate and up, in eager mode of down
         return tokens(cfg) // cfg.tp * ((6 if eager else 4) * cfg.dim + attention + 4 * cfg.ffn)
-    mlp = rows or (8 if eager else 6) * cfg.ffn
+    mlp = (8 if eager else 6) * cfg.ffn
+    if cfg.experts:
+        # per row its input, which every rank of tp has, gate, up, their product, and two permutations with inverses;
+        # per token what the router reads, which tp gathers, and its probabilities
+        mlp = cfg.top_k * (2 * cfg.dim * cfg.tp + 6 * cfg.ffn + 32 * cfg.tp)
+        mlp += 2 * cfg.dim * (cfg.tp - 1) + 4 * cfg.experts * cfg.tp
     return tokens(cfg) // cfg.tp * ((16 if eager else 8) * cfg.dim + 8 + attention + mlp)
 
 
@@ -522,7 +523,9 @@ def expert_times(cfg: Config) -> tuple[tuple[float, float], float]:
     Experts are equally busy. The sender sorts rows by expert, the receiver sorts what arrives; both undo it on the way
     back.
     """
-    at, d, f, rows = MACHINES[cfg.machine], cfg.dim, cfg.ffn // cfg.tp, tokens(cfg) * cfg.top_k * (cfg.experts > 0)
+    if not cfg.experts:
+        return (0, 0), 0
+    at, d, f, rows = MACHINES[cfg.machine], cfg.dim, cfg.ffn // cfg.tp, tokens(cfg) * cfg.top_k
     matmuls = 6 * rows * d * f / at.grouped
     moved = (2 * rows * (k * (d + f) + 4 * d) / at.bandwidth for k in (4, 5))
     forward, backward = (times * matmuls + seconds for times, seconds in zip((1, 2), moved))
@@ -534,8 +537,9 @@ def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
     """Seconds of a block's forward and backward of a micro-batch: compute, and what communication adds to it.
 
     tp: forward waits for two all-gathers and two reduce-scatters; backward for two gathers, while four more collectives
-    overlap with matmuls. cp: keys and values pass by in a ring beside attention, in backward their fp32 gradients, too;
-    or they are gathered, as by 05_context_ring/all_gather_kv.py.
+    overlap with matmuls. With experts it waits for three, and two overlap.
+    cp: keys and values pass by in a ring beside attention, in backward their fp32 gradients, too; or they are gathered,
+    as by 05_context_ring/all_gather_kv.py.
     ep: rows go to their experts and back, and so do their gradients; nothing overlaps.
     recompute: backward runs forward's elementwise kernels once more, or all of forward.
     """
@@ -573,8 +577,8 @@ def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
 def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[str, list[float]]:
     """Seconds of forward and backward of a micro-batch on a stage, by what they are spent on.
 
-    Backward moves the gradients of a unit into one tensor, and adds them to fp32 sums. In ZBV
-    the matmuls of the weights' gradients add to fp32 sums themselves; those of experts cannot.
+    Backward moves the gradients of a unit into one tensor, and adds them to fp32 sums. In ZBV the matmuls of weight
+    gradients add to fp32 sums themselves; those of experts cannot.
     """
     at, n, d, (first, last) = MACHINES[cfg.machine], tokens(cfg), cfg.dim, has_ends(cfg, stage)
     layers, rate = len(units) - first - last, at.bandwidth
@@ -602,7 +606,9 @@ def times_of(cfg: Config, by: Trainer, parts: list[list[int]]) -> list[dict[str,
 def share_of_weights(cfg: Config, by: Trainer) -> float:
     """Share of a block's backward that is the gradients of its weights: the W of ZBV."""
     at = MACHINES[cfg.machine]
-    matmuls = matrices(cfg) / at.matmuls + 3 * cfg.top_k * cfg.dim * cfg.ffn / cfg.tp / at.grouped * (cfg.experts > 0)
+    matmuls = matrices(cfg) / at.matmuls
+    if cfg.experts:
+        matmuls += 3 * cfg.top_k * cfg.dim * cfg.ffn / cfg.tp / at.grouped
     backward = sum(both[1] for both in block_times(cfg, by).values())
     return 2 * tokens(cfg) * matmuls / by.speed / backward
 
@@ -783,11 +789,8 @@ def cuts(cfg: Config) -> list[Config]:
 def needs(cfg: Config) -> str:
     """Return what a layout needs that no recipe here has with it."""
     alone = cfg.cp == cfg.tp == cfg.pp == 1
-    missing = (
-        ["ZBV"] * cfg.zbv
-        + ["recomputation"] * (cfg.recompute != "none")
-        + [f"ZeRO-{cfg.zero}"] * (cfg.zero > 1 and not alone)
-    )
+    missing = ["ZBV"] * cfg.zbv + ["recomputation"] * (cfg.recompute != "none")
+    missing += [f"ZeRO-{cfg.zero}"] * (cfg.zero > 1 and not alone)
     return " and ".join(missing)
 
 
@@ -1010,11 +1013,8 @@ def zero_of(cfg: Config) -> str:
 def shape(cfg: Config) -> str:
     """The layout in words."""
     sizes = " ".join(f"{axis} {getattr(cfg, axis)}" for axis in (*AXES, "ep") if getattr(cfg, axis) > 1)
-    sizes += (
-        " in a V" * cfg.zbv
-        + f" in {cfg.chunks} chunks" * (cfg.chunks > 1 and not cfg.zbv)
-        + f" {zero_of(cfg)}" * (cfg.zero > 1)
-    )
+    sizes += " in a V" if cfg.zbv else f" in {cfg.chunks} chunks" * (cfg.chunks > 1)
+    sizes += f" {zero_of(cfg)}" * (cfg.zero > 1)
     sizes = f"{sizes or 'one GPU'}, {cfg.microbatches} micro-batch{'es' * (cfg.microbatches > 1)}"
     return sizes + f", {cfg.recompute} recomputation" * (cfg.recompute != "none")
 
@@ -1081,9 +1081,8 @@ def command(cfg: Config) -> str:
     given = {f.name: getattr(cfg, f.name) for f in fields(Config)[1:9]}  # the model's sizes
     preset = "llama3_8b" if cfg.preset in ("llama3_70b", "llama3_405b") else cfg.preset  # train.py has none for these
     known = {**asdict(Config()), **PRESETS[preset]}
-    if cfg.experts:  # the defaults of moe.py are others
-        preset, known = "tiny" if "experts" not in PRESETS[preset] else preset, PRESETS[preset]
-        known = known if "experts" in known else dict.fromkeys(given)
+    if cfg.experts and "experts" not in PRESETS[preset]:  # moe.py has other defaults, so name every size
+        preset, known = "tiny", dict.fromkeys(given)
     model = f"--preset {preset}" + "".join(f" --{name} {size}" for name, size in given.items() if size != known[name])
     file, names = ("08_4d/moe.py", (*AXES, "ep", "chunks")) if cfg.experts else ("08_4d/train.py", (*AXES, "chunks"))
     if cfg.zero > 1:

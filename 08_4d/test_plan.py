@@ -507,7 +507,7 @@ def test_machines():
 
 
 def test_taken_from_moe_py():
-    """What plan.py shares with moe.py, or with train.py, is the same, or it would predict another program."""
+    """Definitions and presets are those of moe.py and train.py: else it would predict another program."""
     ours, theirs = (FAMILY[f"08_4d/{name}.py"].definitions for name in ("plan", "moe"))
     assert all(ours[name] == theirs[name] for name in ("split_layers", "schedule", "flops_per_token"))
     for name, sizes in (load("08_4d/train.py").PRESETS | load("08_4d/moe.py").PRESETS).items():
@@ -527,9 +527,8 @@ def test_zbv(monkeypatch):
     first, *others = PLAN.stages(cfg, TRAIN)
     block, table, counts = PLAN.matrices(cfg) + 2 * 2048, 49152 * 2048, [3, 3, 3, 3, 3, 3, 4, 2]
     assert first == [table, *[block] * 5, table + 2048] and [len(units) for units in others] == [7, 6, 6]
-    assert [len(layers) for layers in PLAN.split_layers(cfg, 8)] == counts and PLAN.ahead(cfg, 0) == PLAN.ahead(
-        cfg, 3
-    ) == 7
+    assert [len(layers) for layers in PLAN.split_layers(cfg, 8)] == counts
+    assert PLAN.ahead(cfg, 0) == PLAN.ahead(cfg, 3) == 7
     head, layer = 6 * 2048 * 49152, (PLAN.flops_per_token(cfg) - 6 * 2048 * 49152) / 24
     loads = [layer * n + head * (i == 7) for i, n in enumerate(counts)]
     assert PLAN.shares(cfg) == [
@@ -627,7 +626,7 @@ def test_time_of_a_block_with_experts():
 
 
 def test_plans_of_experts():
-    """What no formula covers is not proposed: ZeRO-2 and 3, selective recomputation; nor nanotron, which has none."""
+    """Experts get ZeRO-1, with full recomputation or none, and no settings of nanotron, which has no experts."""
     wanted = PLAN.Config(**PLAN.PRESETS["mixtral_8x7b"], preset="mixtral_8x7b", gpus=16, batch=16, seq=4096)
     rows, _ = PLAN.plans(wanted, TRAIN)
     found = {(row.cfg.zero, row.cfg.shard, row.cfg.recompute) for row in rows}
@@ -653,6 +652,8 @@ def test_experts_are_cut_by_tp():
     assert PLAN.expert_matrices(one) == 2 * PLAN.expert_matrices(two) == 4 * 3 * 4096 * 14336
     more = 2 * (2 * 4096 + 32) + 2 * 4096 + 4 * 8  # of a token: rows with their orders, what the router reads and says
     assert PLAN.kept(two) == PLAN.kept(one) / 2 + 4096 / 2 * more
+    wide = 4096 / 2 * (2 * 4096 + 2 * (2 * 2 * 4096 + 2 * 14336)) + 2 * PLAN.expert_matrices(two) / 3
+    assert PLAN.widest(two) == wide  # gradients of the output, of rows and of products; and of down_proj
     once, linear = PLAN.gathered(two), 2 * 4096 * PLAN.matrices(two) / 720e12
     added = PLAN.block_times(two, TRAIN)["tp"]
     assert added == pytest.approx((4 * once, 3 * once + PLAN.beside(2 * linear, 2 * once)))

@@ -160,7 +160,10 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "muon_two": ("03_zero", "Muon on two GPUs, four sequences of 2,048 tokens each, beside AdamW."),
     "lora_two": ("03_zero", "Llama-3.1-8B on two GPUs, frozen weights in shards, two sequences of 4,096 tokens each."),
     "tensor": ("04_tensor_sequence", "A whole model, split over all GPUs."),
-    "tensor_few_layers": ("04_tensor_sequence", "Four layers: so few that the CPU launches async's kernels late."),
+    "tensor_few_layers": (
+        "04_tensor_sequence",
+        "Four layers: async_tensor_parallel.py idles for up to a quarter of so short a step.",
+    ),
     "context": ("05_context_ring", "One sequence of 32,768 tokens for all GPUs; in the last line, for one GPU alone."),
     "context_more": ("05_context_ring", "The same with other recipes, against the library's default."),
     "context_64k": ("05_context_ring", "One sequence of 65,536 tokens."),
@@ -179,7 +182,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "four": ("06_pipeline", "Two schedules. The first line trains another model and batch: compare its MFU alone."),
     "expert": ("07_expert", "OLMoE's shape with 4 layers, against expert_parallel.py, 16,384 tokens per GPU."),
     "expert_more": ("07_expert", "The same with 32,768 tokens per GPU."),
-    "expert_four": ("07_expert", "The same on four GPUs, with 8,192 tokens each: too few to keep a GPU busy."),
+    "expert_four": ("07_expert", "The same on four GPUs, with 8,192 tokens each."),
     "expert_layer": (None, ""),  # has a table of its own
     "layouts_8b": ("08_4d", "Llama-3.1-8B on two GPUs, in every way to split them, against ZeRO alone."),
     "layouts_8b_few_layers": ("08_4d", "The same with 8 layers, and the exposed communication, from a profile."),
