@@ -261,6 +261,7 @@ PROFILED = {  # recipes of a suite of which a timeline is kept
     "layouts_8b_few_layers": "train",
     "expert": "expert_parallel overlap slots symmetric_memory",
     "fp8_zero3": "zero3 fp8_zero3",
+    "fp8_zero3_four": "zero3 fp8_zero3",
 }
 KINDS = "matmuls", "attention", "elementwise", "optimizer"
 DOES = [  # what a GPU kernel does, by parts of its name; the first that fits counts, and all others are elementwise
