@@ -12,11 +12,11 @@
 Memory: activations of slots·t·top_k rows, and copies of so many rows while they travel.
 
 Parent:   07_expert/expert_parallel.py, 07_expert/capacity.py
-Lesson:   Config, Memory, Route, dispatch, combine, one_by_one, MLP, overflow, grow, train_step, train
+Lesson:   Config, Memory, Route, exchange, places, dispatch, combine, one_by_one, MLP, overflow, grow, train_step, train
 Plumbing: Block.__init__, Model.__init__, evaluate, check
-Copy:     AllToAll, Memory, Route, dispatch, combine, Router, sort_by_expert, Permute, Unpermute, grouped_matmul,
-          one_by_one, Experts, MLP, clip_gradients, overflow, grow, evaluate (Model.__init__ shows how to make Memory,
-          train_step and train how to repeat a step)
+Copy:     AllToAll, Memory, Route, exchange, places, dispatch, combine, Router, sort_by_expert, Permute, Unpermute,
+          grouped_matmul, one_by_one, Experts, MLP, clip_gradients, overflow, grow, evaluate (Model.__init__ shows how to
+          make Memory, train_step and train how to repeat a step)
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, model.ep, model.memory,
           ".experts.", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 07_expert/slots.py
@@ -139,6 +139,28 @@ class Route:
 
 
 @torch.compiler.disable  # torch 2.11 loses the gradient of the all-to-all
+def exchange(x: Tensor, ep: dist.ProcessGroup) -> Tensor:
+    """Exchange equal parts of x between the ranks of ep, as AllToAll does."""
+    return AllToAll.apply(x, ep)
+
+
+@torch.compiler.disable  # slots grow while it runs
+def places(inverse: Tensor, ends: Tensor, memory: Memory) -> tuple[Tensor, Tensor, Tensor]:
+    """Find Route.order and Route.there; also returns the rows that go to each expert, [ep, e/ep]."""
+    ep, n = memory.ep.size(), len(inverse)
+    size = math.ceil(memory.slots * n / ep)  # slots for the rows from one rank to another
+    counts = ends.diff(prepend=ends.new_zeros(1)).view(ep, -1)  # ep e/ep
+    sent, last = counts.sum(1), counts.sum(1).cumsum(0)  # ep
+    most = sent.max()
+    memory.missing = torch.maximum(memory.missing, torch.where(most > size, most * ep / n, 0))
+    rank = torch.searchsorted(last, inverse, right=True)  # n
+    slot = inverse - (last - sent)[rank]
+    there = rank * size + slot.clamp(max=size - 1)  # rows without a slot share the last: this step will be repeated
+    order = torch.zeros(ep * size, dtype=torch.long, device=ends.device)
+    order.scatter_(0, there, torch.arange(n, device=ends.device))
+    return order, there, counts
+
+
 def dispatch(
     x: Tensor, gates: Tensor, inverse: Tensor, ends: Tensor, memory: Memory
 ) -> tuple[Tensor, Tensor, Tensor, Route]:
@@ -147,32 +169,20 @@ def dispatch(
     Return the rows that have arrived [slots·n, d], sorted by expert, with the empty slots behind them; their gates
     [slots·n, 1]; the ends [e/ep] of the experts' blocks; and the way back.
     """
-    ep, n, k = memory.ep.size(), gates.numel(), gates.shape[1]
-    size = math.ceil(memory.slots * n / ep)  # slots for the rows from one rank to another
-    counts = ends.diff(prepend=ends.new_zeros(1)).view(ep, -1)  # ep e/ep, of the rows that go there
-    counts_here = torch.empty_like(counts)  # ep e/ep, of the rows that come from there
-    dist.all_to_all_single(counts_here, counts, group=memory.ep)  # 4 bytes per expert; everyone waits
-    sent, last = counts.sum(1), counts.sum(1).cumsum(0)  # ep
-    most = sent.max()
-    memory.missing = torch.maximum(memory.missing, torch.where(most > size, most * ep / n, 0))
-    rank = torch.searchsorted(last, inverse, right=True)  # n
-    slot = inverse - (last - sent)[rank]
-    there = rank * size + slot.clamp(max=size - 1)  # rows without a slot share the last: this step will be repeated
-    order = torch.zeros(ep * size, dtype=torch.long, device=x.device)
-    order.scatter_(0, there, torch.arange(n, device=x.device))
+    k = gates.shape[1]
+    order, there, counts = places(inverse, ends, memory)
     x, gates = Permute.apply(x, order, there, k), Permute.apply(gates.view(-1, 1), order, there, 1)
-    x, gates = AllToAll.apply(x, memory.ep), AllToAll.apply(gates, memory.ep)
-    slot = torch.arange(size, device=x.device).repeat(ep, 1)
+    x, gates, counts_here = exchange(x, memory.ep), exchange(gates, memory.ep), exchange(counts, memory.ep)
+    slot = torch.arange(len(x) // len(counts), device=x.device).repeat(len(counts), 1)
     experts = torch.searchsorted(counts_here.cumsum(1), slot, right=True)  # ep size; e/ep where nothing has come
     by_expert, back, ends = sort_by_expert(experts, counts.shape[1])
     x, gates = Permute.apply(x, by_expert, back, 1), Permute.apply(gates, by_expert, back, 1)
     return x, gates, ends, Route(order, there, by_expert, back, k)
 
 
-@torch.compiler.disable
 def combine(y: Tensor, route: Route, memory: Memory) -> Tensor:
     """Send the experts' outputs y [slots·n, d] back to their tokens, and add those of each: [t, d]."""
-    y = AllToAll.apply(Unpermute.apply(y, route.by_expert, route.back, 1), memory.ep)
+    y = exchange(Unpermute.apply(y, route.by_expert, route.back, 1), memory.ep)
     return Unpermute.apply(y, route.order, route.there, route.k)
 
 
