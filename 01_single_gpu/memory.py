@@ -487,8 +487,9 @@ def head_moments(cfg: Config) -> dict[str, dict[str, int]]:
 
     The norm keeps x and weight·x in float32 and its output. The compiled loss reads logits and writes their gradient;
     uncompiled, forward has log-softmax, and backward log-softmax and two gradients, all float32. The gradient of the
-    head, if W does not compute it, is first in the dtype of the matmul. Where the vocabulary is small, the norm's
-    backward is the widest: six tensors in float32, in the derivative of its square.
+    head, if W does not compute it, is first in the dtype of the matmul. With sequence parallelism it is beside the
+    gathered input and that input's gradient, both of all tokens. Where the vocabulary is small, the norm's backward is
+    the widest: six tensors in float32, in the derivative of its square.
     """
     d, v, e, w, c = cfg.dim, cfg.vocab, item(cfg), wide(cfg), copy_item(cfg)
     head, unit = v * d // cfg.tp, v * d // cfg.tp + d
@@ -496,7 +497,8 @@ def head_moments(cfg: Config) -> dict[str, dict[str, int]]:
     held = {"weights": gathered(cfg, matrices(cfg) + 2 * d, unit), "weight copies": c * head, "activations": kept}
     found = {"loss": {**held, "logits": (2 * e if cfg.compile else 3 * w) * logits}}
     gradient = (c or e) * head * (not split_backward(cfg) and not cfg.lora_rank)
-    found["head"] = {**held, "logits": e * logits, "temporary": per_token(cfg, e * d, 0) + gradient}
+    whole = 2 * e * d * tokens(cfg) * cfg.sequence_parallel
+    found["head"] = {**held, "logits": e * logits, "temporary": per_token(cfg, e * d, 0) + whole + gradient}
     if c:
         temporary = per_token(cfg, e * d, 0) + (c + w) * head
         found["head in float32"] = {"activations": per_token(cfg, 2 * w * d, 0), "temporary": temporary}

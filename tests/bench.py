@@ -158,13 +158,13 @@ pipeline_twins: 4, 3, {STAGED.replace(" --compile", "")}
     06_pipeline: torch_pipelining --compile --schedule 1F1B
     06_pipeline: torch_pipelining --compile --schedule Interleaved1F1B
     06_pipeline: torch_pipelining --schedule ZBVZeroBubble
-expert: 2, 3, {EXPERTS} --batch 8
+expert: 2, 4, {EXPERTS} --batch 8
     07_expert: expert_parallel overlap
     07_expert: slots symmetric_memory --slots 1.25
-expert_more: 2, 3, {EXPERTS} --batch 16
+expert_more: 2, 4, {EXPERTS} --batch 16
     07_expert: expert_parallel overlap
     07_expert: slots symmetric_memory --slots 1.25
-expert_four: 4, 3, {EXPERTS} --batch 8
+expert_four: 4, 4, {EXPERTS} --batch 8
     07_expert: expert_parallel overlap
     07_expert: slots symmetric_memory --slots 1.25
 documents: 1, 3, {LLAMAS["llama3_1b"]} --compile --data {DOCUMENTS}
@@ -870,6 +870,12 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
         yield result
 
 
+def named(suite: str, gpu: str, stored: dict[str, dict]) -> str:
+    """The name under which a result is stored: the suite's; on another card than the first one, with that card's."""
+    card = gpu.split()[3]
+    return suite if card in stored.get(suite, {"gpu": card})["gpu"] else f"{suite} on {card}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -916,7 +922,7 @@ def main() -> None:
         for result in (
             [collectives(present)] if suite == "collectives" else measure(suite, args.rounds, args.gpus, args.brief)
         ):
-            stored[suite] = result
+            stored[named(suite, result["gpu"], stored)] = result
             RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
 
 

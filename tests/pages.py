@@ -195,6 +195,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "kernels_smollm": ("09_kernels", "SmolLM-1.7B, four sequences of 4,096 tokens, against the root, compiled."),
     "kernels_llama3_1b": ("09_kernels", "Llama-3.2-1B, four sequences of 8,192 tokens: the vocabulary is larger."),
     "mixed_smollm": ("10_mixed_precision", "SmolLM-1.7B, four sequences of 4,096 tokens, compiled."),
+    "mixed_two": ("10_mixed_precision", "The same with two micro-batches, the default, against gradient_accumulation.py."),
     "mixed_llama3_8b": ("10_mixed_precision", "Llama-3.1-8B, one sequence of 8,192 tokens, on one GPU, compiled."),
     "fp8_zero3": ("10_mixed_precision", "SmolLM-1.7B on two GPUs, four sequences of 4,096 tokens each, in shards."),
     "fp8_zero3_8b": (None, ""),  # 8 layers of what four GPUs hold as a whole
@@ -456,10 +457,12 @@ def suites(folder: str) -> dict[str, dict]:
     stored = results("speed.json")
 
     def home(name: str) -> str | None:
-        return SUITES[name][0] if name in SUITES else stored[name]["rows"][0]["file"].split("/")[0]
+        suite = name.split(" on ")[0]  # on another card than that of the main table
+        return SUITES[suite][0] if suite in SUITES else stored[name]["rows"][0]["file"].split("/")[0]
 
-    order = [*SUITES, *(name for name in stored if name not in SUITES)]
-    return {name: stored[name] for name in order if name in stored and home(name) == folder}
+    known = {suite: i for i, suite in enumerate(SUITES)}
+    order = sorted(stored, key=lambda name: (known.get(name.split(" on ")[0], len(known)), name))
+    return {name: stored[name] for name in order if home(name) == folder}
 
 
 def ratio(path: str) -> str:
@@ -801,7 +804,7 @@ def speed(folder: str) -> str:
         note += f" ({suite['note']})" if "note" in suite else ""
         how = [f"torch {suite['torch']}", suite["date"], *([f"commit {suite['commit']}"] if "commit" in suite else [])]
         details = folded("commands", f"```\n{', '.join(how)}\n{suite['command']}\n\n{flags}\n```")
-        sentence = SUITES.get(name, (folder, ""))[1]
+        sentence = "The same on another card." if " on " in name else SUITES.get(name, (folder, ""))[1]
         parts.append("\n\n".join(filter(None, [sentence, note, text, details])))
     return "\n\n".join(parts) or UNKNOWN
 
