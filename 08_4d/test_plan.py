@@ -572,16 +572,15 @@ def test_gathered_keys():
 
 
 def test_experts_as_measured():
-    """expert_parallel.py on two and four GPUs: memory within 1 %, speed within 9 %.
+    """expert_parallel.py on two and four GPUs: memory within 1 %, speed within 5 %.
 
     It has fp32 weights: at the loss as many bytes as bf16 weights with fp32 masters. Experts are about equally busy.
-    When these rows were measured, each row's way through dispatch and combine took 40·d bytes more than now.
     """
-    for suite, gpus in (("expert", 2), ("expert_four", 4)):
+    for suite, gpus in (("expert", 2), ("expert_more", 2), ("expert_four", 4)):
         row = next(row for row in STORED[suite]["rows"] if row["file"].endswith("expert_parallel.py"))
         found = PLAN.predict(config(row["flags"], STORED[suite]["gpu"], dp=gpus, ep=gpus), PLAN.FP32_WEIGHTS)
         tokens, _, peak = measured(row)
-        assert abs(found.tokens / tokens - 1) < 0.09 and abs(found.memory / peak - 1) < 0.01, (suite, found)
+        assert abs(found.tokens / tokens - 1) < 0.05 and abs(found.memory / peak - 1) < 0.01, (suite, found)
 
 
 def test_shared_out_experts():

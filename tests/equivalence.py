@@ -471,18 +471,12 @@ def check_low_precision(recipe: str, world: int, flags: str) -> dict[str, float]
     return worst
 
 
-def measured(recipe: str, device: str, ranks: list[int]) -> list[dict[str, object]]:
-    """Run the checks of all cases of a recipe that fit, on one of `ranks` if any, and return what is stored of each."""
-    entries = []
-    for case in CASES:
-        name, world, flags = case
-        fits = device == "cpu" or world <= torch.cuda.device_count()
-        if name == recipe and fits and world in (ranks or [world]):
-            errors = check(*case) if device == "cpu" else check_low_precision(*case)
-            numbers = (f"{key} {error:.1e}" for key, error in errors.items())
-            print(f"{recipe:45} {world} ranks {flags:30}", *numbers, flush=True)
-            entries.append({"recipe": recipe, "device": device, "ranks": world, "flags": flags, "errors": errors})
-    return entries
+def measured(case: tuple[str, int, str], device: str) -> dict[str, object]:
+    """Run the check of a case, and return what is stored of it."""
+    recipe, world, flags = case
+    errors = check(*case) if device == "cpu" else check_low_precision(*case)
+    print(f"{recipe:45} {world} ranks {flags:30}", *(f"{key} {error:.1e}" for key, error in errors.items()), flush=True)
+    return {"recipe": recipe, "device": device, "ranks": world, "flags": flags, "errors": errors}
 
 
 def main() -> None:
@@ -490,23 +484,27 @@ def main() -> None:
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="all if none is given")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, nargs="*", help="cases of so many ranks; all if none is given")
-    parser.add_argument("--jobs", type=int, default=1, help="recipes that are checked at the same time")
+    parser.add_argument("--jobs", type=int, default=1, help="cases that are checked at the same time")
     args = parser.parse_args()
-    recipes = args.recipes or list(dict.fromkeys(recipe for recipe, *_ in CASES))
+    if unknown := {*args.recipes} - {recipe for recipe, *_ in CASES}:
+        raise SystemExit(f"{' '.join(sorted(unknown))}: must be recipes that are compared with their root")
+    most = torch.cuda.device_count() if args.device == "cuda" else math.inf
+    cases = [case for case in CASES if case[0] in (args.recipes or [case[0]])]
+    cases = [case for case in cases if case[1] in (args.ranks or [case[1]]) and case[1] <= most]
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     run_folder()  # of this process, for those of the pool
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as jobs:
-        futures = {jobs.submit(measured, recipe, args.device, args.ranks): recipe for recipe in recipes}
+        futures = {jobs.submit(measured, case, args.device): case for case in cases}
         for future in as_completed(futures):
             if problem := future.exception():
-                print(f"{futures[future]}: {problem}", flush=True)
+                print(*futures[future], problem, flush=True)
                 continue
-            entries = {tuple(entry[key] for key in KEYS): entry for entry in [*kept, *future.result()]}
+            entries = {tuple(entry[key] for key in KEYS): entry for entry in [*kept, future.result()]}
             kept = [entry for (*case, _), entry in entries.items() if tuple(case) in CASES]  # some are of older cases
             RESULTS.parent.mkdir(exist_ok=True)
             RESULTS.write_text("[\n" + ",\n".join(sorted(json.dumps(entry) for entry in kept)) + "\n]\n")
     if any(future.exception() for future in futures):
-        raise SystemExit("not all recipes are equal to their root")
+        raise SystemExit("not all cases are equal to their root")
 
 
 if __name__ == "__main__":

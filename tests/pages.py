@@ -195,7 +195,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "kernels_smollm": ("09_kernels", "SmolLM-1.7B, four sequences of 4,096 tokens, against the root, compiled."),
     "kernels_llama3_1b": ("09_kernels", "Llama-3.2-1B, four sequences of 8,192 tokens: the vocabulary is larger."),
     "mixed_smollm": ("10_mixed_precision", "SmolLM-1.7B, four sequences of 4,096 tokens, compiled."),
-    "mixed_two": ("10_mixed_precision", "The same with two micro-batches, the default, against gradient_accumulation.py."),
+    "mixed_two": ("10_mixed_precision", "Two micro-batches, the default, against gradient_accumulation.py."),
     "mixed_llama3_8b": ("10_mixed_precision", "Llama-3.1-8B, one sequence of 8,192 tokens, on one GPU, compiled."),
     "fp8_zero3": ("10_mixed_precision", "SmolLM-1.7B on two GPUs, four sequences of 4,096 tokens each, in shards."),
     "fp8_zero3_8b": (None, ""),  # 8 layers of what four GPUs hold as a whole
