@@ -15,6 +15,7 @@ Source:   Loshchilov and Hutter 2017, arXiv:1711.05101; many tensors at once as 
 
 import argparse
 import os
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -295,11 +296,11 @@ def check(device: str) -> None:
 
 
 def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU. They take turns. No CUDA graph: a step reads addresses from the CPU's memory."""
+    """Median time of each on the GPU, in random order. No CUDA graph: a step reads addresses from the CPU's memory."""
     times = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            times[name].append(triton.testing.do_bench(run, return_mode="median"))
+    for turn in range(rounds):
+        for name in random.Random(turn).sample(list(contenders), len(contenders)):
+            times[name].append(triton.testing.do_bench(contenders[name], return_mode="median"))
     return {name: statistics.median(found) for name, found in times.items()}
 
 

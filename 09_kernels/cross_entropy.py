@@ -22,6 +22,7 @@ Source:   online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867; in chun
 
 import argparse
 import os
+import random
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -204,10 +205,12 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, ignore_index: int = IGNOR
     A target of ignore_index counts nothing; any other that is no column of the logits makes the loss NaN. Computed in
     float32, in float64 for float64. The logits must come from an operation that does not need them in backward, as a
     matmul does not; autograd raises RuntimeError if one does, or if backward runs twice. Raises ValueError for leaves,
-    and for shapes that do not fit.
+    for integers, and for shapes that do not fit.
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"logits are {list(logits.shape)}, targets {list(targets.shape)}: must be [n, v] and [n]")
+    if not logits.is_floating_point():
+        raise ValueError(f"logits are {logits.dtype}: must have a floating-point dtype")
     check_free(logits)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     return CrossEntropy.apply(logits, targets.contiguous(), ignore_index)
@@ -266,6 +269,8 @@ def linear_cross_entropy_sum(
     if x.ndim != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:
         shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(targets.shape)}"
         raise ValueError(f"x, weight and targets are {shapes}: must be [n, d], [v, d] and [n]")
+    if not (x.is_floating_point() and weight.is_floating_point()):
+        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}: must have floating-point dtypes")
     training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chunk = chunk or max(2**29 // len(weight) // 256, 1) * 256
     return LinearCrossEntropy.apply(x, weight, targets.contiguous(), chunk, ignore_index, training)
@@ -369,11 +374,11 @@ def check(device: str) -> None:
 
 
 def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
     times = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    for turn in range(rounds):
+        for name in random.Random(turn).sample(list(contenders), len(contenders)):
+            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
     return {name: statistics.median(found) for name, found in times.items()}
 
 

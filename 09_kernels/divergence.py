@@ -7,24 +7,26 @@ been computed for every element. `if` takes one scalar, and all BLOCK elements o
 
     by mask      steps = n + S · n                            whatever the data is; eager and torch.compile do this
     by program   steps = n + S · BLOCK · (blocks in need)     few if elements in need stand together, else most blocks
-    by list      steps = n + S · (elements in need)           and 2·4 + 2·itemsize bytes more for each of them
+    by list      steps = n + S · (elements in need)           and bytes for the list, and for sectors read again
 
 The list sorts elements into two kinds. A first kernel does the cheap step for all of them and collects the indices of
 those in need; a second kernel gathers these, does the S steps and scatters the results. All its lanes do useful work.
-The price is bytes, the gain is steps: it pays from some number of steps on, which `break_even` computes.
+The price is bytes, the gain is steps. Memory moves sectors of 32 bytes: at random places, half of the elements in need
+make nearly all sectors travel again. It pays from some number of steps on, which `break_even` computes.
 
 The function is y' = -y³ over one unit of time, in 1 step where |y| <= 1/8, else in S = 256 explicit Euler steps
 (y -= y³/S, stable where y² < 2·S), of which each needs the one before. This equation has a closed form, most have not.
 
 Parent:   none
-Copy:     BLOCK, STEPS, CALM, widen, in_need, step, collect, from_list, by_list (call by_list; put your formulas into
-          in_need and step)
+Copy:     DTYPES, BLOCK, STEPS, CALM, widen, in_need, step, collect, from_list, prepare, by_list (call by_list; put your
+          formulas into in_need and step)
 Run:      python 09_kernels/divergence.py
 Source:   NVIDIA, CUDA C++ Programming Guide, "SIMT Architecture"
 """
 
 import argparse
 import os
+import random
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -40,6 +42,7 @@ DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
 BLOCK = 1024  # elements of a program: all of them take the expensive side, or none
 STEPS = 256  # of an element in need; the others take 1
 CALM = tl.constexpr(0.125)  # up to this size, 1 step will do
+SECTOR = 32  # bytes that memory moves at least
 FLOPS = 4  # of one step, y - y * y * (y * h), in 3 instructions: 2 multiplications and 1 fused multiply-add
 STEP_RATE = 132 * 128 * 1.98e9 / 3  # fp32 steps per second of an H100 or H200: SMs x lanes x clock / instructions
 
@@ -123,13 +126,20 @@ def from_list(x_ptr, y_ptr, list_ptr, count_ptr, STEPS: tl.constexpr, BLOCK: tl.
         tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), inside)  # scatter
 
 
+def prepare(x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return x, contiguous, memory for y, and the number of elements. Raises ValueError for a dtype not in DTYPES."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x is {x.dtype}: must be one of {', '.join(str(dtype) for dtype in DTYPES)}")
+    x = x.contiguous()
+    return x, torch.empty_like(x), x.numel()
+
+
 def by_mask(x: Tensor, steps: int = STEPS) -> Tensor:
     """x of any shape -> y, contiguous; both sides for every element. There is no gradient.
 
-    x float16, bfloat16, float32 or float64; computed in float32 (float64), rounded once.
+    x float16, bfloat16, float32 or float64; computed in float32 (float64), rounded once. Raises ValueError for others.
     """
-    x = x.contiguous()
-    y, n = torch.empty_like(x), x.numel()
+    x, y, n = prepare(x)
     if n:
         masked[(triton.cdiv(n, BLOCK),)](x, y, n, STEPS=steps, BLOCK=BLOCK)
     return y
@@ -137,8 +147,7 @@ def by_mask(x: Tensor, steps: int = STEPS) -> Tensor:
 
 def by_program(x: Tensor, steps: int = STEPS) -> Tensor:
     """The same; blocks of 1,024 elements of which none is in need skip the expensive side."""
-    x = x.contiguous()
-    y, n = torch.empty_like(x), x.numel()
+    x, y, n = prepare(x)
     if n:
         branched[(triton.cdiv(n, BLOCK),)](x, y, n, STEPS=steps, BLOCK=BLOCK)
     return y
@@ -146,8 +155,7 @@ def by_program(x: Tensor, steps: int = STEPS) -> Tensor:
 
 def by_list(x: Tensor, steps: int = STEPS) -> Tensor:
     """The same; elements in need are listed first. Takes 4 bytes of memory per element (8 beyond 2^31 elements)."""
-    x = x.contiguous()
-    y, n = torch.empty_like(x), x.numel()
+    x, y, n = prepare(x)
     integer = torch.int32 if n < 2**31 else torch.int64
     indices = torch.empty(n, dtype=integer, device=x.device)
     count = torch.zeros(1, dtype=integer, device=x.device)
@@ -197,12 +205,14 @@ def steps_taken(way: Callable, x: Tensor, steps: int = STEPS) -> int:
 
 
 def break_even(share: float, itemsize: int, bandwidth: float) -> float:
-    """Steps from which on the list beats the mask, for a share of elements in need below 1; bandwidth in bytes/s.
+    """Steps from which on the list beats the mask, for a share below 1 of elements in need, at random places.
 
     The mask takes, per element, the longer of its bytes and its steps. The list takes the same bytes first, and then,
-    for those in need, the longer of their steps and their bytes: index written and read, x gathered, y scattered.
+    for those in need, the longer of their steps and their bytes: index written and read, x gathered, y scattered. A
+    sector travels as a whole if any of its elements is in need. bandwidth: in bytes/s.
     """
-    first, second = 2 * itemsize / bandwidth, share * (2 * 4 + 2 * itemsize) / bandwidth
+    touched = 1 - (1 - share) ** (SECTOR / itemsize)  # share of the sectors
+    first, second = 2 * itemsize / bandwidth, (2 * 4 * share + 2 * itemsize * touched) / bandwidth
     return STEP_RATE * max(first + second, first / (1 - share))
 
 
@@ -252,11 +262,11 @@ def check(device: str) -> None:
 
 
 def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
     times = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    for turn in range(rounds):
+        for name in random.Random(turn).sample(list(contenders), len(contenders)):
+            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
     return {name: statistics.median(found) for name, found in times.items()}
 
 

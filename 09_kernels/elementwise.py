@@ -20,6 +20,7 @@ Source:   Clevert et al. 2015, arXiv:1511.07289
 
 import argparse
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -198,22 +199,23 @@ def check(device: str) -> None:
 
 
 def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
     times = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    for turn in range(rounds):
+        for name in random.Random(turn).sample(list(contenders), len(contenders)):
+            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
     return {name: statistics.median(found) for name, found in times.items()}
 
 
 def milliseconds_of_calls(contenders: dict[str, Callable[[], object]], calls: int = 200) -> dict[str, float]:
-    """Median time of one call as a program makes it, launch included: wall clock around many calls. They take turns.
+    """Median time of one call as a program makes it, launch included: wall clock around many calls, in random order.
 
     The CPU runs ahead of the GPU: a call costs the longer of what the CPU needs to launch it and the GPU to run it.
     """
     times = {name: [] for name in contenders}
-    for _ in range(5):
-        for name, run in contenders.items():
+    for turn in range(5):
+        for name in random.Random(turn).sample(list(contenders), len(contenders)):
+            run = contenders[name]
             run()  # compiles what is not yet compiled
             torch.cuda.synchronize()  # the GPU is idle when the clock starts
             start = time.perf_counter()

@@ -13,6 +13,7 @@ Source:   Su et al. 2021, arXiv:2104.09864
 
 import argparse
 import os
+import random
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -95,9 +96,11 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     Pairs are (i, i + k/2) of each head, as in Llama's published weights; of the table, the left half is read. x is what
     a projection returns: all heads of a token side by side. (A slice of a merged projection works, too, but autograd
     then copies the gradient of the whole; what split or chunk return must not be changed in place.) The table has both
-    halves of a row, k columns. Raises ValueError for shapes that do not fit, and for leaves.
+    halves of a row, k columns. Raises ValueError for shapes that do not fit, integers and leaves.
     """
     (_, s, width), (cos, sin) = x.shape, rope
+    if not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype}: must have a floating-point dtype")
     if cos.shape[0] < s or width % cos.shape[1] or cos.shape[1] % 2:
         raise ValueError(f"a table {list(cos.shape)} does not fit x {list(x.shape)}: needs a row per token, heads of k")
     if cos.shape != sin.shape or cos.stride() != sin.stride():
@@ -205,11 +208,11 @@ def check(device: str) -> None:
 
 
 def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
     times = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    for turn in range(rounds):
+        for name in random.Random(turn).sample(list(contenders), len(contenders)):
+            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
     return {name: statistics.median(found) for name, found in times.items()}
 
 

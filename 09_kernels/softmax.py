@@ -22,6 +22,7 @@ Source:   Milakov and Gimelshein 2018, arXiv:1805.02867
 
 import argparse
 import os
+import random
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -273,11 +274,11 @@ def check(device: str) -> None:
 
 
 def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
     times = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    for turn in range(rounds):
+        for name in random.Random(turn).sample(list(contenders), len(contenders)):
+            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
     return {name: statistics.median(found) for name, found in times.items()}
 
 

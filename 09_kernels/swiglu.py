@@ -16,6 +16,7 @@ Source:   Shazeer 2020, arXiv:2002.05202
 
 import argparse
 import os
+import random
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -183,8 +184,9 @@ def check_free(*tensors: Tensor) -> None:
 
 def check_swiglu(gate: Tensor, up: Tensor) -> None:
     """Raise ValueError for what the kernels would not read, or write, as it is meant."""
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(f"gate is {list(gate.shape)} {gate.dtype}, up {list(up.shape)} {up.dtype}: must be alike")
+    if gate.shape != up.shape or gate.dtype != up.dtype or not gate.is_floating_point():
+        found = f"gate is {list(gate.shape)} {gate.dtype}, up {list(up.shape)} {up.dtype}"
+        raise ValueError(f"{found}: must be alike, and of a floating-point dtype")
     check_free(gate, up)
 
 
@@ -308,11 +310,11 @@ def check(device: str) -> None:
 
 
 def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs, so that the CPU plays no part. They take turns."""
+    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
     times = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            times[name].append(triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median"))
+    for turn in range(rounds):
+        for name in random.Random(turn).sample(list(contenders), len(contenders)):
+            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
     return {name: statistics.median(found) for name, found in times.items()}
 
 

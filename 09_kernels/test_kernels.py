@@ -29,7 +29,7 @@ OWN_TESTS = [f"09_kernels/{name}.py" for name in ("flash_attention", "matmul", "
 GLUON = "09_kernels/flash_attention_gluon.py"  # which has no interpreter: on a CPU it says so, and checks nothing
 ELEMENTWISE, SOFTMAX, RMSNORM = "09_kernels/elementwise.py", "09_kernels/softmax.py", "09_kernels/rmsnorm.py"
 SWIGLU, ROPE, CROSS_ENTROPY = "09_kernels/swiglu.py", "09_kernels/rope.py", "09_kernels/cross_entropy.py"
-COALESCING, TILING = "09_kernels/coalescing.py", "09_kernels/tiling.py"
+COALESCING, TILING, DIVERGENCE = "09_kernels/coalescing.py", "09_kernels/tiling.py", "09_kernels/divergence.py"
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -326,6 +326,11 @@ def test_refusals(file=None):
         ("must be alike", lambda: rmsnorm.rms_norm(x, random(4))),
         ("int64", lambda: softmax.softmax(torch.arange(3))),
         ("int64", lambda: load(ELEMENTWISE).elu(torch.arange(3))),
+        *(("int64", lambda way=way: way(torch.arange(3))) for way in load(DIVERGENCE).WAYS),
+        ("int64", lambda: load(SWIGLU).silu_mul(x.long(), x.long())),
+        ("int64", lambda: load(CROSS_ENTROPY).cross_entropy_sum(x.long(), torch.zeros(3).long())),
+        ("int64", lambda: load(CROSS_ENTROPY).linear_cross_entropy_sum(x.long(), x, torch.zeros(3).long())),
+        ("int64", lambda: load(ROPE).rotate(x[None].long(), (x, x))),
         ("3 dimensions", lambda: load(COALESCING).transpose(load(COALESCING).transpose_far, long[None])),
         (r"\[m, k\]", lambda: load(TILING).dot(long, long)),
         ("float64", lambda: load(TILING).dot(long.double(), long.double().T)),

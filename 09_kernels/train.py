@@ -377,8 +377,9 @@ def check_free(*tensors: Tensor) -> None:
 
 def check_swiglu(gate: Tensor, up: Tensor) -> None:
     """Raise ValueError for what the kernels would not read, or write, as it is meant."""
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(f"gate is {list(gate.shape)} {gate.dtype}, up {list(up.shape)} {up.dtype}: must be alike")
+    if gate.shape != up.shape or gate.dtype != up.dtype or not gate.is_floating_point():
+        found = f"gate is {list(gate.shape)} {gate.dtype}, up {list(up.shape)} {up.dtype}"
+        raise ValueError(f"{found}: must be alike, and of a floating-point dtype")
     check_free(gate, up)
 
 
@@ -447,25 +448,9 @@ class Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x [b, s, h·k] in place, by the cosine and sine [s, k] of its tokens; return x.
-
-    Pairs are (i, i + k/2) of each head, as in Llama's published weights; of the table, the left half is read. x is what
-    a projection returns: all heads of a token side by side. (A slice of a merged projection works, too, but autograd
-    then copies the gradient of the whole; what split or chunk return must not be changed in place.) The table has both
-    halves of a row, k columns. Raises ValueError for shapes that do not fit, and for leaves.
-    """
-    (_, s, width), (cos, sin) = x.shape, rope
-    if cos.shape[0] < s or width % cos.shape[1] or cos.shape[1] % 2:
-        raise ValueError(f"a table {list(cos.shape)} does not fit x {list(x.shape)}: needs a row per token, heads of k")
-    if cos.shape != sin.shape or cos.stride() != sin.stride():
-        raise ValueError("cosine and sine must have the same shape and strides")
-    if x.stride(2) != 1 or cos.stride(1) != 1:
-        raise ValueError("the last axis of x and of the table must be contiguous")
-    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
-        raise ValueError("x is rotated in place: it must not be a leaf, such as a parameter")
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
-        raise ValueError("x is expanded: it must have memory for each of its elements")
-    return Rotate.apply(x, cos, sin)
+    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
 
 
 @triton.jit
@@ -603,6 +588,8 @@ def linear_cross_entropy_sum(
     if x.ndim != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:
         shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(targets.shape)}"
         raise ValueError(f"x, weight and targets are {shapes}: must be [n, d], [v, d] and [n]")
+    if not (x.is_floating_point() and weight.is_floating_point()):
+        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}: must have floating-point dtypes")
     training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chunk = chunk or max(2**29 // len(weight) // 256, 1) * 256
     return LinearCrossEntropy.apply(x, weight, targets.contiguous(), chunk, ignore_index, training)
