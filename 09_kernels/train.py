@@ -448,9 +448,27 @@ class Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair (i, i + k/2) of the last axis of x [b, h, s, k] by the angle of its position."""
-    low, high = x.chunk(2, dim=-1)
-    return (x * rope[0] + torch.cat((-high, low), dim=-1) * rope[1]).to(x.dtype)
+    """Rotate x [b, s, h·k] in place, by the cosine and sine [s, k] of its tokens; return x.
+
+    Pairs are (i, i + k/2) of each head, as in Llama's published weights; of the table, the left half is read. x is what
+    a projection returns: all heads of a token side by side. (A slice of a merged projection works, too, but autograd
+    then copies the gradient of the whole; what split or chunk return must not be changed in place.) The table has both
+    halves of a row, k columns. Raises ValueError for shapes that do not fit, integers and leaves.
+    """
+    (_, s, width), (cos, sin) = x.shape, rope
+    if not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype}: must have a floating-point dtype")
+    if cos.shape[0] < s or width % cos.shape[1] or cos.shape[1] % 2:
+        raise ValueError(f"a table {list(cos.shape)} does not fit x {list(x.shape)}: needs a row per token, heads of k")
+    if cos.shape != sin.shape or cos.stride() != sin.stride():
+        raise ValueError("cosine and sine must have the same shape and strides")
+    if x.stride(2) != 1 or cos.stride(1) != 1:
+        raise ValueError("the last axis of x and of the table must be contiguous")
+    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        raise ValueError("x is rotated in place: it must not be a leaf, such as a parameter")
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        raise ValueError("x is expanded: it must have memory for each of its elements")
+    return Rotate.apply(x, cos, sin)
 
 
 @triton.jit
