@@ -269,18 +269,13 @@ def flash2_forward(
     total = widen(tl.zeros([BLOCK_M], q.dtype))
     highest = total + float("-inf")
     whole, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
-    for at in tl.range(0, whole, BLOCK_N):
-        k = load_rows(k_ptr, at, t, k_s, BLOCK_N, K, COLUMNS)
-        v = load_rows(v_ptr, at, t, v_s, BLOCK_N, K, COLUMNS)
-        highest, total, o = add_keys(
-            q, k, v, highest, total, o, start, at, t, SCALE, CAUSAL, False, BLOCK_M, BLOCK_N
-        )  # fmt: skip
-    for at in tl.range(whole, end, BLOCK_N):
-        k = load_rows(k_ptr, at, t, k_s, BLOCK_N, K, COLUMNS)
-        v = load_rows(v_ptr, at, t, v_s, BLOCK_N, K, COLUMNS)
-        highest, total, o = add_keys(
-            q, k, v, highest, total, o, start, at, t, SCALE, CAUSAL, True, BLOCK_M, BLOCK_N
-        )  # fmt: skip
+    for cut in tl.static_range(2):  # unrolled: whole blocks of keys, then those that the diagonal or the end cuts
+        for at in tl.range(whole if cut else 0, end if cut else whole, BLOCK_N):
+            k = load_rows(k_ptr, at, t, k_s, BLOCK_N, K, COLUMNS)
+            v = load_rows(v_ptr, at, t, v_s, BLOCK_N, K, COLUMNS)
+            highest, total, o = add_keys(
+                q, k, v, highest, total, o, start, at, t, SCALE, CAUSAL, cut, BLOCK_M, BLOCK_N
+            )  # fmt: skip
     finish(o_ptr, lse_ptr, o, highest, total, head, start, s, h, K, BLOCK_M, COLUMNS)
 
 
@@ -328,24 +323,16 @@ def flash2_keys(
         own_q_ptr = head_of(q_ptr, head, h, q_b, q_h)
         own_do_ptr = head_of(do_ptr, head, h, do_b, do_h)
         lse_ptr = rows_ptr + tl.cast(head, tl.int64) * 2 * padded
-        for start in tl.range(first, tl.minimum(whole, s), BLOCK_M):
-            row = start + tl.arange(0, BLOCK_M)[None, :]
-            q = load_rows(own_q_ptr, start, s, q_s, BLOCK_M, K, COLUMNS)
-            do = load_rows(own_do_ptr, start, s, do_s, BLOCK_M, K, COLUMNS)
-            lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
-            p = probabilities(k, q, lse, column <= row, BASE2, True)  # N M
-            dv = add_product(dv, p.to(do.dtype), do)
-            ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta)
-            dk = add_product(dk, ds.to(q.dtype), q)
-        for start in tl.range(whole, s, BLOCK_M):
-            row = start + tl.arange(0, BLOCK_M)[None, :]
-            q = load_rows(own_q_ptr, start, s, q_s, BLOCK_M, K, COLUMNS)
-            do = load_rows(own_do_ptr, start, s, do_s, BLOCK_M, K, COLUMNS)
-            lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
-            p = probabilities(k, q, lse, column <= row, BASE2, False)
-            dv = add_product(dv, p.to(do.dtype), do)
-            ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta)
-            dk = add_product(dk, ds.to(q.dtype), q)
+        for cut in tl.static_range(1, -1, -1):  # unrolled: queries that see some of these keys, then all others
+            for start in tl.range(first if cut else whole, tl.minimum(whole, s) if cut else s, BLOCK_M):
+                row = start + tl.arange(0, BLOCK_M)[None, :]
+                q = load_rows(own_q_ptr, start, s, q_s, BLOCK_M, K, COLUMNS)
+                do = load_rows(own_do_ptr, start, s, do_s, BLOCK_M, K, COLUMNS)
+                lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
+                p = probabilities(k, q, lse, column <= row, BASE2, cut)  # N M
+                dv = add_product(dv, p.to(do.dtype), do)
+                ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta)
+                dk = add_product(dk, ds.to(q.dtype), q)
     stride = tl.cast(t, tl.int64) * kv_heads * K
     store_rows(head_of(dk_ptr, kv_head, kv_heads, stride, K), dk * SCALE, at, t, kv_heads * K, BLOCK_N, K, COLUMNS)
     store_rows(head_of(dv_ptr, kv_head, kv_heads, stride, K), dv, at, t, kv_heads * K, BLOCK_N, K, COLUMNS)
@@ -370,20 +357,15 @@ def flash2_queries(
     lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
     dq = widen(tl.zeros([BLOCK_M, COLUMNS], q.dtype))
     whole, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
-    for at in tl.range(0, whole, BLOCK_N):
-        k = load_rows(k_ptr, at, t, k_s, BLOCK_N, K, COLUMNS)
-        v = load_rows(v_ptr, at, t, v_s, BLOCK_N, K, COLUMNS)
-        p = probabilities(q, k, lse, row >= 0, BASE2, False)  # M N
-        ds = p * (tl.dot(do, v.T, input_precision="ieee") - delta)
-        dq = add_product(dq, ds.to(k.dtype), k)
-    for at in tl.range(whole, end, BLOCK_N):
-        k = load_rows(k_ptr, at, t, k_s, BLOCK_N, K, COLUMNS)
-        v = load_rows(v_ptr, at, t, v_s, BLOCK_N, K, COLUMNS)
-        column = at + tl.arange(0, BLOCK_N)[None, :]
-        seen = (column <= row) & (column < t) if CAUSAL else column < t
-        p = probabilities(q, k, lse, seen, BASE2, True)
-        ds = p * (tl.dot(do, v.T, input_precision="ieee") - delta)
-        dq = add_product(dq, ds.to(k.dtype), k)
+    for cut in tl.static_range(2):  # as in forward
+        for at in tl.range(whole if cut else 0, end if cut else whole, BLOCK_N):
+            k = load_rows(k_ptr, at, t, k_s, BLOCK_N, K, COLUMNS)
+            v = load_rows(v_ptr, at, t, v_s, BLOCK_N, K, COLUMNS)
+            column = at + tl.arange(0, BLOCK_N)[None, :]
+            seen = (column <= row) & (column < t) if CAUSAL else column < t
+            p = probabilities(q, k, lse, seen, BASE2, cut)  # M N
+            ds = p * (tl.dot(do, v.T, input_precision="ieee") - delta)
+            dq = add_product(dq, ds.to(k.dtype), k)
     dq_ptr = head_of(dq_ptr, head, h, tl.cast(s, tl.int64) * h * K, K)
     store_rows(dq_ptr, dq * SCALE, start, s, h * K, BLOCK_M, K, COLUMNS)
 
@@ -406,18 +388,13 @@ def tma_forward(
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = total + float("-inf")
     whole, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
-    for at in tl.range(0, whole, BLOCK_N):
-        k = k_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
-        v = v_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
-        highest, total, o = add_keys(
-            q, k, v, highest, total, o, start, at, t, SCALE, CAUSAL, False, BLOCK_M, BLOCK_N
-        )  # fmt: skip
-    for at in tl.range(whole, end, BLOCK_N):
-        k = k_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
-        v = v_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
-        highest, total, o = add_keys(
-            q, k, v, highest, total, o, start, at, t, SCALE, CAUSAL, True, BLOCK_M, BLOCK_N
-        )  # fmt: skip
+    for cut in tl.static_range(2):  # unrolled: whole blocks of keys, then those that the diagonal or the end cuts
+        for at in tl.range(whole if cut else 0, end if cut else whole, BLOCK_N):
+            k = k_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
+            v = v_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
+            highest, total, o = add_keys(
+                q, k, v, highest, total, o, start, at, t, SCALE, CAUSAL, cut, BLOCK_M, BLOCK_N
+            )  # fmt: skip
     finish(o_ptr, lse_ptr, o, highest, total, head, start, s, h, K, BLOCK_M, K)
 
 
@@ -441,24 +418,16 @@ def tma_keys(
     whole = tl.cdiv(at + BLOCK_N - 1, BLOCK_M) * BLOCK_M if CAUSAL else 0
     for head in tl.range(kv_head * group, kv_head * group + group):
         lse_ptr = rows_ptr + tl.cast(head, tl.int64) * 2 * padded
-        for start in tl.range(first, tl.minimum(whole, s), BLOCK_M):
-            row = start + tl.arange(0, BLOCK_M)[None, :]
-            q = q_blocks.load([batch, head % h, start, 0]).reshape([BLOCK_M, K])
-            do = do_blocks.load([batch, head % h, start, 0]).reshape([BLOCK_M, K])
-            lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
-            p = probabilities(k, q, lse, column <= row, BASE2, True)
-            dv = add_product(dv, p.to(do.dtype), do)
-            ds = p * (tl.dot(v, do.T) - delta)
-            dk = add_product(dk, ds.to(q.dtype), q)
-        for start in tl.range(whole, s, BLOCK_M):
-            row = start + tl.arange(0, BLOCK_M)[None, :]
-            q = q_blocks.load([batch, head % h, start, 0]).reshape([BLOCK_M, K])
-            do = do_blocks.load([batch, head % h, start, 0]).reshape([BLOCK_M, K])
-            lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
-            p = probabilities(k, q, lse, column <= row, BASE2, False)
-            dv = add_product(dv, p.to(do.dtype), do)
-            ds = p * (tl.dot(v, do.T) - delta)
-            dk = add_product(dk, ds.to(q.dtype), q)
+        for cut in tl.static_range(1, -1, -1):  # unrolled: queries that see some of these keys, then all others
+            for start in tl.range(first if cut else whole, tl.minimum(whole, s) if cut else s, BLOCK_M):
+                row = start + tl.arange(0, BLOCK_M)[None, :]
+                q = q_blocks.load([batch, head % h, start, 0]).reshape([BLOCK_M, K])
+                do = do_blocks.load([batch, head % h, start, 0]).reshape([BLOCK_M, K])
+                lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
+                p = probabilities(k, q, lse, column <= row, BASE2, cut)
+                dv = add_product(dv, p.to(do.dtype), do)
+                ds = p * (tl.dot(v, do.T) - delta)
+                dk = add_product(dk, ds.to(q.dtype), q)
     stride = tl.cast(t, tl.int64) * kv_heads * K
     store_rows(head_of(dk_ptr, kv_head, kv_heads, stride, K), dk * SCALE, at, t, kv_heads * K, BLOCK_N, K, K)
     store_rows(head_of(dv_ptr, kv_head, kv_heads, stride, K), dv, at, t, kv_heads * K, BLOCK_N, K, K)
@@ -481,20 +450,15 @@ def tma_queries(
     lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
     dq = tl.zeros([BLOCK_M, K], tl.float32)
     whole, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
-    for at in tl.range(0, whole, BLOCK_N):
-        k = k_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
-        v = v_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
-        p = probabilities(q, k, lse, row >= 0, BASE2, False)
-        ds = p * (tl.dot(do, v.T) - delta)
-        dq = add_product(dq, ds.to(k.dtype), k)
-    for at in tl.range(whole, end, BLOCK_N):
-        k = k_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
-        v = v_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
-        column = at + tl.arange(0, BLOCK_N)[None, :]
-        seen = (column <= row) & (column < t) if CAUSAL else column < t
-        p = probabilities(q, k, lse, seen, BASE2, True)
-        ds = p * (tl.dot(do, v.T) - delta)
-        dq = add_product(dq, ds.to(k.dtype), k)
+    for cut in tl.static_range(2):  # as in forward
+        for at in tl.range(whole if cut else 0, end if cut else whole, BLOCK_N):
+            k = k_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
+            v = v_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
+            column = at + tl.arange(0, BLOCK_N)[None, :]
+            seen = (column <= row) & (column < t) if CAUSAL else column < t
+            p = probabilities(q, k, lse, seen, BASE2, cut)
+            ds = p * (tl.dot(do, v.T) - delta)
+            dq = add_product(dq, ds.to(k.dtype), k)
     dq_ptr = head_of(dq_ptr, head, h, tl.cast(s, tl.int64) * h * K, K)
     store_rows(dq_ptr, dq * SCALE, start, s, h * K, BLOCK_M, K, K)
 
