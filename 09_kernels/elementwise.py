@@ -108,8 +108,8 @@ class ELU(torch.autograd.Function):
 def elu(x: Tensor) -> Tensor:
     """Return x where x >= 0, else exp(x) - 1, for x of any shape and stride; the result is contiguous.
 
-    x float16, bfloat16, float32 or float64; computed in float32 (float64), rounded once. Near 0, exp(x) is near 1 and its
-    last bits are lost: in float32 the result is off by up to 1e-7, however small x is. torch's own elu uses expm1.
+    x float16, bfloat16, float32 or float64; computed in float32 (float64), rounded once. Near 0, exp(x) is near 1 and
+    loses the last bits of x: in float32 the result is off by up to 1e-7, however small x is. torch's elu uses expm1.
     Raises ValueError for any other dtype.
     """
     if x.dtype not in DTYPES:
