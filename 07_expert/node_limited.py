@@ -319,8 +319,10 @@ class Unpermute(torch.autograd.Function):
     def forward(ctx, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order, inverse)
         ctx.k = k
-        wide = torch.promote_types(y.dtype, torch.float32)
         y = nn.functional.pad(y, (0, 0, 0, 1))  # a row of zeros, for those that are absent
+        if k == 1:
+            return y[inverse]  # without the sums below, which uncompiled move six times the bytes
+        wide = torch.promote_types(y.dtype, torch.float32)
         # k terms written out compile to one kernel that reads whole rows; .sum() over an axis of k is far slower
         total = sum(y[rows].to(wide) for rows in inverse.view(-1, k).unbind(1))
         # torch 2.11 compiles a .to that changes nothing, at the end of a Function, to gradients of 0
