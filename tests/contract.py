@@ -114,7 +114,6 @@ def check_training(recipe: str, file: str | None = None) -> None:
 
 @once
 def root_evaluated(root: str, flags: str, larger: bool) -> Run:
-    """The root's run, with validation losses."""
     return launch(root, 1, flags, probe=probes.evaluated(larger))
 
 
@@ -249,7 +248,7 @@ def check_run(recipe: str, file: str | None = None) -> None:
     flags += fewer.get(recipe[:2], "")
     start = time.perf_counter()
     probe = probes.together(
-        probes.calls("to_bytes"),
+        probes.saves,
         probes.batches,
         probes.slow_steps(4, 6, 7, SLOW),
         probes.things_in_memory,
@@ -258,7 +257,7 @@ def check_run(recipe: str, file: str | None = None) -> None:
     flags += f" --data {equivalence.documents()} --steps {STEPS} --validate 4"
     run = launch(file or recipe, world, f"{SMALL} {flags}", probe=probe)
     elapsed = time.perf_counter() - start
-    for rank, ((saves,), batches, _, alive, (initialised, threads)) in enumerate(run.probes):
+    for rank, (saves, batches, _, alive, (initialised, threads)) in enumerate(run.probes):
         assert saves == (rank == 0), "one rank saves"
         (text, unseen), *made = batches
         wanted = [(step, text) for step in range(STEPS + 1)]  # and one that is not trained on
@@ -340,7 +339,6 @@ def check_build(recipe: str, file: str | None = None) -> None:
 
 @once
 def root_built(root: str, flags: str) -> Run:
-    """The root's run of no step."""
     return launch(root, 1, flags)
 
 
@@ -382,20 +380,19 @@ def check_divergence(recipe: str, file: str | None = None) -> None:
     """A loss that is no number ends the run: on every rank, in the same step, with one line, and nothing is saved."""
     world, flags = SMALLEST[recipe]
     flags += " --layers 1" * (recipe == equivalence.KERNELS)  # they are interpreted
-    probe = probes.together(probes.calls("to_bytes"), probes.ends_early)
+    probe = probes.together(probes.saves, probes.ends_early)
     run = launch(file or recipe, world, f"{SMALL} {flags} --steps 20 --lr 1e6 --warmup 0 --clip inf", probe=probe)
     lines = {line for _, line in run.probes}
     assert len(lines) == 1, lines
     line = lines.pop()
     assert line and line.startswith("step ") and "\n" not in line and ("nan" in line or "inf" in line), line
-    assert not any(saves for (saves,), _ in run.probes)
+    assert not any(saves for saves, _ in run.probes)
 
 
 SIZES = dict(layers=16, dim=16, heads=8, kv_heads=8, ffn=16)  # every recipe takes them
 
 
 def small_weights(recipe: str) -> dict[str, torch.Tensor]:
-    """The tensors of a small model by name, as --init has them."""
     module = load(recipe)
     return {name: torch.zeros(shape) for name, shape in module.tensor_shapes(module.Config(**SIZES)).items()}
 

@@ -221,6 +221,9 @@ SHOWN = 5  # so many bugs are on a folder's page; tests/BUGS.md has all
 UNKNOWN = "Not measured yet."
 OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
 WRITTEN_HERE = "ours", "Triton", "Gluon"  # contenders of a kernel file that are the file's own
+LADDERS = "coalescing", "coarsening", "divergence", "tiling"  # kernel files whose rungs have names of their own
+CHOSEN = {"divergence": "share 0.1250 at random"}  # where the first rows are no use
+SUMMED = re.compile(r", (forward|backward)$")
 ROUNDED = "gradients of weights", "gradients of matmul outputs"  # tables of formats.py
 LONG = "coalescing", "tiling", "coarsening", "cross_entropy", "adamw"  # a row for each that is compared
 ON_PAGE_ROWS = {  # of what is measured, the rows on the folder's page; tests/KERNELS.md has all
@@ -257,7 +260,6 @@ MORE = {  # what else a row of a kernel may hold: the column, and how it is writ
 }
 EXCESS = re.compile(r"(\w+) (\d+)x, (\d+)x$")  # coalescing.py: a kernel, and its excess of sectors read, and written
 USELESS = re.compile(r"(\w+), ([\d.]+)x the steps$")  # divergence.py: a way, and the steps that it executes for one
-PART = re.compile(r", (forward|backward|forward and backward)$")  # of what is measured
 MARKS = {f"01_single_gpu/{name}.py": " †" for name in ("train", "document_mask", "tied_embeddings", "muon", "lora")}
 MARKS |= {"02_data_parallel/diloco.py": " ‡"}  # what the pages say of their errors
 NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the recipe is for
@@ -315,7 +317,6 @@ def folded(summary: str, text: str) -> str:
 
 
 def results(name: str) -> list | dict:
-    """What is stored under tests/results."""
     return json.loads((RESULTS / name).read_text())
 
 
@@ -325,7 +326,6 @@ def about(stored: dict, *versions: str) -> str:
 
 
 def anchor(heading: str) -> str:
-    """The anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
@@ -385,7 +385,6 @@ def look() -> str:
 
 
 def recipes_of(folder: str) -> list[str]:
-    """The recipes of a folder, in reading order."""
     return [path for path in IDEAS if path.startswith(f"{folder}/")]
 
 
@@ -434,7 +433,6 @@ def folder_table(folder: str) -> str:
 
 
 def way(folder: str) -> str:
-    """Links to the folders before and after."""
     folders = list(FOLDERS)
     at = folders.index(folder)
     before = [f"← [{name}](../{name}/README.md)" for name in folders[:at][-1:]]
@@ -475,60 +473,59 @@ def ratio(path: str) -> str:
     for suite in suites(path.split("/")[0]).values():
         alike = suite["rows"][: suite["alike"]]
         twin = alike[0]["file"]
-        ours = [row for row in alike if row["file"] == path]
+        ours, theirs = ([row for row in alike if row["file"] == file] for file in (path, twin))
         if ours and Path(twin).name.startswith(("torch_", "library")):
-            theirs = [row for row in alike if row["file"] == twin]
             if Path(path).name.startswith("accelerate_"):
                 theirs = [row for row in theirs if row["flags"] in [mine["flags"] for mine in ours]]
-            mine, best = (max(statistics.median(measured(row, "tokens")) for row in rows) for rows in (ours, theirs))
-            return f"{mine / best:.2f}"
+            return f"{best_tokens(ours) / best_tokens(theirs):.2f}"
     return ""
+
+
+def best_tokens(rows: list[dict]) -> float:
+    return max(statistics.median(measured(row, "tokens")) for row in rows)
 
 
 def gain(path: str) -> str:
     """Tokens/s over those of the folder's baseline, where it has one, from the first suite in which both took turns."""
     folder = path.split("/")[0]
+    base = BASELINES.get(path, BASELINES.get(folder))
     for suite in suites(folder).values():
         alike = suite["rows"][: suite["alike"]]
-        found = {}  # file: its fastest line
-        for row in alike:
-            found[row["file"]] = max(found.get(row["file"], 0), statistics.median(measured(row, "tokens")))
-        base = BASELINES.get(path, BASELINES.get(folder))
-        if path != base and found.keys() >= {path, base}:
-            return f"{found[path] / found[base]:.2f}"
+        ours, theirs = ([row for row in alike if row["file"] == file] for file in (path, base))
+        if path != base and ours and theirs:
+            return f"{best_tokens(ours) / best_tokens(theirs):.2f}"
     return ""
+
+
+def contenders(name: str) -> list[dict]:
+    """The stored rows of a kernel file, without those of quantization alone. `mine`: the file's own kernel."""
+    rows = results("kernels.json").get(name, {"rows": []})["rows"]
+    rows = [row for row in rows if row["what"].startswith(CHOSEN.get(name, "")) and "quantize" not in row["what"]]
+    own = {row["by"] for row in rows if name in LADDERS and not row["by"].startswith(("torch", "x.T"))}
+    return [row | {"mine": row["by"] in own | {*WRITTEN_HERE}} for row in rows]
+
+
+def quickest(name: str, mine: bool) -> dict[str, dict]:
+    """For each product under sustained load, or else for forward and backward of the first size that has both."""
+    sizes = {}
+    for row in contenders(name):
+        sizes.setdefault(SUMMED.sub("", row["what"]), {}).setdefault(row["what"], []).append(row)
+    sustained = {what: rows for whats in sizes.values() for what, rows in whats.items() if "sustained" in what}
+    chosen = sustained or max(sizes.values(), key=len, default={})
+    found = {what: [row for row in rows if row["mine"] == mine] for what, rows in chosen.items()}
+    return {what: min(rows, key=lambda row: row["ms"]) for what, rows in found.items() if rows}
 
 
 def kernel_gain(path: str) -> str:
-    """Time of the fastest other contender over ours: sustained, the geometric mean; else at the first size.
-
-    Forward and backward count together, at the first size that has both. Quantisation alone does not count.
-    """
-    sizes, sustained = {}, {}  # what: part: contender: ms
-    for row in results("kernels.json").get(Path(path).stem, {"rows": []})["rows"]:
-        if row["what"].endswith(", sustained"):
-            sustained.setdefault(row["what"], {})[row["by"]] = row["ms"]
-        if "quantize" in row["what"]:
-            continue
-        parts = sizes.setdefault(PART.sub("", row["what"]), {})
-        part = PART.search(row["what"])
-        parts.setdefault(part[1] if part else "forward and backward", {})[row["by"]] = row["ms"]
-    if sustained:
-        gains = []
-        for times in sustained.values():
-            written_here = [ms for by, ms in times.items() if by in WRITTEN_HERE]
-            others = [ms for by, ms in times.items() if by not in WRITTEN_HERE]
-            if written_here and others:
-                gains.append(min(others) / min(written_here))
-        return f"{statistics.geometric_mean(gains):.2f}"
-    for parts in sizes.values():
-        halves = [parts[part] for part in ("forward", "backward") if part in parts]
-        measured = halves if len(halves) == 2 else [parts.get("forward and backward", {})]
-        times = {by: sum(part[by] for part in measured) for by in measured[0] if all(by in part for part in measured)}
-        others = [ms for by, ms in times.items() if not by.startswith("ours")]
-        if "ours" in times and others:
-            return f"{min(others) / times['ours']:.2f}"
-    return ""
+    """Time of the fastest other contender over ours: of forward and backward together, of products the mean."""
+    ours, theirs = (quickest(Path(path).stem, mine) for mine in (True, False))
+    pairs = [(theirs[what]["ms"], ours[what]["ms"]) for what in ours if what in theirs]
+    if not pairs or Path(path).stem in LADDERS:
+        return ""
+    if "sustained" in next(iter(ours)):
+        return f"{statistics.geometric_mean(their / our for their, our in pairs):.2f}"
+    their, our = map(sum, zip(*pairs))
+    return f"{their / our:.2f}"
 
 
 def measured_rows(path: str) -> list[dict]:
@@ -546,7 +543,6 @@ def measured_rows(path: str) -> list[dict]:
 
 
 def kernel_rows(path: str) -> str:
-    """All that was measured of a kernel."""
     stored = results("kernels.json")[Path(path).stem]
     return "\n\n".join([about(stored, f"Triton {stored['triton']}"), long_table(measured_rows(path))])
 
@@ -616,7 +612,6 @@ def significant(x: float) -> str:
 
 
 def long_table(rows: list[dict], without: tuple[str, ...] = ()) -> str:
-    """A row of the table for each that was measured."""
     more = [key for key in MORE if any(key in row for row in rows)]
     head, lines = ["what", "by", *(MORE[key][0] for key in more), "ms", "rate", "share", "limit"], []
     for row in rows:
@@ -665,8 +660,6 @@ def equivalence() -> str:
 def bugs(folder: str) -> str:
     """The most instructive of the seeded bugs of a folder's recipes, and where all are."""
     ours = bugs_of(folder)
-    if not ours:
-        return ""
     shown = instructive(ours)
     table = bugs_table([bug for bug in ours if bug in shown])
     return "\n\n".join([summary(ours), table, f"[All {len(ours)}](../tests/BUGS.md#{folder})"])
@@ -675,7 +668,7 @@ def bugs(folder: str) -> str:
 def all_bugs(folder: str) -> str:
     """All seeded bugs of a folder's recipes: the gradient's error, and whether a loss curve would have shown them."""
     ours = bugs_of(folder)
-    return "\n\n".join([summary(ours), bugs_table(ours, f"../{folder}/README.md")]) if ours else ""
+    return "\n\n".join([summary(ours), bugs_table(ours, f"../{folder}/README.md")])
 
 
 def bugs_of(folder: str) -> list[dict]:
@@ -708,8 +701,6 @@ def without_effect(bug: dict) -> bool:
 
 def summary(found: list[dict]) -> str:
     """How many bugs there are, and how many of them a loss curve hides."""
-    if not found:
-        return ""
     wrong = [bug for bug in found if (bug["gradient"] or 0) > 0.01]
     few = f"{sum(map(hides, wrong))} of those move the loss by less than 1 % over 20 steps"
     return f"{len(found)} bugs; {len(wrong)} of them change the gradient by more than 1 %; {few}."
@@ -1038,7 +1029,6 @@ def first(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    """All pages."""
     return [ROOT / "README.md", *sorted(ROOT.glob("[01][0-9]_*/README.md")), *(ROOT / "tests").glob("*.md")]
 
 

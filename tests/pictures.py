@@ -25,14 +25,13 @@ import matplotlib
 import schedules
 import torch
 import torch.distributed as dist
-from launch import ROOT, launch, load, once
+from launch import ROOT, launch, load
 from matplotlib import pyplot
+from pages import RESULTS, contenders, difference, quickest, results
 from test_lineage import FAMILY, TRAINING, lines_of_code, parents
-from test_lineage import difference as count_difference
 
 # ------------------------------------------------------------------------------------------------------------- canvas
 SANS, MONO = "system-ui, sans-serif", "ui-monospace, monospace"
-RESULTS = ROOT / "tests" / "results"
 # a role, and its color in light and in dark mode
 PALETTE = """
 ground ffffff 0d1117 · ink 1f2328 e6edf3 · muted 59636e 9198a1 · rule afb8c1 4a525c · plain e6eaee 2b323b
@@ -70,8 +69,6 @@ class Box(NamedTuple):
 
 @dataclass
 class Canvas:
-    """A diagram in the making."""
-
     title: str
     width: float
     font: str = SANS
@@ -98,7 +95,6 @@ class Canvas:
         self.parts.append(f'<text {where} xml:space="preserve">{spans}</text>')
 
     def label(self, box: Box, text: str, size: int = 12) -> None:
-        """Write a text in the middle of a box."""
         self.text(box.x + box.w / 2, box.y + box.h / 2 + 0.35 * size, (text, "ink"), size=size, anchor="middle")
 
     def line(self, *points: tuple[float, float], role: str = "rule", arrow: bool = False, width: float = 1.5) -> None:
@@ -112,7 +108,6 @@ class Canvas:
             self.parts.append(f'<path style="fill:var(--{role})" d="M{x:g} {y:g}{"".join(wings)}z"/>')
 
     def frame(self, box: Box, role: str) -> None:
-        """Draw the outline of a rectangle."""
         x, y, w, h = box
         self.line((x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y), role=role)
 
@@ -170,7 +165,6 @@ def beside(axis: Any, y: float, words: str) -> None:
 
 
 def filled(role: str, hatch: str) -> dict[str, str]:
-    """The look of a bar."""
     return dict(facecolor=LIGHT[role], hatch=hatch, edgecolor=LIGHT["ground"])
 
 
@@ -187,9 +181,6 @@ def stack(axis: Any, bars: dict[str, dict[str, float]], looks: dict[str, tuple[s
 
 
 # ------------------------------------------------------------------------------------------------------------- family
-difference = once(count_difference)  # runs git
-
-
 def descent(family: dict[str, list[str]], parent: str = "", generation: int = 0) -> list[tuple[str, int]]:
     """From path -> parents: every recipe with its generation, each directly below its first parent or a sibling."""
     children = sorted(path for path, theirs in family.items() if [*theirs, ""][0] == parent)
@@ -539,7 +530,7 @@ HEADS, LENGTH = 4, 8  # heads and tokens in the picture of their exchange
 
 
 def watched_exchange(module: ModuleType) -> Callable[[], Any]:
-    """A probe: instead of main, exchange queries that know their head and token, there and back."""
+    """A probe: instead of main, exchange queries that know their head and token."""
     found = []
 
     def main() -> None:
@@ -548,8 +539,7 @@ def watched_exchange(module: ModuleType) -> Callable[[], Any]:
         tokens = module.shard(SimpleNamespace(seq=LENGTH, device="cpu"), cp)
         before = torch.stack(torch.meshgrid(torch.arange(HEADS), tokens, indexing="ij"), -1)[None].float()
         during, *_ = module.to_heads(before, before, before, cp)
-        for x in before, during, module.to_tokens(during, cp):
-            found.append(x.int().flatten(0, 2).tolist())
+        found.extend(x.int().flatten(0, 2).tolist() for x in (before, during))
         dist.destroy_process_group()
 
     module.main = main
@@ -557,14 +547,14 @@ def watched_exchange(module: ModuleType) -> Callable[[], Any]:
 
 
 def exchanged() -> list[dict[tuple[int, int], int]]:
-    """The rank that has each (head, token): before attention, during it, and behind it."""
+    """The rank that has each (head, token): before attention, and during it."""
     ranks = launch("05_context_ring/ulysses.py", CP, probe=watched_exchange, save=False).probes
     return [{tuple(cell): rank for rank, cells in enumerate(stage) for cell in cells} for stage in zip(*ranks)]
 
 
 def draw_ulysses() -> str:
     """Heads and tokens in a grid, with the rank that has each: before the exchange, and while attention computes."""
-    before, during, _ = exchanged()
+    before, during = exchanged()
     canvas, side, top = Canvas("Ulysses: an all-to-all swaps tokens for heads, another swaps them back", 560), 26, 44
     for x, stage, words in (56, before, "all heads, some tokens"), (344, during, "all tokens, some heads"):
         canvas.text(x, 16, (words, "ink"), size=14)
@@ -894,7 +884,7 @@ def checkpointing(compiled: bool) -> dict[str, dict[str, float]]:
 def draw_checkpointing() -> str:
     """Memory at the peak of the recipes that keep all, some and no activations; a line is what was measured."""
     figure, panels = axes(420, 2, sharex=True)
-    runs = json.loads((RESULTS / "speed.json").read_text())["single"]["rows"]
+    runs = results("speed.json")["single"]["rows"]
     measured = {Path(row["file"]).name: statistics.median(run["memory"] for run in row["rounds"]) for row in runs}
     for axis, compiled in zip(panels, (False, True)):
         bars = checkpointing(compiled)
@@ -992,7 +982,6 @@ def draw_experts() -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ balance
-BALANCE = RESULTS / "balance.json"
 BALANCED = dict(expert_parallel=("not balanced", "-"), auxiliary_loss=("losses", "--"), bias_balancing=("biases", ":"))
 BALANCE_FLAGS = "--device cpu --layers 3 --dim 64 --heads 4 --ffn 96 --seq 64 --steps 150"
 END = 10  # steps of the mean at the end
@@ -1010,12 +999,12 @@ def measure_balance() -> None:
     paths = [f"07_expert/{name}.py" for name in BALANCED]
     rows = {path: launch(path, 1, BALANCE_FLAGS, probe=watched_rows, save=False).probes[0] for path in paths}
     lines = (f"{json.dumps(path)}: {json.dumps(steps)}" for path, steps in rows.items())
-    BALANCE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    (RESULTS / "balance.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def busiest(name: str) -> list[float]:
     """Rows of the busiest expert over the mean, as means over END steps that follow each other."""
-    steps = json.loads(BALANCE.read_text())[f"07_expert/{name}.py"]
+    steps = results("balance.json")[f"07_expert/{name}.py"]
     loads = [max(rows) * len(rows) / sum(rows) for rows in steps]
     return [statistics.mean(loads[i : i + END]) for i in range(len(loads) - END + 1)]
 
@@ -1066,7 +1055,6 @@ def draw_timeline() -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- limits
-KERNELS, KERNEL_STEPS = RESULTS / "kernels.json", RESULTS / "kernel_steps.json"
 OPERATIONS = {  # per element, forward and backward together: operations (an exponential or a root is one); bytes
     "elementwise": (4 + 4, 8 + 12),  # compare, exp, subtract, select; compare, exp, multiply, select
     "softmax": (5 + 4, 4 + 6),  # max, subtract, exp, add, multiply; multiply, add, subtract, multiply
@@ -1076,49 +1064,31 @@ OPERATIONS = {  # per element, forward and backward together: operations (an exp
     "cross_entropy": (4 + 4, 6),  # max, subtract, exp, add; subtract, exp, subtract, multiply
     "adamw": (2 + 15, 30),  # square and sum for the norm; clip, two moments, decay, root, two divisions, update
 }
-SHOWN = {"divergence": "share 0.1250 at random"}  # where the first rows are no use
-LADDERS = "coalescing", "coarsening", "divergence", "tiling"  # files whose rungs have names of their own
-SUMMED = re.compile(r", (forward|backward)$")
 
 
-def kernel_rows(name: str) -> list[dict[str, Any]]:
-    """The stored rows of a kernel file, without those of quantization alone. `mine`: the file's own kernel."""
-    rows = json.loads(KERNELS.read_text())[name]["rows"]
-    rows = [row for row in rows if row["what"].startswith(SHOWN.get(name, "")) and "quantize" not in row["what"]]
-    own = {row["by"] for row in rows if name in LADDERS and not row["by"].startswith(("torch", "x.T"))}
-    return [row | {"mine": row["by"] in own | {"ours", "Triton", "Gluon"}} for row in rows]
-
-
-def fastest(name: str, mine: bool) -> list[dict[str, Any]]:
-    """For each product under sustained load, or else of the first size that has both forward and backward."""
-    sizes = {}
-    for row in kernel_rows(name):
-        sizes.setdefault(SUMMED.sub("", row["what"]), {}).setdefault(row["what"], []).append(row)
-    sustained = {what: rows for whats in sizes.values() for what, rows in whats.items() if "sustained" in what}
-    chosen = sustained or max(sizes.values(), key=len)
-    found = [[row for row in rows if row["mine"] == mine] for rows in chosen.values()]
-    return [min(rows, key=lambda row: row["ms"]) for rows in found if rows]
-
-
-def share(rows: list[dict[str, Any]]) -> float:
+def share(rows: dict[str, dict[str, Any]]) -> float:
     """Of the limit, in the time that they take together."""
-    return sum(row["share"] * row["ms"] for row in rows) / sum(row["ms"] for row in rows)
+    return sum(row["share"] * row["ms"] for row in rows.values()) / sum(row["ms"] for row in rows.values())
 
 
 def draw_limits() -> str:
     """A bar per kernel file: the share of its physical limit; a line is the fastest other contender."""
-    files = {name: fastest(name, True) for name in json.loads(KERNELS.read_text())}
+    files = {name: quickest(name, True) for name in results("kernels.json")}
     files = dict(sorted(files.items(), key=lambda file: -share(file[1])))
     figure, axis = axes(440)
     for unit, look, limit in (
         ("TB/s", ("rank0", ""), "bandwidth of a copy"),
         ("TFLOP/s", ("rank1", "//"), "peak FLOP/s"),
     ):
-        some = {f"{name}.py": 100 * share(rows) for name, rows in files.items() if rows[0]["unit"] == unit}
+        some = {
+            f"{name}.py": 100 * share(rows)
+            for name, rows in files.items()
+            if all(row["unit"] == unit for row in rows.values())
+        }
         axis.barh(list(some), some.values(), 0.7, **filled(*look), label=f"of the {limit}")
     for y, (name, rows) in enumerate(files.items()):
         beside(axis, y, f"{share(rows):.0%}")
-        if others := [row for row in fastest(name, False) if row["what"] in [mine["what"] for mine in rows]]:
+        if others := {what: row for what, row in quickest(name, False).items() if what in rows}:
             look = dict(color=LIGHT["ink"], markersize=18, markeredgewidth=2, linestyle="")
             axis.plot(100 * share(others), y, "|", label="" if y else "fastest other contender", **look)
     axis.set(xlim=(0, 104), ylim=(len(files) - 0.4, -0.6), xlabel="% of the limit")
@@ -1144,20 +1114,20 @@ def moved(name: str, row: dict[str, Any]) -> float:
 
 
 def dots() -> dict[str, tuple[float, float]]:
-    """FLOPs per byte and TFLOP/s of the kernels that compute something: all of fastest(), of tiling.py each rung."""
+    """FLOPs per byte and TFLOP/s of the kernels that compute something: all of quickest(), of tiling.py each rung."""
     points = {}
-    for name in json.loads(KERNELS.read_text()).keys() - {"coalescing", "tiling"}:
-        rows = fastest(name, True)
+    for name in results("kernels.json").keys() - {"coalescing", "tiling"}:
+        rows = quickest(name, True).values()
         amount, ms = sum(row["rate"] * row["ms"] for row in rows), sum(row["ms"] for row in rows)
         if name in OPERATIONS:  # amount is of bytes
             operations, size = OPERATIONS[name]
             points[name] = operations / size, operations / size * amount / ms
         else:
             points[name] = amount * 1e9 / sum(moved(name, row) for row in rows), amount / ms
-    for row in (row for row in kernel_rows("tiling") if row["mine"]):
+    for row in (row for row in contenders("tiling") if row["mine"]):
         intensity = row["rate"] * row["ms"] * 1e9 / moved("tiling", row)
         points[f"tiling, {row['by']}{', bf16' * ('bfloat16' in row['what'])}"] = intensity, row["rate"]
-    (head,) = (row for row in kernel_rows("cross_entropy") if row["mine"] and row["unit"] == "TFLOP/s")
+    (head,) = (row for row in contenders("cross_entropy") if row["mine"] and row["unit"] == "TFLOP/s")
     n, d, v = 16384, 4096, 128256  # rows, width, vocabulary; x and the head are read, their gradients written
     return points | {"cross_entropy, head": (6 * n * d * v / (4 * d * (n + v)), head["rate"])}
 
@@ -1167,18 +1137,14 @@ def draw_roofline() -> str:
     figure, axis = axes(500, width=640)
     peaks = {str(dtype)[6:]: peak / 1e12 for dtype, peak in load("09_kernels/tiling.py").PEAK.items()}
     peaks["fp8"] = load("09_kernels/fp8_matmul.py").PEAK / 1e12
-    copy = kernel_rows("coalescing")[0]["rate"] / kernel_rows("coalescing")[0]["share"]
+    copy = contenders("coalescing")[0]["rate"] / contenders("coalescing")[0]["share"]
     axis.plot([0.25, peaks["fp8"] / copy], [copy * 0.25, peaks["fp8"]], color=LIGHT["ink"])
     axis.text(45, 250, f"memory: {copy:.3g} TB/s", ha="right", va="center")
     for (dtype, peak), units in zip(peaks.items(), ("CUDA cores", "tensor cores", "tensor cores")):
         axis.plot([peak / copy, 2**13], [peak, peak], color=LIGHT["ink"])
         axis.text(peak / copy * 0.8, peak, f"{units}, {dtype}: {peak:,.4g}", ha="right", va="center")
     low, high = 0.2, 3000
-    columns = {
-        0.2: [],
-        0.47: [],
-        1.03: [],
-    }  # of labels, from left to right, in widths of the axes
+    columns = {0.2: [], 0.47: [], 1.03: []}  # of labels, from left to right, in widths of the axes
     for name, (intensity, speed) in sorted(dots().items(), key=lambda dot: -dot[1][1]):
         axis.plot(intensity, speed, "o", color=LIGHT["folder09"])
         column = 0.2 if intensity < 4 else 0.47 if intensity < 64 else 1.03
@@ -1201,7 +1167,7 @@ DOING |= dict(optimizer=("optimizer", "\\\\"), rest=("rule", ""))
 
 def draw_step() -> str:
     """Where the milliseconds of a step go: the root's, and below it that with the kernels of this folder."""
-    presets = json.loads(KERNEL_STEPS.read_text())
+    presets = results("kernel_steps.json")
     gpu = presets.pop("measured")["gpu"]
     figure, panels = axes(130 * len(presets) + 60, len(presets), width=640)
     for axis, (preset, steps) in zip(panels, presets.items()):
@@ -1215,17 +1181,14 @@ def draw_step() -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- curves
-CURVES = RESULTS / "curves.json"
-
-
 def losses_at_end() -> dict[str, float]:
     """By run of tests/curves.py, the mean loss of the last 200 steps."""
-    return {run["label"]: statistics.mean(run["losses"][-10:]) for run in json.loads(CURVES.read_text())["runs"]}
+    return {run["label"]: statistics.mean(run["losses"][-10:]) for run in results("curves.json")["runs"]}
 
 
 def draw_curves() -> str:
     """Loss over the steps in all formats; below it how far those that follow fp32 are from it at the end."""
-    stored, ends = json.loads(CURVES.read_text()), losses_at_end()
+    stored, ends = results("curves.json"), losses_at_end()
     near = {label: loss - ends["fp32"] for label, loss in ends.items() if loss < ends["fp32"] + 0.1}
     figure, (upper, lower) = axes(540, 2)
     for run in stored["runs"]:
@@ -1256,7 +1219,7 @@ def draw_curves() -> str:
 
 def draw_optimizers() -> str:
     """Loss over the steps with the best learning rate of AdamW and of Muon, three seeds; and at the end, by rate."""
-    stored = json.loads((RESULTS / "optimizers.json").read_text())
+    stored = results("optimizers.json")
     figure, (curves, by_rate) = axes(320, 1, 2, width=640, sharey=True, gridspec_kw={"width_ratios": (1.3, 1)})
     for name, role, mark in ("AdamW", "folder01", "o--"), ("Muon", "folder06", "s-"):
         mine = [run for run in stored["runs"] if run["optimizer"] == name]

@@ -166,7 +166,6 @@ class OnStream(TorchDispatchMode):
 
 
 def run(function: Callable, loan: Loan):
-    """Return the function of what has been lent."""
     args, kwargs = loan.take()
     return function(*args, **kwargs)
 

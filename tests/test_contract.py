@@ -50,7 +50,6 @@ LARGE_TOO = (ROOT_RECIPE, MOE, KERNELS, "03_zero/zero3.py", "06_pipeline/zbv.py"
 
 
 def is_twin(recipe: str) -> bool:
-    """Whether a recipe is the same training by a library."""
     return recipe.split("/")[1].startswith(("torch_", "accelerate_"))
 
 

@@ -17,13 +17,11 @@ CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
 
 
 def blocks(page, language: str) -> list[str]:
-    """The code blocks of a page in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
 
 
 @functools.cache
 def anchors(page) -> set[str]:
-    """The anchors of a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
     return {pages.anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.M)}
 
@@ -199,19 +197,6 @@ def test_bugs_are_called_what_their_numbers_say(monkeypatch, tmp_path):
     assert text.startswith("7 bugs; 4 of them change the gradient by more than 1 %; 1 of those")
     assert sorted(row.split(" | ")[4][:-2] for row in rows) == sorted(words.values())
     assert rows[-1].endswith("| 0 | 0 | no |")
-
-
-def test_the_most_instructive_bugs_are_in_sight():
-    """Each recipe's in turn, and once: wrong gradients that the loss curve hides, and then the largest."""
-
-    def bug(what, gradient, loss, recipe="03_zero/zero1.py"):
-        return {"recipe": recipe, "what": what, "gradient": gradient, "loss": loss, "end": None}
-
-    stored = [bug(f"seen {i}", 100.0 + i, 0.5) for i in range(20)] + [bug("memory", 0.0, 0.0)]
-    stored += [bug(f"hidden {i}", 0.1 + i, 1e-4) for i in range(2)]
-    stored += [bug(what, 0.5, 1e-4, "03_zero/zero2.py") for what in ("hidden 1", "another")]
-    shown = [bug["what"] for bug in pages.instructive(stored)]
-    assert shown == ["hidden 1", "another", "hidden 0", "seen 19", "seen 18"]
 
 
 @pytest.mark.thorough

@@ -9,7 +9,6 @@ import builtins
 import functools
 import importlib
 import re
-import symtable
 import tempfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.distributed.device_mesh  # noqa: F401  imported once, before the ranks are forked
 from launch import ROOT, in_a_fork, launch, load
-from test_lineage import FAMILY, RULE, copied, read
+from test_lineage import FAMILY, copied, loaded, named, parse, read
 from torch import Tensor, nn
 
 TOLERANCE = 1e-10
@@ -69,19 +68,12 @@ BUGS = [  # what a reader may get wrong: technique, what stands in the trainer, 
 
 
 def definitions(*paths: str) -> tuple[str, str]:
-    """Return recipes' imports, and the definitions that their Copy lines list, in their order, with their comments."""
+    """Return recipes' imports, and the definitions that their Copy lines list, in their order."""
     imports, listed = [], []
     for recipe in map(read, paths):
-        lines, found = recipe.source.splitlines(), {}
-        for node in ast.parse(recipe.source).body:
-            name = node.targets[0].id if isinstance(node, ast.Assign) else getattr(node, "name", None)
-            start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                imports += lines[start : node.end_lineno]
-            elif name:
-                while lines[start - 1].startswith("#") and not RULE.match(lines[start - 1]):
-                    start -= 1
-                found[name] = "\n".join(lines[start : node.end_lineno])
+        nodes = parse(recipe.source).body
+        imports += [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        found = {named(node): ast.unparse(node) for node in nodes}
         unknown = [name for name in copied(recipe) if name not in found]
         assert not unknown, f"{recipe.path} does not define {unknown}, which its Copy line lists"
         listed += [found[name] for name in copied(recipe)]
@@ -161,16 +153,6 @@ COPIED = {path: " ".join(FAMILY[path].header["Copy"]) for path in FAMILY if "Cop
 KERNELS = [path for path in COPIED if path[:2] == "09" and path != "09_kernels/train.py"]
 
 
-def globals_in(source: str) -> set[str]:
-    """Return the global names that a source loads, in whatever function."""
-    top = symtable.symtable(source, "pasted", "exec")
-    tables, loaded = [top], set()
-    for table in tables:  # which grows
-        tables += table.get_children()
-        loaded |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (s.is_global() or table is top)}
-    return loaded
-
-
 def into_an_empty_file(folder: Path, *paths: str) -> ModuleType:
     """Import a file that holds the imports of these recipes, and what their Copy lines list, but nothing else."""
     file = folder / Path(paths[0]).name
@@ -182,8 +164,9 @@ def into_an_empty_file(folder: Path, *paths: str) -> ModuleType:
 @in_a_fork
 def test_a_kernel_needs_nothing_else(path, tmp_path):
     """The definitions on the Copy line can be run in its order, and need no others; what it says to call is there."""
-    names = vars(into_an_empty_file(tmp_path, path)).keys() | vars(builtins).keys()
-    assert not (missing := globals_in("\n".join(definitions(path))) - names), f"Copy does not list {missing}"
+    names = vars(into_an_empty_file(tmp_path, path)).keys() | vars(builtins).keys() | {"__annotations__"}
+    missing = loaded(compile("\n".join(definitions(path)), path, "exec")) - names
+    assert not missing, f"Copy does not list {missing}"
     to_call = set(re.findall(r"\w+", COPIED[path].partition("(call ")[2])) & FAMILY[path].definitions.keys()
     assert to_call <= names, f"Copy does not list {to_call - names}, which it says to call"
 
