@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_close, relative_errors
-from contract import SMALL
+from contract import SMALL, refusal
 from equivalence import DOCUMENTS, ROOT_RECIPE, documents
 from launch import in_a_fork, launch, load
 from probes import OnGPU
@@ -51,25 +51,6 @@ def test_equals_each_document_alone(file=DOCUMENTS):
     errors = relative_errors(*gradients) | {"loss": abs(loss.item() / total.item() - 1)}
     assert_close(errors, 1e-10, "documents, each alone")
     assert_close(relative_errors({"logits": ours(inputs)}, {"logits": theirs(inputs)}), 1e-10, "without lengths")
-
-
-@in_a_fork
-def test_no_document_sees_another(file=DOCUMENTS):
-    """To the bit."""
-    *_, model = models(file)
-    inputs, targets = batch(LENGTHS)
-    lengths = load(file).document_lengths(targets)
-    before = model(inputs, lengths)
-    inputs[0, 7] = (inputs[0, 7] + 1) % 40  # the second token of the last document of row 0
-    changed = (before != model(inputs, lengths)).any(-1)
-    wanted = torch.zeros_like(changed)
-    wanted[0, 7:] = True
-    assert torch.equal(changed, wanted), "a change in one document shows in another"
-
-
-def test_lengths(file=DOCUMENTS):
-    lengths = load(file).document_lengths(batch(LENGTHS)[1])
-    assert lengths.tolist() == sum(LENGTHS, []) and lengths.device.type == "cpu", "other lengths"
 
 
 @pytest.mark.parametrize("file", [DOCUMENTS, OVER_RANKS])
@@ -173,10 +154,5 @@ def test_computes_what_transformers_computes(file=DOCUMENTS):
 @pytest.mark.parametrize("file", [DOCUMENTS, OVER_RANKS])
 @pytest.mark.parametrize("eos, fine", [(-1, True), (0, True), (255, True), (256, False), (-2, False)])
 def test_ends_of_documents(eos, fine, file):
-    module = load(file)
-    try:
-        module.check(module.Config(eos=eos, device="cpu"), 1)
-    except SystemExit as end:
-        assert not fine and str(end).startswith(f"--eos {eos}: ")
-    else:
-        assert fine, "it is not refused"
+    line = refusal(load(file), 1, f"--device cpu --eos {eos}")
+    assert line is None if fine else line.startswith(f"--eos {eos}: ")

@@ -34,14 +34,15 @@ def test_what_is_held_out(lengths, cut, tmp_path, file=ROOT_RECIPE):
     assert everything.tolist() == ids.tolist() and all_starts.tolist() == starts.tolist()
 
 
-def test_least_text(tmp_path):
-    """The smallest text of which a twentieth holds a window is taken, one of a byte less is refused."""
+@pytest.mark.parametrize("validate, least", [(0, 17), (1, 20 * 17)])
+def test_least_text(validate, least, tmp_path):
+    """The smallest text that has a window, or of which a twentieth has one, is taken; one of a byte less is refused."""
     text = tmp_path / "text"
-    for size in 20 * 17, 20 * 17 - 1:
+    for size in least, least - 1:
         text.write_bytes(b"a" * size)
-        line = refusal(load(ROOT_RECIPE), 1, f"--device cpu --seq 16 --validate 1 --data {text}")
-        wanted = f"--data {text}: must have at least 340 tokens with --seq 16, has 339"
-        assert line == (wanted if size < 340 else None)
+        line = refusal(load(ROOT_RECIPE), 1, f"--device cpu --seq 16 --validate {validate} --data {text}")
+        wanted = f"--data {text}: must have at least {least} tokens with --seq 16, has {size}"
+        assert line == (wanted if size < least else None)
 
 
 @pytest.mark.parametrize("recipe, world", [(ROOT_RECIPE, 1), ("02_data_parallel/naive.py", 2)])

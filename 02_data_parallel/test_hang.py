@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from contract import SMALL
+from contract import SMALL, refusal
 from launch import ROOT, RankFailed, in_a_fork, launch, load
 
 HANG = "02_data_parallel/hang.py"
@@ -109,12 +109,6 @@ def test_groups_count_for_themselves(file=HANG):
     assert run.probes == [both, whole, both], "other numbers"
 
 
-@pytest.mark.parametrize("world, message", [(1, "--hang skip: needs --nproc_per_node 2 or more"), (2, "")])
-def test_needs_two_ranks(world, message, file=HANG):
-    module = load(file)
-    cfg = module.Config(hang="skip", device="cpu")
-    if message:
-        with pytest.raises(SystemExit, match=message):
-            module.check(cfg, world)
-    else:
-        module.check(cfg, world)
+def test_needs_two_ranks():
+    refused, fine = (refusal(load(HANG), world, "--device cpu --hang skip") for world in (1, 2))
+    assert refused and "--nproc_per_node 2" in refused and fine is None

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT_RECIPE = "01_single_gpu/train.py"
+data_parallel = load("02_data_parallel/test_data_parallel.py")
 ZERO1, OVERLAP, ZERO2, ZERO3, HSDP, OFFLOAD = (
     f"03_zero/{name}.py" for name in ("zero1", "zero1_overlap", "zero2", "zero3", "hsdp", "offload")
 )
@@ -83,7 +84,7 @@ def test_gradients_in_the_order_of_a_compiled_block():
 @pytest.mark.parametrize("recipe", [*WHOLE, *IN_UNITS])
 def test_parameters_without_gradient_on_some_ranks(recipe):
     """... count as zero there; all ranks reduce in the same order."""
-    load("02_data_parallel/test_data_parallel.py").check_one_sequence_alone(recipe, "--shard 3" * (recipe == HSDP))
+    data_parallel.check_one_sequence_alone(recipe, "--shard 3" * (recipe == HSDP))
 
 
 # -------------------------------------------------------------------------------------------------------------- a step
@@ -131,31 +132,6 @@ def communication(module):
 
     module.train_step = step
     return lambda: steps
-
-
-def copied_from_others(module):
-    """A probe: elements copied from the memory of other ranks in all steps."""
-    copied, shared, in_step, share = [0], [], [False], getattr(module, "share", None)
-    train_step, copy = module.train_step, torch.Tensor.copy_
-
-    def watched(*args):
-        memory, barrier = share(*args)
-        others = memory[: module.dist.get_rank()] + memory[module.dist.get_rank() + 1 :]
-        shared.extend((tensor.data_ptr(), tensor.nbytes) for tensor in others)
-        return memory, barrier
-
-    def counting(self, other, *args):
-        if in_step[0] and any(start <= other.data_ptr() < start + size for start, size in shared):
-            copied[0] += other.numel()
-        return copy(self, other, *args)
-
-    def step(*args):
-        in_step[0] = True
-        return train_step(*args)
-
-    if share:
-        module.share, module.train_step, torch.Tensor.copy_ = watched, step, counting
-    return lambda: copied[0]
 
 
 def bytes_held(most):
@@ -453,6 +429,7 @@ def test_a_step(recipe, world, flags, tmp_path, monkeypatch):
     own = [nothing, nothing] if recipe in WHOLE else [gradients_alive, timeline]
     own += [probes.gathered_at_a_time if recipe in FREEING else nothing]
     own += [while_gradients_are_sent if recipe == MASTERS else nothing]
+    own += [data_parallel.copied_between_ranks if recipe == COPY_ENGINES else nothing]
     with torch.device("meta"):
         module = load(ROOT_RECIPE)
         weights = dict(module.Model(module.Config(**SIZES)).named_parameters())
@@ -461,9 +438,9 @@ def test_a_step(recipe, world, flags, tmp_path, monkeypatch):
         sizes = [-(-sum(sizes_by_hand(weights, 1)) // 3) * 3]
     formula, rest = memory_by_hand(recipe, sizes, 3, world)
     held = bytes_held([size + rest for size in formula])
-    probe = probes.together(while_it_is_built, held, communication, copied_from_others, *own)
+    probe = probes.together(while_it_is_built, held, communication, *own)
     run = launch(recipe, world, f"{SMALL} {flags} --dtype bfloat16 --steps 2", probe=probe)
-    for rank, (building, memory, steps, copied, alive, order, gathered, sending) in enumerate(run.probes):
+    for rank, (building, memory, steps, alive, order, gathered, sending, copied) in enumerate(run.probes):
         check_building(recipe, run, sizes, 3, *building)
         beside = [ours - wanted for ours, wanted in zip(memory, formula, strict=True)]
         assert all(0 < more < rest for more in beside), f"{beside} bytes beside those of the formulas"
@@ -471,14 +448,14 @@ def test_a_step(recipe, world, flags, tmp_path, monkeypatch):
             check_communication(recipe, sizes, 3, world, seen)
         if recipe == COPY_ENGINES:  # what zero3.py sends
             numbers = 2 * (3 * sum(sizes) - sizes[0] - sizes[-2] - sizes[-1])
-            assert copied == len(steps) * 2 * numbers // 3
+            assert copied == 2 * (2 * numbers // 3)
         if recipe in FREEING:  # of blocks and of embedding and head; none between the steps
             assert gathered == [2, 1, 0]
         if recipe == MASTERS:  # bf16 gradients as they are sent and as they arrive; the sums are in the formula
             assert 0 < sending[0] - (formula[1] + 4 * sum(sizes)) < rest
         if recipe not in WHOLE:
             check_order(recipe, order[0])
-            assert order[1] == run.probes[rank % 3][5][1], "replicas of hsdp.py do not agree to the bit"
+            assert order[1] == run.probes[rank % 3][4][1], "replicas of hsdp.py do not agree to the bit"
             assert alive == [1, 0, 0 if recipe == COPY_ENGINES else 1]
     assert [path for path in tmp_path.rglob("*") if path.name in tuple("012")] == []
 
@@ -508,40 +485,38 @@ def test_bad_flags(recipe, world, flags, words):
     assert "\n" not in line and all(word in line for word in words), line
 
 
-def freezes_the_embedding(module):
-    """A probe: as whoever fine-tunes does."""
-    init = module.Model.__init__
+def when_built(change):
+    """A probe: change(module, cfg, model) once a model has been made."""
 
-    def frozen(self, *args):
-        init(self, *args)
-        self.model.embed_tokens.weight.requires_grad_(False)
+    def probe(module):
+        init = module.Model.__init__
 
-    module.Model.__init__ = frozen
-    return lambda: None
+        def changed(self, cfg, *args):
+            init(self, cfg, *args)
+            change(module, cfg, self)
 
+        module.Model.__init__ = changed
+        return lambda: None
 
-def has_a_block_less(module):
-    """A probe: as in a model whose blocks have other names than its units."""
-    init = module.Model.__init__
-
-    def shorter(self, *args):
-        init(self, *args)
-        del self.model.layers[-1]
-
-    module.Model.__init__ = shorter
-    return lambda: None
+    return probe
 
 
-def has_one_more_norm(module):
-    """A probe: as in a model whose units are lists of names that lack one."""
-    init = module.Model.__init__
+@when_built
+def freezes_the_embedding(module, cfg, model):
+    """As whoever fine-tunes does."""
+    model.model.embed_tokens.weight.requires_grad_(False)
 
-    def larger(self, cfg, *args):
-        init(self, cfg, *args)
-        self.model.extra = module.RMSNorm(cfg).requires_grad_(not hasattr(module, "LoRALinear"))
 
-    module.Model.__init__ = larger
-    return lambda: None
+@when_built
+def has_a_block_less(module, cfg, model):
+    """As in a model whose blocks have other names than its units."""
+    del model.model.layers[-1]
+
+
+@when_built
+def has_one_more_norm(module, cfg, model):
+    """As in a model whose units are lists of names that lack one."""
+    model.model.extra = module.RMSNorm(cfg).requires_grad_(not hasattr(module, "LoRALinear"))
 
 
 def has_two_losses(module):

@@ -17,7 +17,6 @@ from torch import nn
 
 AUXILIARY = "07_expert/auxiliary_loss.py"
 BIAS = "07_expert/bias_balancing.py"
-PARENT = "07_expert/expert_parallel.py"
 BALANCE, Z = 3.0, 0.3  # so large that each changes the gradients of all routers by more than a hundredth
 RATE = 0.02  # of the biases: probabilities are near 1/8
 
@@ -218,40 +217,15 @@ def test_formulas_are_those_of_transformers():
 
 
 def test_flags():
-    """All that is added may be 0; the rest ends with a line that names the flag."""
+    """What is added may be 0. Each process must have a sequence for each micro-batch."""
     auxiliary, bias = load(AUXILIARY), load(BIAS)
-    for module, world, flags in [
-        (auxiliary, 8, "--balance 0 --z 0"),
-        (bias, 8, "--bias_rate 0 --microbatches 2"),
-        (bias, 1, "--batch 3 --microbatches 3"),
-    ]:
-        assert refusal(module, world, f"--device cpu {flags}") is None, flags
-    for module, world, flags, words in [
-        (auxiliary, 8, "--balance -1", ["--balance -1.0", "> 0 and finite, or 0"]),
-        (auxiliary, 8, "--z nan", ["--z nan", "> 0 and finite, or 0"]),
-        (bias, 8, "--bias_rate -0.1", ["--bias_rate -0.1", "> 0 and finite, or 0"]),
-        (bias, 8, "--microbatches 0", ["--microbatches 0", "> 0"]),
-        (bias, 8, "--batch 8", ["--microbatches 2", "1 sequences"]),
-        (bias, 8, "--batch 12", ["--batch 12", "8"]),
-    ]:
-        line = refusal(module, world, f"--device cpu {flags}")
-        assert isinstance(line, str) and "\n" not in line and all(word in line for word in words), (flags, line)
+    assert refusal(auxiliary, 8, "--device cpu --balance 0 --z 0") is None
+    assert refusal(bias, 8, "--device cpu --bias_rate 0 --microbatches 2") is None
+    line = refusal(bias, 8, "--device cpu --batch 8")
+    assert line and "--microbatches 2" in line and "1 sequences" in line
 
 
 # ------------------------------------------------------------------------------------------------------------- balance
-@pytest.mark.thorough
-def test_both_balance():
-    """On the default text, the busiest expert's load of the last steps is clearly lower than without balancing.
-
-    In float64: rounding of one CPU or another decides between experts, and so where training goes.
-    """
-    small = "--device cpu --dtype float64 --layers 1 --dim 64 --heads 4 --ffn 96 --seq 64 --batch 8 --steps 80"
-    without, auxiliary, bias = (
-        sum(step[3] for step in launch(recipe, 1, small).history[-10:]) / 10 for recipe in (PARENT, AUXILIARY, BIAS)
-    )
-    assert max(auxiliary, bias) < 0.8 * without, (without, auxiliary, bias)  # 1 is balanced, 4 is the worst
-
-
 @pytest.mark.parametrize("name", ["bias_balancing", "node_limited"])
 def test_biases_in_16_bits_are_noticed(name):
     """A trainer that casts the whole model takes the biases along: steps of 0.003 would be lost near 1."""

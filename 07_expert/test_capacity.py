@@ -6,13 +6,12 @@ import compare
 import equivalence
 import pytest
 import torch
-from contract import refusal
 from equivalence import GRADIENT, MOE, TRAINING
-from launch import launch, load, once
+from launch import launch, once
 from probes import all_to_alls, evaluated, together
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CAPACITY, PARENT = "07_expert/capacity.py", "07_expert/expert_parallel.py"
+CAPACITY = "07_expert/capacity.py"
 LAYERS, D, SEQ, BATCH = 2, 32, 16, 8
 SMALL = f"--device cpu --layers {LAYERS} --dim {D} --heads 4 --kv_heads 2 --ffn 48 --seq {SEQ} --batch {BATCH}"
 SHAPE = f"{equivalence.SHAPE} --device cpu --dtype float64"
@@ -176,20 +175,3 @@ def test_bytes_sent_without_a_wait(dtype, size, routing):
     probe = together(*routing, waits_for_the_gpu, all_to_alls)
     for *_, (waits,), exchanges in launch(CAPACITY, ep, flags, probe=probe).probes:
         assert not waits and sum(size for *_, size in exchanges) == wanted, (waits, exchanges)
-
-
-def test_the_parent_waits():
-    """... for the sizes of its messages: the probe sees it."""
-    for (waits,) in launch(PARENT, 2, f"{SMALL} --steps 1", probe=waits_for_the_gpu).probes:
-        assert "tolist" in waits
-
-
-# ---------------------------------------------------------------------------------------------------------------- sizes
-def test_sizes():
-    """Any finite capacity above 0 works; others end with one line."""
-    module = load(CAPACITY)
-    for bad in ("0", "-1", "nan", "inf"):
-        line = refusal(module, 2, f"--device cpu --capacity {bad}")
-        assert isinstance(line, str) and "\n" not in line and f"--capacity {float(bad)}" in line, line
-    for good in ("0.001", "1", "1.25", "64"):
-        assert refusal(module, 2, f"--device cpu --capacity {good}") is None

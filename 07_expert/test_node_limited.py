@@ -204,8 +204,6 @@ def test_flags():
         (8, "--groups 3", "--groups 3: must divide --experts 16"),
         (8, "--top_groups 5", "--top_groups 5: must be at most --groups 4"),
         (8, "--top_k 9", "--top_k 9: --top_groups 2 have 8 experts"),
-        (8, "--shared -1", "--shared -1: must be > 0 and finite, or 0"),
-        (8, "--gate_scale 0", "--gate_scale 0.0: must be > 0"),
     ]:
         line = refusal(module, world, f"--device cpu {flags}")
         assert isinstance(line, str) and "\n" not in line and words in line, (flags, line)

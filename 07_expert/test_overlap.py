@@ -16,7 +16,6 @@ import pytest
 import torch
 from launch import isolated, launch, load
 from probes import OnGPU, all_to_alls, phase, together
-from streams import streams
 from torch.multiprocessing.reductions import StorageWeakRef
 
 PARALLEL = "07_expert/expert_parallel.py"
@@ -43,16 +42,6 @@ def test_halves_take_turns(layers=3, file=None):
             assert of_phase.pop(alone) == [name, D, False]
             missing = [hidden for *_, hidden in of_phase].count(False)
             assert not missing, f"{name}: {missing} transfers without computation"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("when", ["at once", "late"])
-def test_whenever_streams_get_to_it(when):
-    """Rows, and their gradients, arrive at some time between the start of their exchange and the wait for it.
-
-    A batch of 4 on each of 3 ranks; its halves have different numbers of rows for each expert.
-    """
-    equivalence.check(OVERLAP, 3, "--experts 9", probe=streams(when))
 
 
 # ------------------------------------------------------------------------------------- symmetric memory: rows and slots

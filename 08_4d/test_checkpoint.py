@@ -292,20 +292,6 @@ def flip(header, data):
     data[1000] ^= 1
 
 
-def zero(header, data):
-    data[:512] = bytes(512)
-
-
-def swap(header, data):
-    one, other = (header[f"exp_avg model.layers.{i}.self_attn.q_proj.weight"] for i in (0, 1))
-    one["data_offsets"], other["data_offsets"] = other["data_offsets"], one["data_offsets"]
-
-
-def swap_names(header, data):
-    one, other = (f"{kind} model.norm.weight" for kind in ("exp_avg", "weight"))
-    header[one], header[other] = header[other], header[one]
-
-
 def relabel(header, data):
     header["weight lm_head.weight"]["dtype"] = "I64"
 
@@ -326,12 +312,6 @@ def cut(header, data):
     return data[:-8]
 
 
-def drop(header, data):
-    """The last tensor of the data is in the file no more."""
-    last = max(header.keys() - {"__metadata__"}, key=lambda name: header[name]["data_offsets"])
-    return data[: header.pop(last)["data_offsets"][0]]
-
-
 def history_twice(folder: Path) -> None:
     training = json.loads((folder / "training.json").read_text())
     training["history"] *= 2
@@ -350,9 +330,7 @@ OF_THE_FOLDER = {
     "no JSON": lambda folder: (folder / "training.json").write_text("{"),
     "another number": lambda folder: folder.rename(folder.parent / "step-99"),
 }
-OF_A_FILE = {
-    damage.__name__: damage for damage in (flip, zero, swap, swap_names, relabel, transpose, move, forget, cut, drop)
-}
+OF_A_FILE = {damage.__name__: damage for damage in (flip, relabel, transpose, move, forget, cut)}
 PLAIN = "flip", "move", "no file", "history"
 
 

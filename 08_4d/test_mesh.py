@@ -253,27 +253,6 @@ def test_groups(sizes):
     assert sorted(itertools.chain(*groups["dp_cp_r"])) == sorted(place)
 
 
-def test_a_rank_has_its_share():
-    """Of a model with as much in one stage as in the other: weights 1/(tp pp), shards 1/(dp cp) of these."""
-
-    def share(module):
-        models, build_model = [], module.build_model
-        module.build_model = lambda cfg: models.append(build_model(cfg)) or models[0]
-        return lambda: [(len(unit.full), len(unit.shard), unit.group.size()) for unit in models[0].units]
-
-    sizes = SMALL.replace("--vocab 259", "--vocab 256")
-    run = launch(TRAIN, 8, f"{sizes} --dp 1 --cp 2 --tp 2 --pp 2 --microbatches 4", probe=share)
-    whole = {stage: 0 for stage in range(2)}
-    for name, weight in run.weights.items():
-        layer = int(name.split(".")[2]) if ".layers." in name else 3 * ("embed" not in name)
-        whole[layer // 2] += weight.numel() / (1 if "norm" in name else 2)  # norms are whole on all ranks of tp
-    for rank, units in enumerate(run.probes):
-        padding = sum(full for full, *_ in units) - whole[rank // 4]
-        assert 0 <= padding < 4 * 4, "weights are not 1/tp of those of a stage, but for the padding of four units"
-        assert [ranks for *_, ranks in units] == [4, 2, 2, 2], "norms are held by dp cp tp ranks, all else by dp cp"
-        assert all(shard == full / ranks for full, shard, ranks in units), "shards are not equal parts of the weights"
-
-
 def test_busiest_expert(file=MOE):
     """The log has the root's load: rows of all ranks are counted once, in the layers of all stages."""
     flags = f"{SMALL} --steps 2 --dtype float64 --experts 8 --top_k 2 --lr 1e-1 --warmup 0"

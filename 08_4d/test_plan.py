@@ -95,14 +95,6 @@ def test_speed_of_one_technique():
     assert pairs > 10
 
 
-def test_who_updates():
-    """A rank of ZeRO-1 and ZeRO-3 updates 1/dp of the weights, one of HSDP 1/shard: 46 bytes move per element."""
-    for shard, of in ((1, 64), (64, 64), (8, 8)):
-        sizes = dict(PLAN.PRESETS["llama3_8b"], seq=8192, cp=1, tp=1, pp=1, chunks=1, gpus=64, batch=64, microbatches=1)
-        step = PLAN.predict(PLAN.Config(**sizes, dp=64, shard=shard), TRAIN).step
-        assert step.optimizer - PLAN.HOST == pytest.approx(46 * 8.03e9 / of / 2.4e12, rel=0.01)
-
-
 def test_sharded_weights():
     """zero2, zero3 and hsdp.py: memory within 2 % of every stored row and 3 % of memory.py, speed within 7 %."""
     found, files = [], {f"03_zero/{name}.py": zero for name, zero in (("zero2", 2), ("zero3", 3), ("hsdp", 3))}
@@ -175,16 +167,6 @@ def test_tied_embeddings(zero, pp):
     by = [dataclasses.replace(PLAN.nanotron(zero), tied=tied) for tied in (True, False)]
     tied, not_tied = (first_rank(PLAN.Config(**sizes), each) for each in by)
     assert not_tied - tied == pytest.approx((pp == 1) * 18 * 128256 * 2048 / 2**30)
-
-
-def test_stages_of_nanotron():
-    """A stage takes blocks until it has its share of all weights, as in nanotron's code; the head's are the last."""
-    cfg = PLAN.Config(**PLAN.BOOK["8.86B"], vocab=131072)  # the head weighs 2.2 blocks
-    assert [len(layers) for layers in PLAN.equal_shares(cfg, 4)] == [9, 9, 8, 6]
-    for name, stages in itertools.product(PLAN.BOOK, (1, 2, 4, 8, 16)):
-        cfg = PLAN.Config(**PLAN.BOOK[name], vocab=131072)
-        layers = [i for part in PLAN.equal_shares(cfg, stages) for i in part]
-        assert layers == [*range(cfg.layers)]
 
 
 def test_the_fullest_stage():
@@ -295,18 +277,6 @@ def test_what_zero_adds():
     assert simulated([(10, 20, 4, 8)], 3, hidden=False) == 90 + 4 + 8
     # halves: of the first chunk's gather, of 1 s that the second chunk's gather goes on, and of two reductions
     assert simulated([(10, 20, 8, 16)], 4, chunks=2) == 120 + 2 + 0.5 + 8
-
-
-def test_communication():
-    """Inside a node by NVLink; between nodes by the cards of a node's ranks, all-to-all by a rank's own."""
-    cfg, gib = PLAN.Config(gpus_per_node=8), 2**30
-    assert PLAN.ring(cfg, gib, 1, 1) == 0
-    assert PLAN.ring(cfg, gib, 8, 1) == pytest.approx(20e-6 + gib * 7 / 8 / 349e9)
-    assert PLAN.ring(cfg, gib, 16, 4) == pytest.approx(15 * 15e-6 + gib * 15 / 16 / 80e9)
-    assert PLAN.ring(cfg, gib, 16, 1, True) == pytest.approx(15e-6 + gib / 2 / 40e9)
-    assert PLAN.ring(cfg, gib, 4, 8) > PLAN.ring(cfg, gib, 4, 2)
-    assert PLAN.message(cfg, gib, 2, 4) == pytest.approx(20e-6 + gib / 135e9)
-    assert PLAN.message(cfg, gib, 4, 4) == pytest.approx(15e-6 + gib / 40e9)  # the group spans two nodes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Loss scaling: what an overflow leaves as it was, how the scale moves, and what small gradients gain.
+"""Loss scaling: what an overflow leaves as it was, how the scale moves, and that unscaling rounds nothing.
 
 Scales are powers of two, so that the recipe equals the root in float64 with a scale of 65,536: that is the contract's.
 Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
@@ -62,37 +62,15 @@ def test_scale_grows(file=None):
 
 
 @in_a_fork
-def test_scale_changes_no_step():
-    """In float32, steps with a clip that acts are the same to the bit with any scale that is a power of two."""
-    found = []
-    for scale in 1.0, 2.0**16:
-        module, (cfg, model, optimizer), batch = start(None, "--clip 0.1")
-        model.scaling.scale.fill_(scale)
-        norms = [module.train_step(cfg, model, optimizer, *batch)[1] for _ in range(3)]
-        found.append([*norms, *state_of(model, optimizer)])
-    assert found[0][0] > 0.1 and all(torch.equal(x, y) for x, y in zip(*found, strict=True))
-
-
-@in_a_fork
-def test_small_gradients_survive(file=None):
-    """Of the gradient in float32, fp16 loses most where the loss is scaled down, and little where it is scaled up."""
-
-    def gradient(dtype: str, scale: float) -> torch.Tensor:
-        """What has arrived in the first moment: a tenth of the gradient."""
-        module, (cfg, model, optimizer), batch = start(file, f"--dtype {dtype} --clip 0.1 --microbatches 1")
-        model.scaling.scale.fill_(scale)
-        module.forward_backward(cfg, model, *batch)
-        left = torch.cat([g.double().flatten() for g in optimizer.gradients()]) / scale
-        norm = module.gradient_norm(optimizer) / scale
-        with torch.no_grad():
-            optimizer.step(norm, model.scaling.scale)
-        clip = (0.1 / (norm + 1e-6)).clamp(max=1)
-        arrived = torch.cat([10 * slot.mean.flatten() for slot in optimizer.slots]) / clip
-        assert (arrived - left).norm() < 1e-6 * left.norm(), "gradients are rounded when they are unscaled"
-        return arrived
-
-    exact, lost, kept = gradient("float32", 1.0), gradient("float16", 2.0**-14), gradient("float16", 2.0**10)
-    errors = [((found - exact).norm() / exact.norm()).item() for found in (lost, kept)]
-    zeros = [(found == 0)[exact != 0].float().mean().item() for found in (lost, kept)]
-    assert zeros[0] > 0.3 and zeros[1] < 0.02, f"shares that have become zero: {zeros}"
-    assert errors[1] < 0.01 < errors[0], f"errors {errors}"  # 2^-11 per rounding, and some roundings in a row
+def test_gradients_are_unscaled_in_fp32():
+    """What arrives in the first moment is a tenth of the clipped gradient, of which fp16 would have lost much."""
+    module, (cfg, model, optimizer), batch = start(None, "--dtype float16 --clip 0.1 --microbatches 1")
+    scale = model.scaling.scale
+    module.forward_backward(cfg, model, *batch)
+    left = torch.cat([g.double().flatten() for g in optimizer.gradients()]) / scale
+    norm = module.gradient_norm(optimizer) / scale
+    assert norm > 0.1, "the clip does not act"
+    with torch.no_grad():
+        optimizer.step(norm, scale)
+    arrived = torch.cat([10 * slot.mean.flatten() for slot in optimizer.slots])
+    assert (arrived - left * 0.1 / norm).norm() < 1e-5 * arrived.norm(), "gradients are rounded when they are unscaled"

@@ -215,6 +215,20 @@ def test_all_linears_of_the_blocks_and_nothing_else(recipe, file=None):
     assert set(seen[: 7 * cfg.layers]) == {torch.float8_e4m3fn} and set(seen[7 * cfg.layers :]) == {backward}
 
 
+def assert_near(found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    """Every tensor's gradient has a signal-to-noise ratio of at least 14 dB, and all together 20 dB.
+
+    A rounding to e5m2 alone costs 2^-3 at worst and 26 dB on average (formats.py prints it), and a gradient goes
+    through several; a scale that is forgotten, or belongs to something else, leaves 6 dB at best.
+    """
+    noise = {name: ((found[name] - g).norm() / g.norm()).item() for name, g in exact.items()}
+    worst = max(noise, key=noise.get)
+    assert noise[worst] < 10 ** (-14 / 20), f"{worst} is off by {noise[worst]:.2f}"
+    total = [torch.cat([g[name].double().flatten() for name in exact]) for g in (found, exact)]
+    error = ((total[0] - total[1]).norm() / total[1].norm()).item()
+    assert error < 0.1, f"the gradient is off by {error:.3f}"
+
+
 def gradient(file: str, dtype: str, **sizes) -> dict[str, Tensor]:
     """The gradient of the first batch, by name, in float64."""
     module, (cfg, model, _), batches = start(file, f"--dtype {dtype}", **sizes)
@@ -225,18 +239,7 @@ def gradient(file: str, dtype: str, **sizes) -> dict[str, Tensor]:
 @pytest.mark.parametrize("recipe", RECIPES[:3])
 @in_a_fork
 def test_gradients_of_a_model_are_near_those_in_fp32(recipe, file=None):
-    """Every tensor's gradient has a signal-to-noise ratio of at least 14 dB, and all together 20 dB.
-
-    A rounding to e5m2 alone costs 2^-3 at worst and 26 dB on average (formats.py prints it), and a gradient goes
-    through several; a scale that is forgotten, or belongs to something else, leaves 6 dB at best.
-    """
-    exact, ours = gradient(f"{FOLDER}/bf16.py", "float32"), gradient(file or recipe, "bfloat16")
-    noise = {name: (ours[name] - g).norm() / g.norm() for name, g in exact.items()}
-    worst = max(noise, key=noise.get)
-    assert noise[worst] < 10 ** (-14 / 20), f"{worst} is off by {noise[worst]:.2f}"
-    total = [torch.cat([g[name].flatten() for name in exact]) for g in (ours, exact)]
-    error = ((total[0] - total[1]).norm() / total[1].norm()).item()
-    assert error < 0.1, f"the gradient is off by {error:.3f}"
+    assert_near(gradient(file or recipe, "bfloat16"), gradient(f"{FOLDER}/bf16.py", "float32"))
 
 
 @in_a_fork

@@ -286,25 +286,11 @@ def test_whenever_streams_get_to_it(when, file=None):
 
 
 @pytest.mark.thorough
-def test_evaluations_change_nothing():
-    """Validation losses of ranks agree, and training goes on as without them, to the bit."""
-    plain, run = (launch(FP8_ZERO3, 3, f"{SMALL} --steps 3", probe) for probe in (None, probes.evaluated()))
-    assert all(losses == run.probes[0] and losses[0] == losses[1] for losses in run.probes)
-    assert all(torch.equal(tensor, run.weights[name]) for name, tensor in plain.weights.items())
-
-
-@pytest.mark.thorough
 def test_compiled():
-    """Compiled, the gradient is as near to that in fp32 as fp8_tensorwise.py's has to be: 14 dB, and 20 dB together."""
+    """Compiled, the gradient is as near to that in fp32 as fp8_tensorwise.py's has to be."""
     fp8 = load("10_mixed_precision/test_fp8.py")
     sizes = " ".join(f"--{name} {value}" for name, value in {**fp8.SIZES, "layers": 1}.items())
     exact = isolated(lambda: fp8.gradient("10_mixed_precision/bf16.py", "float32", layers=1))
     probe = probes.together(equivalence.without_kernels, gradients_of_ranks)
     run = launch(FP8_ZERO3, 1, f"--device cpu --dtype bfloat16 {sizes} --steps 1 --compile", probe)
-    found = run.probes[0][1]
-    errors = {name: ((found[name] - g).norm() / g.norm()).item() for name, g in exact.items()}
-    worst = max(errors, key=errors.get)
-    assert errors[worst] < 10 ** (-14 / 20), f"{worst} is off by {errors[worst]:.2f}"
-    total = [torch.cat([z[name].double().flatten() for name in exact]) for z in (found, exact)]
-    error = ((total[0] - total[1]).norm() / total[1].norm()).item()
-    assert error < 0.1, f"the gradient is off by {error:.3f}"
+    fp8.assert_near(run.probes[0][1], exact)

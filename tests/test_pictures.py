@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from pathlib import Path
 from xml.etree import ElementTree
 
 import bench
@@ -61,6 +62,14 @@ def test_block_communicates_as_drawn(recipe):
     more = measured.wanted_traffic(recipe)
     measured.L -= 1
     assert drawn and more - measured.wanted_traffic(recipe) == drawn
+
+
+def test_rings_compute_the_drawn_scores():
+    """The slowest rank's scores of each step, of 4 queries a rank; and the tokens of rank 0."""
+    found = {Path(recipe).stem: pictures.work(recipe)[1] for recipe in pictures.RINGS}
+    assert found == {"ring": [10, 16, 16, 16], "striped": [10, 10, 10, 10], "zigzag": [10, 8, 8, 8]}
+    held = {recipe.stem: pictures.held(str(recipe))[0] for recipe in map(Path, pictures.RINGS)}
+    assert held == {"ring": [0, 1, 2, 3], "striped": [0, 4, 8, 12], "zigzag": [0, 1, 14, 15]}
 
 
 def transfers(module):
