@@ -293,9 +293,9 @@ def outputs(*commands: list[str]) -> list[str]:
 
 
 def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
-    """One run in processes of its own; the numbers of its last line, and its last loss. Of several, the slowest.
+    """One run in processes of its own; the numbers of its last line, its slowest step over the median, its last loss.
 
-    Of a long run all losses, for a curve.
+    Of several runs the slowest one's; of a long run all losses, for a curve.
     """
     single = file.startswith(("01_", "09_", "10_", "tests/")) and not file.endswith(("fp8_zero3.py", "_fsdp.py"))
     if single and gpus > 1:
@@ -308,6 +308,9 @@ def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
         found = {key: re.search(pattern, last) for key, pattern in NUMBER.items()}
         numbers = {key: float(match[1].replace(",", "")) if match else None for key, match in found.items()}
         losses = [float(loss) for loss in re.findall(r"^ *step \d+  loss (\S+)", printed, re.M)]
+        steps = [float(n.replace(",", "")) for n in re.findall(r"^ *step .*tokens/s/GPU ([\d,]+)", printed, re.M)][5:]
+        if steps:  # where the CPU is not ahead of the GPU, steps differ
+            numbers["slowest"] = round(min(steps) / statistics.median(steps), 3)
         runs.append(numbers | {"loss": losses[-1]} | ({"losses": losses} if len(losses) >= 100 else {}))
     return min(runs, key=lambda numbers: numbers["tokens"]) | (
         {"each": [r["tokens"] for r in runs]} if len(runs) > 1 else {}
