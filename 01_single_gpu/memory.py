@@ -487,9 +487,9 @@ def head_moments(cfg: Config) -> dict[str, dict[str, int]]:
 
     The norm keeps x and weight·x in float32 and its output. The compiled loss reads logits and writes their gradient;
     uncompiled, forward has log-softmax, and backward log-softmax and two gradients, all float32. The gradient of the
-    head, if W does not compute it, is first in the dtype of the matmul. With sequence parallelism it is beside the
-    gathered input and that input's gradient, both of all tokens. Where the vocabulary is small, the norm's backward is
-    the widest: six tensors in float32, in the derivative of its square.
+    head, if W does not compute it, is first in the dtype of the matmul. With sequence parallelism, the gathered input
+    and its gradient are beside it, for the tokens of all tp ranks. Where the vocabulary is small, the norm's backward
+    is the widest: six tensors in float32, in the derivative of its square.
     """
     d, v, e, w, c = cfg.dim, cfg.vocab, item(cfg), wide(cfg), copy_item(cfg)
     head, unit = v * d // cfg.tp, v * d // cfg.tp + d

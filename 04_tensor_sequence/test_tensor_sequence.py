@@ -12,7 +12,6 @@ from contract import refusal
 from launch import launch, load
 from streams import streams
 
-copied_between_ranks = load("02_data_parallel/test_data_parallel.py").copied_between_ranks
 TENSOR, VOCAB, SEQUENCE, ASYNC, TWIN = (
     f"04_tensor_sequence/{name}.py"
     for name in ("tensor_parallel", "vocab_parallel", "sequence_parallel", "async_tensor_parallel", "torch_dtensor")
@@ -62,24 +61,28 @@ def weights(module):
     return lambda: ({name: p.detach().numpy() for name, p in models[0].named_parameters()}, shapes)
 
 
-def summed_bias(module):
-    """A probe: what sum_replicas makes of gradients of 1 of a key layer's bias, as a reader's model may have one."""
-    found, build_model = [], module.build_model
+def sums_of_replicas(module):
+    """A probe: gradients that sum_replicas is given on this rank, and what it makes of them. Key layers have biases."""
+    seen, build_model = {}, module.build_model
 
     def build(cfg):
         model = build_model(cfg)
-        layer = model.model.layers[0].self_attn.k_proj
-        layer.bias = torch.nn.Parameter(torch.zeros(layer.out_features))
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
+        for layer in (block.self_attn.k_proj for block in model.model.layers):
+            layer.bias = torch.nn.Parameter(torch.zeros(layer.out_features))  # as in a reader's model
+        generator = torch.Generator().manual_seed(model.tp.rank())
+        for name, p in model.named_parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+            seen[name] = [p.grad.numpy().copy()]
         module.sum_replicas(model)
-        found.extend(layer.bias.grad.unique().tolist())
-        model.zero_grad()
-        layer.bias = None
+        for name, p in model.named_parameters():
+            seen[name].append(p.grad.numpy().copy())
+            p.grad = None
+        for layer in (block.self_attn.k_proj for block in model.model.layers):
+            layer.bias = None
         return model
 
     module.build_model = build
-    return lambda: found
+    return lambda: seen
 
 
 def loss_and_embedding(module):
@@ -128,11 +131,29 @@ def traffic(module):
     return lambda: last
 
 
-def shared_elements(module):
-    """A probe: elements of the memory that other ranks can reach, and of what leaves for it."""
-    made, make_shared = [], module.make_shared
-    module.make_shared = lambda *args: made.append(make_shared(*args)) or made[0]
-    return lambda: sum(room[0].numel() for room in made[0].rooms) + made[0].leaving.numel()
+def copies(module):
+    """A probe: bytes copied from and to other ranks' memory in a step; elements of all shared memory."""
+    seen, foreign, elements, share = [0], set(), [], module.share
+    copy, train_step = torch.Tensor.copy_, module.train_step
+
+    def shared(*args):
+        memory, barrier = share(*args)
+        foreign.update(m.untyped_storage().data_ptr() for r, m in enumerate(memory) if r != module.dist.get_rank())
+        elements.append(sum(m.numel() for m in memory) // len(memory))
+        return memory, barrier
+
+    def copy_(self, source, *args):
+        if foreign & {self.untyped_storage().data_ptr(), source.untyped_storage().data_ptr()}:
+            seen[0] += self.nbytes
+        return copy(self, source, *args)
+
+    def step(cfg, model, *args):
+        seen[0] = 0
+        elements[1:] = [model.shared.leaving.numel()]
+        return train_step(cfg, model, *args)
+
+    module.share, module.train_step, torch.Tensor.copy_ = shared, step, copy_
+    return lambda: (seen[0], sum(elements))
 
 
 def order(module):
@@ -232,14 +253,12 @@ def wanted_order(recipe):
 def test_a_step(recipe):
     """Four ranks, of which two pairs share key heads, hold, send, keep and sum as the header says."""
     nothing = lambda module: lambda: None  # noqa: E731
-    own = [order if recipe in BY_TOKENS else nothing]
-    own += [copied_between_ranks, shared_elements] if recipe == ASYNC else [nothing, nothing]
-    probe = probes.together(loss_and_embedding, summed_bias, weights, traffic, *own)
+    own = order if recipe in BY_TOKENS else nothing, copies if recipe == ASYNC else nothing
+    probe = probes.together(loss_and_embedding, sums_of_replicas, weights, traffic, *own)
     run = launch(recipe, TP, f"{SMALL} --dtype bfloat16 --steps 3 --clip 0.5", probe=probe)
-    exact, biases, held, sent, orders, copied, shared = zip(*run.probes)
+    exact, sums, held, sent, orders, copied = zip(*run.probes)
     assert all(error < 1e-6 for error, _ in exact), "the loss is rounded before it is complete"
     assert max(gradient for _, gradient in exact) == 300, "gradients of an embedding are added up in 16 bits"
-    assert biases == TP * ([2],), "biases of key heads that two ranks hold are not summed"
     for rank, (mine, shapes) in enumerate(held):
         assert ({name: w.shape for name, w in mine.items()}, shapes) == wanted_shapes(recipe)
         for name in mine:  # what several ranks hold is the same to the bit, after training, too
@@ -248,13 +267,23 @@ def test_a_step(recipe):
     assert (held[0][0][KEY] != held[2][0][KEY]).any()
     if recipe != TENSOR:
         assert not any(held[-1][0][name][V % -(-V // TP) :].any() for name in TABLES), "padding is not zero any more"
+    replicated = [name for name in sums[0] if "norm" in name and recipe in BY_TOKENS]
+    keys = [name for name in sums[0] if "k_proj" in name or "v_proj" in name]
+    assert any(name.endswith("k_proj.bias") for name in keys)
+    for name in sums[0]:
+        for rank in range(TP):
+            together = (
+                range(TP) if name in replicated else (rank // 2 * 2, rank // 2 * 2 + 1) if name in keys else [rank]
+            )
+            exact = sum(sums[other][name][0].astype("float64") for other in together)
+            assert abs(sums[rank][name][1] - exact).max() < 1e-5, f"{name}: rounded, or not summed over {together}"
     assert all(one == wanted_traffic(recipe) for one in sent)
     if recipe in BY_TOKENS:
         assert orders[0] == wanted_order(recipe)
     if recipe == ASYNC:  # (tp-1)/tp of b·s·d out or in: 4 per block forward, 6 backward; for the head 1 and 2
         operations, activations = 10 * L + 3, B * S * D
-        assert copied == TP * (operations * (TP - 1) * activations * 2 // TP,)
-        assert shared == TP * (3 * activations + 2 * activations // TP,)  # the header's formula
+        memory = 3 * activations + 2 * activations // TP  # the header's formula
+        assert copied == TP * ((operations * (TP - 1) * activations * 2 // TP, memory),)
 
 
 TABLES, KEY = ("model.embed_tokens.weight", "lm_head.weight"), "model.layers.0.self_attn.k_proj.weight"
@@ -296,6 +325,18 @@ def test_activations_kept(recipe, flag):
     by_tokens = dict(dtype="bfloat16", compile=bool(flag), sequence_parallel=recipe != TENSOR)
     cfg = predict.Config(**shape, **by_tokens, batch=1, tp=2)
     assert launch(recipe, 2, flags, probe=kept).probes == [predict.saved(cfg, "none")] * 2
+
+
+def test_activations_of_a_large_model():
+    """Bytes per b·s·d and layer of llama3_8b: 8 + 26/tp, where the book's GPT has 10 + 24/tp, and of both 34/tp."""
+    predict = load("01_single_gpu/memory.py")
+    for tp in 1, 8:
+        shape = dict(predict.PRESETS["llama3_8b"], seq=8192, batch=1, dtype="bfloat16", compile=True, tp=tp)
+        for by_tokens, whole, book in (False, 8, 10), (True, 8 / tp, 10 / tp):
+            kept = predict.saved(predict.Config(**shape, sequence_parallel=by_tokens), "none") / (8192 * 4096)
+            assert abs(kept - (whole + 26 / tp)) < 0.04  # 1/rms of the norms and log-sum-exp of attention
+            books = predict.book_activations(1, 4096, 32, 8192, "selective", tp, by_tokens, once=False) / (8192 * 4096)
+            assert books == book + 24 / tp
 
 
 # -------------------------------------------------------------------------------------------------------------- flags

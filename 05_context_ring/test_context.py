@@ -1,5 +1,6 @@
-"""The context-parallel recipes train as the root does, and send and keep what they say."""
+"""The context-parallel recipes train as the root does, share out tokens and work, and send and keep what they say."""
 
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -58,6 +59,49 @@ def test_whenever_streams_get_to_it(recipe, world, flags, when):
     striped.py does what zigzag.py does with other tokens; ulysses.py waits for each transfer where it starts it.
     """
     equivalence.check(recipe, world, flags, probe=streams(when))
+
+
+# ---------------------------------------------------------------------------------------------------------------- work
+def scores(visible, cp, s):
+    """How many scores each rank computes in each step, without those that are masked."""
+
+    def count(queries, keys, causal):
+        n, m = (len(range(s)[part]) for part in (queries, keys))
+        return n * (n + 1) // 2 if causal else n * m
+
+    found = [[visible(rank, (rank - step) % cp, s) for step in range(cp)] for rank in range(cp)]
+    return [[count(*parts) if parts else 0 for parts in steps] for steps in found]
+
+
+def work_of_the_ring(rank, cp, s):
+    """In step i ranks below i idle."""
+    return [s * (s + 1) // 2, *[s * s] * rank, *[0] * (cp - 1 - rank)]
+
+
+def work_of_the_striped_ring(rank, cp, s):
+    """Half of s·s scores in every step: s/2 more where keys come from a lower rank, s/2 less if not."""
+    return [s * (s + 1) // 2] * (rank + 1) + [s * (s - 1) // 2] * (cp - 1 - rank)
+
+
+def work_of_the_zigzag_ring(rank, cp, s):
+    """The same on all ranks: half of s·s scores in every step, and in the first half of a diagonal more."""
+    return [s * (s + 1) // 2] + [s * s // 2] * (cp - 1)
+
+
+@pytest.mark.parametrize(
+    "recipe, work",
+    [
+        *((RING, work_of_the_ring), (STRIPED, work_of_the_striped_ring)),
+        *((recipe, work_of_the_zigzag_ring) for recipe in (ZIGZAG, USP)),
+    ],
+)
+def test_work(recipe, work):
+    """The scores of each step. In a plain ring the last rank has (2·cp-1)/cp times the average, as its header says."""
+    for cp, s in itertools.product(range(2, 9), (2, 64)):
+        found = scores(load(recipe).visible, cp, s)
+        assert found == [work(rank, cp, s) for rank in range(cp)]
+        most = max(map(sum, found)) / (sum(map(sum, found)) / cp)
+        assert recipe != RING or 0 < (2 * cp - 1) / cp - most < 1 / (cp * s)
 
 
 # ------------------------------------------------------------------------------------------- communication and memory

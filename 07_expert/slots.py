@@ -144,9 +144,12 @@ def exchange(x: Tensor, ep: dist.ProcessGroup) -> Tensor:
     return AllToAll.apply(x, ep)
 
 
-@torch.compiler.disable  # slots grow while it runs
+@torch.compiler.disable  # a compiler would take the number of slots for a constant, and fail when it grows
 def places(inverse: Tensor, ends: Tensor, memory: Memory) -> tuple[Tensor, Tensor, Tensor]:
-    """Find Route.order and Route.there; also returns the rows that go to each expert, [ep, e/ep]."""
+    """Find Route.order and Route.there, and the rows that go to each expert, [ep, e/ep].
+
+    inverse, ends: as sort_by_expert returns them. Raises memory.missing where slots are too few.
+    """
     ep, n = memory.ep.size(), len(inverse)
     size = math.ceil(memory.slots * n / ep)  # slots for the rows from one rank to another
     counts = ends.diff(prepend=ends.new_zeros(1)).view(ep, -1)  # ep e/ep
@@ -173,7 +176,8 @@ def dispatch(
     order, there, counts = places(inverse, ends, memory)
     x, gates = Permute.apply(x, order, there, k), Permute.apply(gates.view(-1, 1), order, there, 1)
     x, gates, counts_here = exchange(x, memory.ep), exchange(gates, memory.ep), exchange(counts, memory.ep)
-    slot = torch.arange(len(x) // len(counts), device=x.device).repeat(len(counts), 1)
+    size = len(x) // memory.ep.size()  # slots for the rows from one rank to another
+    slot = torch.arange(size, device=x.device).repeat(memory.ep.size(), 1)
     experts = torch.searchsorted(counts_here.cumsum(1), slot, right=True)  # ep size; e/ep where nothing has come
     by_expert, back, ends = sort_by_expert(experts, counts.shape[1])
     x, gates = Permute.apply(x, by_expert, back, 1), Permute.apply(gates, by_expert, back, 1)

@@ -264,7 +264,8 @@ def linear_cross_entropy_sum(
     By default the logits of a chunk are at most 2^29 elements, 1 GiB in bf16: matmuls need some thousand tokens.
     The matmuls run in the dtype of x. The gradient of the weight is added up in float32 (float64 for float64) and
     returned in the dtype of the weight: give fp32 weights to lose nothing. A target of ignore_index counts nothing;
-    any other that is no row of the weight makes the loss NaN. Backward can run once; RuntimeError otherwise.
+    any other that is no row of the weight makes the loss NaN. Backward can run once; RuntimeError otherwise. Raises
+    ValueError for integers, and for shapes that do not fit.
     """
     if x.ndim != 2 or weight.shape[1:] != x.shape[1:] or targets.shape != x.shape[:1]:
         shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(targets.shape)}"

@@ -7,19 +7,20 @@ been computed for every element. `if` takes one scalar, and all BLOCK elements o
 
     by mask      steps = n + S · n                            whatever the data is; eager and torch.compile do this
     by program   steps = n + S · BLOCK · (blocks in need)     few if elements in need stand together, else most blocks
-    by list      steps = n + S · (elements in need)           and bytes for the list, and for sectors read again
+    by list      steps = n + S · (elements in need)           and 8 bytes for the list; sectors move again
 
 The list sorts elements into two kinds. A first kernel does the cheap step for all of them and collects the indices of
 those in need; a second kernel gathers these, does the S steps and scatters the results. All its lanes do useful work.
-The price is bytes, the gain is steps. Memory moves sectors of 32 bytes: at random places, half of the elements in need
-make nearly all sectors travel again. It pays from some number of steps on, which `break_even` computes.
+The price is bytes, the gain is steps. Memory moves sectors of 32 bytes: if half of all elements are in need, at random
+places, nearly every sector of x and y moves again. The list pays from some number of steps on: `break_even` gives a
+lower bound.
 
 The function is y' = -y³ over one unit of time, in 1 step where |y| <= 1/8, else in S = 256 explicit Euler steps
 (y -= y³/S, stable where y² < 2·S), of which each needs the one before. This equation has a closed form, most have not.
 
 Parent:   none
-Copy:     DTYPES, BLOCK, STEPS, CALM, widen, in_need, step, collect, from_list, prepare, by_list (call by_list; put your
-          formulas into in_need and step)
+Copy:     DTYPES, BLOCK, STEPS, CALM, widen, in_need, step, collect, from_list, with_output, by_list (call by_list; put
+          your formulas into in_need and step)
 Run:      python 09_kernels/divergence.py
 Source:   NVIDIA, CUDA C++ Programming Guide, "SIMT Architecture"
 """
@@ -126,8 +127,8 @@ def from_list(x_ptr, y_ptr, list_ptr, count_ptr, STEPS: tl.constexpr, BLOCK: tl.
         tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), inside)  # scatter
 
 
-def prepare(x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return x, contiguous, memory for y, and the number of elements. Raises ValueError for a dtype not in DTYPES."""
+def with_output(x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return x made contiguous, an empty tensor like it, and its number of elements. Raises ValueError for integers."""
     if x.dtype not in DTYPES:
         raise ValueError(f"x is {x.dtype}: must be one of {', '.join(str(dtype) for dtype in DTYPES)}")
     x = x.contiguous()
@@ -139,7 +140,7 @@ def by_mask(x: Tensor, steps: int = STEPS) -> Tensor:
 
     x float16, bfloat16, float32 or float64; computed in float32 (float64), rounded once. Raises ValueError for others.
     """
-    x, y, n = prepare(x)
+    x, y, n = with_output(x)
     if n:
         masked[(triton.cdiv(n, BLOCK),)](x, y, n, STEPS=steps, BLOCK=BLOCK)
     return y
@@ -147,7 +148,7 @@ def by_mask(x: Tensor, steps: int = STEPS) -> Tensor:
 
 def by_program(x: Tensor, steps: int = STEPS) -> Tensor:
     """The same; blocks of 1,024 elements of which none is in need skip the expensive side."""
-    x, y, n = prepare(x)
+    x, y, n = with_output(x)
     if n:
         branched[(triton.cdiv(n, BLOCK),)](x, y, n, STEPS=steps, BLOCK=BLOCK)
     return y
@@ -155,7 +156,7 @@ def by_program(x: Tensor, steps: int = STEPS) -> Tensor:
 
 def by_list(x: Tensor, steps: int = STEPS) -> Tensor:
     """The same; elements in need are listed first. Takes 4 bytes of memory per element (8 beyond 2^31 elements)."""
-    x, y, n = prepare(x)
+    x, y, n = with_output(x)
     integer = torch.int32 if n < 2**31 else torch.int64
     indices = torch.empty(n, dtype=integer, device=x.device)
     count = torch.zeros(1, dtype=integer, device=x.device)
@@ -205,11 +206,11 @@ def steps_taken(way: Callable, x: Tensor, steps: int = STEPS) -> int:
 
 
 def break_even(share: float, itemsize: int, bandwidth: float) -> float:
-    """Steps from which on the list beats the mask, for a share below 1 of elements in need, at random places.
+    """Steps below which the list cannot beat the mask, for a share below 1 of elements in need, at random places.
 
     The mask takes, per element, the longer of its bytes and its steps. The list takes the same bytes first, and then,
     for those in need, the longer of their steps and their bytes: index written and read, x gathered, y scattered. A
-    sector travels as a whole if any of its elements is in need. bandwidth: in bytes/s.
+    sector moves as a whole if any of its elements is in need. Atomics and launches come on top. bandwidth: in bytes/s.
     """
     touched = 1 - (1 - share) ** (SECTOR / itemsize)  # share of the sectors
     first, second = 2 * itemsize / bandwidth, (2 * 4 * share + 2 * itemsize * touched) / bandwidth
@@ -307,7 +308,7 @@ def measure() -> list[dict]:
             where = "together" if together else "at random"
             rows += compare_ways(f"share {share:.4f} {where}", x, STEPS, bandwidth)
     x = make_input(n, 1 / 2, False, "cuda")
-    print(f"at a share of 1/2 the list should pay from {break_even(1 / 2, x.itemsize, bandwidth):.0f} steps on")
+    print(f"at a share of 1/2 the list cannot pay below {break_even(1 / 2, x.itemsize, bandwidth):.0f} steps")
     for steps in 1, 8, 64:
         rows += compare_ways(f"share 0.5000 at random, {steps} steps", x, steps, bandwidth)
     return rows

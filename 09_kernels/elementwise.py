@@ -109,7 +109,7 @@ def elu(x: Tensor) -> Tensor:
     """Return x where x >= 0, else exp(x) - 1, for x of any shape and stride; the result is contiguous.
 
     x float16, bfloat16, float32 or float64; computed in float32 (float64), rounded once. Near 0, exp(x) is near 1 and
-    loses the last bits of x: in float32 the result is off by up to 1e-7, however small x is. torch's elu uses expm1.
+    loses the last bits of x: in float32 the result has an absolute error of up to 1e-7. torch's elu uses expm1.
     Raises ValueError for any other dtype.
     """
     if x.dtype not in DTYPES:
@@ -209,7 +209,7 @@ def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -
 
 
 def milliseconds_of_calls(contenders: dict[str, Callable[[], object]], calls: int = 200) -> dict[str, float]:
-    """Median time of one call as a program makes it, launch included: wall clock around many calls, in random order.
+    """Median time of one call as a program makes it, launch included: wall clock around many calls. In random order.
 
     The CPU runs ahead of the GPU: a call costs the longer of what the CPU needs to launch it and the GPU to run it.
     """

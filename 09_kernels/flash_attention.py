@@ -323,7 +323,7 @@ def flash2_keys(
         own_q_ptr = head_of(q_ptr, head, h, q_b, q_h)
         own_do_ptr = head_of(do_ptr, head, h, do_b, do_h)
         lse_ptr = rows_ptr + tl.cast(head, tl.int64) * 2 * padded
-        for cut in tl.static_range(1, -1, -1):  # unrolled: queries that see some of these keys, then all others
+        for cut in tl.static_range(1, -1, -1):  # unrolled: queries that see some of these keys, then those that see all
             for start in tl.range(first if cut else whole, tl.minimum(whole, s) if cut else s, BLOCK_M):
                 row = start + tl.arange(0, BLOCK_M)[None, :]
                 q = load_rows(own_q_ptr, start, s, q_s, BLOCK_M, K, COLUMNS)
@@ -418,7 +418,7 @@ def tma_keys(
     whole = tl.cdiv(at + BLOCK_N - 1, BLOCK_M) * BLOCK_M if CAUSAL else 0
     for head in tl.range(kv_head * group, kv_head * group + group):
         lse_ptr = rows_ptr + tl.cast(head, tl.int64) * 2 * padded
-        for cut in tl.static_range(1, -1, -1):  # unrolled: queries that see some of these keys, then all others
+        for cut in tl.static_range(1, -1, -1):  # unrolled: queries that see some of these keys, then those that see all
             for start in tl.range(first if cut else whole, tl.minimum(whole, s) if cut else s, BLOCK_M):
                 row = start + tl.arange(0, BLOCK_M)[None, :]
                 q = q_blocks.load([batch, head % h, start, 0]).reshape([BLOCK_M, K])

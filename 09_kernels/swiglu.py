@@ -194,8 +194,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate)·up for gate and up [..., f] of one dtype; backward writes their gradients over them.
 
     So both must be results of operations that do not need them in backward, as a matmul is; autograd raises
-    RuntimeError if one does, or if backward runs twice. Raises ValueError for leaves and for shared memory; gate and up
-    may be parts of one tensor, but must not overlap.
+    RuntimeError if one does, or if backward runs twice. Raises ValueError for leaves, integers and shared memory; gate
+    and up may be parts of one tensor, but must not overlap.
     """
     check_swiglu(gate, up)
     return SiluMul.apply(rows_of(gate), rows_of(up)).view(gate.shape)

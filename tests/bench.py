@@ -293,9 +293,9 @@ def outputs(*commands: list[str]) -> list[str]:
 
 
 def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
-    """One run in processes of its own; the numbers of its last line, its slowest step over the median, its last loss.
+    """One run in processes of its own; the numbers of its last line, and its last loss. Of several, the slowest.
 
-    Of several runs the slowest one's; of a long run all losses, for a curve.
+    slowest: the speed of the slowest step after the first five, over the median. Of a long run all losses, for a curve.
     """
     single = file.startswith(("01_", "09_", "10_", "tests/")) and not file.endswith(("fp8_zero3.py", "_fsdp.py"))
     if single and gpus > 1:
@@ -309,7 +309,7 @@ def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
         numbers = {key: float(match[1].replace(",", "")) if match else None for key, match in found.items()}
         losses = [float(loss) for loss in re.findall(r"^ *step \d+  loss (\S+)", printed, re.M)]
         steps = [float(n.replace(",", "")) for n in re.findall(r"^ *step .*tokens/s/GPU ([\d,]+)", printed, re.M)][5:]
-        if steps:  # where the CPU is not ahead of the GPU, steps differ
+        if len(steps) > 1:  # where the CPU is not ahead of the GPU, steps differ
             numbers["slowest"] = round(min(steps) / statistics.median(steps), 3)
         runs.append(numbers | {"loss": losses[-1]} | ({"losses": losses} if len(losses) >= 100 else {}))
     return min(runs, key=lambda numbers: numbers["tokens"]) | (
@@ -874,9 +874,9 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
 
 
 def named(suite: str, gpu: str, stored: dict[str, dict]) -> str:
-    """The name under which a result is stored: the suite's; on another card than the first one, with that card's."""
-    card = gpu.split()[3]
-    return suite if card in stored.get(suite, {"gpu": card})["gpu"] else f"{suite} on {card}"
+    """The key of a result: the suite's name, and the card's if another card was measured first."""
+    first = stored.get(suite, {"gpu": gpu})["gpu"]
+    return suite if first.split()[3] == gpu.split()[3] else f"{suite} on {gpu.split()[3]}"
 
 
 def main() -> None:

@@ -491,6 +491,8 @@ def main() -> None:
     most = torch.cuda.device_count() if args.device == "cuda" else math.inf
     cases = [case for case in CASES if case[0] in (args.recipes or [case[0]])]
     cases = [case for case in cases if case[1] in (args.ranks or [case[1]]) and case[1] <= most]
+    if not cases:
+        raise SystemExit("no case has these recipes and ranks, and fits the GPUs at hand")
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     run_folder()  # of this process, for those of the pool
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as jobs:

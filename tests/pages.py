@@ -195,7 +195,10 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "kernels_smollm": ("09_kernels", "SmolLM-1.7B, four sequences of 4,096 tokens, against the root, compiled."),
     "kernels_llama3_1b": ("09_kernels", "Llama-3.2-1B, four sequences of 8,192 tokens: the vocabulary is larger."),
     "mixed_smollm": ("10_mixed_precision", "SmolLM-1.7B, four sequences of 4,096 tokens, compiled."),
-    "mixed_two": ("10_mixed_precision", "Two micro-batches, the default, against gradient_accumulation.py."),
+    "mixed_two": (
+        "10_mixed_precision",
+        "SmolLM-1.7B, two micro-batches, the default, against gradient_accumulation.py.",
+    ),
     "mixed_llama3_8b": ("10_mixed_precision", "Llama-3.1-8B, one sequence of 8,192 tokens, on one GPU, compiled."),
     "fp8_zero3": ("10_mixed_precision", "SmolLM-1.7B on two GPUs, four sequences of 4,096 tokens each, in shards."),
     "fp8_zero3_8b": (None, ""),  # 8 layers of what four GPUs hold as a whole
@@ -506,7 +509,10 @@ def contenders(name: str) -> list[dict]:
 
 
 def quickest(name: str, mine: bool) -> dict[str, dict]:
-    """For each product under sustained load, or else for forward and backward of the first size that has both."""
+    """Return the fastest row of the file's own kernels (mine), or of all others, by what is measured.
+
+    That is every product under sustained load, or else forward and backward of the first size that has both.
+    """
     sizes = {}
     for row in contenders(name):
         sizes.setdefault(SUMMED.sub("", row["what"]), {}).setdefault(row["what"], []).append(row)
@@ -517,7 +523,7 @@ def quickest(name: str, mine: bool) -> dict[str, dict]:
 
 
 def kernel_gain(path: str) -> str:
-    """Time of the fastest other contender over ours: of forward and backward together, of products the mean."""
+    """Time of the fastest other contender over ours: of forward and backward together, or the mean over products."""
     ours, theirs = (quickest(Path(path).stem, mine) for mine in (True, False))
     pairs = [(theirs[what]["ms"], ours[what]["ms"]) for what in ours if what in theirs]
     if not pairs or Path(path).stem in LADDERS:
@@ -795,7 +801,7 @@ def speed(folder: str) -> str:
         note += f" ({suite['note']})" if "note" in suite else ""
         how = [f"torch {suite['torch']}", suite["date"], *([f"commit {suite['commit']}"] if "commit" in suite else [])]
         details = folded("commands", f"```\n{', '.join(how)}\n{suite['command']}\n\n{flags}\n```")
-        sentence = "The same on another card." if " on " in name else SUITES.get(name, (folder, ""))[1]
+        sentence = f"The same on an {name.split()[-1]}." if " on " in name else SUITES.get(name, (folder, ""))[1]
         parts.append("\n\n".join(filter(None, [sentence, note, text, details])))
     return "\n\n".join(parts) or UNKNOWN
 

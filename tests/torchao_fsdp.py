@@ -29,7 +29,7 @@ def train_step_with_scales(cfg, model, *batch) -> tuple[torch.Tensor, torch.Tens
 
 
 def main() -> None:
-    """The twin's, with both replaced."""
+    """Run the twin, with fp8 linears when it shards and the all-reduce of all scales after each step."""
     TWIN.shard, TWIN.train_step = shard_in_fp8, train_step_with_scales
     TWIN.main()
 
