@@ -148,7 +148,7 @@ def exchange(x: Tensor, ep: dist.ProcessGroup) -> Tensor:
 def places(inverse: Tensor, ends: Tensor, memory: Memory) -> tuple[Tensor, Tensor, Tensor]:
     """Find Route.order and Route.there, and the rows that go to each expert, [ep, e/ep].
 
-    inverse, ends: as sort_by_expert returns them. Raises memory.missing where slots are too few.
+    inverse, ends: as sort_by_expert returns them. Writes memory.missing where slots are too few.
     """
     ep, n = memory.ep.size(), len(inverse)
     size = math.ceil(memory.slots * n / ep)  # slots for the rows from one rank to another

@@ -217,7 +217,7 @@ def test_formulas_are_those_of_transformers():
 
 
 def test_flags():
-    """What is added may be 0. Each process must have a sequence for each micro-batch."""
+    """--balance, --z and --bias_rate may be 0. Each process must have a sequence for each micro-batch."""
     auxiliary, bias = load(AUXILIARY), load(BIAS)
     assert refusal(auxiliary, 8, "--device cpu --balance 0 --z 0") is None
     assert refusal(bias, 8, "--device cpu --bias_rate 0 --microbatches 2") is None

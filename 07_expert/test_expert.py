@@ -378,7 +378,7 @@ REFUSED = [  # recipes, ranks, flags, what the one line must have
 
 @pytest.mark.parametrize("recipe", [MOE, PARALLEL])
 def test_sizes(recipe, file=None):
-    """What cannot be shared out ends with one line that names the flag and what would work."""
+    """Experts that cannot be shared out end with one line that names the flag and what would work."""
     module = load(file or recipe)
     for recipes, world, flags, words in REFUSED:
         if recipe in recipes:

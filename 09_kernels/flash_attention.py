@@ -357,7 +357,7 @@ def flash2_queries(
     lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
     dq = widen(tl.zeros([BLOCK_M, COLUMNS], q.dtype))
     whole, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
-    for cut in tl.static_range(2):  # as in forward
+    for cut in tl.static_range(2):  # as in forward; whole blocks need no mask
         for at in tl.range(whole if cut else 0, end if cut else whole, BLOCK_N):
             k = load_rows(k_ptr, at, t, k_s, BLOCK_N, K, COLUMNS)
             v = load_rows(v_ptr, at, t, v_s, BLOCK_N, K, COLUMNS)
@@ -450,7 +450,7 @@ def tma_queries(
     lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
     dq = tl.zeros([BLOCK_M, K], tl.float32)
     whole, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
-    for cut in tl.static_range(2):  # as in forward
+    for cut in tl.static_range(2):  # as in forward; whole blocks need no mask
         for at in tl.range(whole if cut else 0, end if cut else whole, BLOCK_N):
             k = k_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
             v = v_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])

@@ -63,7 +63,7 @@ def test_scale_grows(file=None):
 
 @in_a_fork
 def test_gradients_are_unscaled_in_fp32():
-    """What arrives in the first moment is a tenth of the clipped gradient, of which fp16 would have lost much."""
+    """The first moment is a tenth of the clipped gradient, of which fp16 would have lost much."""
     module, (cfg, model, optimizer), batch = start(None, "--dtype float16 --clip 0.1 --microbatches 1")
     scale = model.scaling.scale
     module.forward_backward(cfg, model, *batch)
