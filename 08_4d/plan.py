@@ -97,7 +97,6 @@ LLAMA_RUNS = dict(zero=2, recompute="selective")
 CHUNKS = 1, 2, 4  # stages per rank that are tried
 KINDS = {1: "1F1B", 2: "Interleaved1F1B", 3: "ZBVZeroBubble"}  # torchtitan's names
 ERROR = 0.05  # of predicted speeds on one host: most that was measured is within it, all within 8 %
-EXPERTS_ERROR = 0.09  # the same with experts, of which two rows were measured
 RECOMPUTE = "none", "selective", "full"  # as 01_single_gpu/train.py, selective_ and activation_checkpointing.py
 AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
 SCALE = 8, 64, 512, 2048, 8192, 16384  # GPUs of --scale
@@ -1052,19 +1051,14 @@ def reason(rows: list[Plan]) -> str:
             break
     text += " Experts count as equally busy." * (best.cfg.experts > 0)
     if len(near := ties(rows)) > 1:
-        text += f" The first {len(near)} are within {error(best.cfg):.0%}, the error of such predictions; "
+        text += f" The first {len(near)} are within {ERROR:.0%}, the error of such predictions; "
         text += f"cut along the fewest axes is {shape(simplest(rows).cfg)}."
     return text
 
 
-def error(cfg: Config) -> float:
-    """Return the error of predicted speeds."""
-    return EXPERTS_ERROR if cfg.experts else ERROR
-
-
 def ties(rows: list[Plan]) -> list[Plan]:
     """Return the rows that are as fast as the first within the error of predictions."""
-    return [row for row in rows if row.step.total() < (1 + error(rows[0].cfg)) * rows[0].step.total()]
+    return [row for row in rows if row.step.total() < (1 + ERROR) * rows[0].step.total()]
 
 
 def simplest(rows: list[Plan]) -> Plan:
