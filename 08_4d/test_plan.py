@@ -546,7 +546,7 @@ def test_experts_as_measured():
 
     It has fp32 weights: at the loss as many bytes as bf16 weights with fp32 masters. Experts are about equally busy.
     """
-    for suite, gpus in (("expert", 2), ("expert_more", 2), ("expert_four", 4)):
+    for suite, gpus in (("expert", 2), ("expert_more", 2), ("olmoe", 2), ("expert_four", 4)):
         row = next(row for row in STORED[suite]["rows"] if row["file"].endswith("expert_parallel.py"))
         found = PLAN.predict(config(row["flags"], STORED[suite]["gpu"], dp=gpus, ep=gpus), PLAN.FP32_WEIGHTS)
         tokens, _, peak = measured(row)

@@ -16,7 +16,8 @@ tests/results/timelines/{naive,overlap,bucketed}.json` draws the picture.
 `expert_layer` times one layer of experts on one GPU, ours and that of transformers, and its matmuls alone.
 `context_attention` times what one rank of four computes in the attention of 05_context_ring, without transfers.
 `kernels`, and the names of files behind it if not all are meant, runs `measure` of the files of 09_kernels, each in a
-process of its own, and stores their rows in tests/results/kernels.json: of each row that of the median round.
+process of its own, and stores their rows in tests/results/kernels.json: of each row that of the median round. Another
+card than the first one's has results of its own, "NAME on CARD".
 `kernel_steps` sorts the milliseconds of a step of the root and of 09_kernels/train.py by what its GPU kernels do, for
 tests/results/kernel_steps.json.
 `collectives` stores what 02_data_parallel/collectives.py prints. `memory` needs no GPU: it puts the measured peaks of
@@ -167,6 +168,10 @@ expert_more: 2, 4, {EXPERTS} --batch 16
 expert_four: 4, 4, {EXPERTS} --batch 8
     07_expert: expert_parallel overlap
     07_expert: slots symmetric_memory --slots 1.25
+olmoe: 2, 3, --preset olmoe_1b_7b --seq 4096 --batch 8 --dtype bfloat16 --compile --steps 10
+    07_expert: expert_parallel overlap --lr 0 --data {RANDOM_IDS}
+    07_expert: symmetric_memory --slots 1.25 --lr 0 --data {RANDOM_IDS}
+    07_expert: expert_parallel --steps 30
 documents: 1, 3, {LLAMAS["llama3_1b"]} --compile --data {DOCUMENTS}
     01_single_gpu: train
     01_single_gpu: document_mask --eos 0
@@ -260,6 +265,7 @@ PROFILED = {  # recipes of a suite of which a timeline is kept
     "tensor_few_layers": "torch_dtensor sequence_parallel async_tensor_parallel",
     "layouts_8b_few_layers": "train",
     "expert": "expert_parallel overlap slots symmetric_memory",
+    "olmoe": "expert_parallel",
     "fp8_zero3": "zero3 fp8_zero3",
     "fp8_zero3_four": "zero3 fp8_zero3",
 }
@@ -758,7 +764,8 @@ def kernels(names: list[str], rounds: int) -> bool:
             continue
         middle = [sorted(same, key=lambda row: row["ms"])[(rounds - 1) // 2] for same in zip(*found, strict=True)]
         about = {**where(1), "triton": importlib.metadata.version("triton")}
-        stored[name] = {**about, "command": f"python tests/bench.py kernels {name} --rounds {rounds}", "rows": middle}
+        about["command"] = f"python tests/bench.py kernels {name} --rounds {rounds}"
+        stored[named(name, about["gpu"], stored)] = {**about, "rows": middle}
         KERNELS.write_text(json.dumps(stored, indent=1) + "\n")
     return not failed
 
@@ -865,7 +872,7 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
         yield result
     for row in [row for row in rows if Path(row["file"]).stem in PROFILED.get(suite, "").split()]:
         file, timelines = row["file"], TIMELINES / suite if suite in ("zero_stages", "expert") else TIMELINES
-        if suite.startswith(("layouts", "fp8")):  # these draw nothing
+        if suite.startswith(("layouts", "fp8", "olmoe")):  # these draw nothing
             timelines = Path(tempfile.gettempdir())
         row["profile"] = profiled(file, re.sub(r"--steps \d+", "", row["flags"]), gpus, timelines)
         for rank, ms in enumerate(row["profile"]):
@@ -874,7 +881,7 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
 
 
 def named(suite: str, gpu: str, stored: dict[str, dict]) -> str:
-    """The key of a result: the suite's name, and the card's if another card was measured first."""
+    """The key of a result: the name of what is measured, and the card's if another card was measured first."""
     first = stored.get(suite, {"gpu": gpu})["gpu"]
     return suite if first.split()[3] == gpu.split()[3] else f"{suite} on {gpu.split()[3]}"
 
@@ -909,7 +916,8 @@ def main() -> None:
     alone["expert_layer"] = partial(expert_layer, args.rounds)
     if suites in ([name] for name in alone):  # on one GPU, without a training
         command = f"python tests/bench.py {suites[0]}" + f" --rounds {args.rounds}" * (suites[0] != "pipeline_parts")
-        stored[suites[0]] = {**where(1), "command": command, **isolated(alone[suites[0]])}
+        about = {**where(1), "command": command}
+        stored[named(suites[0], about["gpu"], stored)] = {**about, **isolated(alone[suites[0]])}
         RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
         return
     if not suites:

@@ -183,6 +183,11 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "expert": ("07_expert", "OLMoE's shape with 4 layers, against expert_parallel.py, 16,384 tokens per GPU."),
     "expert_more": ("07_expert", "The same with 32,768 tokens per GPU."),
     "expert_four": ("07_expert", "The same on four GPUs, with 8,192 tokens each."),
+    "olmoe": (
+        "07_expert",
+        "OLMoE with all 16 layers on two GPUs, 16,384 tokens each. The last line trains on text, so that experts are as "
+        "busy as the router makes them.",
+    ),
     "expert_layer": (None, ""),  # has a table of its own
     "layouts_8b": ("08_4d", "Llama-3.1-8B on two GPUs, in every way to split them, against ZeRO alone."),
     "layouts_8b_few_layers": ("08_4d", "The same with 8 layers, and the exposed communication, from a profile."),
@@ -534,9 +539,9 @@ def kernel_gain(path: str) -> str:
     return f"{their / our:.2f}"
 
 
-def measured_rows(path: str) -> list[dict]:
+def measured_rows(name: str) -> list[dict]:
     """Return the stored rows of a kernel file, with their limit, and with fields from the contenders' names."""
-    rows = results("kernels.json")[Path(path).stem]["rows"]
+    rows = results("kernels.json")[name]["rows"]
     for row in rows:
         row["limit"] = f"{significant(row['rate'] / row['share'])} {row['unit']}" if row["share"] else ""
         if match := EXCESS.match(row["by"]):
@@ -549,8 +554,12 @@ def measured_rows(path: str) -> list[dict]:
 
 
 def kernel_rows(path: str) -> str:
-    stored = results("kernels.json")[Path(path).stem]
-    return "\n\n".join([about(stored, f"Triton {stored['triton']}"), long_table(measured_rows(path))])
+    """All that is measured of a kernel file, on one card after the other."""
+    stored, parts = results("kernels.json"), []
+    for name in sorted(name for name in stored if name.split(" on ")[0] == Path(path).stem):
+        text = [about(stored[name], f"Triton {stored[name]['triton']}"), long_table(measured_rows(name))]
+        parts.append(folded(f"on an {name.split()[-1]}", "\n\n".join(text)) if " on " in name else "\n\n".join(text))
+    return "\n\n".join(parts)
 
 
 def kernel_table(path: str) -> str:
@@ -558,7 +567,7 @@ def kernel_table(path: str) -> str:
     name, stored = Path(path).stem, results("kernels.json")
     if name not in stored:
         return UNKNOWN
-    rows = [row for row in measured_rows(path) if re.search(ON_PAGE_ROWS.get(name, ""), row["what"])]
+    rows = [row for row in measured_rows(name) if re.search(ON_PAGE_ROWS.get(name, ""), row["what"])]
     limits = " or ".join(dict.fromkeys(row["limit"] for row in rows))
     card = stored[name]["gpu"].split()[-1]
     note = f"{card}, limit {limits}, [all rows](../tests/KERNELS.md#{anchor(Path(path).name)})"
@@ -578,7 +587,7 @@ def ladder() -> str:
     """The rungs of a matmul: what all programs load, registers of a thread, and the speed as a share of cuBLAS's."""
     stored, lines, theirs = results("kernels.json"), [], {}
     for name, (what, rungs) in RUNGS.items():
-        found = {row["by"]: row for row in measured_rows(f"09_kernels/{name}.py") if row["what"] == what}
+        found = {row["by"]: row for row in measured_rows(name) if row["what"] == what}
         theirs |= {what: found["torch.matmul"]["ms"]} if "torch.matmul" in found else {}
         for row in map(found.get, rungs):
             share = theirs[what] / row["ms"]

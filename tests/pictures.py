@@ -1073,7 +1073,7 @@ def share(rows: dict[str, dict[str, Any]]) -> float:
 
 def draw_limits() -> str:
     """A bar per kernel file: the share of its physical limit; a line is the fastest other contender."""
-    files = {name: quickest(name, True) for name in results("kernels.json")}
+    files = {name: quickest(name, True) for name in results("kernels.json") if " on " not in name}
     files = dict(sorted(files.items(), key=lambda file: -share(file[1])))
     figure, axis = axes(440)
     for unit, look, limit in (
@@ -1116,7 +1116,7 @@ def moved(name: str, row: dict[str, Any]) -> float:
 def dots() -> dict[str, tuple[float, float]]:
     """FLOPs per byte and TFLOP/s of the kernels that compute something: all of quickest(), of tiling.py each rung."""
     points = {}
-    for name in results("kernels.json").keys() - {"coalescing", "tiling"}:
+    for name in [name for name in results("kernels.json") if name not in ("coalescing", "tiling") and " on " not in name]:
         rows = quickest(name, True).values()
         amount, ms = sum(row["rate"] * row["ms"] for row in rows), sum(row["ms"] for row in rows)
         if name in OPERATIONS:  # amount is of bytes
