@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import equivalence
@@ -13,7 +14,7 @@ import pytest
 import torch
 import witness
 from contract import refusal
-from launch import RankFailed, isolated, launch, load
+from launch import RankFailed, in_a_fork, isolated, launch, load
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,6 +22,7 @@ TRAIN = "01_single_gpu/train.py"
 FULL = "01_single_gpu/activation_checkpointing.py"
 ACCUMULATION = "01_single_gpu/gradient_accumulation.py"
 COMPILED = [path for path, _, flags in equivalence.CASES if path.startswith("01") and flags == "--compile"]
+CHUNKED = ["01_single_gpu/chunked_loss.py", *(f"10_mixed_precision/{name}low_memory.py" for name in ("", "fp8_"))]
 SMALL = (
     "--device cpu --dtype float64 --layers 3 --dim 48 --heads 6 --kv_heads 2 --ffn 64 --vocab 256 --seq 24 --batch 4"
 )
@@ -232,6 +234,38 @@ def test_checkpointing_computes_again():
     last = 2 * 4 * 128 * 384 * 128  # the output of down_proj is not needed again: recomputation stops before it
     assert per_block(FULL) == [matmuls * 4 / 3 - last, attention * 2]
     assert per_block("01_single_gpu/selective_checkpointing.py") == [matmuls, attention]
+
+
+class Saved:
+    """What autograd saves; alive as long as it is."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("recipe", CHUNKED)
+@in_a_fork
+def test_logits_of_one_chunk(recipe, file=None):
+    """Head and loss see a fifth of the tokens, in training and validation, and free them before the next chunk."""
+    module, saved, rows = load(file or recipe), weakref.WeakSet(), []
+    cfg = config(module, "--loss_chunks 5 --batch 4 --layers 1 --vocab 999")
+    model, batch = module.build_model(cfg), module.make_batch(cfg, module.load_data(cfg)[0], 0)
+
+    def save(x):
+        kept = Saved(x)
+        saved.add(kept)
+        return kept
+
+    def look(_, args, logits):
+        rows.append(len(logits))
+        held = sum(kept.x.shape in ((103, 999), (100, 999)) for kept in saved)
+        assert not held, f"logits of an earlier chunk are held {held} times"
+
+    model.lm_head.register_forward_hook(look)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda kept: kept.x):
+        module.forward_backward(cfg, model, *batch)
+    module.evaluate(cfg, model, *batch)
+    assert rows == 2 * [103, 103, 103, 103, 100], f"the head sees chunks of {rows} tokens"
 
 
 def test_flops_per_token():

@@ -351,15 +351,16 @@ def gradients_of(optimizer, model) -> list[Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------------------- bytes
+@pytest.mark.parametrize("recipe", [SR, *(f"10_mixed_precision/{name}low_memory.py" for name in ("", "fp8_"))])
 @in_a_fork
-def test_bytes_between_steps(file=None):
+def test_bytes_between_steps(recipe, file=None):
     """All tensors of the process together have 6 bytes per parameter between steps: no master, gradient or sum is left.
 
     Beside them there are 8 bytes of keys per tensor and the count of steps, together less than the smallest matrix.
     """
     for flags in "--microbatches 1", "--microbatches 2":
         gc.freeze()  # what there is already is not counted
-        module, (cfg, model, optimizer), data = start(file, flags)
+        module, (cfg, model, optimizer), data = start(file or recipe, flags)
         parameters = sum(p.numel() for p in model.parameters())
         smallest = min(p.numel() for p in model.parameters() if p.ndim > 1)
         for step in range(3):

@@ -61,7 +61,7 @@ LOW_WEIGHTS = [  # recipes whose weights have the dtype of the matmuls
 SHORTER = [  # recipes that round more than that in bfloat16, and whose own tests say how much
     f"10_mixed_precision/{name}.py"
     for name in """fp8_tensorwise fp8_delayed_scaling fp8_blockwise fp8_zero3 stochastic_rounding
-    fp8_stochastic_rounding""".split()
+    fp8_stochastic_rounding low_memory fp8_low_memory""".split()
 ]
 CONTEXT_TWIN = "05_context_ring/torch_context_parallel.py"  # on GPUs, its library has no attention in float32
 KEYS = "recipe", "ranks", "flags", "device"
@@ -100,6 +100,7 @@ SIZES = """
 01_single_gpu/gradient_accumulation.py: *1 --microbatches 4
 01_single_gpu/activation_checkpointing.py: *1
 01_single_gpu/selective_checkpointing.py: *1 | 1 --compile
+01_single_gpu/chunked_loss.py: *1 --loss_chunks 5 | 1 --compile
 01_single_gpu/tied_embeddings.py: 1 --compile
 01_single_gpu/muon.py: 1 --compile
 01_single_gpu/lora.py: 1 --compile
@@ -211,6 +212,8 @@ SIZES = """
 10_mixed_precision/fp8_zero3.py: 2 | 2 --compile | 3 | *4 --microbatches 3 | 5 --batch 10 | 8 --batch 16
 10_mixed_precision/stochastic_rounding.py: 1 --microbatches 1 | *1 --microbatches 3 | 1 --compile
 10_mixed_precision/fp8_stochastic_rounding.py: 1 --microbatches 1 | *1 --microbatches 3
+10_mixed_precision/low_memory.py: 1 --microbatches 1 | *1 --microbatches 3 --loss_chunks 5 | 1 --compile
+10_mixed_precision/fp8_low_memory.py: 1 --microbatches 1 | *1 --microbatches 3 --loss_chunks 5
 """
 ROOT_RECIPE = "01_single_gpu/train.py"
 MOE = "07_expert/moe.py"  # the root of a family of its own

@@ -185,8 +185,8 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
     "expert_four": ("07_expert", "The same on four GPUs, with 8,192 tokens each."),
     "olmoe": (
         "07_expert",
-        "OLMoE with all 16 layers on two GPUs, 16,384 tokens each. The last line trains on text, so that experts are as "
-        "busy as the router makes them.",
+        "OLMoE with all 16 layers on two GPUs, 16,384 tokens each. The last line trains on text: the router makes some "
+        "experts busier than others.",
     ),
     "expert_layer": (None, ""),  # has a table of its own
     "layouts_8b": ("08_4d", "Llama-3.1-8B on two GPUs, in every way to split them, against ZeRO alone."),

@@ -1116,7 +1116,7 @@ def moved(name: str, row: dict[str, Any]) -> float:
 def dots() -> dict[str, tuple[float, float]]:
     """FLOPs per byte and TFLOP/s of the kernels that compute something: all of quickest(), of tiling.py each rung."""
     points = {}
-    for name in [name for name in results("kernels.json") if name not in ("coalescing", "tiling") and " on " not in name]:
+    for name in {name for name in results("kernels.json") if " on " not in name} - {"coalescing", "tiling"}:
         rows = quickest(name, True).values()
         amount, ms = sum(row["rate"] * row["ms"] for row in rows), sum(row["ms"] for row in rows)
         if name in OPERATIONS:  # amount is of bytes
