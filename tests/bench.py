@@ -66,6 +66,7 @@ LLAMAS = {  # one GPU, with matmuls large enough that the CPU is ahead of the GP
     "llama3_1b": "--preset llama3_1b --seq 8192 --batch 4 --dtype bfloat16 --steps 15",
 }
 MIXED = LLAMAS["smollm_1_7b"]
+LLAMA_2_7B = "--layers 32 --dim 4096 --heads 32 --kv_heads 32 --ffn 11008 --vocab 32000"
 # every way to split two GPUs: the same batch, a sequence's tokens per GPU and micro-batch
 LAYOUTS = """
     08_4d: train --dp 2 --cp 1 --tp 1 --pp 1 --microbatches 4
@@ -85,6 +86,8 @@ single: 1, 2, {SMOLLM} --steps 25
     01_single_gpu: train --batch 4
     01_single_gpu: gradient_accumulation --batch 16 --microbatches 4
     01_single_gpu: activation_checkpointing selective_checkpointing --batch 4
+chunked: 1, 2, {LLAMAS["llama3_1b"]} --compile
+    01_single_gpu: train chunked_loss
 data_parallel: 4, 9, {SMOLLM} --steps 15
     02_data_parallel: torch_ddp --batch 16
     02_data_parallel: torch_ddp --batch 16 --bucket_mb 100
@@ -203,6 +206,11 @@ mixed_two: 1, 7, {MIXED} --compile --microbatches 2
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding
 mixed_llama3_8b: 1, 2, {LARGE} --steps 200 --warmup 20 --batch 1 --microbatches 1
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding
+low_memory: 1, 2, {LARGE} --steps 12 --batch 1
+    10_mixed_precision: low_memory fp8_low_memory
+low_memory_7b: 1, 1, {LLAMA_2_7B} --seq 1024 --dtype bfloat16 --compile --steps 12 --lr 3e-4
+    10_mixed_precision: stochastic_rounding --batch 9 --microbatches 1
+    10_mixed_precision: fp8_low_memory --batch 12 --loss_chunks 4
 fp8_zero3: 2, 4, --preset smollm_1_7b --seq 4096 --batch 8 --dtype bfloat16 --compile --steps 20
     03_zero: zero3 --microbatches 1
     10_mixed_precision: fp8_zero3 --microbatches 1

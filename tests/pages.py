@@ -205,6 +205,11 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or
         "SmolLM-1.7B, two micro-batches, the default, against gradient_accumulation.py.",
     ),
     "mixed_llama3_8b": ("10_mixed_precision", "Llama-3.1-8B, one sequence of 8,192 tokens, on one GPU, compiled."),
+    "low_memory": ("10_mixed_precision", "Llama-3.1-8B on one GPU with 80 GB, one sequence of 8,192 tokens."),
+    "low_memory_7b": (
+        "10_mixed_precision",
+        "Llama 2 7B's shape on one GPU with 80 GB, sequences of 1,024 tokens, as many as fit.",
+    ),
     "fp8_zero3": ("10_mixed_precision", "SmolLM-1.7B on two GPUs, four sequences of 4,096 tokens each, in shards."),
     "fp8_zero3_8b": (None, ""),  # 8 layers of what four GPUs hold as a whole
     "fp8_zero3_four": ("10_mixed_precision", "Llama-3.1-8B on four GPUs, two sequences of 8,192 tokens each."),
