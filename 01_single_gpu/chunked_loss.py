@@ -6,10 +6,10 @@ run forward and backward of head and loss; the head's gradient adds up in .grad.
 Memory: 1 / loss_chunks of the logits. Nothing is computed twice; the head's gradient is added up in several parts.
 
 Parent:   01_single_gpu/train.py
-Lesson:   Model, hidden_states, forward, backward_in_chunks, forward_backward, evaluate
+Lesson:   Model, hidden_states, chunk_loss, backward_in_chunks, forward_backward, evaluate
 Plumbing: Config
-Copy:     forward, backward_in_chunks, hidden_states, evaluate (call backward_in_chunks in place of loss.backward(), on
-          your model's last hidden states)
+Copy:     chunk_loss, backward_in_chunks, hidden_states, evaluate (call backward_in_chunks, on your model's last hidden
+          states, in place of loss.backward())
 Needs:    cfg.device, cfg.dtype, cfg.loss_chunks, model.hidden_states, model.lm_head, model.loss, IGNORE
 Run:      python 01_single_gpu/chunked_loss.py
 Source:   Hsu et al. 2024, arXiv:2410.10989; Wijmans et al. 2024, arXiv:2411.09009
@@ -301,7 +301,7 @@ def hidden_states(cfg: Config, model: Model, inputs: Tensor) -> Tensor:
         return model.hidden_states(inputs).flatten(0, 1)
 
 
-def forward(cfg: Config, model: Model, x: Tensor, targets: Tensor) -> Tensor:
+def chunk_loss(cfg: Config, model: Model, x: Tensor, targets: Tensor) -> Tensor:
     """x [t/loss_chunks, d], targets [t/loss_chunks] -> sum of the losses of the chunk's valid targets"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         return model.loss(model.lm_head(x), targets)
@@ -315,7 +315,7 @@ def backward_in_chunks(cfg: Config, model: Model, x: Tensor, targets: Tensor, to
     total, gradients = 0, []
     for part, y in zip(x.detach().chunk(cfg.loss_chunks), targets.chunk(cfg.loss_chunks)):  # t/loss_chunks d
         part.requires_grad_()
-        loss = forward(cfg, model, part, y) / tokens
+        loss = chunk_loss(cfg, model, part, y) / tokens
         loss.backward()  # adds to the head's .grad, and frees the logits before the next chunk makes its own
         gradients.append(part.grad)
         total += loss.detach()
@@ -350,7 +350,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     x, y = hidden_states(cfg, model, inputs.to(cfg.device)), targets.to(cfg.device).flatten()
     parts = zip(x.chunk(cfg.loss_chunks), y.chunk(cfg.loss_chunks))  # t/loss_chunks d
-    return sum(forward(cfg, model, *part) for part in parts) / tokens
+    return sum(chunk_loss(cfg, model, *part) for part in parts) / tokens
 
 
 def flops_per_token(cfg: Config) -> float:

@@ -9,7 +9,7 @@ Parent:   10_mixed_precision/low_memory.py, 10_mixed_precision/fp8_tensorwise.py
 Lesson:   KEPT, Linear
 Plumbing: Config
 Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear, KEPT,
-          random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, forward,
+          random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, chunk_loss,
           backward_in_chunks (as low_memory.py says; Linear needs nothing but a bf16 weight, and KEPT is for the blocks)
 Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.loss_chunks, cfg.lr, cfg.seed, model.lm_head, model.loss,
           model.sums
@@ -530,7 +530,7 @@ def hidden_states(cfg: Config, model: Model, inputs: Tensor) -> Tensor:
     return model.hidden_states(inputs).flatten(0, 1)
 
 
-def forward(cfg: Config, model: Model, x: Tensor, targets: Tensor) -> Tensor:
+def chunk_loss(cfg: Config, model: Model, x: Tensor, targets: Tensor) -> Tensor:
     """x [t/loss_chunks, d], targets [t/loss_chunks] -> sum of the losses of the chunk's valid targets"""
     return model.loss(model.lm_head(x), targets)
 
@@ -554,7 +554,7 @@ def backward_in_chunks(cfg: Config, model: Model, x: Tensor, targets: Tensor, to
     total, gradients = 0, []
     for part, y in zip(x.detach().chunk(cfg.loss_chunks), targets.chunk(cfg.loss_chunks)):  # t/loss_chunks d
         part.requires_grad_()
-        loss = forward(cfg, model, part, y) / tokens
+        loss = chunk_loss(cfg, model, part, y) / tokens
         loss.backward()  # frees the logits before the next chunk makes its own
         if cfg.loss_chunks > 1:
             accumulate_gradients(model)  # the head's: no other has one yet
@@ -608,7 +608,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/microbatches s
     for x, y in zip(*micro):
         x, y = hidden_states(cfg, model, x).chunk(cfg.loss_chunks), y.flatten().chunk(cfg.loss_chunks)
-        total += sum(forward(cfg, model, *part) for part in zip(x, y))
+        total += sum(chunk_loss(cfg, model, *part) for part in zip(x, y))
     return total / tokens
 
 

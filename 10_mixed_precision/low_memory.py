@@ -9,9 +9,9 @@ moments 45 GiB, activations 23 GiB, head and loss 3.5 GiB.
 
 Parent:   10_mixed_precision/stochastic_rounding.py, 01_single_gpu/selective_checkpointing.py,
           01_single_gpu/chunked_loss.py
-Lesson:   hidden_states, forward, backward_in_chunks, forward_backward, evaluate
+Lesson:   hidden_states, chunk_loss, backward_in_chunks, forward_backward, evaluate
 Plumbing: Config
-Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, forward,
+Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, chunk_loss,
           backward_in_chunks (as the parents say; model.sums is the optimizer's, too)
 Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.loss_chunks, cfg.lr, cfg.seed, model.lm_head, model.loss,
           model.sums
@@ -429,7 +429,7 @@ def hidden_states(cfg: Config, model: Model, inputs: Tensor) -> Tensor:
     return model.hidden_states(inputs).flatten(0, 1)
 
 
-def forward(cfg: Config, model: Model, x: Tensor, targets: Tensor) -> Tensor:
+def chunk_loss(cfg: Config, model: Model, x: Tensor, targets: Tensor) -> Tensor:
     """x [t/loss_chunks, d], targets [t/loss_chunks] -> sum of the losses of the chunk's valid targets"""
     return model.loss(model.lm_head(x), targets)
 
@@ -453,7 +453,7 @@ def backward_in_chunks(cfg: Config, model: Model, x: Tensor, targets: Tensor, to
     total, gradients = 0, []
     for part, y in zip(x.detach().chunk(cfg.loss_chunks), targets.chunk(cfg.loss_chunks)):  # t/loss_chunks d
         part.requires_grad_()
-        loss = forward(cfg, model, part, y) / tokens
+        loss = chunk_loss(cfg, model, part, y) / tokens
         loss.backward()  # frees the logits before the next chunk makes its own
         if cfg.loss_chunks > 1:
             accumulate_gradients(model)  # the head's: no other has one yet
@@ -507,7 +507,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/microbatches s
     for x, y in zip(*micro):
         x, y = hidden_states(cfg, model, x).chunk(cfg.loss_chunks), y.flatten().chunk(cfg.loss_chunks)
-        total += sum(forward(cfg, model, *part) for part in zip(x, y))
+        total += sum(chunk_loss(cfg, model, *part) for part in zip(x, y))
     return total / tokens
 
 

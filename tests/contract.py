@@ -157,7 +157,7 @@ LARGE_ERROR = 4  # times the root's own error in float32: sums of as many roundi
 
 def parts_of(recipe: str, world: int, flags: str) -> int | None:
     """Into how many parts the batch is cut, each with a gradient of its own; None where the model is cut otherwise."""
-    if recipe.startswith(("04", "05", "07", "08", "09")) or recipe == DILOCO:
+    if recipe.startswith(("04", "05", "07", "08", "09", "01_single_gpu/chunked_loss")) or recipe == DILOCO:
         return None
     default = {f.name: f.default for f in dataclasses.fields(load(recipe).Config)}.get("microbatches", 1)
     given = re.search(r"--microbatches (\d+)", flags)
@@ -348,7 +348,7 @@ def check_activations(recipe: str, file: str | None = None) -> None:
     Whatever else a module or a context holds is invisible to checkpointing and offloading, and may outlive the step.
     Nor does a backward leave anything in its context. Half of one activation of the residual stream is the limit.
     """
-    if recipe[:2] == "01" or recipe == PIPELINE_TWIN:
+    if recipe[:2] == "01" or recipe.endswith("low_memory.py") or recipe == PIPELINE_TWIN:
         return  # checkpointing keeps its inputs itself, on purpose; torch's stages call themselves
     world, flags = SMALLEST[recipe]
     limit = 128 * 16 * 32 * 4 // world // 2

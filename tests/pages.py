@@ -32,6 +32,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "01_single_gpu/gradient_accumulation.py": "the batch in micro-batches",
     "01_single_gpu/activation_checkpointing.py": "blocks run forward twice, and keep one tensor",
     "01_single_gpu/selective_checkpointing.py": "... all but matmuls and attention",
+    "01_single_gpu/chunked_loss.py": "head and loss by chunks: the logits never exist as a whole",
     "01_single_gpu/document_mask.py": "tokens attend within their document",
     "01_single_gpu/tied_embeddings.py": "one matrix embeds the tokens and computes the logits",
     "01_single_gpu/muon.py": "matrices move along their orthogonalised momentum",
@@ -127,6 +128,8 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "10_mixed_precision/fp8_zero3.py": "ZeRO-3 that gathers blocks in fp8: half the bytes",
     "10_mixed_precision/stochastic_rounding.py": "bf16 weights and moments without masters: 8 bytes per parameter",
     "10_mixed_precision/fp8_stochastic_rounding.py": "both: an 8B model on one GPU, in fp8",
+    "10_mixed_precision/low_memory.py": "an 8B model on 80 GB: selective checkpointing and a chunked loss, too",
+    "10_mixed_precision/fp8_low_memory.py": "the same in fp8: weights are cast when they are used",
 }
 FOLDERS = {  # and what each teaches
     "01_single_gpu": "the program that all others change, its memory and its time",
@@ -142,6 +145,7 @@ FOLDERS = {  # and what each teaches
 }
 SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or None, sentence); else: first row's
     "single": ("01_single_gpu", "One GPU, against the Llama of `transformers`, compiled, with the same AdamW."),
+    "chunked": ("01_single_gpu", "Llama-3.2-1B, four sequences of 8,192 tokens: logits of 128,256 columns."),
     "documents": (
         "01_single_gpu",
         "Llama-3.2-1B, rows of 8,192 tokens. With `--eos 0` a document has 1,000 on average, without it a row is one.",
