@@ -516,9 +516,9 @@ def gain(path: str) -> str:
 
 def contenders(name: str) -> list[dict]:
     """The stored rows of a kernel file, without those of quantization alone. `mine`: the file's own kernel."""
-    rows = results("kernels.json").get(name, {"rows": []})["rows"]
-    rows = [row for row in rows if row["what"].startswith(CHOSEN.get(name, "")) and "quantize" not in row["what"]]
-    own = {row["by"] for row in rows if name in LADDERS and not row["by"].startswith(("torch", "x.T"))}
+    rows, file = results("kernels.json").get(name, {"rows": []})["rows"], name.split(" on ")[0]
+    rows = [row for row in rows if row["what"].startswith(CHOSEN.get(file, "")) and "quantize" not in row["what"]]
+    own = {row["by"] for row in rows if file in LADDERS and not row["by"].startswith(("torch", "x.T"))}
     return [row | {"mine": row["by"] in own | {*WRITTEN_HERE}} for row in rows]
 
 
@@ -536,9 +536,9 @@ def quickest(name: str, mine: bool) -> dict[str, dict]:
     return {what: min(rows, key=lambda row: row["ms"]) for what, rows in found.items() if rows}
 
 
-def kernel_gain(path: str) -> str:
+def kernel_gain(path: str, card: str = "") -> str:
     """Time of the fastest other contender over ours: of forward and backward together, or the mean over products."""
-    ours, theirs = (quickest(Path(path).stem, mine) for mine in (True, False))
+    ours, theirs = (quickest(Path(path).stem + card, mine) for mine in (True, False))
     pairs = [(theirs[what]["ms"], ours[what]["ms"]) for what in ours if what in theirs]
     if not pairs or Path(path).stem in LADDERS:
         return ""
@@ -590,6 +590,21 @@ def kernel_table(path: str) -> str:
         best = min(ours, key=lambda row: row["ms"])
         lines.append([what.removesuffix(", sustained"), *cells, f"{best['share']:.0%}"])
     return f"{note}\n\n{table(['ms', *names, 'share'], lines, labels=1)}"
+
+
+def cards() -> str:
+    """Gains and shares of the limit on an H200 and an H100, of kernel files that have been measured on both."""
+    rows = []
+    for path in [path for path in recipes_of("09_kernels") if path not in TRAINING]:
+        gains, shares = [], []
+        for card in "", " on H100":
+            ours = quickest(Path(path).stem + card, True).values()
+            gains.append(kernel_gain(path, card))
+            total = sum(row["ms"] for row in ours)
+            shares.append(f"{sum(row['share'] * row['ms'] for row in ours) / total:.0%}" if ours else "")
+        if all(gains):
+            rows.append([section(path), *gains, *shares])
+    return table(["file", "gain, H200", "gain, H100", "share of the limit, H200", "share of the limit, H100"], rows)
 
 
 def ladder() -> str:
@@ -1082,7 +1097,7 @@ def makers(page: Path) -> dict[str, Callable[[], str]]:
         "07_expert": {"expert_layer": expert_layer},
         "08_4d": {"layouts": layouts, "inheritance": inheritance, "published": published, "runs": measured_runs},
         "09_kernels": {f"{Path(path).stem} measured": functools.partial(kernel_table, path) for path in kernels[:-3]}
-        | {"ladder": ladder},
+        | {"ladder": ladder, "cards": cards},
         "10_mixed_precision": {
             "table of formats": formats,
             **{name: functools.partial(rounded, name) for name in ROUNDED},
