@@ -1,15 +1,17 @@
 """Chunked loss: head and cross-entropy take one chunk of the tokens at a time, so the logits never exist as a whole.
 
 With a vocabulary of 128,256, the logits of 16,384 tokens take 4 GB in bf16, and their gradient as much again: often the
-peak of a step. 1. Run forward through the blocks, and cut the hidden states off the graph. 2. For each chunk of them,
-run forward and backward of head and loss; the head's gradient adds up in .grad. 3. Run backward through the blocks.
-Memory: 1 / loss_chunks of the logits. Nothing is computed twice; the head's gradient is added up in several parts.
+peak of a step. 1. Run forward through the blocks, and detach the hidden states. 2. For each chunk of them, run forward
+and backward of head and loss; the head's gradient adds up in .grad. 3. Run backward through the blocks.
+Memory: logits and their gradient of one chunk, and one more gradient of the hidden states. Nothing is computed twice;
+the head's gradient is added up in several parts.
 
 Parent:   01_single_gpu/train.py
 Lesson:   Model, hidden_states, chunk_loss, backward_in_chunks, forward_backward, evaluate
 Plumbing: Config
-Copy:     chunk_loss, backward_in_chunks, hidden_states, evaluate (call backward_in_chunks, on your model's last hidden
-          states, in place of loss.backward())
+Copy:     chunk_loss, backward_in_chunks, hidden_states, evaluate (call backward_in_chunks in place of loss.backward(),
+          with what the head reads [t, d] and targets [t]; tokens counts the valid targets of the global batch, and
+          model.loss sums. Not under DDP, which expects one backward)
 Needs:    cfg.device, cfg.dtype, cfg.loss_chunks, model.hidden_states, model.lm_head, model.loss, IGNORE
 Run:      python 01_single_gpu/chunked_loss.py
 Source:   Hsu et al. 2024, arXiv:2410.10989; Wijmans et al. 2024, arXiv:2411.09009

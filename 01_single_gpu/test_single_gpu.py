@@ -263,8 +263,8 @@ def test_logits_of_one_chunk(recipe, file=None):
 
     model.lm_head.register_forward_hook(look)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda kept: kept.x):
-        module.forward_backward(cfg, model, *batch)
-    module.evaluate(cfg, model, *batch)
+        assert not module.forward_backward(cfg, model, *batch).requires_grad
+    assert not module.evaluate(cfg, model, *batch).requires_grad
     assert rows == 2 * [103, 103, 103, 103, 100], f"the head sees chunks of {rows} tokens"
 
 

@@ -1,18 +1,20 @@
 """Llama 8B trains in fp8 on one GPU with 80 GB: the linears of fp8_tensorwise.py in low_memory.py.
 
 fp8_stochastic_rounding.py keeps each weight in fp8, too, as it is and transposed: 2 bytes more per parameter. Here
-Linear.forward casts the weight when it is used. It runs inside a checkpointed block, which keeps the outputs of matmuls
-and the scales, but no result of a cast. So backward casts again, weight and input, and frees both behind the matmul.
-Memory: as low_memory.py, 8 bytes per parameter. Costs: each weight is cast twice per step and not once.
+Linear.forward casts the weight when it is used. It runs inside a checkpointed block, which saves the outputs of matmuls
+and the scales, but no result of a cast. Backward casts weight and input again, and frees the fp8 copies after the
+matmul that reads them.
+Memory: as low_memory.py. Costs: each weight is cast twice per micro-batch instead of once per step.
 
 Parent:   10_mixed_precision/low_memory.py, 10_mixed_precision/fp8_tensorwise.py
 Lesson:   KEPT, Linear
 Plumbing: Config
-Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear, KEPT,
-          random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, chunk_loss,
-          backward_in_chunks (as low_memory.py says; Linear needs nothing but a bf16 weight, and KEPT is for the blocks)
-Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.loss_chunks, cfg.lr, cfg.seed, model.lm_head, model.loss,
-          model.sums
+Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
+          random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, make_optimizer,
+          KEPT, chunk_loss, backward_in_chunks (as low_memory.py says; Linear needs a bf16 weight, and a checkpointed
+          block with KEPT: without one, the results of casts stay in memory until backward)
+Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.loss_chunks, cfg.lr, cfg.seed, cfg.weight_decay,
+          model.lm_head, model.loss, model.sums
 Run:      python 10_mixed_precision/fp8_low_memory.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; Gupta et al. 2015, arXiv:1502.02551
 """
@@ -483,6 +485,8 @@ class AdamW:
 
     def gradients(self) -> list[Tensor]:
         """Those of one micro-batch, or the sums of several, in the order of the slots; None where there is none."""
+        if lost := [slot.name for slot in self.slots if slot.name in self.sums and slot.parameter.grad is not None]:
+            raise RuntimeError(f"{lost[0]} has a .grad beside its sum: call accumulate_gradients after each backward")
         return [self.sums.get(slot.name, slot.parameter.grad) for slot in self.slots]
 
     def step(self, norm: Tensor) -> None:
@@ -567,7 +571,7 @@ def backward_in_chunks(cfg: Config, model: Model, x: Tensor, targets: Tensor, to
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch
 
-    The head's gradient is in the sums, all others in the .grad of the weights; of several micro-batches in the sums.
+    With several chunks, the head's gradient is in the sums, with several micro-batches all are; else in .grad.
     """
     tokens = (targets != IGNORE).sum()
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
@@ -607,8 +611,9 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens, total = (targets != IGNORE).sum(), 0
     micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/microbatches s
     for x, y in zip(*micro):
-        x, y = hidden_states(cfg, model, x).chunk(cfg.loss_chunks), y.flatten().chunk(cfg.loss_chunks)
-        total += sum(chunk_loss(cfg, model, *part) for part in zip(x, y))
+        x, y = hidden_states(cfg, model, x), y.flatten()
+        parts = zip(x.chunk(cfg.loss_chunks), y.chunk(cfg.loss_chunks))  # t/loss_chunks d
+        total += sum(chunk_loss(cfg, model, *part) for part in parts)
     return total / tokens
 
 

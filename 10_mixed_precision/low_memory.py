@@ -1,20 +1,22 @@
 """Llama 8B trains on one GPU with 80 GB: stochastic rounding, selective checkpointing and a chunked loss in one file.
 
-Three recipes meet; nothing else is new.
-1. Weights, gradients and AdamW's moments are bf16: 8 bytes per parameter.
-2. Each block saves the outputs of its matmuls and of attention alone, and recomputes the rest.
-3. Head and loss take one chunk of the tokens at a time. The head's gradients of all chunks are added up in fp32.
-Gradients come as activations go, so the peak is before the blocks' backward. For Llama 8B and 8,192 tokens: weights and
-moments 45 GiB, activations 23 GiB, head and loss 3.5 GiB.
+It combines three recipes. New is that the head's gradient is summed in fp32 over the chunks.
+1. Weights, gradients and AdamW's moments are bf16: 8 bytes per parameter, and 12 of the head.
+2. Each block saves only the outputs of matmuls and attention, and recomputes the rest.
+3. Head and loss take one chunk of the tokens at a time.
+Gradients come as activations go, so long sequences have their peak before the blocks' backward. For Llama 8B and 8,192
+tokens: weights and moments 45 GiB, activations 23 GiB, head and loss 3.5 GiB (4 GiB in one chunk).
 
 Parent:   10_mixed_precision/stochastic_rounding.py, 01_single_gpu/selective_checkpointing.py,
           01_single_gpu/chunked_loss.py
 Lesson:   hidden_states, chunk_loss, backward_in_chunks, forward_backward, evaluate
 Plumbing: Config
-Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, chunk_loss,
-          backward_in_chunks (as the parents say; model.sums is the optimizer's, too)
-Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.loss_chunks, cfg.lr, cfg.seed, model.lm_head, model.loss,
-          model.sums
+Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, make_optimizer,
+          KEPT, chunk_loss, backward_in_chunks (the optimizer sums in model.sums; with a tied head, or several
+          micro-batches, call accumulate_gradients after each backward_in_chunks; checkpoint your blocks as
+          Block.forward does)
+Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.loss_chunks, cfg.lr, cfg.seed, cfg.weight_decay,
+          model.lm_head, model.loss, model.sums
 Run:      python 10_mixed_precision/low_memory.py --dtype bfloat16
 Source:   Zamirai et al. 2020, arXiv:2010.06192; Korthikanti et al. 2022, arXiv:2205.05198; Hsu et al. 2024,
           arXiv:2410.10989
@@ -382,6 +384,8 @@ class AdamW:
 
     def gradients(self) -> list[Tensor]:
         """Those of one micro-batch, or the sums of several, in the order of the slots; None where there is none."""
+        if lost := [slot.name for slot in self.slots if slot.name in self.sums and slot.parameter.grad is not None]:
+            raise RuntimeError(f"{lost[0]} has a .grad beside its sum: call accumulate_gradients after each backward")
         return [self.sums.get(slot.name, slot.parameter.grad) for slot in self.slots]
 
     def step(self, norm: Tensor) -> None:
@@ -466,7 +470,7 @@ def backward_in_chunks(cfg: Config, model: Model, x: Tensor, targets: Tensor, to
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch
 
-    The head's gradient is in the sums, all others in the .grad of the weights; of several micro-batches in the sums.
+    With several chunks, the head's gradient is in the sums, with several micro-batches all are; else in .grad.
     """
     tokens = (targets != IGNORE).sum()
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
@@ -506,8 +510,9 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens, total = (targets != IGNORE).sum(), 0
     micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/microbatches s
     for x, y in zip(*micro):
-        x, y = hidden_states(cfg, model, x).chunk(cfg.loss_chunks), y.flatten().chunk(cfg.loss_chunks)
-        total += sum(chunk_loss(cfg, model, *part) for part in zip(x, y))
+        x, y = hidden_states(cfg, model, x), y.flatten()
+        parts = zip(x.chunk(cfg.loss_chunks), y.chunk(cfg.loss_chunks))  # t/loss_chunks d
+        total += sum(chunk_loss(cfg, model, *part) for part in parts)
     return total / tokens
 
 

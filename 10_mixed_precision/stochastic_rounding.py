@@ -360,6 +360,8 @@ class AdamW:
 
     def gradients(self) -> list[Tensor]:
         """Those of one micro-batch, or the sums of several, in the order of the slots; None where there is none."""
+        if lost := [slot.name for slot in self.slots if slot.name in self.sums and slot.parameter.grad is not None]:
+            raise RuntimeError(f"{lost[0]} has a .grad beside its sum: call accumulate_gradients after each backward")
         return [self.sums.get(slot.name, slot.parameter.grad) for slot in self.slots]
 
     def step(self, norm: Tensor) -> None:

@@ -50,6 +50,8 @@ def test_no_matmul_is_computed_again(recipe, file=None):
     assert (matmuls, attention) == (3 * (7 * cfg.layers + 4), cfg.layers), f"{matmuls} matmuls, {attention} attentions"
     casts = mode.counts["fp8_tensorwise.cast.default"]  # of weight and input, twice, and of the gradient
     assert casts == 5 * 7 * cfg.layers * (recipe == FP8), f"{casts} casts"
+    scales = mode.counts["aten.amax.default"]  # of rows, then of all; kept, and not computed again
+    assert scales == 6 * 7 * cfg.layers * (recipe == FP8), f"{scales} scales"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -68,6 +70,9 @@ def test_head_is_added_up_in_fp32(recipe, file=None):
     error = ((by_name["lm_head.weight"].double() - exact).norm() / exact.norm()).item()
     assert error < 1e-6, f"the head's gradient is off by {error:.1e}"  # 2^-24 four times; one in bf16: 2^-9
     assert all(by_name[name].dtype == p.dtype for name, p in model.named_parameters() if name != "lm_head.weight")
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)  # as a tied head has, and a forgotten sum
+    with pytest.raises(RuntimeError, match="lm_head.weight has a .grad beside its sum"):
+        module.gradient_norm(optimizer)
 
 
 @in_a_fork
