@@ -1054,7 +1054,7 @@ def draw_timeline() -> str:
     return drawn(figure, "Timelines of the ZeRO stages: compute and communication", legend=3)
 
 
-# ------------------------------------------------------------------------------------------------------------- limits
+# ----------------------------------------------------------------------------------------------------------- roofline
 OPERATIONS = {  # per element, forward and backward together: operations (an exponential or a root is one); bytes
     "elementwise": (4 + 4, 8 + 12),  # compare, exp, subtract, select; compare, exp, multiply, select
     "softmax": (5 + 4, 4 + 6),  # max, subtract, exp, add, multiply; multiply, add, subtract, multiply
@@ -1064,35 +1064,6 @@ OPERATIONS = {  # per element, forward and backward together: operations (an exp
     "cross_entropy": (4 + 4, 6),  # max, subtract, exp, add; subtract, exp, subtract, multiply
     "adamw": (2 + 15, 30),  # square and sum for the norm; clip, two moments, decay, root, two divisions, update
 }
-
-
-def share(rows: dict[str, dict[str, Any]]) -> float:
-    """Of the limit, in the time that they take together."""
-    return sum(row["share"] * row["ms"] for row in rows.values()) / sum(row["ms"] for row in rows.values())
-
-
-def draw_limits() -> str:
-    """A bar per kernel file: the share of its physical limit; a line is the fastest other contender."""
-    files = {name: quickest(name, True) for name in results("kernels.json") if " on " not in name}
-    files = dict(sorted(files.items(), key=lambda file: -share(file[1])))
-    figure, axis = axes(440)
-    for unit, look, limit in (
-        ("TB/s", ("rank0", ""), "bandwidth of a copy"),
-        ("TFLOP/s", ("rank1", "//"), "peak FLOP/s"),
-    ):
-        some = {
-            f"{name}.py": 100 * share(rows)
-            for name, rows in files.items()
-            if all(row["unit"] == unit for row in rows.values())
-        }
-        axis.barh(list(some), some.values(), 0.7, **filled(*look), label=f"of the {limit}")
-    for y, (name, rows) in enumerate(files.items()):
-        beside(axis, y, f"{share(rows):.0%}")
-        if others := {what: row for what, row in quickest(name, False).items() if what in rows}:
-            look = dict(color=LIGHT["ink"], markersize=18, markeredgewidth=2, linestyle="")
-            axis.plot(100 * share(others), y, "|", label="" if y else "fastest other contender", **look)
-    axis.set(xlim=(0, 104), ylim=(len(files) - 0.4, -0.6), xlabel="% of the limit")
-    return drawn(figure, "Share of its limit that each kernel file reaches", legend=2)
 
 
 def moved(name: str, row: dict[str, Any]) -> float:
@@ -1245,7 +1216,6 @@ def draw_optimizers() -> str:
 # --------------------------------------------------------------------------------------------------------------- main
 PICTURES = {
     "01_single_gpu/checkpointing.svg": draw_checkpointing,
-    "09_kernels/limits.svg": draw_limits,
     "tests/family.svg": draw_family,
     "tests/look.svg": draw_look,
     "01_single_gpu/muon.svg": draw_optimizers,
