@@ -18,7 +18,6 @@ import subprocess
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import schedules
@@ -143,82 +142,60 @@ FOLDERS = {  # and what each teaches
     "09_kernels": "what a GPU does in a step, in Triton: passes over memory, matmuls, attention",
     "10_mixed_precision": "which numbers may have 16 bits or 8, and which must not",
 }
-SUITES = {  # of tests/results/speed.json, in the order of the pages: (folder or None, sentence); else: first row's
-    "single": ("01_single_gpu", "One GPU, against the Llama of `transformers`, compiled, with the same AdamW."),
-    "chunked": ("01_single_gpu", "Llama-3.2-1B, four sequences of 8,192 tokens: logits of 128,256 columns."),
-    "documents": (
-        "01_single_gpu",
-        "Llama-3.2-1B, rows of 8,192 tokens. With `--eos 0` a document has 1,000 on average, without it a row is one.",
-    ),
-    "muon": ("01_single_gpu", "SmolLM-1.7B, 16,384 tokens per step: too few for Newton-Schulz to be cheap."),
-    "lora": ("01_single_gpu", "Llama-3.1-8B, frozen in bf16, and adapters of rank 16."),
-    "data_parallel": ("02_data_parallel", "Enough work per GPU to hide communication: four sequences each."),
-    "larger_buckets": ("02_data_parallel", "Larger buckets suit these GPUs better, so here both sides have them."),
-    "strong_scaling": ("02_data_parallel", "One sequence per GPU: too little work to hide communication behind."),
-    "zero": ("03_zero", "The stages, against `fully_shard`, on a model that would fit without them."),
-    "zero_more": ("03_zero", "Accelerate, the CPU's optimizer, and what each GPU reaches alone."),
-    "zero_8b": ("03_zero", "A model that does not fit without sharding, one sequence per GPU."),
-    "zero_8b_two": ("03_zero", "The same with two sequences per GPU."),
-    "one_gpu": ("03_zero", "A world of one: what the recipes cost where nothing is sent."),
-    "zero_stages": (None, ""),  # for the picture alone
-    "muon_two": ("03_zero", "Muon on two GPUs, four sequences of 2,048 tokens each, beside AdamW."),
-    "lora_two": ("03_zero", "Llama-3.1-8B on two GPUs, frozen weights in shards, two sequences of 4,096 tokens each."),
-    "tensor": ("04_tensor_sequence", "A whole model, split over all GPUs."),
-    "tensor_few_layers": (
-        "04_tensor_sequence",
-        "Four layers: async_tensor_parallel.py idles for up to a quarter of so short a step.",
-    ),
-    "context": ("05_context_ring", "One sequence of 32,768 tokens for all GPUs; in the last line, for one GPU alone."),
-    "context_more": ("05_context_ring", "The same with other recipes, against the library's default."),
-    "context_64k": ("05_context_ring", "One sequence of 65,536 tokens."),
-    "context_128k": ("05_context_ring", "One sequence of 131,072 tokens, and half as many layers."),
-    "context_documents": (
-        "05_context_ring",
-        "One sequence of 65,536 tokens. `--eos 0`: documents of 1,000 on average; MFU counts scores between them.",
-    ),
-    "context_four": ("05_context_ring", "One sequence of 32,768 tokens for four GPUs."),
-    "context_million": ("05_context_ring", "A million tokens: one layer and a small vocabulary, so that they fit."),
-    "context_attention": (None, ""),  # has a table of its own
-    "pipeline": ("06_pipeline", "The schedules, against torch's 1F1B, whole model, 16 micro-batches of one sequence."),
-    "pipeline_more": ("06_pipeline", "Two more, against split_backward.py."),
-    "pipeline_twins": ("06_pipeline", "Torch's schedules among themselves; ZBV is not compiled, since torch cannot."),
-    "pipeline_parts": (None, ""),  # for the predictions
-    "four": ("06_pipeline", "Two schedules. The first line trains another model and batch: compare its MFU alone."),
-    "expert": ("07_expert", "OLMoE's shape with 4 layers, against expert_parallel.py, 16,384 tokens per GPU."),
-    "expert_more": ("07_expert", "The same with 32,768 tokens per GPU."),
-    "expert_four": ("07_expert", "The same on four GPUs, with 8,192 tokens each."),
-    "olmoe": (
-        "07_expert",
-        "OLMoE with all 16 layers on two GPUs, 16,384 tokens each. The last line trains on text: the router makes some "
-        "experts busier than others.",
-    ),
-    "expert_layer": (None, ""),  # has a table of its own
-    "layouts_8b": ("08_4d", "Llama-3.1-8B on two GPUs, in every way to split them, against ZeRO alone."),
-    "layouts_8b_few_layers": ("08_4d", "The same with 8 layers, and the exposed communication, from a profile."),
-    "layouts_four": (
-        "08_4d",
-        "Four GPUs, 8 layers, in every way to split them. 3d.py has two stages per GPU; with `--pp 4` each of them has "
-        "one layer, and the last one also the head, which costs two.",
-    ),
-    "layouts_smollm": ("08_4d", "SmolLM-1.7B."),
-    "kernels_smollm": ("09_kernels", "SmolLM-1.7B, four sequences of 4,096 tokens, against the root, compiled."),
-    "kernels_llama3_1b": ("09_kernels", "Llama-3.2-1B, four sequences of 8,192 tokens: the vocabulary is larger."),
-    "mixed_smollm": ("10_mixed_precision", "SmolLM-1.7B, four sequences of 4,096 tokens, compiled."),
-    "mixed_two": (
-        "10_mixed_precision",
-        "SmolLM-1.7B, two micro-batches, the default, against gradient_accumulation.py.",
-    ),
-    "mixed_llama3_8b": ("10_mixed_precision", "Llama-3.1-8B, one sequence of 8,192 tokens, on one GPU, compiled."),
-    "low_memory": ("10_mixed_precision", "Llama-3.1-8B on one GPU with 80 GB, one sequence of 8,192 tokens."),
-    "low_memory_7b": (
-        "10_mixed_precision",
-        "Llama 2 7B's shape on one GPU with 80 GB, sequences of 1,024 tokens, as many as fit.",
-    ),
-    "fp8_zero3": ("10_mixed_precision", "SmolLM-1.7B on two GPUs, four sequences of 4,096 tokens each, in shards."),
-    "fp8_zero3_8b": (None, ""),  # 8 layers of what four GPUs hold as a whole
-    "fp8_zero3_four": ("10_mixed_precision", "Llama-3.1-8B on four GPUs, two sequences of 8,192 tokens each."),
-    "collectives": (None, ""),  # has a table of its own
+SUITES = {  # of tests/results/speed.json, in the order of the pages: a sentence for each
+    "single": "One GPU, against the Llama of `transformers`, compiled, with the same AdamW.",
+    "chunked": "Llama-3.2-1B, four sequences of 8,192 tokens: logits of 128,256 columns.",
+    "documents": "Llama-3.2-1B, rows of 8,192 tokens. With `--eos 0` a document has 1,000 on average, without it a "
+    "row is one.",
+    "muon": "SmolLM-1.7B, 16,384 tokens per step: too few for Newton-Schulz to be cheap.",
+    "lora": "Llama-3.1-8B, frozen in bf16, and adapters of rank 16.",
+    "data_parallel": "Enough work per GPU to hide communication: four sequences each.",
+    "larger_buckets": "Larger buckets suit these GPUs better, so here both sides have them.",
+    "strong_scaling": "One sequence per GPU: too little work to hide communication behind.",
+    "zero": "The stages, against `fully_shard`, on a model that would fit without them.",
+    "zero_more": "Accelerate, the CPU's optimizer, and what each GPU reaches alone.",
+    "zero_8b": "A model that does not fit without sharding, one sequence per GPU.",
+    "zero_8b_two": "The same with two sequences per GPU.",
+    "one_gpu": "A world of one: what the recipes cost where nothing is sent.",
+    "muon_two": "Muon on two GPUs, four sequences of 2,048 tokens each, beside AdamW.",
+    "lora_two": "Llama-3.1-8B on two GPUs, frozen weights in shards, two sequences of 4,096 tokens each.",
+    "tensor": "A whole model, split over all GPUs.",
+    "tensor_few_layers": "Four layers: async_tensor_parallel.py idles for up to a quarter of so short a step.",
+    "context": "One sequence of 32,768 tokens for all GPUs; in the last line, for one GPU alone.",
+    "context_more": "The same with other recipes, against the library's default.",
+    "context_64k": "One sequence of 65,536 tokens.",
+    "context_128k": "One sequence of 131,072 tokens, and half as many layers.",
+    "context_documents": "One sequence of 65,536 tokens. `--eos 0`: documents of 1,000 on average; MFU counts scores "
+    "between them.",
+    "context_four": "One sequence of 32,768 tokens for four GPUs.",
+    "context_million": "A million tokens: one layer and a small vocabulary, so that they fit.",
+    "pipeline": "The schedules, against torch's 1F1B, whole model, 16 micro-batches of one sequence.",
+    "pipeline_more": "Two more, against split_backward.py.",
+    "pipeline_twins": "Torch's schedules among themselves; ZBV is not compiled, since torch cannot.",
+    "four": "Two schedules. The first line trains another model and batch: compare its MFU alone.",
+    "expert": "OLMoE's shape with 4 layers, against expert_parallel.py, 16,384 tokens per GPU.",
+    "expert_more": "The same with 32,768 tokens per GPU.",
+    "expert_four": "The same on four GPUs, with 8,192 tokens each.",
+    "olmoe": "OLMoE with all 16 layers on two GPUs, 16,384 tokens each. The last line trains on text: the router "
+    "makes some experts busier than others.",
+    "layouts_8b": "Llama-3.1-8B on two GPUs, in every way to split them, against ZeRO alone.",
+    "layouts_8b_few_layers": "The same with 8 layers, and the exposed communication, from a profile.",
+    "layouts_four": "Four GPUs, 8 layers, in every way to split them. 3d.py has two stages per GPU; with `--pp 4` "
+    "each of them has one layer, and the last one also the head, which costs two.",
+    "layouts_smollm": "SmolLM-1.7B.",
+    "kernels_smollm": "SmolLM-1.7B, four sequences of 4,096 tokens, against the root, compiled.",
+    "kernels_llama3_1b": "Llama-3.2-1B, four sequences of 8,192 tokens: the vocabulary is larger.",
+    "mixed_smollm": "SmolLM-1.7B, four sequences of 4,096 tokens, compiled.",
+    "mixed_two": "SmolLM-1.7B, two micro-batches, the default, against gradient_accumulation.py.",
+    "mixed_llama3_8b": "Llama-3.1-8B, one sequence of 8,192 tokens, on one GPU, compiled.",
+    "low_memory": "Llama-3.1-8B on one GPU with 80 GB, one sequence of 8,192 tokens.",
+    "low_memory_7b": "Llama 2 7B's shape on one GPU with 80 GB, sequences of 1,024 tokens, as many as fit.",
+    "fp8_zero3": "SmolLM-1.7B on two GPUs, four sequences of 4,096 tokens each, in shards.",
+    "fp8_zero3_four": "Llama-3.1-8B on four GPUs, two sequences of 8,192 tokens each.",
 }
+NO_TABLE = {"zero_stages", "pipeline_parts", "fp8_zero3_8b"}  # for a picture, the predictions, and an aside
+NO_TABLE |= {"collectives", "context_attention", "expert_layer"}  # these have tables of their own
+ELSEWHERE = {"one_gpu": "03_zero"}  # a suite that is not on the page of the last folder of which it has a file
 BASELINES = {  # where no library trains the same: what speed is over
     "01_single_gpu": "01_single_gpu/train.py",
     "05_context_ring": "05_context_ring/zigzag.py",
@@ -235,7 +212,6 @@ WIDE = 84  # characters of a line that a page shows as a whole
 IN_SIGHT, ON_PAGE = 40, 160  # lines of a diff that are in sight, and that are on a page at all
 WIDTH = 88  # columns of code that a page shows
 SHOWN = 5  # so many bugs are on a folder's page; tests/BUGS.md has all
-UNKNOWN = "Not measured yet."
 OURS = "moe.py with bf16 weights, compiled"  # the layer of experts with which others are compared
 WRITTEN_HERE = "ours", "Triton", "Gluon"  # contenders of a kernel file that are the file's own
 LADDERS = "coalescing", "coarsening", "divergence", "tiling"  # kernel files whose rungs have names of their own
@@ -255,10 +231,7 @@ ON_PAGE_ROWS = {  # of what is measured, the rows on the folder's page; tests/KE
 RUNGS = {  # of the way to cuBLAS: file: what is measured, and the rungs in order
     "tiling": ("4096 x 4096 x 4096, float32", ("rows", "tiles", "dot")),
     "coarsening": ("4096 x 4096 x 4096, float32", ("16 x 16", "64 x 64", "256 x 128")),
-    "matmul": (
-        "16384 x 4096 -> 14336, forward",
-        ("blocks", "ordered", "pipelined", "tuned", "descriptors", "persistent"),
-    ),
+    "matmul": ("16384 x 4096 -> 14336, forward", "blocks ordered pipelined tuned descriptors persistent".split()),
 }
 TOGETHER = """02_data_parallel/bucketed 03_zero/zero3 04_tensor_sequence/sequence_parallel 05_context_ring/zigzag
 06_pipeline/1f1b 06_pipeline/zbv 07_expert/expert_parallel 08_4d/checkpoint 09_kernels/rmsnorm 09_kernels/swiglu
@@ -275,8 +248,10 @@ MORE = {  # what else a row of a kernel may hold: the column, and how it is writ
     "loaded": ("GB loaded", "{:.2f}"),
     "differ": ("repeats that differ, of 100", "{}"),
 }
-EXCESS = re.compile(r"(\w+) (\d+)x, (\d+)x$")  # coalescing.py: a kernel, and its excess of sectors read, and written
-USELESS = re.compile(r"(\w+), ([\d.]+)x the steps$")  # divergence.py: a way, and the steps that it executes for one
+NAMES = (  # of contenders that say more: coalescing.py's excess of sectors, divergence.py's steps for a useful one
+    re.compile(r"(?P<by>\w+) (?P<read>\d+)x, (?P<written>\d+)x$"),
+    re.compile(r"(?P<by>\w+), (?P<steps>[\d.]+)x the steps$"),
+)
 MARKS = {f"01_single_gpu/{name}.py": " †" for name in ("train", "document_mask", "tied_embeddings", "muon", "lora")}
 MARKS |= {"02_data_parallel/diloco.py": " ‡"}  # what the pages say of their errors
 NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the recipe is for
@@ -284,48 +259,39 @@ NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the
     "03_zero/hsdp.py",  # inside one node
     "03_zero/offload.py",  # older code, with one micro-batch: nothing hides the CPU's step
 }
-
-
-UNITS = re.compile(r"[-+]?[\d,.]+(?: to [\d,.]+)?([ \xa0]?(?:%|dB|ms|[KMGT]i?B(?:/s)?|TFLOP/s))$")  # of a number
+UNIT = r"%|dB|ms|[KMGT]i?B(?:/s)?|TFLOP/s"
+UNITS = re.compile(rf"[-+]?[\d,.]+(?: to [\d,.]+)?([ \xa0]?(?:{UNIT}))$")  # of a number
 KEPT = re.compile(r"(`[^`]*`|\]\([^)]*\))")  # of a cell, that somebody may copy: code, and where a link leads
-UNIT = r"(?:%|dB|ms|[KMGT]i?B(?:/s)?|TFLOP/s|layers|chunks|micro.batches)(?!\w)"
-TIED = (  # what no line may end within, as GitHub breaks lines at spaces and behind hyphens
-    (re.compile(r"(?<![\w.])-(?=\d)|(?<=\de)-(?=\d)|(?<=micro)-(?=batch)"), "\u2011"),
-    (
-        re.compile(
-            rf" (?=[−†‡])|(?<=\d) (?={UNIT})|(?<=[dctp]p) (?=\d)|(?<=×) |(?<=[\d*%]) (?=[·+(])|(?<=[·+]) (?=[\d*])"
-        ),
-        "\u00a0",
-    ),
+# what no line may end within, as GitHub breaks lines at spaces and behind hyphens
+HYPHEN = re.compile(r"(?<![\w.])-(?=\d)|(?<=\de)-(?=\d)|(?<=micro)-(?=batch)")
+SPACE = re.compile(
+    rf" (?=[−†‡])|(?<=\d) (?=(?:{UNIT}|layers|chunks|micro.batches)(?!\w))|(?<=[dctp]p) (?=\d)|(?<=×) "
+    r"|(?<=[\d*%]) (?=[·+(])|(?<=[·+]) (?=[\d*])"
 )
 
 
 def tied(cell: str) -> str:
     """The cell with hyphens and spaces within its numbers that do not break, but not within code."""
     parts = KEPT.split(cell)
-    for pattern, mark in TIED:
-        parts[::2] = [pattern.sub(mark, part) for part in parts[::2]]
+    parts[::2] = [SPACE.sub("\u00a0", HYPHEN.sub("\u2011", part)) for part in parts[::2]]
     return "".join(parts)
 
 
-def units_above(head: list[str], rows: list[list[str]]) -> list[list[str]]:
-    """All lines of a table; a unit that every number of a column has is in its head alone."""
-    columns = [list(column) for column in zip(head, *rows)]
-    for column in columns:
-        found = [UNITS.match(cell) for cell in column[1:] if cell not in ("", "0")]
+def table(head: list[str], rows: list[list[str]], labels: int = 0) -> str:
+    """Markdown, without empty columns; a unit that every number of a column has is in its head alone.
+
+    Numbers stand to the right; the first columns may be labels, which begin with numbers and are none.
+    """
+    columns = []
+    for i, (title, *cells) in enumerate(zip(head, *rows)):
+        right = i >= labels and all(re.match(r"\**\[?[-+]?[0-9]|-?$", cell) for cell in cells)
+        found = [UNITS.match(cell) for cell in cells if cell not in ("", "0")]
         units = {match[1] if match else None for match in found}
         if len(units) == 1 and (unit := units.pop()):
-            column[:] = [f"{column[0]},\u00a0{unit.strip()}", *(cell.removesuffix(unit) for cell in column[1:])]
-    return [list(line) for line in zip(*columns)]
-
-
-def table(head: list[str], rows: list[list[str]], labels: int = 0) -> str:
-    """Markdown, with numbers to the right; the first columns may be labels, which begin with numbers and are none."""
-    number = re.compile(r"\**\[?[-+]?[0-9]|-?$")
-    right = [i >= labels and bool(rows) and all(number.match(row[i]) for row in rows) for i in range(len(head))]
-    head, *rows = units_above(head, rows)
-    lines = [map(tied, head), ["---:" if r else "---" for r in right], *(map(tied, row) for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+            title, cells = f"{title},\u00a0{unit.strip()}", [cell.removesuffix(unit) for cell in cells]
+        if any(cells):
+            columns.append([tied(title), "---:" if right else "---", *map(tied, cells)])
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in zip(*columns))
 
 
 def folded(summary: str, text: str) -> str:
@@ -468,20 +434,19 @@ def worst_error(paths: list[str]) -> str:
 
 
 def suites(folder: str) -> dict[str, dict]:
-    """The suites whose tables a folder's page shows, in order."""
-    stored = results("speed.json")
-
-    def home(name: str) -> str | None:
+    """The suites whose tables a folder's page shows, in order: of its files, and none of a later folder."""
+    found, order = [], list(SUITES)
+    for name, stored in results("speed.json").items():
         suite = name.split(" on ")[0]  # on another card than that of the main table
-        return SUITES[suite][0] if suite in SUITES else stored[name]["rows"][0]["file"].split("/")[0]
+        if suite not in NO_TABLE:
+            last = max(FOLDERS.keys() & {row["file"].split("/")[0] for row in stored["rows"]})
+            if ELSEWHERE.get(suite, last) == folder:
+                found.append((order.index(suite) if suite in order else len(order), name, stored))
+    return {name: stored for _, name, stored in sorted(found, key=lambda entry: entry[:2])}
 
-    known = {suite: i for i, suite in enumerate(SUITES)}
-    order = sorted(stored, key=lambda name: (known.get(name.split(" on ")[0], len(known)), name))
-    return {name: stored[name] for name in order if home(name) == folder}
 
-
-def ratio(path: str) -> str:
-    """Tokens/s over those of the library twin, each at its best settings, from a suite in which both took turns.
+def ratio(path: str, base: str | None = None) -> str:
+    """Tokens/s over those of base, or of the library twin, at best settings, from a suite in which both took turns.
 
     Accelerate, which wraps the twin, is compared with the twin at the same settings.
     """
@@ -489,11 +454,11 @@ def ratio(path: str) -> str:
         return ""
     for suite in suites(path.split("/")[0]).values():
         alike = suite["rows"][: suite["alike"]]
-        twin = alike[0]["file"]
-        ours, theirs = ([row for row in alike if row["file"] == file] for file in (path, twin))
-        if ours and Path(twin).name.startswith(("torch_", "library")):
-            if Path(path).name.startswith("accelerate_"):
-                theirs = [row for row in theirs if row["flags"] in [mine["flags"] for mine in ours]]
+        other = base or alike[0]["file"]
+        ours, theirs = ([row for row in alike if row["file"] == file] for file in (path, other))
+        if Path(path).name.startswith("accelerate_"):
+            theirs = [row for row in theirs if row["flags"] in [mine["flags"] for mine in ours]]
+        if ours and theirs and (base or Path(other).name.startswith(("torch_", "library"))):
             return f"{best_tokens(ours) / best_tokens(theirs):.2f}"
     return ""
 
@@ -503,15 +468,9 @@ def best_tokens(rows: list[dict]) -> float:
 
 
 def gain(path: str) -> str:
-    """Tokens/s over those of the folder's baseline, where it has one, from the first suite in which both took turns."""
-    folder = path.split("/")[0]
-    base = BASELINES.get(path, BASELINES.get(folder))
-    for suite in suites(folder).values():
-        alike = suite["rows"][: suite["alike"]]
-        ours, theirs = ([row for row in alike if row["file"] == file] for file in (path, base))
-        if path != base and ours and theirs:
-            return f"{best_tokens(ours) / best_tokens(theirs):.2f}"
-    return ""
+    """Tokens/s over those of the folder's baseline, where it has one."""
+    base = BASELINES.get(path, BASELINES.get(path.split("/")[0], path))
+    return ratio(path, base) if base != path else ""
 
 
 def contenders(name: str) -> list[dict]:
@@ -553,10 +512,8 @@ def measured_rows(name: str) -> list[dict]:
     rows = results("kernels.json")[name]["rows"]
     for row in rows:
         row["limit"] = f"{significant(row['rate'] / row['share'])} {row['unit']}" if row["share"] else ""
-        if match := EXCESS.match(row["by"]):
-            row |= {"by": match[1], "read": match[2], "written": match[3]}
-        if match := USELESS.match(row["by"]):
-            row |= {"by": match[1], "steps": match[2]}
+        for match in filter(None, [pattern.match(row["by"]) for pattern in NAMES]):
+            row |= match.groupdict()
         if "loaded" in row:
             row["loaded"] /= 1e9
     return rows
@@ -574,8 +531,6 @@ def kernel_rows(path: str) -> str:
 def kernel_table(path: str) -> str:
     """A table in sight: milliseconds by contender, and the share of the limit of ours, or of the fastest."""
     name, stored = Path(path).stem, results("kernels.json")
-    if name not in stored:
-        return UNKNOWN
     rows = [row for row in measured_rows(name) if re.search(ON_PAGE_ROWS.get(name, ""), row["what"])]
     limits = " or ".join(dict.fromkeys(row["limit"] for row in rows))
     card = stored[name]["gpu"].split()[-1]
@@ -651,14 +606,15 @@ def significant(x: float) -> str:
 
 
 def long_table(rows: list[dict], without: tuple[str, ...] = ()) -> str:
-    more = [key for key in MORE if any(key in row for row in rows)]
-    head, lines = ["what", "by", *(MORE[key][0] for key in more), "ms", "rate", "share", "limit"], []
+    """A row for each that is compared; `without` these columns."""
+    lines = []
     for row in rows:
-        extra = [MORE[key][1].format(row[key]) if key in row else "" for key in more]
+        more = {title: form.format(row[key]) if key in row else "" for key, (title, form) in MORE.items()}
+        cells = {"what": row["what"], "by": row["by"], **more, "ms": fastest(row, rows)}
         rate = f"{significant(row['rate'])} {row['unit']}"
-        lines.append([row["what"], row["by"], *extra, fastest(row, rows), rate, f"{row['share']:.0%}", row["limit"]])
-    kept = [i for i, title in enumerate(head) if title not in without]
-    return table([head[i] for i in kept], [[line[i] for i in kept] for line in lines], labels=2)
+        cells |= {"rate": rate, "share": f"{row['share']:.0%}", "limit": row["limit"]}
+        lines.append({title: cell for title, cell in cells.items() if title not in without})
+    return table(list(lines[0]), [list(line.values()) for line in lines], labels=2)
 
 
 def kernel_steps() -> str:
@@ -696,25 +652,19 @@ def equivalence() -> str:
     return table([*head, "bf16, × root's own"], rows)
 
 
-def bugs(folder: str) -> str:
-    """The most instructive of the seeded bugs of a folder's recipes, and where all are."""
-    ours = bugs_of(folder)
-    shown = instructive(ours)
-    table = bugs_table([bug for bug in ours if bug in shown])
-    return "\n\n".join([summary(ours), table, f"[All {len(ours)}](../tests/BUGS.md#{folder})"])
-
-
-def all_bugs(folder: str) -> str:
-    """All seeded bugs of a folder's recipes: the gradient's error, and whether a loss curve would have shown them."""
-    ours = bugs_of(folder)
-    return "\n\n".join([summary(ours), bugs_table(ours, f"../{folder}/README.md")])
-
-
-def bugs_of(folder: str) -> list[dict]:
-    """The seeded bugs of a folder, in the order of its recipes; those that change no number last."""
+def bugs(folder: str, everything: bool = False) -> str:
+    """The most instructive of the seeded bugs of a folder's recipes, or all; those that change no number last."""
     order = list(IDEAS)
     ours = [bug for bug in results("bugs.json") if bug["recipe"].startswith(f"{folder}/")]
-    return sorted(ours, key=lambda bug: (without_effect(bug), order.index(bug["recipe"])))
+    ours.sort(key=lambda bug: (without_effect(bug), order.index(bug["recipe"])))
+    wrong = [bug for bug in ours if (bug["gradient"] or 0) > 0.01]
+    summary = f"{len(ours)} bugs; {len(wrong)} of them change the gradient by more than 1 %; "
+    summary += f"{sum(map(hides, wrong))} of those move the loss by less than 1 % over 20 steps."
+    if everything:
+        return f"{summary}\n\n{bugs_table(ours, f'../{folder}/README.md')}"
+    shown = instructive(ours)
+    few = bugs_table([bug for bug in ours if bug in shown])
+    return f"{summary}\n\n{few}\n\n[All {len(ours)}](../tests/BUGS.md#{folder})"
 
 
 def instructive(found: list[dict]) -> list[dict]:
@@ -736,13 +686,6 @@ def without_effect(bug: dict) -> bool:
     trains = bug["recipe"] in TRAINING  # a kernel alone has no loss curve
     numbers = (bug["gradient"], bug["loss"]) if trains else (bug["gradient"],)
     return not bug["end"] and all(number is not None and number < NOTHING for number in numbers)
-
-
-def summary(found: list[dict]) -> str:
-    """How many bugs there are, and how many of them a loss curve hides."""
-    wrong = [bug for bug in found if (bug["gradient"] or 0) > 0.01]
-    few = f"{sum(map(hides, wrong))} of those move the loss by less than 1 % over 20 steps"
-    return f"{len(found)} bugs; {len(wrong)} of them change the gradient by more than 1 %; {few}."
 
 
 def bugs_table(found: list[dict], page: str = "") -> str:
@@ -790,14 +733,6 @@ def label(row: dict, rows: list[dict], folder: str) -> str:
     return f"`{' '.join([row['file'].removeprefix(f'{folder}/'), *own])}`{alone}"
 
 
-def exposed(row: dict) -> str:
-    """Exposed communication of the rank that computes longest: the others also wait for it."""
-    if "profile" not in row:
-        return ""
-    slowest = max(row["profile"], key=lambda ms: ms["compute"])
-    return f"{slowest['exposed'] / slowest['step']:.1%}"
-
-
 def measured(row: dict, key: str) -> list[float]:
     """The numbers of the rounds; none, an empty cell, where there is no measurement."""
     return [numbers[key] for numbers in row["rounds"] if numbers[key] is not None]
@@ -811,6 +746,8 @@ def speed(folder: str) -> str:
         for i, row in enumerate(suite["rows"]):
             tokens, mfu, memory = (measured(row, key) for key in ("tokens", "mfu", "memory"))
             median, pipeline = statistics.median(tokens), row.get("pipeline")
+            # the rank that computes longest, for which the others also wait
+            slowest = max(row.get("profile", []), key=lambda ms: ms["compute"], default=None)
             spread = max(spread, (max(tokens) - min(tokens)) / median)
             compared = i < suite["alike"] > 1
             rows.append(
@@ -820,23 +757,21 @@ def speed(folder: str) -> str:
                     f"{median / statistics.median(measured(first, 'tokens')):.3f}" if compared else "",
                     f"{statistics.median(mfu):.1f} %" if mfu else "",
                     " to ".join(f"{gib:.1f}" for gib in sorted({min(memory), max(memory)})) + " GiB" if memory else "",
-                    exposed(row),
+                    f"{slowest['exposed'] / slowest['step']:.1%}" if slowest else "",
                     waiting(pipeline) if pipeline else "",
                     "{forward:.2f} + {backward:.2f}".format(**row["block_ms"]) if "block_ms" in row else "",
                 ]
             )
-        head = ["file", "tokens/s/GPU", "× first", "MFU", "memory", "exposed"]
-        head += ["idle (expected)", "block, ms"]
-        filled = [i for i in range(len(head)) if any(row[i] for row in rows)]
-        text = table([head[i] for i in filled], [[row[i] for i in filled] for row in rows])
+        head = ["file", "tokens/s/GPU", "× first", "MFU", "memory", "exposed", "idle (expected)", "block, ms"]
+        text = table(head, rows)
         flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
         note = suite["gpu"] + (f"; rounds differ by at most {tied(f'{100 * spread:.1f} %')}" if spread else "")
         note += f" ({suite['note']})" if "note" in suite else ""
         how = [f"torch {suite['torch']}", suite["date"], *([f"commit {suite['commit']}"] if "commit" in suite else [])]
         details = folded("commands", f"```\n{', '.join(how)}\n{suite['command']}\n\n{flags}\n```")
-        sentence = f"The same on an {name.split()[-1]}." if " on " in name else SUITES.get(name, (folder, ""))[1]
+        sentence = f"The same on an {name.split()[-1]}." if " on " in name else SUITES.get(name)
         parts.append("\n\n".join(filter(None, [sentence, note, text, details])))
-    return "\n\n".join(parts) or UNKNOWN
+    return "\n\n".join(parts)
 
 
 def waiting(pipeline: dict) -> str:
@@ -848,17 +783,14 @@ def waiting(pipeline: dict) -> str:
 def predictions() -> str:
     """Tokens per second of every schedule for several numbers of ranks, from what one GPU needs for every operation."""
     stored, rows, near = results("speed.json"), [], []
-    measured_rows = {
-        row["file"]: (row, int(stored[name]["gpu"].split()[0]))
-        for name in ("pipeline_more", "pipeline")  # what both have is of the second
-        for row in stored[name]["rows"]
-    }
+    both = stored["pipeline_more"], stored["pipeline"]  # a recipe that both have is of the second
+    trained = {row["file"]: (row, int(suite["gpu"].split()[0])) for suite in both for row in suite["rows"]}
     sizes = [(ranks, each * ranks) for ranks in schedules.PREDICTED_RANKS for each in (2, 4)]
     for path in schedules.CLAIMS:
         found = [schedules.tokens_per_second(path, ranks, m) for ranks, m in sizes]
         rows.append([section(path), *(f"{tokens / 1000:.0f}k ({1 - busy:.0%})" for tokens, busy in found)])
-        if path in measured_rows:
-            row, gpus = measured_rows[path]
+        if path in trained:
+            row, gpus = trained[path]
             guess = 16 * 4096 / schedules.predict(path, gpus, 16, 24)[1] * 1e3 / gpus
             tokens = statistics.median(measured(row, "tokens"))
             near.append([section(path), f"{gpus}", f"{guess:,.0f}", f"{tokens:,.0f}", f"{guess / tokens - 1:+.1%}"])
@@ -907,10 +839,8 @@ def together() -> str:
         cells = []
         for b in TOGETHER:
             names = clashes([f"{a}.py", f"{b}.py"])
-            marks = ["†"] if EVERYWHERE & names.keys() else []
-            cells.append(
-                "—" if a == b else "<br>".join([f"`{name}`" for name in names if name not in EVERYWHERE] + marks)
-            )
+            shown = [f"`{name}`" for name in names if name not in EVERYWHERE]
+            cells.append("—" if a == b else "<br>".join(shown + ["†"] * (len(shown) < len(names))))
         rows.append([f"`{Path(a).name}`", *cells])
     return table(["", *(f"`{Path(path).name}`" for path in TOGETHER)], rows)
 
@@ -963,23 +893,19 @@ def collectives() -> str:
 def predictor() -> tuple[object, dict]:
     """01_single_gpu/memory.py, and its fields for Llama 3 8B in bfloat16, compiled, 8,192 tokens per sequence."""
     module = load("01_single_gpu/memory.py")
-    presets = load("01_single_gpu/train.py").PRESETS
-    shape = {k: v for k, v in presets["llama3_8b"].items() if k in module.Config.__dataclass_fields__}
-    return module, dict(shape, preset="llama3_8b", seq=8192, dtype="bfloat16", compile=True)
+    return module, dict(module.PRESETS["llama3_8b"], preset="llama3_8b", seq=8192, dtype="bfloat16", compile=True)
 
 
 def memory_of_stages() -> str:
     """Memory of each stage of ZeRO at its fullest moment, as memory.py predicts it."""
     module, fields = predictor()
-    rows, stages = [], ["", "zero1_overlap", "zero2", "zero3"]
-    for stage in range(4):
-        cfg = module.Config(**fields, batch=32, microbatches=4, dp=8, zero=stage)
-        kinds = module.peak(cfg)[1]
-        gib = [f"{kinds[kind] / 2**30:.1f}" for kind in module.KINDS if kind != "temporary"]  # too little for a column
-        label = f"`{stages[stage]}.py`" if stage else "no sharding"
-        rows.append([label, *gib, f"{sum(kinds.values()) / 2**30:.1f}"])
+    rows, shown = [], [kind for kind in module.KINDS if kind != "temporary"]  # which is too little for a column
+    for stage, label in enumerate(("no sharding", "`zero1_overlap.py`", "`zero2.py`", "`zero3.py`")):
+        _, kinds = module.peak(module.Config(**fields, batch=32, microbatches=4, dp=8, zero=stage))
+        gib = [kinds[kind] / 2**30 for kind in shown] + [sum(kinds.values()) / 2**30]
+        rows.append([label, *(f"{size:.1f}" for size in gib)])
     command = "python 01_single_gpu/memory.py --preset llama3_8b --seq 8192 --batch 32 --microbatches 4 --dp 8 --zero 3"
-    text = table(["GiB", *(kind.replace("weight ", "") for kind in module.KINDS if kind != "temporary"), "peak"], rows)
+    text = table(["GiB", *(kind.replace("weight ", "") for kind in shown), "peak"], rows)
     return f"`{command} --dtype bfloat16 --compile`, and with `--zero` 0, 1 and 2:\n\n{text}"
 
 
@@ -988,11 +914,8 @@ def memory_of_blocks() -> str:
     module, fields = predictor()
     rows = []
     for tp in 1, 2, 4, 8:
-        cells = []
-        for sequence in False, True:
-            cfg = module.Config(**fields, batch=1, tp=tp, sequence_parallel=sequence)
-            cells.append(f"{module.saved(cfg, 'none') / 2**20:,.0f}")
-        rows.append([str(tp), *cells])
+        both = [module.Config(**fields, batch=1, tp=tp, sequence_parallel=sequence) for sequence in (False, True)]
+        rows.append([str(tp), *(f"{module.saved(cfg, 'none') / 2**20:,.0f}" for cfg in both)])
     return table(["tp", "tensor parallel, MiB", "with sequence parallelism, MiB"], rows)
 
 
@@ -1058,9 +981,9 @@ def falling() -> str:
     return table(["mean loss of ten steps, up to step", *map(str, steps)], rows)
 
 
-def first(text: str) -> str:
+def first() -> str:
     """What the first command of README.md prints: its first and its last lines."""
-    words = re.search(r"torchrun (.+)", text)[1].split()
+    words = re.search(r"torchrun (.+)", (ROOT / "README.md").read_text())[1].split()
     command = [sys.executable, "-m", "torch.distributed.run", *words]
     run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     lines = run.stdout.rstrip().splitlines()
@@ -1071,71 +994,48 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted(ROOT.glob("[01][0-9]_*/README.md")), *(ROOT / "tests").glob("*.md")]
 
 
-def makers(page: Path) -> dict[str, Callable[[], str]]:
-    """What a page can have between markers: name -> what makes it."""
-    folder = page.parent.name
-    if page.name == "BUGS.md":
-        return {folder: functools.partial(all_bugs, folder) for folder in FOLDERS}
-    kernels = [path for path in recipes_of("09_kernels") if path not in TRAINING]
-    kernels.sort(key=lambda path: Path(path).stem in RUNGS)  # those of the ladder last: they share a table
-    if page.name == "KERNELS.md":
-        return {Path(path).name: functools.partial(kernel_rows, path) for path in kernels} | {"steps": kernel_steps}
-    if page.parent == ROOT:
-        return {"facts": facts, "look": look, "recipes": all_folders}
-    if folder == "tests":
-        return {"equivalence": equivalence, "together": together}
-    here = {Path(path).name: functools.partial(commands, path) for path in recipes_of(folder)}
-    tables = {"recipes": folder_table, "speed": speed, "bugs": bugs, "way": way, "way on": way}
-    here |= {name: functools.partial(make, folder) for name, make in tables.items()}
-    extra = {
-        "01_single_gpu": {"optimizers": optimizers},
-        "02_data_parallel": {"collectives": collectives},
-        "03_zero": {"memory": memory_of_stages},
-        "04_tensor_sequence": {"memory": memory_of_blocks},
-        "05_context_ring": {"attention": attention},
-        "06_pipeline": {"predictions": predictions},
-        "07_expert": {"expert_layer": expert_layer},
-        "08_4d": {"layouts": layouts, "inheritance": inheritance, "published": published, "runs": measured_runs},
-        "09_kernels": {f"{Path(path).stem} measured": functools.partial(kernel_table, path) for path in kernels[:-3]}
-        | {"ladder": ladder, "cards": cards},
-        "10_mixed_precision": {
-            "table of formats": formats,
-            **{name: functools.partial(rounded, name) for name in ROUNDED},
-            "updates": updates,
-            "precision": precision,
-            "curves": curves,
-            "8B": falling,
-        },
-    }
-    quoted = re.findall(r"<!-- (code (.+?)) -->", page.read_text())
-    here |= {name: functools.partial(code, folder, wanted) for name, wanted in quoted}
-    return here | extra.get(folder, {})
+MAKERS = [facts, first, look, equivalence, together, optimizers, collectives, attention, predictions, expert_layer]
+MAKERS += [layouts, inheritance, published, ladder, cards, updates, precision, curves]
+MAKERS = {make.__name__: make for make in MAKERS} | {"runs": measured_runs, "steps": kernel_steps, "8B": falling}
+MAKERS |= {"03_zero memory": memory_of_stages, "04_tensor_sequence memory": memory_of_blocks}
+MAKERS |= {"table of formats": formats, **{name: functools.partial(rounded, name) for name in ROUNDED}}
+OF_FOLDER = {"recipes": folder_table, "speed": speed, "bugs": bugs, "way": way, "way on": way}
 
 
-def filled(text: str, name: str, content: str) -> str:
-    """The page's text with `content` between the markers of this name."""
-    pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- /{re.escape(name)} -->)", re.S)
-    assert len(pattern.findall(text)) == 1, f"the page needs one pair of markers for {name}"
-    return pattern.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
+def made(page: Path, name: str) -> str:
+    """What belongs between the markers of this name."""
+    folder, (kind, _, rest) = page.parent.name, name.partition(" ")
+    if name in FOLDERS:
+        return bugs(name, everything=True)
+    if name.endswith(".py"):
+        return kernel_rows(f"09_kernels/{name}") if page.name == "KERNELS.md" else commands(f"{folder}/{name}")
+    if kind == "code":
+        return code(folder, rest)
+    if rest == "measured":
+        return kernel_table(f"{folder}/{kind}.py")
+    if name in OF_FOLDER:
+        return OF_FOLDER[name](folder) if folder in FOLDERS else all_folders()
+    return (MAKERS.get(name) or MAKERS[f"{folder} {name}"])()
 
 
-def generated(page: Path) -> str:
-    """The page with everything regenerated that its folder can make."""
-    text = page.read_text()
-    for name, make in makers(page).items():
-        text = filled(text, name, make())
+def generated(page: Path, kept: tuple[str, ...] = ("first",)) -> str:
+    """The page with everything between markers made again, but what is kept."""
+
+    def fill(pair: re.Match) -> str:
+        name = pair[1]
+        return pair[0] if name in kept else f"<!-- {name} -->\n{made(page, name)}\n<!-- /{name} -->"
+
+    text, pairs = re.subn(r"<!-- (.+?) -->\n.*?<!-- /\1 -->", fill, page.read_text(), flags=re.S)
+    assert text.count("<!-- ") == 2 * pairs, f"{page} has a marker without its partner"
     return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", action="store_true", help="run the first command of README.md")
-    args = parser.parse_args()
+    kept = () if parser.parse_args().first else ("first",)
     for page in pages():
-        page.write_text(generated(page))
-    if args.first:
-        page = ROOT / "README.md"
-        page.write_text(filled(page.read_text(), "first", first(page.read_text())))
+        page.write_text(generated(page, kept))
 
 
 if __name__ == "__main__":
