@@ -13,7 +13,7 @@ import math
 import re
 import statistics
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,10 +83,11 @@ class Canvas:
         if text:
             self.label(box, text, size)
 
-    def cells(self, boxes: list[Box], role: str) -> None:
-        """Fill rectangles, all in one path."""
-        path = "".join(f"M{x:g} {y:g}h{w:g}v{h:g}h{-w:g}z" for x, y, w, h in boxes)
-        self.parts.append(f'<path style="fill:var(--{role})" d="{path}"/>')
+    def cells(self, found: dict[str, list[Box]]) -> None:
+        """Fill rectangles, those of a role in one path."""
+        for role, boxes in found.items():
+            path = "".join(f"M{x:g} {y:g}h{w:g}v{h:g}h{-w:g}z" for x, y, w, h in boxes)
+            self.parts.append(f'<path style="fill:var(--{role})" d="{path}"/>')
 
     def text(self, x: float, y: float, *runs: tuple[str, str], size: int = 12, anchor: str = "start") -> None:
         """Write (text, role) runs, one after another, with the baseline at y."""
@@ -248,52 +249,36 @@ def draw_look(ranks: int = 4, microbatches: int = 8) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- ring
 def watched_ring(module: ModuleType) -> Callable[[], Any]:
-    """A probe: instead of main, run the ring on n chunks of n elements, of which rank r sets the r-th to 1.
+    """A probe: instead of main, sum a one per chunk, so that each chunk is the number of ranks in its sum.
 
-    So the r-th element of a chunk counts how often the chunk has rank r's term. `sent` is in sizes of the tensor.
+    (receiver, chunk) that this rank sends in each step; its chunks before each step and in the end; sizes sent.
     """
-    sends, held, sent = [], [], []
-    exchange, finish = module.exchange, module.finish
+    dist.init_process_group("gloo")
+    sends, held, x, exchange = [], [], torch.ones(dist.get_world_size()), module.exchange
 
-    def main() -> None:
-        dist.init_process_group("gloo")
-        n = dist.get_world_size()
-        x = torch.eye(n)[dist.get_rank()].repeat(n)
+    def watched_exchange(outgoing, incoming, group):
+        held.append(x.int().tolist())
+        sends.extend((to, chunk.storage_offset()) for chunk, to in outgoing)
+        return exchange(outgoing, incoming, group)
 
-        def watched_exchange(outgoing, incoming, group):
-            sends.extend((to, tensor.storage_offset() // n) for tensor, to in outgoing)
-            return exchange(outgoing, incoming, group)
-
-        def watched_finish(*transfer):
-            finish(*transfer)
-            held.append(x.view(n, n).int().tolist())
-
-        module.exchange, module.finish = watched_exchange, watched_finish
-        sent.append(module.ring_all_reduce(x, [dist.group.WORLD]) / x.nbytes)
-        dist.destroy_process_group()
-
-    module.main = main
-    return lambda: (sends, held, sent[0])
-
-
-def ring(ranks: int) -> tuple[list[list[tuple[int, int, int]]], list[list[list[list[int]]]], list[float]]:
-    """(sender, receiver, chunk) per step; per step, rank and chunk how often each rank is in it; sizes sent."""
-    sends, held, sent = zip(*launch("02_data_parallel/collectives.py", ranks, probe=watched_ring, save=False).probes)
-    steps = [[(rank, *send) for rank, send in enumerate(step)] for step in zip(*sends)]
-    return steps, [list(now) for now in zip(*held)], list(sent)
+    module.exchange, module.main = watched_exchange, lambda: None
+    sent = module.ring_all_reduce(x, [dist.group.WORLD]) / x.nbytes
+    dist.destroy_process_group()
+    return lambda: (sends, [*held, x.int().tolist()], sent)
 
 
 def draw_ring(ranks: int = 4) -> str:
     """Per step, the chunks of every rank and which are sent: reduce-scatter on the left, all-gather on the right."""
     cell_w, cell_h, gap, left, top = 38, 24, 14, 62, 92
-    (every, held, sent), half = ring(ranks), ranks - 1
+    probes = launch("02_data_parallel/collectives.py", ranks, probe=watched_ring, save=False).probes
+    (sends, held, sent), half = zip(*probes), ranks - 1
     panel_w, panel_h = ranks * (cell_w + 4) + 34, ranks * (cell_h + gap) + 50
     canvas = Canvas(f"Ring all-reduce on {ranks} ranks, step by step", left + 2 * panel_w + 4)
     canvas.text(14, 26, (f"Ring all-reduce of {ranks} chunks on {ranks} ranks", "ink"), size=15)
-    canvas.text(14, 46, (f"{len(every)} steps; a rank sends 2(N−1)/N = {max(sent):g} times the tensor", "muted"))
+    canvas.text(14, 46, (f"{2 * half} steps; a rank sends 2(N−1)/N = {max(sent):g} times the tensor", "muted"))
     canvas.text(left, top - 22, ("reduce-scatter", "ink"), size=13)
     canvas.text(left + panel_w, top - 22, ("all-gather", "ink"), size=13)
-    for step, sends in enumerate(every):
+    for step in range(2 * half):
         x0, y0 = left + panel_w * (step // half), top + panel_h * (step % half)
         canvas.text(x0, y0, (f"step {step + 1}", "muted"))
         cells = {
@@ -301,11 +286,12 @@ def draw_ring(ranks: int = 4) -> str:
             for rank, chunk in itertools.product(range(ranks), repeat=2)
         }
         for (rank, chunk), cell in cells.items():
-            contributions = sum(held[step + 1][rank][chunk])
-            canvas.box(cell, f"sum{contributions}", str(contributions), radius=3)
+            count = held[rank][step + 1][chunk]
+            canvas.box(cell, f"sum{count}", str(count), radius=3)
             if step < half and chunk == 0:
                 canvas.text(14, cell.y + 16, (f"rank {rank}", "muted"))
-        for sender, receiver, chunk in sends:
+        for sender in range(ranks):
+            receiver, chunk = sends[sender][step]
             tail, head = cells[sender, chunk], cells[receiver, chunk]
             x = tail.x + cell_w / 2
             if receiver > sender:
@@ -348,14 +334,9 @@ def block(stream: str, tokens: str, enter: Exchange, leave: Exchange) -> list[Pa
 
 
 AR, AG, RS = "all-reduce", "all-gather", "reduce-scatter"
-BLOCKS = {
-    "04_tensor_sequence/tensor_parallel.py": block(
-        "b s d", "b s", Exchange("b s d", (), (AR,)), Exchange("b s d", (AR,), ())
-    ),
-    "04_tensor_sequence/sequence_parallel.py": block(
-        "(b s)/tp d", "(b s)", Exchange("(b s) d", (AG,), (AG, RS)), Exchange("(b s)/tp d", (RS,), (AG,))
-    ),
-}
+TENSOR = block("b s d", "b s", Exchange("b s d", (), (AR,)), Exchange("b s d", (AR,), ()))
+SEQUENCE = block("(b s)/tp d", "(b s)", Exchange("(b s) d", (AG,), (AG, RS)), Exchange("(b s)/tp d", (RS,), (AG,)))
+BLOCKS = {"04_tensor_sequence/tensor_parallel.py": TENSOR, "04_tensor_sequence/sequence_parallel.py": SEQUENCE}
 
 
 def draw_weight(canvas: Canvas, x: float, y: float, split: str, rank: int) -> None:
@@ -431,11 +412,8 @@ def draw_blocks() -> str:
 
 # ------------------------------------------------------------------------------------------------------------ context
 CP, TOKENS = 4, 16
-RINGS = {
-    "05_context_ring/ring.py": "contiguous parts",
-    "05_context_ring/striped.py": "every fourth token",
-    "05_context_ring/zigzag.py": "an early and a late part",
-}
+RINGS = dict(ring="contiguous parts", striped="every fourth token", zigzag="an early and a late part")
+RINGS = {f"05_context_ring/{name}.py": layout for name, layout in RINGS.items()}
 SHARDED = [f"05_context_ring/{name}.py" for name in ("all_gather_kv", "ring", "ulysses", "striped", "zigzag", "usp")]
 
 
@@ -530,31 +508,20 @@ HEADS, LENGTH = 4, 8  # heads and tokens in the picture of their exchange
 
 
 def watched_exchange(module: ModuleType) -> Callable[[], Any]:
-    """A probe: instead of main, exchange queries that know their head and token."""
-    found = []
-
-    def main() -> None:
-        dist.init_process_group("gloo")
-        cp = dist.group.WORLD
-        tokens = module.shard(SimpleNamespace(seq=LENGTH, device="cpu"), cp)
-        before = torch.stack(torch.meshgrid(torch.arange(HEADS), tokens, indexing="ij"), -1)[None].float()
-        during, *_ = module.to_heads(before, before, before, cp)
-        found.extend(x.int().flatten(0, 2).tolist() for x in (before, during))
-        dist.destroy_process_group()
-
-    module.main = main
-    return lambda: found
-
-
-def exchanged() -> list[dict[tuple[int, int], int]]:
-    """The rank that has each (head, token): before attention, and during it."""
-    ranks = launch("05_context_ring/ulysses.py", CP, probe=watched_exchange, save=False).probes
-    return [{tuple(cell): rank for rank, cells in enumerate(stage) for cell in cells} for stage in zip(*ranks)]
+    """A probe: instead of main, exchange queries that know their head and token; (head, token)s before and after."""
+    dist.init_process_group("gloo")
+    tokens = module.shard(SimpleNamespace(seq=LENGTH, device="cpu"), dist.group.WORLD)
+    before = torch.cartesian_prod(torch.arange(HEADS), tokens).view(1, HEADS, -1, 2).float()
+    during, *_ = module.to_heads(before, before, before, dist.group.WORLD)
+    dist.destroy_process_group()
+    module.main = lambda: None
+    return lambda: [x.int().flatten(0, 2).tolist() for x in (before, during)]
 
 
 def draw_ulysses() -> str:
     """Heads and tokens in a grid, with the rank that has each: before the exchange, and while attention computes."""
-    before, during = exchanged()
+    probes = launch("05_context_ring/ulysses.py", CP, probe=watched_exchange, save=False).probes
+    before, during = ({tuple(cell): rank for rank, cells in enumerate(now) for cell in cells} for now in zip(*probes))
     canvas, side, top = Canvas("Ulysses: an all-to-all swaps tokens for heads, another swaps them back", 560), 26, 44
     for x, stage, words in (56, before, "all heads, some tokens"), (344, during, "all tokens, some heads"):
         canvas.text(x, 16, (words, "ink"), size=14)
@@ -655,40 +622,31 @@ TRAVELS = {
 }
 
 
-class Share(NamedTuple):
-    """What a rank has: its layers, one part of all parts of each matrix, one of the batch, and its tokens."""
-
-    layers: list[int]
-    matrices: int
-    batch: int
-    tokens: list[int]
-
-
-def mesh(order: str) -> tuple[Any, dict[str, list[list[int]]], list[Share]]:
-    """Two on each axis: the config, the groups by the recipe's `group_ranks`, and what each rank has."""
+def mesh(order: str) -> tuple[ModuleType, Any, dict[str, list[list[int]]], list[dict[str, int]]]:
+    """Two on each axis: the recipe, its config, the groups by its `group_ranks`, and each rank's place in its own."""
     module = load(MESH)
     cfg = module.Config(dp=2, cp=2, tp=2, pp=2, order=order, device="cpu")
-    groups, shares = module.group_ranks(cfg), []
-    layers = [list(stage) for stage in module.split_layers(cfg, cfg.pp)]
-    tokens = [module.shard(cfg, member(place, cfg.cp)).tolist() for place in range(cfg.cp)]
-    for rank in range(cfg.dp * cfg.cp * cfg.tp * cfg.pp):
-        place = {axis: group.index(rank) for axis, found in groups.items() for group in found if rank in group}
-        shares.append(Share(layers[place["pp"]], place["tp"], place["dp"], tokens[place["cp"]]))
-    return cfg, groups, shares
+    groups = module.group_ranks(cfg)
+    places = [
+        {axis: group.index(rank) for axis, found in groups.items() for group in found if rank in group}
+        for rank in range(2 * HOST)
+    ]
+    return module, cfg, groups, places
 
 
-def draw_share(canvas: Canvas, x: float, y: float, side: float, cfg: Any, share: Share, colors: dict[int, str]) -> None:
-    """Two grids, with what the rank has filled: layers x parts of the matrices, and parts of batch x sequences."""
-    found, parts, height = {}, 2 * cfg.cp, cfg.layers * side / cfg.dp
+def draw_share(canvas: Canvas, x: float, y: float, side: float, module: Any, cfg: Any, place: dict[str, int]) -> None:
+    """Two grids, with what a rank has filled: layers x parts of the matrices, and parts of batch x sequences."""
+    found, parts, height = defaultdict(list), 2 * cfg.cp, cfg.layers * side / cfg.dp
+    layers, tokens = module.split_layers(cfg, cfg.pp)[place["pp"]], module.shard(cfg, member(place["cp"], cfg.cp))
     for layer, part in itertools.product(range(cfg.layers), range(cfg.tp)):
-        role = colors[layer] if layer in share.layers and part == share.matrices else "plain"
-        found.setdefault(role, []).append(Box(x + 2 * part * side, y + layer * side, 2 * side - 1, side - 1))
+        has = layer in layers and part == place["tp"]
+        cell = Box(x + 2 * part * side, y + layer * side, 2 * side - 1, side - 1)
+        found[STAGE[place["pp"]] if has else "plain"].append(cell)
     for batch, part in itertools.product(range(cfg.dp), range(parts)):
-        has = batch == share.batch and part * cfg.seq // parts in share.tokens
+        has = batch == place["dp"] and part * cfg.seq // parts in tokens
         cell = Box(x + (2 * cfg.tp + 1.5 + 1.5 * part) * side, y + batch * height, 1.5 * side - 1, height - 1)
-        found.setdefault(TOKEN if has else "plain", []).append(cell)
-    for role, cells in found.items():
-        canvas.cells(cells, role)
+        found[TOKEN if has else "plain"].append(cell)
+    canvas.cells(found)
 
 
 def draw_links(canvas: Canvas, cards: list[Box], groups: dict[str, list[list[int]]]) -> None:
@@ -729,22 +687,20 @@ def draw_mesh() -> str:
     canvas = Canvas("The mesh: what each of 16 ranks has, and with whom it talks", width)
     canvas.text(left, 26, (canvas.title, "ink"), size=15)
     canvas.text(left, 46, (f"{MESH} --dp 2 --cp 2 --tp 2 --pp 2 on two hosts of {HOST} ranks", "muted"))
-    cfg, _, shares = mesh(next(iter(MESHES)))
-    stages = sorted({tuple(share.layers) for share in shares})
-    colors = {layer: role for role, layers in zip(STAGE, stages) for layer in layers}
-    draw_share(canvas, left, 64, 9, cfg, shares[0], colors)
+    module, cfg, _, places = mesh(next(iter(MESHES)))
+    draw_share(canvas, left, 64, 9, module, cfg, places[0])
     canvas.text(124, 78, ("Left: the model. A row is a layer, a column 1/tp of its matrices.", "ink"))
     canvas.text(124, 95, ("Right: the tokens. A row is 1/dp of the batch,", "ink"))
     canvas.text(124, 112, (f"a column 1/{2 * cfg.cp} of each sequence.", "ink"))
     entries = [(role, f"layers of stage {stage}") for stage, role in enumerate(STAGE)]
     canvas.legend(124, 133, [*entries, (TOKEN, "tokens")])
     for order, whose in MESHES.items():
-        cfg, groups, shares = mesh(order)
+        module, cfg, groups, places = mesh(order)
         between = [axis for axis in order.split("-") if any(len({r // HOST for r in g}) > 1 for g in groups[axis])]
         crossing = f"  {whose}: {' and '.join(between)} between hosts"
         canvas.text(left, y, (f"--order {order}", "ink"), (crossing, "muted"), size=13)
         cards, y = [], y + 31
-        for rank, share in enumerate(shares):
+        for rank, place in enumerate(places):
             host, (row, column) = rank // HOST, divmod(rank % HOST, 4)
             x = left + host * (width - 2 * left - host_w)
             if rank % HOST == 0:
@@ -754,7 +710,7 @@ def draw_mesh() -> str:
             cards.append(Box(*corner, card_w, card_h))
             canvas.box(cards[-1], "ground", radius=5)
             canvas.text(corner[0] + 6, corner[1] + 15, (str(rank), "ink"))
-            draw_share(canvas, corner[0] + 6, corner[1] + 22, 4, cfg, share, colors)
+            draw_share(canvas, corner[0] + 6, corner[1] + 22, 4, module, cfg, place)
         draw_links(canvas, cards, groups)
         y += host_h + 32
     canvas.text(left, y, ("Lines are the groups of rank 0. They carry", "ink"), size=13)
@@ -778,16 +734,15 @@ COPIED, SIDE, BLOCK = 256, 16, 8  # elements to copy; rows, and columns, to tran
 
 def draw_touched(canvas: Canvas, x: float, y: float, line: int, pitch: float, offsets: list[list[int]], n: int) -> None:
     """n float32 elements in lines: those that programs 0 and 1 touch, and what their sectors bring along."""
-    sector, spans = load(COALESCING).SECTOR // 4, {}
+    sector, spans = load(COALESCING).SECTOR // 4, defaultdict(list)
     fetched = {offset // sector for found in offsets for offset in found}
     for element in range(n):
         row, column = divmod(element, line)
         owners = [f"rank{program}" for program, found in enumerate(offsets) if element in found]
         role = owners[0] if owners else "gather" if element // sector in fetched else "plain"
         left, top = x + column * pitch + column // sector * 4, y + row * pitch * 1.25
-        spans.setdefault(role, []).append(Box(left, top, pitch - 1, pitch * 1.25 - 1))
-    for role, found in spans.items():
-        canvas.cells(found, role)
+        spans[role].append(Box(left, top, pitch - 1, pitch * 1.25 - 1))
+    canvas.cells(spans)
 
 
 def draw_addresses() -> str:
@@ -817,22 +772,10 @@ def draw_addresses() -> str:
     return canvas.svg(y + 26 + SIDE * small * 1.25 + 14)
 
 
-SIDE_BY_SIDE = 8  # tiles of the matrices in the picture, each way
-RUNNING = 12  # programs that run at a time
-
-
-def orders() -> dict[str, list[tuple[int, int]]]:
-    """Row and column of the tile that each program computes: row after row, and in groups, by matmul.py's locate."""
-    locate, side, found = load("09_kernels/matmul.py").locate.fn, 128 * SIDE_BY_SIDE, {}
-    for name, group in ("blocks: row after row", 1), ("ordered: groups of 4 rows", 4):
-        tiles = [locate(tile, side, side, 128, 128, group) for tile in range(SIDE_BY_SIDE**2)]
-        found[name] = [(row // 128, column // 128) for row, column in tiles]
-    return found
-
-
 def draw_tiles() -> str:
     """Which tiles run together, which blocks of scores exist, and in which order programs add to dq."""
     canvas, pitch, left, y = Canvas("Tiles of a matmul, and blocks of attention", 640), 26, 14, 26
+    side, running = 8, 12  # tiles of the matrices, each way; programs that run at a time
 
     def grid(x: float, title: str, note: str, cells: dict[tuple[int, int], tuple[str, str]]) -> None:
         canvas.text(x, y + 20, (title, "ink"))
@@ -843,23 +786,26 @@ def draw_tiles() -> str:
 
     canvas.text(left, y, ("Which block is where when", "ink"), size=15)
     y += 26
-    words = f"A matmul: the first {RUNNING} of {SIDE_BY_SIDE**2} programs run at a time."
+    words = f"A matmul: the first {running} of {side**2} programs run at a time."
     canvas.text(left, y, (words, "ink"), size=13)
-    for i, (name, tiles) in enumerate(orders().items()):
-        loaded = sum(len(set(places)) for places in zip(*tiles[:RUNNING]))
-        cells = {place: ("rank0" if n < RUNNING else "plain", f"{n}") for n, place in enumerate(tiles)}
-        grid(left + i * 316, name, f"{RUNNING} tiles need {loaded} rows and columns of blocks", cells)
-    y += 46 + SIDE_BY_SIDE * pitch + 28
+    locate = load("09_kernels/matmul.py").locate.fn  # where the tile of a program begins
+    for x, name, group in (left, "blocks: row after row", 1), (left + 316, "ordered: groups of 4 rows", 4):
+        corners = [locate(tile, 128 * side, 128 * side, 128, 128, group) for tile in range(side**2)]
+        tiles = [(row // 128, column // 128) for row, column in corners]
+        loaded = sum(len(set(places)) for places in zip(*tiles[:running]))
+        cells = {place: ("rank0" if n < running else "plain", f"{n}") for n, place in enumerate(tiles)}
+        grid(x, name, f"{running} tiles need {loaded} rows and columns of blocks", cells)
+    y += 46 + side * pitch + 28
     canvas.text(left, y, ("Causal attention: rows are blocks of queries, columns are blocks of keys.", "ink"), size=13)
     forward, backward = {}, {}
-    for query, key in itertools.product(range(SIDE_BY_SIDE), repeat=2):
+    for query, key in itertools.product(range(side), repeat=2):
         kind = "rank0" if key < query else "rank1" if key == query else "plain"
         forward[query, key] = kind, f"{query - key}" if key <= query else ""
-        step = SIDE_BY_SIDE - 1 - query + key  # from the last query on; each key is one step behind the one before
+        step = side - 1 - query + key  # from the last query on; each key is one step behind the one before
         backward[query, key] = (f"step{step % 4}", f"{step}") if key <= query else ("plain", "")
     grid(left, "forward in Gluon: a program per row", "number = step", forward)
     grid(left + 316, "backward in Gluon: a program per column", "number = step; a row adds up left to right", backward)
-    y += 46 + SIDE_BY_SIDE * pitch
+    y += 46 + side * pitch
     canvas.legend(left, y + 14, [("rank0", "all seen"), ("rank1", "has a mask"), ("plain", "skipped")])
     return canvas.svg(y + 34)
 
@@ -926,14 +872,10 @@ def watched_experts(module: ModuleType) -> Callable[[], Any]:
     return lambda: (rows, ranks)
 
 
-def expert_ranks() -> list[tuple[dict[int, list[int]], dict[str, list[int]]]]:
-    """Of each rank: the tokens that come to its experts; with whom it exchanges rows, and sums which gradients."""
-    return launch("07_expert/expert_parallel.py", 4, EXPERT_FLAGS, probe=watched_experts, save=False).probes
-
-
 def draw_experts() -> str:
     """Tokens go to their experts on the ranks of ep and back; below it, which ranks sum which gradients."""
-    canvas, found, y = Canvas("Expert parallelism: tokens travel to experts and back", 560), expert_ranks(), 50
+    canvas, y = Canvas("Expert parallelism: tokens travel to experts and back", 560), 50
+    found = launch("07_expert/expert_parallel.py", 4, EXPERT_FLAGS, probe=watched_experts, save=False).probes
     room, lefts = 134, [2 + 140 * rank for rank in range(len(found))]
 
     def tokens(x: float, y: float, some: list[int]) -> None:
@@ -1023,7 +965,7 @@ def draw_balance() -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- timeline
-TIMELINES = RESULTS / "timelines" / "zero_stages"
+TIMELINES = "timelines/zero_stages"  # of tests/results/
 STAGES = ("zero1", "zero1_overlap", "zero2", "zero3")
 SPANS = {  # what runs: its name, role, hatch, and lane from below
     "forward": ("forward", "forward", "", 2),
@@ -1039,8 +981,8 @@ def draw_timeline() -> str:
     """One step of each ZeRO stage on one time axis: compute, communication, and what of it nothing hides."""
     figure, panels = axes(480, len(STAGES), sharex=True, width=640)
     for axis, stage in zip(panels, STAGES):
-        report = json.loads((TIMELINES / f"{stage}.json").read_text())
-        spans = {kind: [tuple(span) for span in found] for kind, found in report["timeline"].items()}
+        report = results(f"{TIMELINES}/{stage}.json")
+        spans = report["timeline"]
         # reductions and, on the side stream, the copies that round a shard to the dtype in which it is sent
         spans["other"] = load("01_single_gpu/profiling.py").without(spans["communication"], spans["gather"])
         for kind, (name, role, hatch, lane) in SPANS.items():
@@ -1188,7 +1130,7 @@ def draw_curves() -> str:
     return drawn(figure, "Loss of a small Llama in all formats, and how far each is from fp32 at the end")
 
 
-def draw_optimizers() -> str:
+def draw_muon() -> str:
     """Loss over the steps with the best learning rate of AdamW and of Muon, three seeds; and at the end, by rate."""
     stored = results("optimizers.json")
     figure, (curves, by_rate) = axes(320, 1, 2, width=640, sharey=True, gridspec_kw={"width_ratios": (1.3, 1)})
@@ -1214,26 +1156,20 @@ def draw_optimizers() -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------- main
+DRAWN = {
+    "tests": (draw_family, draw_look),
+    "01_single_gpu": (draw_checkpointing, draw_muon),
+    "02_data_parallel": (draw_ring,),
+    "03_zero": (draw_timeline,),
+    "04_tensor_sequence": (draw_blocks,),
+    "05_context_ring": (draw_tokens, draw_steps, draw_ulysses, draw_documents),
+    "07_expert": (draw_balance, draw_experts),
+    "08_4d": (draw_mesh,),
+    "09_kernels": (draw_step, draw_addresses, draw_roofline, draw_tiles),
+    "10_mixed_precision": (draw_curves,),
+}
 PICTURES = {
-    "01_single_gpu/checkpointing.svg": draw_checkpointing,
-    "tests/family.svg": draw_family,
-    "tests/look.svg": draw_look,
-    "01_single_gpu/muon.svg": draw_optimizers,
-    "02_data_parallel/ring.svg": draw_ring,
-    "04_tensor_sequence/blocks.svg": draw_blocks,
-    "03_zero/timeline.svg": draw_timeline,
-    "05_context_ring/steps.svg": draw_steps,
-    "05_context_ring/ulysses.svg": draw_ulysses,
-    "05_context_ring/tokens.svg": draw_tokens,
-    "05_context_ring/documents.svg": draw_documents,
-    "07_expert/experts.svg": draw_experts,
-    "07_expert/balance.svg": draw_balance,
-    "08_4d/mesh.svg": draw_mesh,
-    "09_kernels/addresses.svg": draw_addresses,
-    "09_kernels/tiles.svg": draw_tiles,
-    "09_kernels/roofline.svg": draw_roofline,
-    "09_kernels/step.svg": draw_step,
-    "10_mixed_precision/curves.svg": draw_curves,
+    f"{folder}/{draw.__name__.removeprefix('draw_')}.svg": draw for folder, found in DRAWN.items() for draw in found
 }
 
 

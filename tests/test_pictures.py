@@ -1,6 +1,5 @@
 """Pictures on disk are those that pictures.py draws, can be read, and show what the recipes and results say."""
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -171,7 +170,7 @@ def test_gpu_kernels_are_sorted_by_what_they_do():
 def test_timeline_shows_what_the_headers_say():
     """Stage 1 waits for all of its communication, the others hide most; only stage 3 gathers in backward."""
     for stage in pictures.STAGES:
-        report = json.loads((pictures.TIMELINES / f"{stage}.json").read_text())
+        report = results(f"{pictures.TIMELINES}/{stage}.json")
         exposed = report["ms"]["exposed"] / report["ms"]["communication"]
         assert exposed > 0.95 if stage == "zero1" else exposed < 0.5, stage
         gathers, backward = (report["timeline"][kind] for kind in ("gather", "backward"))
