@@ -163,10 +163,10 @@ def launch(
 ) -> Run:
     """Run `main` of a recipe on `world` ranks and return what it saved, if `save`.
 
-    probe(module) is called on every rank before main, may replace functions of the module, and returns a function whose
-    result, asked for after main, is that rank's entry of Run.probes. Raises RankFailed as soon as any rank has failed
-    and TimeoutError if they take longer than `timeout` seconds, or hang and IMPATIENT is set; either way no process is
-    left behind.
+    probe(module) is called on every rank before main, may replace functions of the module, and may return a function
+    whose result, asked for after main, is that rank's entry of Run.probes. Raises RankFailed as soon as any rank has
+    failed and TimeoutError if they take longer than `timeout` seconds, or hang and IMPATIENT is set; either way no
+    process is left behind.
     """
     with tempfile.TemporaryDirectory() as folder, free_port() as port:
         saved = Path(folder) / "weights.safetensors"
@@ -280,10 +280,10 @@ def run_rank(recipe, argv, rank, world, port, folder, data, probe) -> None:
             module = load(recipe)
             if data:
                 module.load_data = lambda cfg: data
-            report = probe(module) if probe else lambda: None
+            report = probe and probe(module)
             module.main()
             with open(f"{folder}/probe{rank}", "wb") as file:
-                pickle.dump(report(), file)
+                pickle.dump(report and report(), file)
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1

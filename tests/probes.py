@@ -1,4 +1,4 @@
-"""Probes for launch(): each is called with a recipe's module before main, and returns a function that reports after."""
+"""Probes for launch(): each is called with a recipe's module before main, and may return what reports after."""
 
 import ctypes
 import functools
@@ -23,7 +23,7 @@ def together(*probes: Callable[[ModuleType], Report]) -> Callable[[ModuleType], 
 
     def probe(module: ModuleType) -> Report:
         reports = [probe(module) for probe in probes]
-        return lambda: [report() for report in reports]
+        return lambda: [report and report() for report in reports]
 
     return probe
 
