@@ -325,7 +325,8 @@ def test_bad_flags(recipe, world, flags, words):
     assert "\n" not in line and all(word in line for word in words), line
 
 
-def test_copy_engines_need_one_host():
-    module = load(COPY_ENGINES)
+@pytest.mark.parametrize("recipe", [COPY_ENGINES, "03_zero/zero3_copy_engines.py"])
+def test_copy_engines_need_one_host(recipe):
+    module = load(recipe)
     with patch.dict(os.environ, LOCAL_WORLD_SIZE="2"), pytest.raises(SystemExit, match="--nnodes 2"):
         module.check(module.Config(device="cpu"), 4)
