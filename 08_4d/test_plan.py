@@ -1,9 +1,10 @@
 """What plan.py predicts, against what was measured, published, and what memory.py and the simulated schedules say."""
 
-import dataclasses
+import collections
 import functools
 import itertools
 import json
+import math
 import re
 import statistics
 import sys
@@ -20,15 +21,16 @@ PLAN = load("08_4d/plan.py")
 MEMORY = sys.modules.get("recipe_memory") or load("01_single_gpu/memory.py")
 STORED = json.loads((ROOT / "tests" / "results" / "speed.json").read_text())
 TRAIN = PLAN.Trainer()
-# Recipes of one technique: the axis that their processes are, and what they do that train.py does not.
+loaded = functools.cache(load)
+# Recipes of one technique: the axis that their processes are, what they do that train.py does not, what is recomputed.
 RECIPES = {
-    "01_single_gpu/train.py": ("dp", PLAN.FP32_WEIGHTS),
-    "01_single_gpu/activation_checkpointing.py": ("dp", PLAN.FP32_WEIGHTS),
-    "01_single_gpu/selective_checkpointing.py": ("dp", PLAN.FP32_WEIGHTS),
-    "03_zero/zero1_overlap.py": ("dp", TRAIN),
-    "04_tensor_sequence/sequence_parallel.py": ("tp", PLAN.FP32_WEIGHTS),
-    "05_context_ring/zigzag.py": ("cp", PLAN.FP32_WEIGHTS),
-    "06_pipeline/1f1b.py": ("pp", PLAN.FP32_WEIGHTS),
+    "01_single_gpu/train.py": ("dp", PLAN.FP32_WEIGHTS, "none"),
+    "01_single_gpu/activation_checkpointing.py": ("dp", PLAN.FP32_WEIGHTS, "full"),
+    "01_single_gpu/selective_checkpointing.py": ("dp", PLAN.FP32_WEIGHTS, "selective"),
+    "03_zero/zero1_overlap.py": ("dp", TRAIN, "none"),
+    "04_tensor_sequence/sequence_parallel.py": ("tp", PLAN.FP32_WEIGHTS, "none"),
+    "05_context_ring/zigzag.py": ("cp", PLAN.FP32_WEIGHTS, "none"),
+    "06_pipeline/1f1b.py": ("pp", PLAN.FP32_WEIGHTS, "none"),
 }
 
 
@@ -55,21 +57,23 @@ def measured(row):
     return middle, (max(speeds) - min(speeds)) / 2 / middle, max(turn["memory"] or 0 for turn in row["rounds"])
 
 
-def one_technique():
-    """Stored rows of recipes of one technique: suite, file, its run as ours, what of it differs, and what was measured.
-
-    One GPU runs a recipe of 01 in every suite.
-    """
+def stored(files):
+    """All stored runs of these recipes: suite, row, GPUs."""
     for suite, content in STORED.items():
         for row in content.get("rows", []):
-            if row.get("file") in RECIPES and "rounds" in row:
-                axis, by = RECIPES[row["file"]]
-                gpus = 1 if row["file"].startswith("01") else int(content["gpu"].split()[0])
-                again = (
-                    "full" if "activation_" in row["file"] else "selective" if "selective" in row["file"] else "none"
-                )
-                cfg = config(row["flags"], content["gpu"], **{axis: gpus}, recompute=again)
-                yield suite, row["file"], cfg, by, measured(row)
+            if row.get("file") in files and "rounds" in row:
+                yield suite, row, content["gpu"]
+
+
+def pairs_in_order(rows, least):
+    """Of every two layouts, rows of (layout, measured, spread, predicted), the faster one must be predicted as that.
+
+    Return how many pairs differ by more than `least` and their spread, and so count.
+    """
+    faster = [(a, b) for a in rows for b in rows if a[0] != b[0] and a[1] > (1 + max(least, a[2], b[2])) * b[1]]
+    for a, b in faster:
+        assert a[3] > b[3], f"{a} is faster than {b}"
+    return len(faster)
 
 
 def test_speed_of_one_technique():
@@ -80,33 +84,30 @@ def test_speed_of_one_technique():
     to 2 %, and the same row in two suites by 3 %. All recipes on one GPU are one layout, and plan.py knows nothing of
     what makes one of them 5 % slower than another.
     """
-    rows = [(*row, PLAN.predict(row[2], row[3]).tokens) for row in one_technique()]
-    errors = {(suite, file): abs(predicted / tokens - 1) for suite, file, _, _, (tokens, *_), predicted in rows}
+    models, errors = collections.defaultdict(list), {}
+    for suite, row, gpu in stored(RECIPES):
+        axis, by, again = RECIPES[row["file"]]
+        gpus = 1 if row["file"].startswith("01") else int(gpu.split()[0])  # one GPU runs a recipe of 01 in every suite
+        cfg = config(row["flags"], gpu, **{axis: gpus}, recompute=again)
+        (tokens, spread, _), predicted = measured(row), PLAN.predict(cfg, by).tokens
+        errors[suite, row["file"], row["flags"]] = abs(predicted / tokens - 1)
+        layout = cfg.batch, cfg.dp, cfg.cp, cfg.tp, cfg.pp, cfg.microbatches, again
+        models[cfg.preset, cfg.layers, cfg.vocab, cfg.seq].append((layout, tokens, spread, predicted))
     assert max(errors.values()) < 0.08 and sum(error < 0.05 for error in errors.values()) > 0.9 * len(errors), errors
-    assert {file for _, file, *_ in rows} == set(RECIPES) and len(rows) > 20
-    shapes = [(c.preset, c.layers, c.vocab, c.seq) for _, _, c, *_ in rows]
-    layouts = [(c.batch, c.dp, c.cp, c.tp, c.pp, c.microbatches, c.recompute) for _, _, c, *_ in rows]
-    pairs = 0
-    for i, a in enumerate(rows):
-        for j, b in enumerate(rows):
-            if shapes[i] == shapes[j] and layouts[i] != layouts[j] and a[4][0] > 1.05 * b[4][0]:
-                assert a[5] > b[5], (a, b)
-                pairs += 1
-    assert pairs > 10
+    assert {file for _, file, _ in errors} == set(RECIPES) and len(errors) > 20
+    assert sum(pairs_in_order(rows, 0.05) for rows in models.values()) > 10
 
 
 def test_sharded_weights():
     """zero2, zero3 and hsdp.py: memory within 2 % of every stored row and 3 % of memory.py, speed within 7 %."""
     found, files = [], {f"03_zero/{name}.py": zero for name, zero in (("zero2", 2), ("zero3", 3), ("hsdp", 3))}
-    for content in STORED.values():
-        for row in content.get("rows", []):
-            gpus = int(content["gpu"].split()[0]) if "gpu" in content else 1
-            if row.get("file") in files and gpus > 1:
-                zero = files[row["file"]]
-                shard = int(*re.findall(r"--shard (\d+)", row["flags"]) or [gpus if zero == 3 else 1])
-                plan = PLAN.predict(config(row["flags"], content["gpu"], dp=gpus, zero=zero, shard=shard), TRAIN)
-                tokens, _, peak = measured(row)
-                found.append((row["file"], plan.tokens / tokens, plan.memory / peak))
+    for _, row, gpu in stored(files):
+        gpus, zero = int(gpu.split()[0]), files[row["file"]]
+        if gpus > 1:
+            shard = int(*re.findall(r"--shard (\d+)", row["flags"]) or [gpus if zero == 3 else 1])
+            plan = PLAN.predict(config(row["flags"], gpu, dp=gpus, zero=zero, shard=shard), TRAIN)
+            tokens, _, peak = measured(row)
+            found.append((row["file"], plan.tokens / tokens, plan.memory / peak))
     assert all(0.93 < speed < 1.07 and 0.98 < memory < 1.02 for _, speed, memory in found), found
     assert {file for file, *_ in found} == set(files) and len(found) > 6
     for preset, dp, batch, m in (("smollm_1_7b", 8, 16, 2), ("llama3_8b", 2, 2, 1), ("llama3_1b", 64, 256, 4)):
@@ -116,18 +117,6 @@ def test_sharded_weights():
             ours = PLAN.memory_of_shards(PLAN.Config(**same, cp=1, tp=1, pp=1, shard=dp))
             copies = 4 * same["vocab"] * same["dim"]  # of the head's reduction: memory.py leaves them out
             assert 0.99 * theirs <= ours <= 1.03 * theirs + copies * (again != "none"), (preset, again, ours, theirs)
-
-
-def test_memory_of_one_technique():
-    """Within 5 % of the measured peak; zigzag.py, which has no ZeRO, holds more than train.py with the same ranks.
-
-    So does what holds fp32 weights on several stages, whose copies in bf16 count, and where activations are few, in a
-    small batch or recomputed, so that AdamW has most.
-    """
-    for suite, file, cfg, _, (*_, peak) in one_technique():
-        if not peak or "zigzag" in file or cfg.pp > 1 or suite == "strong_scaling" or cfg.recompute != "none":
-            continue
-        assert abs(first_rank(cfg) / peak - 1) < 0.05, (suite, file, peak, first_rank(cfg))
 
 
 def test_memory_is_what_memory_py_says():
@@ -164,27 +153,23 @@ def test_micro_batches_in_flight():
 def test_tied_embeddings(zero, pp):
     """A single stage has one table less: 2 bytes of weights, 4 of sums, 12 of masters and moments per element."""
     sizes = dict(PLAN.PRESETS["llama3_1b"], seq=4096, dp=1, cp=1, tp=1, pp=pp, chunks=1, batch=4, microbatches=4)
-    by = [dataclasses.replace(PLAN.nanotron(zero), tied=tied) for tied in (True, False)]
-    tied, not_tied = (first_rank(PLAN.Config(**sizes), each) for each in by)
+    by = [PLAN.replace(PLAN.nanotron(zero), tied=tied) for tied in (True, False)]
+    cfg = PLAN.Config(**sizes)
+    tied, not_tied = (PLAN.memory(cfg, each, pp - 1, PLAN.stages(cfg, each)[-1]) / 2**30 for each in by)
     assert not_tied - tied == pytest.approx((pp == 1) * 18 * 128256 * 2048 / 2**30)
 
 
 def test_the_fullest_stage():
     """Of all stages: later ones have fewer micro-batches in flight, but may have more layers."""
     middle = 0
-    for cfg in (config for preset in PLAN.PRESETS for config in cut(preset)):
-        every = [PLAN.memory(cfg, TRAIN, stage, units) for stage, units in enumerate(PLAN.stages(cfg, TRAIN))]
-        assert PLAN.most_memory(cfg, TRAIN) == max(every) / 2**30, (cfg, every)
-        middle += every.index(max(every)) not in (0, 1, cfg.pp - 1)
+    for preset, m in itertools.product(PLAN.PRESETS, (1, 2, 8, 64)):
+        sizes = dict(PLAN.PRESETS[preset], seq=4096, dp=1, cp=1, tp=1, chunks=1, batch=m, microbatches=m)
+        for pp in range(1, min(sizes.get("layers", 8), 48) + 1):
+            cfg = PLAN.Config(**sizes, pp=pp, gpus=pp)
+            every = [PLAN.memory(cfg, TRAIN, stage, units) for stage, units in enumerate(PLAN.stages(cfg, TRAIN))]
+            assert PLAN.most_memory(cfg, TRAIN) == max(every) / 2**30, (cfg, every)
+            middle += every.index(max(every)) not in (0, 1, pp - 1)
     assert middle > 10, "the fullest is always one of the first two or the last"
-
-
-def cut(preset):
-    """A model in pipelines of many lengths."""
-    sizes = dict(PLAN.PRESETS[preset], preset=preset, seq=4096, dp=1, cp=1, tp=1)
-    for pp in range(1, min(sizes.get("layers", 8), 48) + 1):
-        for m in (1, 2, 8, 64):
-            yield PLAN.Config(**sizes, pp=pp, chunks=1, gpus=pp, batch=m, microbatches=m)
 
 
 def test_layouts_of_train_py():
@@ -192,18 +177,13 @@ def test_layouts_of_train_py():
 
     With none stored, the rows of one technique above are all there is.
     """
-    suites = {}
-    for suite, content in STORED.items():
-        for row in content.get("rows", []):
-            if row.get("file") == "08_4d/train.py" and "rounds" in row:
-                cfg = config(row["flags"], content["gpu"])
-                suites.setdefault(suite, []).append((cfg, *measured(row), PLAN.predict(cfg, TRAIN).tokens))
-    for suite, rows in suites.items():
-        for cfg, tokens, spread, peak, predicted in rows:
-            assert abs(first_rank(cfg) / peak - 1) < 0.05, (suite, PLAN.shape(cfg), peak, first_rank(cfg))
-            for other, less, spread_of_other, _, slower in rows:
-                if tokens > less * (1 + max(0.02, spread, spread_of_other)):
-                    assert predicted > slower, (suite, PLAN.shape(cfg), PLAN.shape(other), tokens, less)
+    suites = collections.defaultdict(list)
+    for suite, row, gpu in stored(["08_4d/train.py"]):
+        cfg, (tokens, spread, peak) = config(row["flags"], gpu), measured(row)
+        assert abs(first_rank(cfg) / peak - 1) < 0.05, (suite, PLAN.shape(cfg), peak, first_rank(cfg))
+        suites[suite].append((cfg, tokens, spread, PLAN.predict(cfg, TRAIN).tokens))
+    for rows in suites.values():
+        pairs_in_order(rows, 0.02)
 
 
 def test_recomputation():
@@ -314,30 +294,28 @@ def test_more_ranks_than_key_heads():
 
 
 def test_finds_the_best(monkeypatch, capsys):
-    """The table is sorted, all rows fit, and the printed line is one that train.py accepts, with as many processes."""
+    """The fastest is first, all fit, and the printed line is one that train.py accepts, with as many processes."""
+    model = dict(PLAN.PRESETS["llama3_8b"], preset="llama3_8b")
+    rows = PLAN.plans(PLAN.Config(**model, gpus=16, batch=64, seq=8192, ours=True), TRAIN)[0]
+    speeds, best = [row.tokens for row in rows], rows[0].cfg
+    assert speeds == sorted(speeds, reverse=True) and max(row.memory for row in rows) <= 74
+    for c in (row.cfg for row in rows):
+        assert c.dp * c.cp * c.tp * c.pp == 16 and 64 % (c.dp * c.microbatches) == 0
     flags = "--preset llama3_8b --gpus 16 --batch 64 --seq 8192 --top 900 --ours"
     monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
     PLAN.main()
-    head, _, *lines = capsys.readouterr().out.splitlines()
-    end = next(i for i, line in enumerate(lines) if line.startswith("Best: "))
-    lines, (why, _, command, *_) = lines[:end], lines[end:]
-    rows = [line.replace("|", " ").replace(",", "").split() for line in lines]
-    assert f"{len(rows)} choices" in head and why.startswith("Best: ")
-    speeds = [int(row[-2]) for row in rows]
-    assert speeds == sorted(speeds, reverse=True) and all(float(row[9]) <= 74 for row in rows)
-    for dp, cp, tp, pp, _, _, m in (map(int, row[:1] + row[2:8]) for row in rows):
-        assert dp * cp * tp * pp == 16 and 64 % (dp * m) == 0
-    launcher, own = command.split(" 08_4d/train.py ")
+    head, *lines = capsys.readouterr().out.splitlines()
+    launcher, own = next(line for line in lines if "torchrun" in line).split(" 08_4d/train.py ")
+    assert f"{len(rows)} choices" in head and f"Best: {PLAN.shape(best)}." in "\n".join(lines)
     assert launcher.startswith("  torchrun --nnodes 2 ") and launcher.endswith("--nproc_per_node 8")
-    train = load("08_4d/train.py")
-    monkeypatch.setattr(sys, "argv", ["train.py", *own.split(), "--device", "cpu"])
-    cfg = train.parse_config()
+    train = loaded("08_4d/train.py")
+    cfg = typed(train, f"train.py {own} --device cpu")
     train.check(cfg, 16)
-    best = [cfg.dp, "ZeRO-1", cfg.cp, cfg.tp, cfg.pp, 1, cfg.chunks, cfg.microbatches]
-    assert rows[0][:8] == [*map(str, best)]
+    assert all(getattr(cfg, size) == getattr(best, size) for size in (*PLAN.AXES, "chunks", "microbatches"))
     # every layout, not the best alone; of the second, fewer layers than GPUs
     files, experts = set(), PLAN.Config(gpus=8, batch=8, experts=12, top_k=3)
-    for wanted in (PLAN.Config(gpus=8, batch=8), PLAN.Config(gpus=16, batch=16, ffn=72, seq=24), experts):
+    fewer, zero2 = PLAN.Config(gpus=16, batch=16, ffn=72, seq=24), PLAN.Config(gpus=8, batch=32, zero=2)
+    for wanted in (PLAN.Config(gpus=8, batch=8), fewer, experts, zero2):
         for row in PLAN.plans(PLAN.replace(wanted, ours=True), TRAIN)[0]:
             module, line = recipe_of(row.cfg)
             cfg = typed(module, line)
@@ -345,17 +323,7 @@ def test_finds_the_best(monkeypatch, capsys):
             assert not wanted.experts or (cfg.experts, cfg.top_k, cfg.ep) == (12, 3, row.cfg.ep)
             module.check(PLAN.replace(cfg, device="cpu"), wanted.gpus)
             files.add(line.split()[0])
-    assert len(files) == 4
-    for row in PLAN.plans(PLAN.Config(gpus=8, batch=32, zero=2), TRAIN)[0]:
-        if not PLAN.needs(row.cfg):
-            module, line = recipe_of(row.cfg)
-            module.check(PLAN.replace(typed(module, line), device="cpu"), 8)
-            assert line.startswith("03_zero/zero2.py ")
-
-
-@functools.cache
-def loaded(file):
-    return load(file)
+    assert len(files) == 5
 
 
 def recipe_of(cfg):
@@ -380,12 +348,6 @@ def test_the_printed_line_has_the_model():
         assert (cfg.rope_factor, cfg.lr, cfg.warmup) == (rope, *rates), preset
 
 
-def test_memory_of_the_gpu_counts():
-    """What does not fit on an H100 may fit on an H200."""
-    cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], gpus=8, batch=64, seq=8192, machine="H200")
-    assert 74 < max(row.memory for row in PLAN.plans(cfg, TRAIN)[0]) <= 132
-
-
 def test_best_only_finds_the_same():
     """Skipping what cannot be faster changes nothing: the bound is below the step of every layout."""
     some = ("llama3_8b", 16, 0, TRAIN), ("llama3_70b", 64, 8, TRAIN), ("llama3_1b", 32, 2, PLAN.nanotron(1))
@@ -402,10 +364,8 @@ def test_the_simplest_of_those_that_may_be_the_fastest():
     near = PLAN.ties(rows)
     assert near == [row for row in rows if row.tokens > rows[0].tokens / 1.05] and 1 < len(near) < len(rows)
     assert rows[0].cfg.pp > 1 and PLAN.simplest(rows) in near
-    assert [getattr(PLAN.simplest(rows).cfg, size) for size in ("dp", "shard", "cp", "tp", "pp", "chunks")] == [
-        8,
-        *[1] * 5,
-    ]
+    sizes = "dp", "shard", "cp", "tp", "pp", "chunks"
+    assert [getattr(PLAN.simplest(rows).cfg, size) for size in sizes] == [8, 1, 1, 1, 1, 1]
 
 
 def test_what_fits_with_one_micro_batch_alone():
@@ -433,42 +393,37 @@ def test_least_recomputation():
 
 def test_flags_of_others():
     """Their sizes multiply to the GPUs and the batch."""
-    for wanted in (
-        PLAN.Config(gpus=16, batch=64, layers=16),
-        PLAN.Config(gpus=8, zero=3),
-        PLAN.Config(recompute="full"),
-    ):
-        for row in PLAN.plans(wanted, TRAIN)[0]:
-            cfg, (megatron, *others) = row.cfg, PLAN.elsewhere(row.cfg)
-            assert [line.partition(":")[0] for line in others][:1] == ["torchtitan"], "its stages are of equal size"
-            titan, *nano = others
-            sizes = {name: int(size) for name, size in re.findall(r"--(\S+) (\d+)", megatron + " " + titan)}
-            layout = re.findall(r"t\*(\d+)", megatron)
-            assert [int(n) for n in layout] == [len(s) for s in PLAN.split_layers(cfg, cfg.pp * cfg.chunks)] * (
-                cfg.pp > 1
-            )
-            given = [
-                int(n) for n in re.findall(r"--(?:tensor|context|pipeline)(?:-model)?-parallel-size (\d+)", megatron)
-            ]
-            assert given == [cfg.tp, cfg.cp, cfg.pp]
-            degrees = [size for name, size in sizes.items() if name.endswith("_degree")]
-            assert functools.reduce(int.__mul__, degrees) == cfg.gpus
-            local = sizes["training.local_batch_size"] // (cfg.microbatches if cfg.pp > 1 else 1)
-            assert local == sizes["micro-batch-size"] == cfg.batch // cfg.dp // cfg.microbatches
-            assert sizes["training.global_batch_size"] == sizes["global-batch-size"] == cfg.batch
-            for line in nano:
-                given = json.loads(line.removeprefix("nanotron: "))
-                assert [given["parallelism"][axis] for axis in ("dp", "tp", "pp")] == [cfg.dp, cfg.tp, cfg.pp]
-                assert given["tokens"]["batch_accumulation_per_replica"] == cfg.microbatches and cfg.cp == 1
+    some = PLAN.Config(gpus=16, batch=64, layers=16), PLAN.Config(gpus=8, zero=3), PLAN.Config(recompute="full")
+    for cfg in (row.cfg for wanted in some for row in PLAN.plans(wanted, TRAIN)[0]):
+        megatron, titan, *nano = PLAN.elsewhere(cfg)
+        assert titan.startswith("torchtitan: "), "its stages are of equal size"
+        sizes = {name: int(size) for name, size in re.findall(r"--(\S+) (\d+)", f"{megatron} {titan}")}
+        layers = [len(stage) for stage in PLAN.split_layers(cfg, cfg.pp * cfg.chunks)]
+        assert [int(n) for n in re.findall(r"t\*(\d+)", megatron)] == layers * (cfg.pp > 1)
+        axes = "tensor-model", "context", "pipeline-model"
+        assert [sizes[f"{axis}-parallel-size"] for axis in axes] == [cfg.tp, cfg.cp, cfg.pp]
+        assert math.prod(size for name, size in sizes.items() if name.endswith("_degree")) == cfg.gpus
+        local = sizes["training.local_batch_size"] // (cfg.microbatches if cfg.pp > 1 else 1)
+        assert local == sizes["micro-batch-size"] == cfg.batch // cfg.dp // cfg.microbatches
+        assert sizes["training.global_batch_size"] == sizes["global-batch-size"] == cfg.batch
+        for line in nano:
+            given = json.loads(line.removeprefix("nanotron: "))
+            assert [given["parallelism"][axis] for axis in ("dp", "tp", "pp")] == [cfg.dp, cfg.tp, cfg.pp]
+            assert given["tokens"]["batch_accumulation_per_replica"] == cfg.microbatches and cfg.cp == 1
 
 
 def test_machines():
-    """An A100 is slower than an H100, EFA's hops are longer, all-to-alls and messages between pods 7 times slower."""
+    """An A100 is slower than an H100, EFA's hops are longer, all-to-alls and messages between pods 7 times slower.
+
+    What does not fit on an H100 may fit on an H200.
+    """
     same = dict(PLAN.PRESETS["llama3_8b"], seq=8192, cp=1, tp=1, pp=1, chunks=1, batch=64)
     cfg = PLAN.Config(**same, gpus=64, dp=64, microbatches=1)
     speeds = {name: PLAN.predict(PLAN.replace(cfg, machine=name), TRAIN).tokens for name in PLAN.MACHINES}
     assert speeds["A100"] < 0.4 * speeds["H100"] and speeds["H100-EFA"] < speeds["H100"] <= speeds["H200"]
     assert speeds["H100"] == speeds["H100-pods"]
+    cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], gpus=8, batch=64, seq=8192, machine="H200")
+    assert 74 < max(row.memory for row in PLAN.plans(cfg, TRAIN)[0]) <= 132
     pods, gib = PLAN.Config(machine="H100-pods"), 2**30
     assert PLAN.ring(pods, gib, 6144, 1, True) == pytest.approx(15e-6 + gib * (6136 / 6144 + 6 / 2) / 40e9)
     assert PLAN.ring(pods, gib, 6144, 1) == PLAN.ring(PLAN.Config(), gib, 6144, 1)
@@ -494,16 +449,9 @@ def test_zbv(monkeypatch):
     cfg = config(row["flags"], STORED["pipeline"]["gpu"], pp=4, chunks=2, zbv=True)
     found, (tokens, _, peak) = PLAN.predict(cfg, PLAN.FP32_WEIGHTS), measured(row)
     assert abs(found.tokens / tokens - 1) < 0.04 and abs(found.memory / peak - 1) < 0.03
-    first, *others = PLAN.stages(cfg, TRAIN)
-    block, table, counts = PLAN.matrices(cfg) + 2 * 2048, 49152 * 2048, [3, 3, 3, 3, 3, 3, 4, 2]
-    assert first == [table, *[block] * 5, table + 2048] and [len(units) for units in others] == [7, 6, 6]
-    assert [len(layers) for layers in PLAN.split_layers(cfg, 8)] == counts
-    assert PLAN.ahead(cfg, 0) == PLAN.ahead(cfg, 3) == 7
-    head, layer = 6 * 2048 * 49152, (PLAN.flops_per_token(cfg) - 6 * 2048 * 49152) / 24
-    loads = [layer * n + head * (i == 7) for i, n in enumerate(counts)]
-    assert PLAN.shares(cfg) == [
-        [pytest.approx(loads[i] / (loads[r] + loads[7 - r])) for i in (r, 7 - r)] for r in range(4)
-    ]
+    head, layers = 6 * 2048 * 49152, PLAN.flops_per_token(cfg) - 6 * 2048 * 49152
+    assert PLAN.shares(cfg)[0][1] == pytest.approx((2 / 24 * layers + head) / (5 / 24 * layers + head))
+    assert PLAN.stages(cfg, TRAIN)[0][-1] == 49152 * 2048 + 2048  # the head
     monkeypatch.setattr(PLAN, "shares", lambda cfg: [[0.5, 0.5]] * cfg.pp)
     monkeypatch.setattr(PLAN, "share_of_weights", lambda *_: 0.5)
     for ranks, m in ((2, 3), (2, 8), (4, 7), (4, 16)):
@@ -579,17 +527,13 @@ def test_shared_out_experts():
 
 
 def test_time_of_a_block_with_experts():
-    """Attention, a router and two norms as one without; rows are multiplied at the rate of grouped matmuls."""
+    """Attention and two norms as in one without an MLP, a router, and the experts; all of it is computed again."""
     shape = dict(PLAN.PRESETS["mixtral_8x7b"], seq=4096, batch=8, dp=8, cp=1, tp=1, pp=1, microbatches=1)
     none, full, sent = (
         PLAN.Config(**shape, ep=ep, recompute=again) for ep, again in ((1, "none"), (1, "full"), (2, "full"))
     )
-    linear = 2 * 4096 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 8) / 720e12
-    attention = 2 * 4096 * 4096 * 4096 * (1 + 400 / 4096) / 590e12
-    elementwise = 2 * 4096 * 36 * 4096 / 3 / 2.4e12
-    experts = 2 * 8192 * 3 * 4096 * 14336 / 585e12 + 2 * 8192 * (4 * (4096 + 14336) + 4 * 4096) / 2.4e12
-    forward = PLAN.block_times(none, TRAIN)["compute"][0]
-    assert forward == pytest.approx(linear + attention + elementwise + experts)
+    without, forward = (PLAN.block_times(c, TRAIN)["compute"][0] for c in (PLAN.replace(none, experts=0, ffn=0), none))
+    assert forward == pytest.approx(without + 2 * 4096 * 4096 * 8 / 720e12 + PLAN.expert_times(none)[0][0])
     again = [PLAN.block_times(cfg, TRAIN)["recompute"][1] for cfg in (full, sent)]
     assert again == pytest.approx([forward, forward + 2 * PLAN.expert_times(sent)[1]])
 
@@ -688,29 +632,28 @@ RUNS = """model,nodes,dp,tp,pp,micro_batches,micro_batch_size,zero,tokens_per_s_
 """
 
 
-def compared(tmp_path, monkeypatch, capsys, *numbers):
+def compared(tmp_path, capsys, *numbers):
     """The lines of --measured for RUNS with such speeds and sizes, and what it says of them."""
     file = tmp_path / "runs.csv"
     file.write_text(RUNS.format(*numbers))
-    monkeypatch.setattr(sys, "argv", ["plan.py", "--measured", str(file)])
-    PLAN.main()
+    PLAN.compare(str(file), "")
     lines = capsys.readouterr().out.splitlines()
     assert [line.rsplit(",", 2)[0] for line in lines[:4]] == file.read_text().splitlines(), "other lines, or order"
     return [line.split(",")[-2:] for line in lines[1:4]], "\n".join(lines[4:])
 
 
-def test_measured_runs(tmp_path, monkeypatch, capsys):
+def test_measured_runs(tmp_path, capsys):
     """Runs as fast and as large as predicted are perfect; of two that are the other way round the choice is wrong."""
-    found, _ = compared(tmp_path, monkeypatch, capsys, *6 * [1])
+    found, _ = compared(tmp_path, capsys, *6 * [1])
     speeds, sizes = ([float(row[i]) for row in found] for i in (0, 1))
     cfg = PLAN.Config(**PLAN.BOOK["1.34B"], vocab=131072, seq=4096, batch=256, gpus=8, chunks=1)
-    plan = PLAN.predict(dataclasses.replace(cfg, dp=4, cp=1, tp=2, pp=1, microbatches=64), PLAN.nanotron(0, "1.34B"))
+    plan = PLAN.predict(PLAN.replace(cfg, dp=4, cp=1, tp=2, pp=1, microbatches=64), PLAN.nanotron(0, "1.34B"))
     assert speeds[0] == pytest.approx(plan.tokens, abs=0.1) and sizes[0] == pytest.approx(plan.memory * 1.0737, 1e-3)
     a, b, c = zip(speeds, sizes)
-    _, said = compared(tmp_path, monkeypatch, capsys, *a, *b, *c)
+    _, said = compared(tmp_path, capsys, *a, *b, *c)
     assert "100.0% of 1 pairs within a cell are in the right order" in said and "memory: 100% of runs" in said
     assert "100% are predicted within 20 %; the median error is 0.0%" in said and "by 0% at most" in said
-    _, said = compared(tmp_path, monkeypatch, capsys, *c, *b, *a)
+    _, said = compared(tmp_path, capsys, *c, *b, *a)
     lost = 1 - min(a[0], c[0]) / max(a[0], c[0])
     assert ": 0.0% of 1 pairs within a cell" in said and f"by {lost:.0%} at most" in said and lost > 0.05
 
@@ -734,31 +677,29 @@ def test_runs_that_cannot_be(tmp_path, old, new, problem):
 
 def test_what_waits_for_the_cpu():
     """A small block takes as long as its launches, in pipelines over several nodes longer with every rank of tp."""
-    cfg = PLAN.Config(**PLAN.BOOK["1.34B"], vocab=131072, seq=4096, batch=8, gpus=8, dp=8, cp=1, tp=1, pp=1, chunks=1)
-    times = PLAN.block_times(dataclasses.replace(cfg, dp=1, tp=8, microbatches=8), PLAN.Trainer(launch=0.1))
-    assert sum(map(sum, times.values())) == pytest.approx(0.1)
-    for pp, each in ((1, 0.1), (2, 0.1 + 8 * 0.01)):
-        far = dataclasses.replace(cfg, dp=1, tp=8, pp=pp, gpus=16, microbatches=8)
-        times = PLAN.block_times(far, PLAN.Trainer(launch=0.1, crowded=0.01))
+    cfg = PLAN.Config(**PLAN.BOOK["1.34B"], vocab=131072, seq=4096, batch=8, dp=1, cp=1, tp=8, chunks=1, microbatches=8)
+    for gpus, pp, each in ((8, 1, 0.1), (16, 1, 0.1), (8, 2, 0.1), (16, 2, 0.1 + 8 * 0.01)):
+        times = PLAN.block_times(PLAN.replace(cfg, gpus=gpus, pp=pp), PLAN.Trainer(launch=0.1, crowded=0.01))
         assert sum(map(sum, times.values())) == pytest.approx(each)
 
 
-@pytest.mark.parametrize("layout, extra", [(dict(pp=1, dp=16), 0), (dict(pp=2, dp=8), 2), (dict(pp=4, dp=4), 4)])
-def test_a_pipeline_that_crawls(layout, extra):
-    """Without ZeRO, of nanotron: two messages per micro-batch and neighbour, beside which all else is short."""
-    sizes = dict(PLAN.BOOK["1.34B"], vocab=131072, seq=4096, cp=1, tp=1, chunks=1, gpus=16, batch=64 * layout["dp"])
-    cfg = PLAN.Config(**sizes, **layout, microbatches=64)
-    slow, fast = (PLAN.predict(cfg, PLAN.Trainer(zero=False, stall=wait)).step.total() for wait in (10, 0))
-    assert (slow - fast) / 64 == pytest.approx(10 * extra, rel=0.1)
+@pytest.mark.parametrize(
+    "model, zero, sizes, extra",
+    [
+        *(("1.34B", 0, dict(gpus=16, dp=16 // pp, pp=pp, seq=4096), extra) for pp, extra in ((1, 0), (2, 2), (4, 4))),
+        *(("8.86B", 1, dict(gpus=8, dp=4, pp=2, seq=seq), extra) for seq, extra in ((2048, 0), (8192, 2))),
+    ],
+)
+def test_a_pipeline_that_crawls(model, zero, sizes, extra):
+    """Of nanotron, over several nodes without ZeRO, or where memory is full, as with long sequences.
 
-
-def test_a_pipeline_whose_memory_is_full():
-    """Of nanotron, on one node: it crawls with long sequences, and with short ones, which need less, it does not."""
-    sizes = dict(PLAN.BOOK["8.86B"], vocab=131072, dp=4, cp=1, tp=1, pp=2, chunks=1, gpus=8, batch=128, microbatches=32)
-    for seq, extra in ((2048, 0), (8192, 20)):
-        by = [dataclasses.replace(PLAN.nanotron(1), stall=wait) for wait in (10, 0)]
-        slow, fast = (PLAN.predict(PLAN.Config(**sizes, seq=seq), each).step.total() for each in by)
-        assert (slow - fast) / 32 == pytest.approx(extra, abs=2)
+    There are two messages per micro-batch and neighbour, beside which all else is short.
+    """
+    common = dict(vocab=131072, cp=1, tp=1, chunks=1, batch=32 * sizes["dp"], microbatches=32)
+    cfg = PLAN.Config(**PLAN.BOOK[model], **common, **sizes)
+    by = [PLAN.replace(PLAN.nanotron(zero), stall=wait) for wait in (10, 0)]
+    slow, fast = (PLAN.predict(cfg, each).step.total() for each in by)
+    assert (slow - fast) / 32 == pytest.approx(10 * extra, rel=0.1, abs=2)
 
 
 def test_llama_3():
