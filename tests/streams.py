@@ -196,7 +196,7 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
             It still reads what they may write again too early. Where they wait for it in another way, it goes on.
             """
             end = time.monotonic() + 0.2
-            while late and dist.get_rank() == 0 and time.monotonic() < end:
+            while late and in_step[0] and dist.get_rank() == 0 and time.monotonic() < end:
                 mine, *others = arrive(0)
                 if all(number > mine for number in others):
                     break
@@ -214,7 +214,8 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
                         stream.run(before)
                     if not self.let_go:
                         loan.watched = []  # the collective keeps its tensors itself
-                    arrive()
+                    if late and in_step[0]:  # later rank 0, whose store counts, may have left
+                        arrive()
                     start(group, *loan.take()).wait()
                     if name == "barrier":
                         fall_behind()
