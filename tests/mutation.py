@@ -200,7 +200,7 @@ def measured(bug: Bug) -> dict[str, object]:
     low = bug.recipe.startswith("10_mixed_precision/")
     half = "float16" if "fp16" in bug.recipe else "bfloat16"
     dtype, gradient = (half, equivalence.LOW_GRADIENT) if low else ("float64", equivalence.GRADIENT)
-    if bug.recipe == "10_mixed_precision/stochastic_rounding.py":
+    if bug.recipe.endswith(("/stochastic_rounding.py", "/low_memory.py")):
         gradient += " --dtype float32"
     run = launch
     if bug.recipe == CHECKPOINT:
