@@ -412,7 +412,7 @@ def test_measure(file, dtype, matrices, others):
 
 
 def test_report_and_picture(tmp_path, monkeypatch, capsys):
-    """What is predicted is printed; what was measured is printed, stored once, and drawn with the prediction."""
+    """The prediction is printed; a measurement is printed, stored once, and drawn beside it."""
     run, file, picture = replace(SMOLLM, zero=2, dp=4, batch=16), tmp_path / "memory.json", tmp_path / "memory.svg"
     predicted = MEMORY.peak(run)[1]
     monkeypatch.setattr(MEMORY, "measure", lambda *_: (run, 30 * 2**30, {"weights": predicted["weights"]}))

@@ -237,7 +237,7 @@ def test_checkpointing_computes_again():
 
 
 class Saved:
-    """What autograd saves; alive as long as it is."""
+    """A tensor that autograd saves. It lives until the graph frees it."""
 
     def __init__(self, x):
         self.x = x

@@ -176,7 +176,7 @@ class Model(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
-        self.sums: dict[str, Tensor] = {}  # gradients of several micro-batches, in fp32
+        self.sums: dict[str, Tensor] = {}  # of gradients, in fp32
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
@@ -359,7 +359,7 @@ class AdamW:
         self.update = torch.compile(update) if cfg.compile else update
 
     def gradients(self) -> list[Tensor]:
-        """Those of one micro-batch, or the sums of several, in the order of the slots; None where there is none."""
+        """Return the sum of each parameter, or its .grad where there is no sum, in the order of the slots."""
         if lost := [slot.name for slot in self.slots if slot.name in self.sums and slot.parameter.grad is not None]:
             raise RuntimeError(f"{lost[0]} has a .grad beside its sum: call accumulate_gradients after each backward")
         return [self.sums.get(slot.name, slot.parameter.grad) for slot in self.slots]
@@ -410,7 +410,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def accumulate_gradients(model: nn.Module) -> None:
-    """Add the gradients of a micro-batch to sums in fp32: in bf16 the later ones would be rounded away."""
+    """Move each .grad into a sum in fp32: in bf16, later ones would be rounded away."""
     for name, p in model.named_parameters():
         if p.grad is not None:
             if name in model.sums:

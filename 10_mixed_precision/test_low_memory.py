@@ -57,7 +57,7 @@ def test_no_matmul_is_computed_again(recipe, file=None):
 @pytest.mark.parametrize("recipe", RECIPES)
 @in_a_fork
 def test_head_is_added_up_in_fp32(recipe, file=None):
-    """What the optimizer gets of five chunks is the exact sum of their bf16 gradients."""
+    """The optimizer gets the exact sum of five chunks' bf16 gradients; a .grad beside it is refused."""
     module, (cfg, model, optimizer), (inputs, targets) = start(file or recipe, "--loss_chunks 5")
     tokens, exact = (targets != module.IGNORE).sum(), 0
     with torch.no_grad():

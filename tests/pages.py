@@ -1003,7 +1003,7 @@ OF_FOLDER = {"recipes": folder_table, "speed": speed, "bugs": bugs, "way": way, 
 
 
 def made(page: Path, name: str) -> str:
-    """What belongs between the markers of this name."""
+    """Return the text between the markers of this name."""
     folder, (kind, _, rest) = page.parent.name, name.partition(" ")
     if name in FOLDERS:
         return bugs(name, everything=True)
