@@ -66,6 +66,7 @@ RECIPES = {  # what --measure can predict, and in what a recipe's memory differs
         "fp8_zero3": dict(zero=3, fp8="tensorwise"),
         "stochastic_rounding": dict(precision="stochastic"),
         "fp8_stochastic_rounding": dict(precision="stochastic", fp8="tensorwise"),
+        "low_memory": dict(precision="stochastic", recompute="selective"),
     },
 }
 # what the number of processes is

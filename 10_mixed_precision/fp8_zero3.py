@@ -14,7 +14,7 @@ take Ψ/dp bytes more. With --dtype float32 or float64 nothing is in fp8.
 Parent:   03_zero/zero3.py, 10_mixed_precision/fp8_tensorwise.py
 Lesson:   Unit, gather, free, transpose, take_gradients, after_backward, transpose_kernel, use_fp8, quantize_weights,
           train_step
-Plumbing: Config, Model.__init__, build_model, check
+Plumbing: Config, Model.__init__, build_model, forward_backward, check
 Copy:     E4M3, GRADIENT, LEAST, Unit, gather, free, transpose, reduce_scatter, take_gradients, reduce, before_forward,
           after_forward, after_backward, transpose_kernel, cast_kernel, cast, shapes_of_cast, quantize, amax_of,
           multiply, Multiply, Linear, make_unit, check_units, use_fp8, quantize_weights, clip_gradients, evaluate (as
@@ -687,6 +687,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         loss = forward(cfg, model, x, y) / tokens
         loss.backward()  # reduces the gradients of a unit when it has finished it, see before_forward
         total += loss.detach()
+        del loss  # lets go of its graph, where torch 2.11 still holds what compiled autograd.Functions have saved
     dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
     return total
 

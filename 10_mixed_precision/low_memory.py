@@ -1,25 +1,19 @@
-"""Llama 8B trains on one GPU with 80 GB: stochastic rounding, selective checkpointing and a chunked loss in one file.
+"""Llama 8B trains on one GPU with 80 GB: stochastic rounding and selective checkpointing in one file.
 
-It combines three recipes. New is that the head's gradient is summed in fp32 over the chunks.
-1. Weights, gradients and AdamW's moments are bf16: 8 bytes per parameter, and 12 of the head.
+Nothing is new here: the optimizer of stochastic_rounding.py, and the blocks of selective_checkpointing.py.
+1. Weights, gradients and AdamW's moments are bf16: 8 bytes per parameter.
 2. Each block saves only the outputs of matmuls and attention, and recomputes the rest.
-3. Head and loss take one chunk of the tokens at a time.
+3. There is one micro-batch: several need sums in fp32, 4 bytes more per parameter.
 Gradients come as activations go, so long sequences have their peak before the blocks' backward. For Llama 8B and 8,192
-tokens: weights and moments 45 GiB, activations 23 GiB, head and loss 3.5 GiB (4 GiB in one chunk).
+tokens: weights and moments 45 GiB, activations 23 GiB, head and loss 4 GiB.
 
-Parent:   10_mixed_precision/stochastic_rounding.py, 01_single_gpu/selective_checkpointing.py,
-          01_single_gpu/chunked_loss.py
-Lesson:   hidden_states, chunk_loss, backward_in_chunks, forward_backward, evaluate
-Plumbing: Config
+Parent:   10_mixed_precision/stochastic_rounding.py, 01_single_gpu/selective_checkpointing.py
+Lesson:   Config
 Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, make_optimizer,
-          KEPT, chunk_loss, backward_in_chunks (the optimizer sums in model.sums; with a tied head, or several
-          micro-batches, call accumulate_gradients after each backward_in_chunks; checkpoint your blocks as
-          Block.forward does)
-Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.loss_chunks, cfg.lr, cfg.seed, cfg.weight_decay,
-          model.lm_head, model.loss, model.sums
+          KEPT (as stochastic_rounding.py says; checkpoint your blocks as Block.forward does)
+Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, cfg.seed, cfg.weight_decay, model.sums
 Run:      python 10_mixed_precision/low_memory.py --dtype bfloat16
-Source:   Zamirai et al. 2020, arXiv:2010.06192; Korthikanti et al. 2022, arXiv:2205.05198; Hsu et al. 2024,
-          arXiv:2410.10989
+Source:   Zamirai et al. 2020, arXiv:2010.06192; Korthikanti et al. 2022, arXiv:2205.05198
 """
 
 from __future__ import annotations
@@ -87,7 +81,6 @@ class Config:
     device: Literal["cuda", "cpu"] = "cuda"  # cpu where torch finds no GPU
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # of the matmuls and their weights
     compile: bool = False
-    loss_chunks: int = 8  # parts of the tokens that go through head and loss one after another
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -204,17 +197,13 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.loss = Loss()
 
-    def hidden_states(self, ids: Tensor) -> Tensor:
-        """ids [b, s] -> what the head reads [b, s, d]"""
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
         for block in self.model.layers:
             x = block(x, rope)
-        return self.model.norm(x)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids [b, s] -> logits [b, s, v]"""
-        return self.lm_head(self.hidden_states(ids))
+        return self.lm_head(self.model.norm(x))
 
 
 def init_files(cfg: Config) -> list[str]:
@@ -428,14 +417,9 @@ def set_learning_rate(cfg: Config, optimizer: AdamW, step: int) -> None:
         group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
 
 
-def hidden_states(cfg: Config, model: Model, inputs: Tensor) -> Tensor:
-    """inputs [b, s] -> what the head reads [t, d], t = b·s"""
-    return model.hidden_states(inputs).flatten(0, 1)
-
-
-def chunk_loss(cfg: Config, model: Model, x: Tensor, targets: Tensor) -> Tensor:
-    """x [t/loss_chunks, d], targets [t/loss_chunks] -> sum of the losses of the chunk's valid targets"""
-    return model.loss(model.lm_head(x), targets)
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def accumulate_gradients(model: nn.Module) -> None:
@@ -449,36 +433,21 @@ def accumulate_gradients(model: nn.Module) -> None:
             p.grad = None
 
 
-def backward_in_chunks(cfg: Config, model: Model, x: Tensor, targets: Tensor, tokens: Tensor) -> Tensor:
-    """Run head and loss chunk by chunk, then backward of all that x comes from; return the sum of losses / tokens.
-
-    x [t, d]: hidden states, with their graph; targets [t]; tokens []: valid targets of the global batch
-    """
-    total, gradients = 0, []
-    for part, y in zip(x.detach().chunk(cfg.loss_chunks), targets.chunk(cfg.loss_chunks)):  # t/loss_chunks d
-        part.requires_grad_()
-        loss = chunk_loss(cfg, model, part, y) / tokens
-        loss.backward()  # frees the logits before the next chunk makes its own
-        if cfg.loss_chunks > 1:
-            accumulate_gradients(model)  # the head's: no other has one yet
-        gradients.append(part.grad)
-        total += loss.detach()
-    x.backward(torch.cat(gradients))
-    return total
-
-
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch
 
-    With several chunks, the head's gradient is in the sums, with several micro-batches all are; else in .grad.
+    Its gradient is in the .grad of the weights; after several micro-batches, in the sums.
     """
     tokens = (targets != IGNORE).sum()
     inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
     total = 0
     for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/microbatches s
-        total += backward_in_chunks(cfg, model, hidden_states(cfg, model, x), y.flatten(), tokens)
+        loss = forward(cfg, model, x, y) / tokens
+        loss.backward()
         if cfg.microbatches > 1:
             accumulate_gradients(model)
+        total += loss.detach()
+        del loss  # lets go of its graph, where torch 2.11 still holds what compiled autograd.Functions have saved
     return total
 
 
@@ -507,13 +476,9 @@ def train_step(cfg: Config, model: Model, optimizer: AdamW, inputs: Tensor, targ
 @torch.no_grad()
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, without gradients"""
-    tokens, total = (targets != IGNORE).sum(), 0
+    tokens = (targets != IGNORE).sum()
     micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/microbatches s
-    for x, y in zip(*micro):
-        x, y = hidden_states(cfg, model, x), y.flatten()
-        parts = zip(x.chunk(cfg.loss_chunks), y.chunk(cfg.loss_chunks))  # t/loss_chunks d
-        total += sum(chunk_loss(cfg, model, *part) for part in parts)
-    return total / tokens
+    return sum(forward(cfg, model, x, y) for x, y in zip(*micro)) / tokens
 
 
 def flops_per_token(cfg: Config) -> float:

@@ -8,6 +8,7 @@ Tests that have a parameter `file` run it in place of the recipe: tests/test_bug
 
 import dataclasses
 import sys
+import weakref
 from types import ModuleType
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ import equivalence
 import pytest
 import torch
 from launch import in_a_fork, load
-from torch import Tensor
+from torch import Tensor, nn
 
 FOLDER = "10_mixed_precision"
 TENSORWISE, DELAYED, BLOCKWISE, STOCHASTIC = RECIPES = [
@@ -286,6 +287,25 @@ def test_micro_batches_share_a_history(file=None):
         assert y[0, 0].isnan() and y[0, 1] == 448, f"{wrong} becomes {y[0, 0]} in fp8"
     module.quantize(torch.ones(16, 16).bfloat16(), amax, torch.ones(4), module.E4M3)
     assert amax == 3, "a smaller one replaces it"
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, LOW])
+@in_a_fork
+def test_no_graph_outlives_its_micro_batch(recipe, file=None):
+    """Compiled by torch 2.11, the graph holds all inputs of fp8 matmuls, beyond backward."""
+    module, (cfg, model, _), batches = start(file or recipe, microbatches=2)
+    forward, graphs = module.forward, []
+
+    def watched(*args) -> Tensor:
+        assert not any(graph() for graph in graphs), "the graph of the micro-batch before is still there"
+        loss, witness = forward(*args), nn.Module()
+        loss.grad_fn.metadata["witness"] = witness  # is there as long as the graph
+        graphs.append(weakref.ref(witness))
+        return loss
+
+    module.forward = watched
+    module.forward_backward(cfg, model, *batches[0])
+    assert len(graphs) == 2
 
 
 def pretend_to_be_a_gpu() -> list[bool]:

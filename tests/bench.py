@@ -208,9 +208,8 @@ mixed_llama3_8b: 1, 2, {LARGE} --steps 200 --warmup 20 --batch 1 --microbatches 
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding
 low_memory: 1, 2, {LARGE} --steps 12 --batch 1
     10_mixed_precision: low_memory fp8_low_memory
-low_memory_7b: 1, 1, {LLAMA_2_7B} --seq 1024 --dtype bfloat16 --compile --steps 12 --lr 3e-4
-    10_mixed_precision: stochastic_rounding --batch 9 --microbatches 1
-    10_mixed_precision: fp8_low_memory --batch 12 --loss_chunks 4
+low_memory_7b: 1, 2, {LLAMA_2_7B} --seq 1024 --batch 12 --dtype bfloat16 --compile --steps 12 --lr 3e-4
+    10_mixed_precision: low_memory fp8_low_memory
 fp8_zero3: 2, 4, --preset smollm_1_7b --seq 4096 --batch 8 --dtype bfloat16 --compile --steps 20
     03_zero: zero3 --microbatches 1
     10_mixed_precision: fp8_zero3 --microbatches 1

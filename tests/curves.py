@@ -1,14 +1,18 @@
-"""Loss over many steps in every format, from the same start on the same text; or of AdamW and Muon.
+"""Loss over many steps in every format, from the same start on the same text; of AdamW and Muon; or over time.
 
     python tests/curves.py [formats]
     python tests/curves.py optimizers --steps 1000
+    python tests/curves.py time --steps 900 --seeds 0 1 2
 
-On one GPU, which several runs share: a loss does not depend on speed. Stored for the page: the mean loss of every 20
-steps, and of the last 100; a run whose loss is no number any more ends there.
+Stored for the page: the mean loss of every 20 steps, and of the last 100; a run whose loss is no number any more ends
+there. In formats and optimizers several runs share a GPU: a loss does not depend on speed.
 
 formats has naive forms, too: a naive form is a recipe in which one line is another: fp16 whose loss is not scaled, bf16
 weights and moments that are rounded to nearest, fp8 without scales. optimizers trains with every learning rate of RATES
 from one seed, then with the best of each optimizer from two more.
+
+time gives each run a GPU of its own, in random order, and stores its tokens per second and its losses on unseen text:
+20 sequences of a twentieth of all .py files of this Python installation. Seeds are added to those stored before.
 """
 
 import argparse
@@ -16,20 +20,27 @@ import datetime
 import itertools
 import json
 import math
+import os
+import queue
+import random
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
 from launch import ROOT, isolated
 
-RESULTS = {"formats": ROOT / "tests/results/curves.json", "optimizers": ROOT / "tests/results/optimizers.json"}
+RESULTS = {"formats": "curves.json", "optimizers": "optimizers.json", "time": "time.json"}
 MODEL = "--layers 8 --dim 512 --heads 8 --kv_heads 8 --ffn 1536 --seq 512 --batch 16 --lr 1e-3 --compile"
+WIDE = "--layers 6 --dim 2048 --heads 32 --kv_heads 32 --ffn 8192 --seq 2048 --batch 16 --lr 6e-4 --compile"
 FOLDER = "10_mixed_precision"
-EACH = 20  # steps whose mean is stored
+EACH = 20  # steps whose mean is stored, or after which unseen text is read
 RUNS = [  # label, recipe, dtype, what becomes what
     ("fp32", "01_single_gpu/train.py", "float32", ()),
     ("bf16, autocast", "01_single_gpu/train.py", "bfloat16", ()),
@@ -54,27 +65,34 @@ RUNS = [  # label, recipe, dtype, what becomes what
     ("stochastic rounding", f"{FOLDER}/stochastic_rounding.py", "bfloat16", ()),
     ("fp8, stochastic rounding", f"{FOLDER}/fp8_stochastic_rounding.py", "bfloat16", ()),
 ]
+TF32 = ("torch.set_default_dtype(", 'torch.set_float32_matmul_precision("high")\n    torch.set_default_dtype(')
+TIMED = [("fp32, matmuls in TF32", "01_single_gpu/train.py", "float32", TF32)]
+TIMED += [run for run in RUNS if not run[3] and run[2] == "bfloat16"]
 OPTIMIZERS = {"AdamW": "01_single_gpu/train.py", "Muon": "01_single_gpu/muon.py"}
 RATES = 1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2
+GPUS = queue.SimpleQueue()  # a run takes the number of a GPU out, and puts it back
 
 
-def losses(file: Path, flags: str) -> list[float]:
-    """The loss of each step, up to the first that is no number."""
-    command = [sys.executable, str(file), *flags.split()]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if run.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{run.stderr[-3000:]}")
-    found = [float(loss) for loss in re.findall(r"^ *step \d+  loss (\S+)", run.stdout, re.M)]
-    return found[: next((i for i, loss in enumerate(found) if not math.isfinite(loss)), len(found))]
+def output(recipe: str, change: tuple[str, ...], flags: str) -> str:
+    """What a recipe prints, or a copy of it with one change, up to the step whose loss is no number."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, text = Path(folder, Path(recipe).name), (ROOT / recipe).read_text()
+        assert not change or text.count(change[0]) == 1, f"{recipe} has no {change[0]}"
+        file.write_text(text.replace(*change) if change else text)
+        command, gpu = [sys.executable, str(file), *flags.split()], GPUS.get()
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        GPUS.put(gpu)
+    if run.returncode and "try a lower --lr" not in run.stderr:
+        raise RuntimeError(f"{recipe} {flags} failed:\n{run.stderr[-3000:]}")
+    return run.stdout
 
 
 def measured(label: str, recipe: str, dtype: str, change: tuple[str, ...], flags: str) -> dict:
-    """One curve; of a naive form, of a copy of the recipe with its one change."""
-    with tempfile.TemporaryDirectory() as folder:
-        file, text = Path(folder, Path(recipe).name), (ROOT / recipe).read_text()
-        assert not change or text.count(change[0]) == 1, f"{label}: {recipe} has no {change[0]}"
-        file.write_text(text.replace(*change) if change else text)
-        found = losses(file, f"{flags} --dtype {dtype}")
+    """One curve: the loss of each step, up to the first that is no number."""
+    lines = output(recipe, change, f"{flags} --dtype {dtype}")
+    found = [float(loss) for loss in re.findall(r"^ *step \d+  loss (\S+)", lines, re.M)]
+    found = found[: next((i for i, loss in enumerate(found) if not math.isfinite(loss)), len(found))]
     means = [sum(part) / len(part) for i in range(0, len(found), EACH) if (part := found[i : i + EACH])]
     last = sum(found[-100:]) / len(found[-100:]) if found else None
     row = {"label": label, "recipe": recipe, "naive": bool(change), "steps": len(found), "last": last, "losses": means}
@@ -82,12 +100,22 @@ def measured(label: str, recipe: str, dtype: str, change: tuple[str, ...], flags
     return row
 
 
-def of_formats(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
+def timed(label: str, recipe: str, dtype: str, change: tuple[str, ...], flags: str, seed: int) -> dict:
+    """Tokens per second, the median of all steps, and the loss on unseen text after every EACH steps."""
+    flags += f" --dtype {dtype} --seed {seed} --validate {EACH}"
+    lines = output(recipe, change, flags + " --microbatches 1" * recipe.startswith(FOLDER))
+    speed = float(re.search(r"median .*tokens/s/GPU ([\d,]+)", lines)[1].replace(",", ""))
+    losses = [float(loss) for loss in re.findall(r"validation loss (\S+)", lines)]
+    print(f"{label:28} seed {seed}, {speed:,.0f} tokens/s, loss {losses[-1]}", flush=True)
+    return {"label": label, "recipe": recipe, "seed": seed, "speed": speed, "losses": losses}
+
+
+def of_formats(flags: str, jobs: ThreadPoolExecutor, seeds: list[int]) -> Iterable[dict]:
     """One curve of each format and of each naive form."""
-    return list(jobs.map(lambda run: measured(*run, flags), RUNS))
+    return jobs.map(lambda run: measured(*run, flags), RUNS)
 
 
-def of_optimizers(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
+def of_optimizers(flags: str, jobs: ThreadPoolExecutor, seeds: list[int]) -> list[dict]:
     """Curves of both optimizers: of all learning rates from one seed, of the best from three."""
 
     def curve(run: tuple[str, float, int]) -> dict:
@@ -103,21 +131,53 @@ def of_optimizers(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
     return rows + list(jobs.map(curve, [(row["optimizer"], row["lr"], seed) for row in best for seed in (1, 2)]))
 
 
+def gather_text(folder: str) -> int:
+    """Link to all .py files of this Python installation from one folder, in an order that is random; count bytes."""
+    paths = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
+    files = {file for path in paths for file in path.rglob("*.py") if file.is_file()}
+    for file in files:
+        (Path(folder) / f"{zlib.crc32(str(file).encode()):08x}{file.name}").symlink_to(file)
+    return sum(file.stat().st_size for file in files)
+
+
+def over_time(flags: str, jobs: ThreadPoolExecutor, seeds: list[int]) -> Iterator[dict]:
+    """Each format from each seed, in random order, but for the longest, which comes first."""
+    with tempfile.TemporaryDirectory() as folder:
+        print(f"{gather_text(folder) / 1e6:.0f} MB of text", flush=True)
+        first, *others = [(*run, f"{flags} --data {folder}", seed) for run in TIMED for seed in seeds]
+        running = [jobs.submit(timed, *run) for run in (first, *random.sample(others, len(others)))]
+        for job in as_completed(running):
+            if not job.exception():
+                yield job.result()
+        for job in running:
+            job.result()  # raises what one of them has raised
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=RESULTS, default="formats")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--flags", default=MODEL, help="what is trained")
-    parser.add_argument("--at_once", type=int, default=6, help="runs that share the GPU")
+    parser.add_argument("--flags", help="what is trained")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of time")
+    parser.add_argument("--at_once", type=int, help="runs that share a GPU")
     args = parser.parse_args()
-    gpu = isolated(lambda: torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
-    stored = {"date": datetime.date.today().isoformat(), "gpu": gpu, "torch": torch.__version__, "runs": []}
-    stored |= {"command": " ".join(["python tests/curves.py", *sys.argv[1:]]), "flags": args.flags, "each": EACH}
-    with ThreadPoolExecutor(args.at_once) as jobs:
-        curves = {"formats": of_formats, "optimizers": of_optimizers}[args.what]
-        stored["runs"] = curves(f"{args.flags} --steps {args.steps}", jobs)
-    if gpu != "cpu":
-        RESULTS[args.what].write_text(json.dumps(stored, indent=1) + "\n")
+    timing = args.what == "time"
+    flags = args.flags or (WIDE if timing else MODEL)
+    gpus, name = isolated(lambda: (torch.cuda.device_count(), torch.cuda.is_available() and torch.cuda.get_device_name()))
+    for gpu in list(range(max(1, gpus))) * (args.at_once or (1 if timing else 6)):
+        GPUS.put(gpu)
+    stored = {"date": datetime.date.today().isoformat(), "gpu": name or "cpu", "torch": torch.__version__, "runs": []}
+    stored |= {"command": " ".join(["python tests/curves.py", *sys.argv[1:]]), "flags": flags, "each": EACH}
+    file = ROOT / "tests/results" / RESULTS[args.what]
+    before = json.loads(file.read_text()) if timing and file.exists() else {}
+    if all(before.get(key) == stored[key] for key in ("gpu", "flags", "each")):
+        stored["runs"] += [run for run in before["runs"] if run["seed"] not in args.seeds]
+    with ThreadPoolExecutor(GPUS.qsize()) as jobs:
+        curves = {"formats": of_formats, "optimizers": of_optimizers, "time": over_time}[args.what]
+        for row in curves(f"{flags} --steps {args.steps}", jobs, args.seeds):
+            stored["runs"].append(row)
+            if name:
+                file.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":

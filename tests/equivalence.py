@@ -212,9 +212,8 @@ SIZES = """
 10_mixed_precision/fp8_zero3.py: 2 | 2 --compile | 3 | *4 --microbatches 3 | 5 --batch 10 | 8 --batch 16
 10_mixed_precision/stochastic_rounding.py: 1 --microbatches 1 | *1 --microbatches 3 | 1 --compile
 10_mixed_precision/fp8_stochastic_rounding.py: 1 --microbatches 1 | *1 --microbatches 3
-10_mixed_precision/low_memory.py: 1 --microbatches 1 | 1 --microbatches 2 | 1 --compile
-10_mixed_precision/low_memory.py: *1 --microbatches 3 --loss_chunks 5
-10_mixed_precision/fp8_low_memory.py: 1 --microbatches 1 | *1 --microbatches 3 --loss_chunks 5
+10_mixed_precision/low_memory.py: 1 --microbatches 1 | *1 --microbatches 3 | 1 --compile
+10_mixed_precision/fp8_low_memory.py: 1 --microbatches 1 | *1 --microbatches 3
 """
 ROOT_RECIPE = "01_single_gpu/train.py"
 MOE = "07_expert/moe.py"  # the root of a family of its own

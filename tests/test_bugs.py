@@ -286,6 +286,7 @@ IN_FILES = {
             "makes amax|replaces it|becomes|in two micro-batches",
         ),
         "cast kernel": ("test_kernel_in_the_interpreter", "differs|amax"),
+        "graphs": ("test_no_graph_outlives_its_micro_batch", "still there"),
     },
     "10_mixed_precision/test_fp8_zero3.py": {
         "weights of one GPU": ("test_weights_in_fp8_are_those_of_one_gpu", "others than on one GPU|is off by|cuBLAS"),
@@ -313,7 +314,6 @@ IN_FILES = {
     },
     "10_mixed_precision/test_low_memory.py": {
         "computed again": ("test_no_matmul_is_computed_again", r"\d+ matmuls|\d+ casts|\d+ scales"),
-        "sums of chunks": ("test_head_is_added_up_in_fp32", "the head's gradient is off by"),
     },
 }
 
