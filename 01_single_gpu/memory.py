@@ -832,6 +832,7 @@ def check(cfg: Config) -> None:
     seq, swap = cfg.seq // cfg.cp, cfg.ulysses or cfg.cp
     low = cfg.dtype == "float16" or cfg.fp8 != "none" and (cfg.zero, cfg.fp8) != (3, "tensorwise")
     several = cfg.zero or split_backward(cfg) or max(cfg.dp, cfg.tp, cfg.cp, cfg.pp) > 1
+    low_memory = (cfg.precision, cfg.recompute, cfg.fp8) == ("stochastic", "selective", "none")
     m, times = cfg.microbatches, {"interleaved": "--chunks times ", "zbv": "twice "}.get(cfg.schedule, "")
     problems = [
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
@@ -859,8 +860,12 @@ def check(cfg: Config) -> None:
             f"--precision autocast: must be masters or stochastic with --fp8 {cfg.fp8} and --dtype {cfg.dtype}",
         ),
         (
-            cfg.precision != "autocast" and (several or cfg.recompute != "none" or cfg.lora_rank),
-            f"--precision {cfg.precision}: is predicted on one GPU, without --recompute and --lora_rank only",
+            cfg.precision != "autocast" and (several or cfg.lora_rank),
+            f"--precision {cfg.precision}: is predicted on one GPU, without --lora_rank only",
+        ),
+        (
+            cfg.precision != "autocast" and cfg.recompute != "none" and not low_memory,
+            f"--recompute {cfg.recompute}: must be none with --precision {cfg.precision}, or as in low_memory.py",
         ),
         (
             cfg.lora_rank and (max(cfg.tp, cfg.cp, cfg.pp) > 1 or cfg.zero in (1, 2) or cfg.recompute != "none"),

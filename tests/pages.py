@@ -127,7 +127,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "10_mixed_precision/fp8_zero3.py": "ZeRO-3 that gathers blocks in fp8: half the bytes",
     "10_mixed_precision/stochastic_rounding.py": "bf16 weights and moments without masters: 8 bytes per parameter",
     "10_mixed_precision/fp8_stochastic_rounding.py": "both: an 8B model on one GPU, in fp8",
-    "10_mixed_precision/low_memory.py": "an 8B model on 80 GB: selective checkpointing and a chunked loss, too",
+    "10_mixed_precision/low_memory.py": "an 8B model on 80 GB: with selective checkpointing",
     "10_mixed_precision/fp8_low_memory.py": "the same in fp8: weights are cast when they are used",
 }
 FOLDERS = {  # and what each teaches
