@@ -156,6 +156,9 @@ tensor_few_layers: 4, 3, {LARGE} --steps 15 --batch 2 --layers 4 --vocab 8192
 pipeline: 4, 5, {STAGED}
     06_pipeline: torch_pipelining --schedule 1F1B
     06_pipeline: 1f1b split_backward interleaved zbv
+pipeline_two: 2, 5, {STAGED}
+    06_pipeline: torch_pipelining --schedule 1F1B
+    06_pipeline: 1f1b split_backward interleaved zbv
 pipeline_more: 4, 3, {STAGED}
     06_pipeline: split_backward zero_bubble dualpipe
 pipeline_twins: 4, 3, {STAGED.replace(" --compile", "")}
@@ -261,6 +264,7 @@ def suites_of(text: str) -> dict[str, tuple[int, int, list[tuple[str, str]]]]:
 SUITES = suites_of(TEXT)
 IDLE = {  # whose stages' idle time is measured, too
     "pipeline": SUITES["pipeline"][2][1:],  # not of the twin
+    "pipeline_two": SUITES["pipeline_two"][2][1:],
     "pipeline_more": SUITES["pipeline_more"][2][1:],
     "four": [(file, flags.replace("--steps 12", "--steps 8")) for file, flags in SUITES["four"][2][1:]],
 }
