@@ -720,10 +720,8 @@ def held_by(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     tensors = [t for state in kept for t in state.values() if torch.is_tensor(t)]
     tensors += [p for group in optimizer.param_groups for p in group.get("params", [])]
     states = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return {
-        "weights": sum(weights.values()),
-        "optimizer": sum(size for address, size in states.items() if address not in weights),
-    }
+    apart = sum(size for address, size in states.items() if address not in weights)
+    return {"weights": sum(weights.values()), "optimizer": apart}
 
 
 def measure(recipe: str, flags: list[str]) -> tuple[Config, int, dict[str, int]]:
@@ -860,12 +858,8 @@ def check(cfg: Config) -> None:
             f"--precision autocast: must be masters or stochastic with --fp8 {cfg.fp8} and --dtype {cfg.dtype}",
         ),
         (
-            cfg.precision != "autocast" and (several or cfg.lora_rank),
-            f"--precision {cfg.precision}: is predicted on one GPU, without --lora_rank only",
-        ),
-        (
-            cfg.precision != "autocast" and cfg.recompute != "none" and not low_memory,
-            f"--recompute {cfg.recompute}: must be none with --precision {cfg.precision}, or as in low_memory.py",
+            cfg.precision != "autocast" and (several or cfg.lora_rank or cfg.recompute != "none" and not low_memory),
+            f"--precision {cfg.precision}: is predicted on one GPU, and with --recompute as in low_memory.py only",
         ),
         (
             cfg.lora_rank and (max(cfg.tp, cfg.cp, cfg.pp) > 1 or cfg.zero in (1, 2) or cfg.recompute != "none"),

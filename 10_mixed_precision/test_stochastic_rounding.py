@@ -342,6 +342,9 @@ def test_sums_of_micro_batches_are_fp32(file=None):
         assert error < 1e-6, f"{name}: the sum is off by {error:.1e}"  # 2^-24 three times; one in bf16: 2^-9
     norm, right = module.gradient_norm(optimizer), torch.cat([x.flatten() for x in exact]).norm()
     assert abs(norm / right - 1) < 1e-5, f"norm {norm}, exactly {right}"
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)  # of a micro-batch that nobody has added
+    with pytest.raises(RuntimeError, match="lm_head.weight has a .grad beside its sum"):
+        module.gradient_norm(optimizer)
 
 
 def gradients_of(optimizer, model) -> list[Tensor]:

@@ -163,10 +163,10 @@ def main() -> None:
     args = parser.parse_args()
     timing = args.what == "time"
     flags = args.flags or (WIDE if timing else MODEL)
-    gpus, name = isolated(lambda: (torch.cuda.device_count(), torch.cuda.is_available() and torch.cuda.get_device_name()))
-    for gpu in list(range(max(1, gpus))) * (args.at_once or (1 if timing else 6)):
+    gpus = isolated(lambda: [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]) or ["cpu"]
+    for gpu in list(range(len(gpus))) * (args.at_once or (1 if timing else 6)):
         GPUS.put(gpu)
-    stored = {"date": datetime.date.today().isoformat(), "gpu": name or "cpu", "torch": torch.__version__, "runs": []}
+    stored = {"date": datetime.date.today().isoformat(), "gpu": gpus[0], "torch": torch.__version__, "runs": []}
     stored |= {"command": " ".join(["python tests/curves.py", *sys.argv[1:]]), "flags": flags, "each": EACH}
     file = ROOT / "tests/results" / RESULTS[args.what]
     before = json.loads(file.read_text()) if timing and file.exists() else {}
@@ -176,7 +176,7 @@ def main() -> None:
         curves = {"formats": of_formats, "optimizers": of_optimizers, "time": over_time}[args.what]
         for row in curves(f"{flags} --steps {args.steps}", jobs, args.seeds):
             stored["runs"].append(row)
-            if name:
+            if gpus[0] != "cpu":
                 file.write_text(json.dumps(stored, indent=1) + "\n")
 
 
