@@ -29,10 +29,12 @@ import sys
 import sysconfig
 import tempfile
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import numpy as np
 import torch
 from launch import ROOT, isolated
 
@@ -40,10 +42,11 @@ RESULTS = {"formats": "curves.json", "optimizers": "optimizers.json", "time": "t
 MODEL = "--layers 8 --dim 512 --heads 8 --kv_heads 8 --ffn 1536 --seq 512 --batch 16 --lr 1e-3 --compile"
 WIDE = "--layers 6 --dim 2048 --heads 32 --kv_heads 32 --ffn 8192 --seq 2048 --batch 16 --lr 6e-4 --compile"
 FOLDER = "10_mixed_precision"
+AUTOCAST = "bf16, autocast"
 EACH = 20  # steps whose mean is stored, or after which unseen text is read
 RUNS = [  # label, recipe, dtype, what becomes what
     ("fp32", "01_single_gpu/train.py", "float32", ()),
-    ("bf16, autocast", "01_single_gpu/train.py", "bfloat16", ()),
+    (AUTOCAST, "01_single_gpu/train.py", "bfloat16", ()),
     ("bf16", f"{FOLDER}/bf16.py", "bfloat16", ()),
     (
         "bf16, rounded to nearest",
@@ -131,6 +134,23 @@ def of_optimizers(flags: str, jobs: ThreadPoolExecutor, seeds: list[int]) -> lis
     return rows + list(jobs.map(curve, [(row["optimizer"], row["lr"], seed) for row in best for seed in (1, 2)]))
 
 
+def minutes_to_loss(stored: dict) -> dict[str, list[float]]:
+    """By format, for each seed, minutes of training until the loss that bf16 with autocast has after 90 % of its steps.
+
+    Compilation and validation do not count. Between two validations the loss falls linearly. inf: it is not reached.
+    """
+    found = defaultdict(list)
+    tokens = math.prod(int(re.search(rf"--{size} (\d+)", stored["flags"])[1]) for size in ("seq", "batch"))
+    for run in stored["runs"]:
+        lowest = np.minimum.accumulate(run["losses"])
+        steps = stored["each"] * np.arange(1, len(lowest) + 1)
+        same = next(r for r in stored["runs"] if (r["label"], r["seed"]) == (AUTOCAST, run["seed"]))
+        target = np.interp(0.9 * steps[-1], steps, same["losses"])
+        step = np.interp(-target, -lowest, steps) if lowest[-1] <= target else math.inf
+        found[run["label"]].append(step * tokens / run["speed"] / 60)
+    return found
+
+
 def gather_text(folder: str) -> int:
     """Link to all .py files of this Python installation from one folder, in an order that is random; count bytes."""
     paths = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
@@ -141,16 +161,14 @@ def gather_text(folder: str) -> int:
 
 
 def over_time(flags: str, jobs: ThreadPoolExecutor, seeds: list[int]) -> Iterator[dict]:
-    """Each format from each seed, in random order, but for the longest, which comes first."""
-    with tempfile.TemporaryDirectory() as folder:
-        print(f"{gather_text(folder) / 1e6:.0f} MB of text", flush=True)
-        first, *others = [(*run, f"{flags} --data {folder}", seed) for run in TIMED for seed in seeds]
-        running = [jobs.submit(timed, *run) for run in (first, *random.sample(others, len(others)))]
-        for job in as_completed(running):
-            if not job.exception():
-                yield job.result()
-        for job in running:
-            job.result()  # raises what one of them has raised
+    """Each format from each seed, in random order, but for one of fp32, which takes longest and comes first."""
+    slow, *others = [(*run, flags, seed) for run in TIMED for seed in seeds]
+    running = [jobs.submit(timed, *run) for run in (slow, *random.sample(others, len(others)))]
+    for job in as_completed(running):
+        if not job.exception():
+            yield job.result()
+    for job in running:
+        job.result()  # raises what one of them has raised
 
 
 def main() -> None:
@@ -163,6 +181,7 @@ def main() -> None:
     args = parser.parse_args()
     timing = args.what == "time"
     flags = args.flags or (WIDE if timing else MODEL)
+    flags += f" --steps {args.steps}"
     gpus = isolated(lambda: [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]) or ["cpu"]
     for gpu in list(range(len(gpus))) * (args.at_once or (1 if timing else 6)):
         GPUS.put(gpu)
@@ -172,9 +191,12 @@ def main() -> None:
     before = json.loads(file.read_text()) if timing and file.exists() else {}
     if all(before.get(key) == stored[key] for key in ("gpu", "flags", "each")):
         stored["runs"] += [run for run in before["runs"] if run["seed"] not in args.seeds]
-    with ThreadPoolExecutor(GPUS.qsize()) as jobs:
-        curves = {"formats": of_formats, "optimizers": of_optimizers, "time": over_time}[args.what]
-        for row in curves(f"{flags} --steps {args.steps}", jobs, args.seeds):
+    curves = {"formats": of_formats, "optimizers": of_optimizers, "time": over_time}[args.what]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(GPUS.qsize()) as jobs:
+        if timing:
+            stored["bytes"] = gather_text(folder)
+            flags += f" --data {folder}"
+        for row in curves(flags, jobs, args.seeds):
             stored["runs"].append(row)
             if gpus[0] != "cpu":
                 file.write_text(json.dumps(stored, indent=1) + "\n")
