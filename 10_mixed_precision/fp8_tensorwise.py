@@ -448,6 +448,9 @@ class AdamW:
 
     def gradients(self) -> list[Tensor]:
         """Those of one micro-batch, or the sums of several, in the order of the slots; None where there is none."""
+        for s in self.slots:
+            if s.parameter is not s.master and s.parameter.grad is not None and s.master.grad is not None:
+                raise RuntimeError("a .grad stands beside its master's: call accumulate_gradients after each backward")
         return [s.master.grad if s.parameter.grad is None else s.parameter.grad for s in self.slots]
 
     def step(self, norm: Tensor) -> None:
@@ -504,10 +507,7 @@ def accumulate_gradients(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         master = model.masters[name]
         if master is not p and p.grad is not None:
-            if master.grad is None:
-                master.grad = p.grad.to(master.dtype)
-            else:
-                master.grad.add_(p.grad)
+            master.grad = p.grad.to(master.dtype) if master.grad is None else master.grad.add_(p.grad)
             p.grad = None
 
 

@@ -70,6 +70,21 @@ def test_gradient_is_that_of_autocast(microbatches, file=None):
 
 
 @in_a_fork
+def test_a_forgotten_micro_batch_is_noticed():
+    """Its gradient would be taken for the sum."""
+    module = load(BF16)
+    sys.argv = ["recipe", *f"{SMALL} --microbatches 2".split()]
+    cfg = module.parse_config()
+    model = module.build_model(cfg)
+    optimizer = module.make_optimizer(cfg, model)
+    module.forward_backward(cfg, model, *module.make_batch(cfg, module.load_data(cfg)[0], 0))
+    module.gradient_norm(optimizer)
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
+    with pytest.raises(RuntimeError, match="a .grad stands beside its master's"):
+        module.gradient_norm(optimizer)
+
+
+@in_a_fork
 def test_norm_is_added_up_in_fp32(file=None):
     """The norm of bf16 gradients is that of the same numbers in float64, and it clips them in fp32."""
     module = load(file or BF16)
