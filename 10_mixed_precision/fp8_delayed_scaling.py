@@ -472,7 +472,7 @@ class AdamW:
         """Those of one micro-batch, or the sums of several, in the order of the slots; None where there is none."""
         for s in self.slots:
             if s.parameter is not s.master and s.parameter.grad is not None and s.master.grad is not None:
-                raise RuntimeError("a .grad stands beside its master's: call accumulate_gradients after each backward")
+                raise RuntimeError("weight and master have a .grad: call accumulate_gradients after each backward")
         return [s.master.grad if s.parameter.grad is None else s.parameter.grad for s in self.slots]
 
     def step(self, norm: Tensor) -> None:
@@ -547,7 +547,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         if cfg.microbatches > 1:
             accumulate_gradients(model)
         total += loss.detach()
-        del loss  # lets go of its graph, where torch 2.11 still holds what compiled autograd.Functions have saved
+        del loss  # frees its graph: in torch 2.11 that keeps what compiled autograd.Functions have saved
     return total
 
 

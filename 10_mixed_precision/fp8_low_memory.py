@@ -11,8 +11,8 @@ Lesson:   KEPT, Linear
 Plumbing: Config
 Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
           random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, make_optimizer,
-          KEPT (as low_memory.py says; Linear needs a bf16 weight, and a checkpointed block with KEPT: without one, the
-          results of casts stay in memory until backward)
+          KEPT (as stochastic_rounding.py says; Linear needs a bf16 weight, and a checkpointed block with KEPT: without
+          one, the results of casts stay in memory until backward)
 Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, cfg.seed, cfg.weight_decay, model.sums
 Run:      python 10_mixed_precision/fp8_low_memory.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; Gupta et al. 2015, arXiv:1502.02551
@@ -553,7 +553,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         if cfg.microbatches > 1:
             accumulate_gradients(model)
         total += loss.detach()
-        del loss  # lets go of its graph, where torch 2.11 still holds what compiled autograd.Functions have saved
+        del loss  # frees its graph: in torch 2.11 that keeps what compiled autograd.Functions have saved
     return total
 
 

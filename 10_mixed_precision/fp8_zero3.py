@@ -687,7 +687,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         loss = forward(cfg, model, x, y) / tokens
         loss.backward()  # reduces the gradients of a unit when it has finished it, see before_forward
         total += loss.detach()
-        del loss  # lets go of its graph, where torch 2.11 still holds what compiled autograd.Functions have saved
+        del loss  # frees its graph: in torch 2.11 that keeps what compiled autograd.Functions have saved
     dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
     return total
 

@@ -434,7 +434,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         if cfg.microbatches > 1:
             accumulate_gradients(model)
         total += loss.detach()
-        del loss  # lets go of its graph, where torch 2.11 still holds what compiled autograd.Functions have saved
+        del loss  # frees its graph: in torch 2.11 that keeps what compiled autograd.Functions have saved
     return total
 
 

@@ -99,6 +99,14 @@ def test_weights_in_fp8_are_those_of_one_gpu(world, file=None):
             assert len(counts) == 2 * 7 * LAYERS and set(counts.values()) == {2} and len(norms) == 2 * LAYERS
 
 
+@pytest.mark.thorough
+def test_no_graph_outlives_its_micro_batch(file=None):
+    """As those of fp8_tensorwise.py."""
+    probe = load("10_mixed_precision/test_fp8.py").graphs_at_forwards
+    counts = launch(file or FP8_ZERO3, 2, f"{SMALL} --microbatches 2 --steps 1", probe).probes
+    assert counts == 2 * [[0, 0]], "the graph of the micro-batch before is still there"
+
+
 def gradients_of_ranks(module: ModuleType):
     """A probe: validation loss, loss, and the gradients by name, all of the first batch."""
     found, forward_backward = [], module.forward_backward

@@ -4,15 +4,15 @@
     python tests/curves.py optimizers --steps 1000
     python tests/curves.py time --steps 900 --seeds 0 1 2
 
-Stored for the page: the mean loss of every 20 steps, and of the last 100; a run whose loss is no number any more ends
-there. In formats and optimizers several runs share a GPU: a loss does not depend on speed.
+Stored for the page: the mean loss of every 20 steps, and of the last 100. A run ends at its first loss that is not
+finite. In formats and optimizers several runs share a GPU: a loss does not depend on speed.
 
-formats has naive forms, too: a naive form is a recipe in which one line is another: fp16 whose loss is not scaled, bf16
-weights and moments that are rounded to nearest, fp8 without scales. optimizers trains with every learning rate of RATES
-from one seed, then with the best of each optimizer from two more.
+formats also runs naive forms, recipes with one line changed: fp16 whose loss is not scaled, bf16 weights and moments
+that are rounded to nearest, fp8 without scales. optimizers trains with every learning rate of RATES from one seed, then
+with the best of each optimizer from two more.
 
-time gives each run a GPU of its own, in random order, and stores its tokens per second and its losses on unseen text:
-20 sequences of a twentieth of all .py files of this Python installation. Seeds are added to those stored before.
+time gives each run a GPU of its own, and stores its tokens per second and its losses on one batch of unseen text: of
+the last twentieth of all .py files of this Python installation. Runs of other seeds stay where they are stored.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import sysconfig
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -83,9 +83,11 @@ def output(recipe: str, change: tuple[str, ...], flags: str) -> str:
         assert not change or text.count(change[0]) == 1, f"{recipe} has no {change[0]}"
         file.write_text(text.replace(*change) if change else text)
         command, gpu = [sys.executable, str(file), *flags.split()], GPUS.get()
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
-        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        GPUS.put(gpu)
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+        try:
+            run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        finally:
+            GPUS.put(gpu)
     if run.returncode and "try a lower --lr" not in run.stderr:
         raise RuntimeError(f"{recipe} {flags} failed:\n{run.stderr[-3000:]}")
     return run.stdout
@@ -107,18 +109,20 @@ def timed(label: str, recipe: str, dtype: str, change: tuple[str, ...], flags: s
     """Tokens per second, the median of all steps, and the loss on unseen text after every EACH steps."""
     flags += f" --dtype {dtype} --seed {seed} --validate {EACH}"
     lines = output(recipe, change, flags + " --microbatches 1" * recipe.startswith(FOLDER))
-    speed = float(re.search(r"median .*tokens/s/GPU ([\d,]+)", lines)[1].replace(",", ""))
+    if not (median := re.search(r"median .*tokens/s/GPU ([\d,]+)", lines)):
+        raise RuntimeError(f"{label}, seed {seed}: the loss is not finite")
+    speed = float(median[1].replace(",", ""))
     losses = [float(loss) for loss in re.findall(r"validation loss (\S+)", lines)]
     print(f"{label:28} seed {seed}, {speed:,.0f} tokens/s, loss {losses[-1]}", flush=True)
     return {"label": label, "recipe": recipe, "seed": seed, "speed": speed, "losses": losses}
 
 
-def of_formats(flags: str, jobs: ThreadPoolExecutor, seeds: list[int]) -> Iterable[dict]:
+def of_formats(flags: str, jobs: ThreadPoolExecutor) -> Iterable[dict]:
     """One curve of each format and of each naive form."""
     return jobs.map(lambda run: measured(*run, flags), RUNS)
 
 
-def of_optimizers(flags: str, jobs: ThreadPoolExecutor, seeds: list[int]) -> list[dict]:
+def of_optimizers(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
     """Curves of both optimizers: of all learning rates from one seed, of the best from three."""
 
     def curve(run: tuple[str, float, int]) -> dict:
@@ -142,8 +146,7 @@ def minutes_to_loss(stored: dict) -> dict[str, list[float]]:
     found = defaultdict(list)
     tokens = math.prod(int(re.search(rf"--{size} (\d+)", stored["flags"])[1]) for size in ("seq", "batch"))
     for run in stored["runs"]:
-        lowest = np.minimum.accumulate(run["losses"])
-        steps = stored["each"] * np.arange(1, len(lowest) + 1)
+        lowest, steps = np.minimum.accumulate(run["losses"]), stored["each"] * np.arange(1, len(run["losses"]) + 1)
         same = next(r for r in stored["runs"] if (r["label"], r["seed"]) == (AUTOCAST, run["seed"]))
         target = np.interp(0.9 * steps[-1], steps, same["losses"])
         step = np.interp(-target, -lowest, steps) if lowest[-1] <= target else math.inf
@@ -152,7 +155,7 @@ def minutes_to_loss(stored: dict) -> dict[str, list[float]]:
 
 
 def gather_text(folder: str) -> int:
-    """Link to all .py files of this Python installation from one folder, in an order that is random; count bytes."""
+    """Link to all .py files of this Python installation from one folder, in the order of a hash; count their bytes."""
     paths = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
     files = {file for path in paths for file in path.rglob("*.py") if file.is_file()}
     for file in files:
@@ -160,15 +163,23 @@ def gather_text(folder: str) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def over_time(flags: str, jobs: ThreadPoolExecutor, seeds: list[int]) -> Iterator[dict]:
-    """Each format from each seed, in random order, but for one of fp32, which takes longest and comes first."""
-    slow, *others = [(*run, flags, seed) for run in TIMED for seed in seeds]
-    running = [jobs.submit(timed, *run) for run in (slow, *random.sample(others, len(others)))]
-    for job in as_completed(running):
-        if not job.exception():
-            yield job.result()
-    for job in running:
-        job.result()  # raises what one of them has raised
+def over_time(flags: str, jobs: ThreadPoolExecutor, seeds: list[int], file: Path, about: dict) -> None:
+    """Run each format from each seed, in random order after the slowest, and store each run when it has ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        about["bytes"] = gather_text(folder)
+        before = json.loads(file.read_text()) if file.exists() else {"runs": []} | about
+        if any(before[key] != about[key] for key in ("gpu", "torch", "flags", "each", "bytes")):
+            raise SystemExit(f"{file} has runs of another kind: move it away first")
+        runs = {(run["label"], run["seed"]): run for run in before["runs"]}
+        slow, *others = [(*run, f"{flags} --data {folder}", seed) for run in TIMED for seed in seeds]
+        running = [jobs.submit(timed, *run) for run in (slow, *random.sample(others, len(others)))]
+        for job in as_completed(running):
+            if not job.exception():
+                run = job.result()
+                runs[run["label"], run["seed"]] = run
+                file.write_text(json.dumps(about | {"runs": list(runs.values())}, indent=1) + "\n")
+        for job in running:
+            job.result()  # raises what one of them has raised
 
 
 def main() -> None:
@@ -177,29 +188,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--flags", help="what is trained")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of time")
-    parser.add_argument("--at_once", type=int, help="runs that share a GPU")
+    parser.add_argument("--at_once", type=int, default=6, help="runs that share a GPU, but not in time")
     args = parser.parse_args()
-    timing = args.what == "time"
-    flags = args.flags or (WIDE if timing else MODEL)
-    flags += f" --steps {args.steps}"
-    gpus = isolated(lambda: [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]) or ["cpu"]
-    for gpu in list(range(len(gpus))) * (args.at_once or (1 if timing else 6)):
+    timing, file = args.what == "time", ROOT / "tests/results" / RESULTS[args.what]
+    flags = f"{args.flags or (WIDE if timing else MODEL)} --steps {args.steps}"
+    gpus = isolated(lambda: [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus))))
+    for gpu in visible.split(",") * (1 if timing else args.at_once):
         GPUS.put(gpu)
-    stored = {"date": datetime.date.today().isoformat(), "gpu": gpus[0], "torch": torch.__version__, "runs": []}
-    stored |= {"command": " ".join(["python tests/curves.py", *sys.argv[1:]]), "flags": flags, "each": EACH}
-    file = ROOT / "tests/results" / RESULTS[args.what]
-    before = json.loads(file.read_text()) if timing and file.exists() else {}
-    if all(before.get(key) == stored[key] for key in ("gpu", "flags", "each")):
-        stored["runs"] += [run for run in before["runs"] if run["seed"] not in args.seeds]
-    curves = {"formats": of_formats, "optimizers": of_optimizers, "time": over_time}[args.what]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(GPUS.qsize()) as jobs:
+    about = {"date": datetime.date.today().isoformat(), "gpu": (gpus or ["cpu"])[0], "torch": torch.__version__}
+    about |= {"command": f"python tests/curves.py {args.what} --steps {args.steps}", "flags": flags, "each": EACH}
+    with ThreadPoolExecutor(GPUS.qsize()) as jobs:
         if timing:
-            stored["bytes"] = gather_text(folder)
-            flags += f" --data {folder}"
-        for row in curves(flags, jobs, args.seeds):
-            stored["runs"].append(row)
-            if gpus[0] != "cpu":
-                file.write_text(json.dumps(stored, indent=1) + "\n")
+            over_time(flags, jobs, args.seeds, file if gpus else Path(tempfile.gettempdir(), file.name), about)
+        else:
+            runs = list((of_formats if args.what == "formats" else of_optimizers)(flags, jobs))
+            if gpus:
+                file.write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ IDEAS = {  # the reading order, and what a recipe adds to its parent
     "10_mixed_precision/fp8_zero3.py": "ZeRO-3 that gathers blocks in fp8: half the bytes",
     "10_mixed_precision/stochastic_rounding.py": "bf16 weights and moments without masters: 8 bytes per parameter",
     "10_mixed_precision/fp8_stochastic_rounding.py": "both: an 8B model on one GPU, in fp8",
-    "10_mixed_precision/low_memory.py": "an 8B model on 80 GB: with selective checkpointing",
+    "10_mixed_precision/low_memory.py": "an 8B model on 80 GB, with selective checkpointing",
     "10_mixed_precision/fp8_low_memory.py": "the same in fp8: weights are cast when they are used",
 }
 FOLDERS = {  # and what each teaches
@@ -191,7 +191,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: a sentence
     "mixed_two": "SmolLM-1.7B, two micro-batches, the default, against gradient_accumulation.py.",
     "mixed_llama3_8b": "Llama-3.1-8B, one sequence of 8,192 tokens, on one GPU, compiled.",
     "low_memory": "Llama-3.1-8B on one GPU with 80 GB, one sequence of 8,192 tokens.",
-    "low_memory_7b": "Llama 2 7B's shape on one GPU with 80 GB, sequences of 1,024 tokens, as many as fit.",
+    "low_memory_7b": "Llama 2 7B's shape on one GPU with 80 GB, twelve sequences of 1,024 tokens.",
     "fp8_zero3": "SmolLM-1.7B on two GPUs, four sequences of 4,096 tokens each, in shards.",
     "fp8_zero3_four": "Llama-3.1-8B on four GPUs, two sequences of 8,192 tokens each.",
 }
