@@ -11,7 +11,8 @@ Lesson:   Model, hidden_states, chunk_loss, backward_in_chunks, forward_backward
 Plumbing: Config
 Copy:     chunk_loss, backward_in_chunks, hidden_states, evaluate (call backward_in_chunks in place of loss.backward(),
           with what the head reads [t, d] and targets [t]; tokens counts the valid targets of the global batch, and
-          model.loss sums. Not under DDP, which expects one backward)
+          model.loss sums. Not under DDP, which expects one backward; for FSDP2, which gathers weights in forwards,
+          call register_fsdp_forward_method(model, "hidden_states"))
 Needs:    cfg.device, cfg.dtype, cfg.loss_chunks, model.hidden_states, model.lm_head, model.loss, IGNORE
 Run:      python 01_single_gpu/chunked_loss.py
 Source:   Hsu et al. 2024, arXiv:2410.10989; Wijmans et al. 2024, arXiv:2411.09009
