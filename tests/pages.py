@@ -741,39 +741,63 @@ def measured(row: dict, key: str) -> list[float]:
 
 
 def speed(folder: str) -> str:
-    """A table per suite: the median of the rounds, and ratios to the first line, where the work is the same."""
-    parts = []
-    for name, suite in suites(folder).items():
-        rows, spread, first = [], 0, suite["rows"][0]
-        for i, row in enumerate(suite["rows"]):
-            tokens, mfu, memory = (measured(row, key) for key in ("tokens", "mfu", "memory"))
-            median, pipeline = statistics.median(tokens), row.get("pipeline")
-            # the rank that computes longest, for which the others also wait
-            slowest = max(row.get("profile", []), key=lambda ms: ms["compute"], default=None)
-            spread = max(spread, (max(tokens) - min(tokens)) / median)
-            compared = i < suite["alike"] > 1
-            rows.append(
-                [
-                    label(row, suite["rows"], folder),
-                    f"{median:,.0f}",
-                    f"{median / statistics.median(measured(first, 'tokens')):.3f}" if compared else "",
-                    f"{statistics.median(mfu):.1f} %" if mfu else "",
-                    " to ".join(f"{gib:.1f}" for gib in sorted({min(memory), max(memory)})) + " GiB" if memory else "",
-                    f"{slowest['exposed'] / slowest['step']:.1%}" if slowest else "",
-                    waiting(pipeline) if pipeline else "",
-                    "{forward:.2f} + {backward:.2f}".format(**row["block_ms"]) if "block_ms" in row else "",
-                ]
-            )
+    """A table per suite, in which another card has columns of its own, and how each was measured."""
+    parts, found = [], suites(folder)
+    for name in found:
+        if " on " in name:
+            continue
+        cards = [stored for key, stored in found.items() if key.split(" on ")[0] == name]
+        cards.sort(key=lambda stored: stored["gpu"], reverse=True)  # H200 before H100
+        assert len({tuple(row["file"] for row in stored["rows"]) for stored in cards}) == 1, name
         head = ["file", "tokens/s/GPU", "× first", "MFU", "memory", "exposed", "idle (expected)", "block, ms"]
-        text = table(head, rows)
-        flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
-        note = suite["gpu"] + (f"; rounds differ by at most {tied(f'{100 * spread:.1f} %')}" if spread else "")
-        note += f" ({suite['note']})" if "note" in suite else ""
-        how = [f"torch {suite['torch']}", suite["date"], *([f"commit {suite['commit']}"] if "commit" in suite else [])]
-        details = folded("commands", f"```\n{', '.join(how)}\n{suite['command']}\n\n{flags}\n```")
-        sentence = f"The same on an {name.split()[-1]}." if " on " in name else SUITES.get(name)
-        parts.append("\n\n".join(filter(None, [sentence, note, text, details])))
+        tables = [cells(stored, folder) for stored in cards]
+        rows = tables[0]
+        if len(cards) > 1:  # without MFU, which would make the table too wide
+            speeds = [(f"{stored['gpu'].split()[3]}, tokens/s", "× first") for stored in cards]
+            head = [head[0], *itertools.chain(*speeds), *head[4:]]
+            rows = [[same[0][0], *(cell for row in same for cell in row[1:3]), *same[0][4:]] for same in zip(*tables)]
+        note = ", and ".join(dict.fromkeys(map(where, cards)))
+        details = folded("commands", "\n\n".join(map(as_run, cards)))
+        parts.append("\n\n".join(filter(None, [SUITES.get(name), note, table(head, rows), details])))
     return "\n\n".join(parts)
+
+
+def cells(suite: dict, folder: str) -> list[list[str]]:
+    """A row per line of a suite: the median of the rounds, and its ratio to the first, where the work is the same."""
+    rows, first = [], suite["rows"][0]
+    for i, row in enumerate(suite["rows"]):
+        tokens, mfu, memory = (measured(row, key) for key in ("tokens", "mfu", "memory"))
+        median, pipeline = statistics.median(tokens), row.get("pipeline")
+        # the rank that computes longest, for which the others also wait
+        slowest = max(row.get("profile", []), key=lambda ms: ms["compute"], default=None)
+        rows.append(
+            [
+                label(row, suite["rows"], folder),
+                f"{median:,.0f}",
+                f"{median / statistics.median(measured(first, 'tokens')):.3f}" if i < suite["alike"] > 1 else "",
+                f"{statistics.median(mfu):.1f} %" if mfu else "",
+                " to ".join(f"{gib:.1f}" for gib in sorted({min(memory), max(memory)})) + " GiB" if memory else "",
+                f"{slowest['exposed'] / slowest['step']:.1%}" if slowest else "",
+                waiting(pipeline) if pipeline else "",
+                "{forward:.2f} + {backward:.2f}".format(**row["block_ms"]) if "block_ms" in row else "",
+            ]
+        )
+    return rows
+
+
+def where(suite: dict) -> str:
+    """GPUs, how far rounds are apart, and a note, if there is one."""
+    rounds = [measured(row, "tokens") for row in suite["rows"]]
+    spread = max((max(tokens) - min(tokens)) / statistics.median(tokens) for tokens in rounds)
+    note = f"; rounds differ by at most {tied(f'{100 * spread:.1f} %')}" if spread else ""
+    return suite["gpu"] + note + (f" ({suite['note']})" if "note" in suite else "")
+
+
+def as_run(suite: dict) -> str:
+    """Versions, the command of all lines, and that of each."""
+    flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
+    how = [f"torch {suite['torch']}", suite["date"], *([f"commit {suite['commit']}"] if "commit" in suite else [])]
+    return f"```\n{', '.join(how)}\n{suite['command']}\n\n{flags}\n```"
 
 
 def waiting(pipeline: dict) -> str:
