@@ -859,7 +859,7 @@ def check(cfg: Config) -> None:
         ),
         (
             cfg.precision != "autocast" and (several or cfg.lora_rank or cfg.recompute != "none" and not low_memory),
-            f"--precision {cfg.precision}: is predicted on one GPU, and with low_memory.py's --recompute only",
+            f"--precision {cfg.precision}: needs one GPU and no --recompute or --lora_rank, except as in low_memory.py",
         ),
         (
             cfg.lora_rank and (max(cfg.tp, cfg.cp, cfg.pp) > 1 or cfg.zero in (1, 2) or cfg.recompute != "none"),

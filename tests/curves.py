@@ -77,7 +77,7 @@ GPUS = queue.SimpleQueue()  # a run takes the number of a GPU out, and puts it b
 
 
 def output(recipe: str, change: tuple[str, ...], flags: str) -> str:
-    """What a recipe prints, or a copy of it with one change, up to the step whose loss is no number."""
+    """Run a recipe, or a copy with one change, and return its output. A loss that is not finite ends the run."""
     with tempfile.TemporaryDirectory() as folder:
         file, text = Path(folder, Path(recipe).name), (ROOT / recipe).read_text()
         assert not change or text.count(change[0]) == 1, f"{recipe} has no {change[0]}"
@@ -94,7 +94,7 @@ def output(recipe: str, change: tuple[str, ...], flags: str) -> str:
 
 
 def measured(label: str, recipe: str, dtype: str, change: tuple[str, ...], flags: str) -> dict:
-    """One curve: the loss of each step, up to the first that is no number."""
+    """One curve: the loss of each step, up to the first that is not finite."""
     lines = output(recipe, change, f"{flags} --dtype {dtype}")
     found = [float(loss) for loss in re.findall(r"^ *step \d+  loss (\S+)", lines, re.M)]
     found = found[: next((i for i, loss in enumerate(found) if not math.isfinite(loss)), len(found))]
