@@ -34,7 +34,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-import numpy as np
 import torch
 from launch import ROOT, isolated
 
@@ -138,19 +137,20 @@ def of_optimizers(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
     return rows + list(jobs.map(curve, [(row["optimizer"], row["lr"], seed) for row in best for seed in (1, 2)]))
 
 
-def minutes_to_loss(stored: dict) -> dict[str, list[float]]:
-    """By format, for each seed, minutes of training until the loss that bf16 with autocast has after 90 % of its steps.
+def time_to_loss(stored: dict) -> dict[str, list[tuple[float, float]]]:
+    """By format, for each seed: steps and minutes of training until the lowest loss that all formats reach.
 
-    Compilation and validation do not count. Between two validations the loss falls linearly. inf: it is not reached.
+    Compilation and validation do not count. Between two validations the loss falls linearly.
     """
-    found = defaultdict(list)
+    lowest, found = defaultdict(float), defaultdict(list)
     tokens = math.prod(int(re.search(rf"--{size} (\d+)", stored["flags"])[1]) for size in ("seq", "batch"))
     for run in stored["runs"]:
-        lowest, steps = np.minimum.accumulate(run["losses"]), stored["each"] * np.arange(1, len(run["losses"]) + 1)
-        same = next(r for r in stored["runs"] if (r["label"], r["seed"]) == (AUTOCAST, run["seed"]))
-        target = np.interp(0.9 * steps[-1], steps, same["losses"])
-        step = np.interp(-target, -lowest, steps) if lowest[-1] <= target else math.inf
-        found[run["label"]].append(step * tokens / run["speed"] / 60)
+        lowest[run["seed"]] = max(min(run["losses"]), lowest[run["seed"]])
+    for run in stored["runs"]:
+        loss, pairs = lowest[run["seed"]], enumerate(itertools.pairwise(run["losses"]), 1)
+        i, before, after = next((i, before, after) for i, (before, after) in pairs if after <= loss)
+        step = stored["each"] * (i + (before - loss) / (before - after))
+        found[run["label"]].append((step, step * tokens / run["speed"] / 60))
     return found
 
 

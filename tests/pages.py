@@ -21,6 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import schedules
+from curves import AUTOCAST, time_to_loss
 from launch import load, once
 from test_lineage import FAMILY, ROOT, TRAINING, clashes, lines_of_code, own_lines, parents
 from test_lineage import difference as count_difference
@@ -990,6 +991,23 @@ def curves() -> str:
     return f"{about(stored)}, `{stored['flags']}`\n\n{table(['format', 'loss of the last 100 steps'], rows)}"
 
 
+def minutes() -> str:
+    """What each format trained in a second, and how long it took to the lowest loss that all of them reached."""
+    stored, found = results("time.json"), time_to_loss(results("time.json"))
+    runs = {run["label"]: run for run in stored["runs"]}
+    speeds = {label: [run["speed"] for run in stored["runs"] if run["label"] == label] for label in runs}
+    means = {label: statistics.mean(minutes for _, minutes in times) for label, times in found.items()}
+    rows = []
+    for label in sorted(means, key=means.get):
+        steps, minutes = zip(*found[label])
+        link = f"../{runs[label]['recipe']}".removeprefix("../10_mixed_precision/")
+        cells = [f"{statistics.mean(speeds[label]):,.0f}", f"{min(steps):.0f} to {max(steps):.0f}"]
+        cells += [f"{min(minutes):.2f} to {max(minutes):.2f}", f"{means[label]:.2f}"]
+        rows.append([f"[{label}]({link})", *cells, f"{means[AUTOCAST] / means[label]:.2f}"])
+    head = ["format", "tokens/s", "steps", "minutes", "mean", "gain"]
+    return f"{about(stored)}, `{stored['flags']}`, seeds 0, 1 and 2, a GPU for each run\n\n{table(head, rows)}"
+
+
 def optimizers() -> str:
     """How the curves of AdamW and Muon were measured."""
     stored = results("optimizers.json")
@@ -1021,7 +1039,7 @@ def pages() -> list[Path]:
 
 
 MAKERS = [facts, first, look, equivalence, together, optimizers, collectives, attention, predictions, expert_layer]
-MAKERS += [layouts, inheritance, published, ladder, cards, updates, precision, curves]
+MAKERS += [layouts, inheritance, published, ladder, cards, updates, precision, curves, minutes]
 MAKERS = {make.__name__: make for make in MAKERS} | {"runs": measured_runs, "steps": kernel_steps, "8B": falling}
 MAKERS |= {"03_zero memory": memory_of_stages, "04_tensor_sequence memory": memory_of_blocks}
 MAKERS |= {"table of formats": formats, **{name: functools.partial(rounded, name) for name in ROUNDED}}

@@ -25,6 +25,7 @@ import matplotlib
 import schedules
 import torch
 import torch.distributed as dist
+from curves import time_to_loss
 from launch import ROOT, launch, load
 from matplotlib import pyplot
 from pages import RESULTS, contenders, difference, quickest, results
@@ -1130,6 +1131,32 @@ def draw_curves() -> str:
     return drawn(figure, "Loss of a small Llama in all formats, and how far each is from fp32 at the end")
 
 
+def draw_minutes() -> str:
+    """Loss on unseen text over minutes, means of the seeds; below it the minutes to one loss, a mark for each seed."""
+    stored, found = results("time.json"), time_to_loss(results("time.json"))
+    means = {label: statistics.mean(minutes for _, minutes in times) for label, times in found.items()}
+    figure, (upper, lower) = axes(540, 2)
+    for y, label in enumerate(sorted(means, key=means.get)):
+        runs = [run for run in stored["runs"] if run["label"] == label]
+        steps, minutes = map(sum, zip(*found[label]))  # of all seeds
+        losses = [statistics.mean(at) for at in zip(*(run["losses"] for run in runs))]
+        times = [stored["each"] * (i + 1) * minutes / steps for i in range(len(losses))]
+        role, style = ("folder06", "--") if "fp8" in label else ("folder01", ":" if "fp32" in label else "-")
+        family = label.split()[0].strip(",").replace("stochastic", "bf16")
+        words = "" if family in upper.get_legend_handles_labels()[1] else family
+        upper.plot(times, losses, style, color=LIGHT[role], label=words)
+        for (_, minutes), mark in zip(found[label], "o^s"):
+            lower.plot(minutes, y, mark, color=LIGHT[role], fillstyle="none")
+    upper.set(xlim=0, xlabel="minutes of training", ylabel="loss on unseen text")
+    lower.set(xlim=upper.get_xlim(), xlabel="minutes to the lowest loss that all reach, three seeds")
+    lower.set_yticks(range(len(means)), sorted(means, key=means.get))
+    lower.set_ylim(len(means) - 0.5, -0.5)
+    upper.legend(loc="upper right")
+    for axis in upper, lower:
+        axis.grid(axis="x" if axis is lower else "y")
+    return drawn(figure, "Loss on unseen text over time in all formats, and the time to one loss")
+
+
 def draw_muon() -> str:
     """Loss over the steps with the best learning rate of AdamW and of Muon, three seeds; and at the end, by rate."""
     stored = results("optimizers.json")
@@ -1166,7 +1193,7 @@ DRAWN = {
     "07_expert": (draw_balance, draw_experts),
     "08_4d": (draw_mesh,),
     "09_kernels": (draw_step, draw_addresses, draw_roofline, draw_tiles),
-    "10_mixed_precision": (draw_curves,),
+    "10_mixed_precision": (draw_curves, draw_minutes),
 }
 PICTURES = {
     f"{folder}/{draw.__name__.removeprefix('draw_')}.svg": draw for folder, found in DRAWN.items() for draw in found

@@ -1,6 +1,5 @@
 """Pictures on disk are those that pictures.py draws, can be read, and show what the recipes and results say."""
 
-import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -137,16 +136,14 @@ def test_optimizers():
     assert means["Muon"] < means["AdamW"]
 
 
-def test_minutes_to_loss():
-    """Losses that fall linearly by validations: half the speed takes twice the time, a loss ever above is no time."""
-    run = dict(seed=0, speed=1.0)  # a step of 60 tokens takes a minute
-    line = [5.0 - 0.1 * i for i in range(1, 11)]  # at steps 20, 40, ... 200; after 180 of them 4.1
-    runs = [dict(run, label=curves.AUTOCAST, losses=line), dict(run, label="half", speed=0.5, losses=line)]
-    runs += [dict(run, label="later", losses=[5.05 - 0.1 * i for i in range(1, 11)])]
-    runs += [dict(run, label="never", losses=[4.2] * 10), dict(run, label=curves.AUTOCAST, seed=1, losses=line[::-1])]
-    found = curves.minutes_to_loss(dict(each=20, flags="--seq 30 --batch 2", runs=runs))
-    wanted = {curves.AUTOCAST: [180, 20], "half": [360], "later": [190], "never": [math.inf]}
-    assert found == {label: pytest.approx(minutes) for label, minutes in wanted.items()}
+def test_time_to_loss():
+    """Losses that fall linearly by validations: half the speed takes twice the time to what the last one reaches."""
+    runs = [dict(label="first", seed=0, speed=1.0, losses=[5.0 - 0.1 * i for i in range(1, 11)])]  # 60 tokens a minute
+    runs += [dict(runs[0], label="half", speed=0.5), dict(runs[0], label="last", losses=[4.95] * 4 + [4.25, 4.4])]
+    runs += [dict(run, seed=1, losses=[4.5, 4.4]) for run in runs[:1]]
+    found = curves.time_to_loss(dict(each=20, flags="--seq 30 --batch 2", runs=runs))
+    wanted = {"first": [(150, 150), (40, 40)], "half": [(150, 300)], "last": [(100, 100)]}
+    assert found == {label: list(map(pytest.approx, times)) for label, times in wanted.items()}
 
 
 def test_naive_forms_are_changes_of_the_recipes():
