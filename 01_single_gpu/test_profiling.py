@@ -114,6 +114,10 @@ def test_profile_of_a_recipe(tmp_path):
         assert 0 < 0.9 * ms["communication"] <= ms["exposed"] and ms["compute"] + ms["exposed"] <= ms["step"]
         assert (tmp_path / f"naive.rank{rank}.trace.json.gz").stat().st_size > 1000
     launch(PROFILING, 1, f"--draw {tmp_path}/picture.svg {tmp_path}/naive.rank0.json", save=False)
+    flags = f"01_single_gpu/chunked_loss.py --folder {tmp_path} --device cpu --layers 2 --batch 4 --loss_chunks 2"
+    launch(PROFILING, 1, flags, save=False)
+    ms = json.loads((tmp_path / "chunked_loss.rank0.json").read_text())["ms"]
+    assert ms["forward"] > 0.2 * ms["backward"] > 0, "the forward in parts counts as optimizer"
     assert "02_data_parallel/naive.py" in (tmp_path / "picture.svg").read_text()
     assert "</svg>" in (tmp_path / "naive.rank0.memory.svg").read_text()
 

@@ -654,7 +654,7 @@ def check(cfg: Config, world: int) -> None:
     each = cfg.batch // max(1, world)
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
-    least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
+    least = flops_per_token(replace(cfg, seq=0)) / 2 + 8 * cfg.batch * cfg.seq  # 2 bytes per weight, and token ids
     large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
     folder = Path(cfg.adapters).resolve()
     place = folder if folder.exists() else folder.parent

@@ -5,7 +5,7 @@ and writes them (8), AdamW reads gradient, weight and two moments and writes thr
 bf16 weights that the next forward reads (6): 46 bytes, and 6 more if bf16 gradients are cast first. Here the norm reads
 gradients, and one kernel does the rest: it scales each gradient as it reads it, and writes each weight twice, in fp32
 and in bf16: 34 bytes with fp32 gradients, 30 with bf16 ones. A table of addresses makes one launch of hundreds: a small
-tensor costs a block, not a launch.
+tensor costs a block, not a launch. Tensors whose address or size is no multiple of 16 have two launches of their own.
 
 Parent:   none
 Copy:     TRITON, locate, squares_kernel, adamw_kernel, Slot, Launch, AdamW
@@ -112,7 +112,14 @@ class Slot:
     mean: Tensor  # of its gradients
     square: Tensor  # mean of their squares
     group: dict
+    version: int  # of the parameter when its master was last rounded into it
     steps: int = 0  # in which it had a gradient
+
+    def check_master(self) -> None:
+        """Raise if weights were loaded into the parameter alone: the step would write the master's over them."""
+        p = self.parameter
+        if self.version != p._version and not torch.equal(p, self.master.to(p.dtype)):
+            raise ValueError("a parameter is not its rounded master: load weights into slots[i].master, too")
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ class AdamW:
     their own `lr` and `weight_decay` if they need them; `param_groups` are these dicts, so that a schedule may change
     lr. Masters begin as copies of the parameters: who has these in fp32 copies them over `slots[i].master`. Parameters
     without a gradient are left alone. The norm is that of this process. State is in `slots`; there is no state_dict.
-    Raises ValueError for parameters that are not contiguous, on several devices, or given twice.
+    Raises ValueError for parameters that are not contiguous, on several devices, given twice or loaded without masters.
     """
 
     def __init__(
@@ -152,8 +159,10 @@ class AdamW:
         self.slots = []
         for group in self.param_groups:
             for p in group["params"]:
-                master = p.detach().to(torch.promote_types(p.dtype, torch.float32))
-                self.slots.append(Slot(p, master, torch.zeros_like(master), torch.zeros_like(master), group))
+                wide = torch.promote_types(p.dtype, torch.float32)
+                master = p if p.dtype == wide else p.detach().to(wide)
+                moments = (torch.zeros_like(master, requires_grad=False) for _ in range(2))
+                self.slots.append(Slot(p, master, *moments, group, p._version))
         parameters = [slot.parameter for slot in self.slots]
         if not all(p.is_contiguous() for p in parameters):
             raise ValueError("parameters must be contiguous")
@@ -170,6 +179,7 @@ class AdamW:
         kinds = {}  # a kernel reads and writes tensors of one dtype, and either all or none 16 bytes at once
         for slot in self.slots:
             if slot.parameter.grad is not None:
+                slot.check_master()
                 slot.steps += 1
                 gradient = slot.parameter.grad.contiguous()
                 kept = gradient, slot.master, slot.mean, slot.square, slot.parameter
@@ -190,6 +200,8 @@ class AdamW:
             adamw_kernel[(on.blocks[0],)](on.table, on.numbers, norm, len(on.gradients), **on.constants)
         # a backward of what was computed with the old weights gets an error
         torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])
+        for slot in self.slots:
+            slot.version = slot.parameter._version
         return norm
 
     def launch(

@@ -113,7 +113,7 @@ def programs_of(kernel: Callable, shape: tuple[int, ...], block: int) -> int:
 
 def launch(kernel: Callable, x: Tensor, y: Tensor, programs: int, block: int) -> None:
     """Run the first `programs` programs of the kernel on contiguous x and y: x [n] to copy, [rows, columns] else."""
-    if programs:  # a grid of 0 programs is an error
+    if programs:
         kernel[(programs,)](x, y, *x.shape, BLOCK=block)
 
 

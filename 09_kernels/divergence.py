@@ -86,7 +86,7 @@ def branched(x_ptr, y_ptr, n, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < n
     x = widen(tl.load(x_ptr + offset, inside, 0))
-    need = in_need(x)  # lanes beyond the end hold 0: they need nothing
+    need = in_need(x) & inside
     y = step(x, 1.0)
     if tl.max(need.to(tl.int32), 0) > 0:  # a scalar: all warps of the program take the same side
         fine = x
@@ -103,7 +103,7 @@ def collect(x_ptr, y_ptr, list_ptr, count_ptr, n, BLOCK: tl.constexpr):
     inside = offset < n
     x = widen(tl.load(x_ptr + offset, inside, 0))
     tl.store(y_ptr + offset, step(x, 1.0).to(y_ptr.dtype.element_ty), inside)
-    need = in_need(x).to(tl.int32)
+    need = (in_need(x) & inside).to(tl.int32)
     found = tl.sum(need, 0)
     if found > 0:
         # One atomic add reserves places for all of them. The order of the list differs from run to run, y does not.

@@ -91,7 +91,7 @@ class ELU(torch.autograd.Function):
         x = x.contiguous()  # the kernel counts elements, not strides
         ctx.save_for_backward(x)
         y, n, block = torch.empty_like(x), x.numel(), block_length(x)
-        if n:  # a grid of 0 programs is an error
+        if n:  # else there is nothing to launch
             elu_forward[(triton.cdiv(n, block),)](x, y, n, BLOCK=block)  # the grid: a program per block
         return y
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
 import triton
@@ -111,6 +112,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         raise ValueError("x is rotated in place: it must not be a leaf, such as a parameter")
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
         raise ValueError("x is expanded: it must have memory for each of its elements")
+    if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
+        x = x.clone()  # selective checkpointing may keep what a projection returns: it would be rotated twice
     return Rotate.apply(x, cos, sin)
 
 

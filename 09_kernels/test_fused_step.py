@@ -103,6 +103,25 @@ def test_masters(file=None):
     assert (p.float() - 3).abs().max() < 0.02
 
 
+@in_a_fork
+def test_loaded_weights_are_not_undone():
+    """In fp32 they are what is trained; of bf16 a step asks for the masters, and takes them."""
+    module = load(ADAMW)
+    layers = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).bfloat16()
+    for layer in layers:
+        optimizer = module.AdamW([dict(params=list(layer.parameters()))], lr=0.1, weight_decay=0.0)
+        layer.load_state_dict({"weight": torch.full((4, 4), 3.0)}, assign=False)
+        layer.weight.data = layer.weight.data.clone()  # elsewhere, as Module.to does
+        layer.weight.grad = torch.ones_like(layer.weight)
+        if layer.weight.dtype == torch.bfloat16:
+            layer.weight.detach().copy_(layer.weight.clone())
+            with pytest.raises(ValueError, match="not its rounded master"):
+                optimizer.step()
+            optimizer.slots[0].master.fill_(3.0)
+        optimizer.step()
+        assert torch.allclose(layer.weight.float(), torch.tensor(2.9), rtol=0.01), layer.weight
+
+
 def test_training_starts_from_what_is_not_rounded(file=None):
     """With bf16 weights beside them, too, masters begin as the root's fp32 weights, and it is they that are saved."""
     mine = launch(file or KERNELS, 1, f"{SMALL} --dtype bfloat16 --steps 0").weights

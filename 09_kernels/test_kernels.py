@@ -6,6 +6,7 @@ bugs with them.
 """
 
 import contextlib
+import functools
 import io
 import itertools
 import os
@@ -22,6 +23,7 @@ import torch
 from launch import ROOT, in_a_fork, load
 from test_lineage import FAMILY
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 KERNELS = [path for path in FAMILY if path.startswith("09") and path != "09_kernels/train.py"]
 # whose own tests prove them in less time than their checks take
@@ -299,6 +301,21 @@ def test_rope_rotates_in_place_and_leaves_the_gradient_alone(file=None):
     raises(ValueError, "contiguous", lambda: module.rotate(wide[..., ::2], rope))
 
 
+@in_a_fork
+def test_rope_where_a_projection_is_kept(file=None):
+    """Selective checkpointing that keeps what a matmul returned: recomputation does not rotate it again."""
+    module = load(file or ROPE)
+    x, weight, rope = random(2, 3, 8), random(8, 8).requires_grad_(), module.table(3, 4, "cpu")
+
+    def block(x: Tensor) -> Tensor:
+        return module.rotate(nn.functional.linear(x, weight), rope).exp()
+
+    (right,) = torch.autograd.grad(block(x).sum(), weight)
+    keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    (found,) = torch.autograd.grad(checkpoint(block, x, use_reentrant=False, context_fn=keep).sum(), weight)
+    assert torch.equal(found, right), "rotated twice"
+
+
 def check_written_over(recipe: str, file: str) -> None:
     """All that is promised of what a file writes over."""
     if recipe == SWIGLU:
@@ -309,9 +326,28 @@ def check_written_over(recipe: str, file: str) -> None:
         test_cross_entropy_raises_where_logits_are_needed(file)
     else:
         test_rope_rotates_in_place_and_leaves_the_gradient_alone(file)
+        test_rope_where_a_projection_is_kept(file)
 
 
 # --------------------------------------------------------------------------------------------------------- edge cases
+@in_a_fork
+def test_zeros_that_need_all_steps(tmp_path, file=None):
+    """With another formula, as the file invites: lanes beyond the end hold 0, and still are in nobody's list."""
+    changed, text = tmp_path / "divergence.py", (ROOT / (file or DIVERGENCE)).read_text()
+    assert text.count("tl.abs(x) > CALM") == 1
+    changed.write_text(text.replace("tl.abs(x) > CALM", "tl.abs(x) < CALM"))
+    module, n = load(str(changed)), 1000
+    for value, count in (7.0, 0), (0.0, n):
+        x, y, indices = (
+            torch.full((2048,), value),
+            torch.full((2048,), -5.0),
+            torch.full((2048,), -1, dtype=torch.int32),
+        )
+        found = torch.zeros(1, dtype=torch.int32)
+        module.collect[(1,)](x, y, indices, found, n, BLOCK=module.BLOCK)
+        assert found == count and (indices[n:] == -1).all() and (y[n:] == -5).all()
+
+
 @in_a_fork
 def test_refusals(file=None):
     """What a kernel does not take ends with one clear error; what is at the edge is taken, strided weights are, too."""

@@ -38,6 +38,7 @@ from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
 import triton
@@ -468,6 +469,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         raise ValueError("x is rotated in place: it must not be a leaf, such as a parameter")
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
         raise ValueError("x is expanded: it must have memory for each of its elements")
+    if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
+        x = x.clone()  # selective checkpointing may keep what a projection returns: it would be rotated twice
     return Rotate.apply(x, cos, sin)
 
 
@@ -687,7 +690,14 @@ class Slot:
     mean: Tensor  # of its gradients
     square: Tensor  # mean of their squares
     group: dict
+    version: int  # of the parameter when its master was last rounded into it
     steps: int = 0  # in which it had a gradient
+
+    def check_master(self) -> None:
+        """Raise if weights were loaded into the parameter alone: the step would write the master's over them."""
+        p = self.parameter
+        if self.version != p._version and not torch.equal(p, self.master.to(p.dtype)):
+            raise ValueError("a parameter is not its rounded master: load weights into slots[i].master, too")
 
 
 @dataclass(frozen=True)
@@ -710,7 +720,7 @@ class AdamW:
     their own `lr` and `weight_decay` if they need them; `param_groups` are these dicts, so that a schedule may change
     lr. Masters begin as copies of the parameters: who has these in fp32 copies them over `slots[i].master`. Parameters
     without a gradient are left alone. The norm is that of this process. State is in `slots`; there is no state_dict.
-    Raises ValueError for parameters that are not contiguous, on several devices, or given twice.
+    Raises ValueError for parameters that are not contiguous, on several devices, given twice or loaded without masters.
     """
 
     def __init__(
@@ -727,8 +737,10 @@ class AdamW:
         self.slots = []
         for group in self.param_groups:
             for p in group["params"]:
-                master = p.detach().to(torch.promote_types(p.dtype, torch.float32))
-                self.slots.append(Slot(p, master, torch.zeros_like(master), torch.zeros_like(master), group))
+                wide = torch.promote_types(p.dtype, torch.float32)
+                master = p if p.dtype == wide else p.detach().to(wide)
+                moments = (torch.zeros_like(master, requires_grad=False) for _ in range(2))
+                self.slots.append(Slot(p, master, *moments, group, p._version))
         parameters = [slot.parameter for slot in self.slots]
         if not all(p.is_contiguous() for p in parameters):
             raise ValueError("parameters must be contiguous")
@@ -745,6 +757,7 @@ class AdamW:
         kinds = {}  # a kernel reads and writes tensors of one dtype, and either all or none 16 bytes at once
         for slot in self.slots:
             if slot.parameter.grad is not None:
+                slot.check_master()
                 slot.steps += 1
                 gradient = slot.parameter.grad.contiguous()
                 kept = gradient, slot.master, slot.mean, slot.square, slot.parameter
@@ -765,6 +778,8 @@ class AdamW:
             adamw_kernel[(on.blocks[0],)](on.table, on.numbers, norm, len(on.gradients), **on.constants)
         # a backward of what was computed with the old weights gets an error
         torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])
+        for slot in self.slots:
+            slot.version = slot.parameter._version
         return norm
 
     def launch(

@@ -14,8 +14,9 @@ Lesson:   Loss, Model.__init__, build_model, Slot, update, AdamW, make_optimizer
           accumulate_gradients, forward_backward, gradient_norm, train_step
 Plumbing: Config, set_learning_rate, save, check
 Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients (build_model makes model.masters, make_optimizer the
-          slots; with several micro-batches call accumulate_gradients after each backward, as forward_backward does;
-          step as train_step does; of Config it reads clip, eps, lr, device and compile)
+          slots; load a checkpoint into weights and masters; with several micro-batches call accumulate_gradients after
+          each backward, as forward_backward does; step as train_step does; of Config it reads clip, eps, lr, device and
+          compile)
 Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, model.masters
 Run:      python 10_mixed_precision/bf16.py --dtype bfloat16
 Source:   Micikevicius et al. 2018, arXiv:1710.03740; AdamW, arXiv:1711.05101
@@ -311,6 +312,7 @@ class Slot:
     master: Tensor
     mean: Tensor
     square: Tensor
+    version: int = -1  # of the parameter when its master was rounded into it: each change of a tensor counts it up
 
 
 def update(
@@ -348,6 +350,8 @@ class AdamW:
         for s in self.slots:
             if s.parameter is not s.master and s.parameter.grad is not None and s.master.grad is not None:
                 raise RuntimeError("weight and master have a .grad: call accumulate_gradients after each backward")
+            if s.version != s.parameter._version and not torch.equal(s.parameter, s.master.to(s.parameter.dtype)):
+                raise RuntimeError("a weight is not its rounded master: load weights into model.masters, too")
         return [s.master.grad if s.parameter.grad is None else s.parameter.grad for s in self.slots]
 
     def step(self, norm: Tensor) -> None:
@@ -365,6 +369,7 @@ class AdamW:
                     weight = None if slot.parameter is slot.master else slot.parameter.view(-1)
                     kept = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
                     self.update(weight, *kept, gradient.flatten(), numbers)
+                slot.version = slot.parameter._version
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

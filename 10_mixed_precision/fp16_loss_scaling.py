@@ -320,6 +320,7 @@ class Slot:
     master: Tensor
     mean: Tensor
     square: Tensor
+    version: int = -1  # of the parameter when its master was rounded into it: each change of a tensor counts it up
 
 
 def update(
@@ -360,6 +361,8 @@ class AdamW:
         for s in self.slots:
             if s.parameter is not s.master and s.parameter.grad is not None and s.master.grad is not None:
                 raise RuntimeError("weight and master have a .grad: call accumulate_gradients after each backward")
+            if s.version != s.parameter._version and not torch.equal(s.parameter, s.master.to(s.parameter.dtype)):
+                raise RuntimeError("a weight is not its rounded master: load weights into model.masters, too")
         return [s.master.grad if s.parameter.grad is None else s.parameter.grad for s in self.slots]
 
     def step(self, norm: Tensor, scale: Tensor) -> None:
@@ -381,6 +384,7 @@ class AdamW:
                     weight = None if slot.parameter is slot.master else slot.parameter.view(-1)
                     kept = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
                     self.update(weight, *kept, gradient.flatten(), numbers)
+                slot.version = slot.parameter._version
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -525,11 +529,12 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
     for step in range(cfg.steps):
         start = time.perf_counter()
         set_learning_rate(cfg, optimizer, step)
+        scale = model.scaling.scale.clone()  # of this step, which may halve it
         loss, norm = train_step(cfg, model, optimizer, *batch)
         batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         # a lower scale helps a gradient that overflows; there is none below 1, and none helps the loss itself
-        if not math.isfinite(loss) or not math.isfinite(norm) and model.scaling.scale == 1:
+        if not math.isfinite(loss) or not math.isfinite(norm) and scale == 1:
             raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])

@@ -139,10 +139,13 @@ def shapes_of_cast(x: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -
 def quantize(x: Tensor, amax: Tensor, past: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [m, k] -> x8 [m, k], its scale [], x8 transposed [k, m], the same scale; x ~ x8 · scale
 
-    past [n]: amax of earlier steps, which sets the scale; None: that of x does. amax [] is raised to that of x.
+    past [n]: amax of earlier steps, which sets the scale (1 if all are 0: they say nothing); None: that of x does.
+    amax [] is raised to that of x.
     """
     largest = amax_of(x) if past is None else past.amax()
     scale = largest.float().clamp(min=LEAST) * (1 / torch.finfo(dtype).max)
+    if past is not None:
+        scale = torch.where(largest > 0, scale, 1.0)
     y, t = cast(x, scale, amax, dtype)
     return y, scale, t, scale
 
@@ -174,13 +177,14 @@ class Multiply(torch.autograd.Function):
         w: Tensor, w_scale: Tensor, w_t: Tensor, w_t_scale: Tensor,
     ) -> Tensor:  # fmt: skip
         x8, x_scale, x_t, x_t_scale = quantize(x, x_amax, x_past, E4M3)
-        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale, dy_amax, dy_past)
+        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale, dy_past)
+        ctx.dy_amax = dy_amax  # not saved: backward raises it, and may be that of several forwards, one after another
         return multiply(x8, x_scale, w, w_scale, fast=True)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_t, x_t_scale, w_t, w_t_scale, dy_amax, dy_past = ctx.saved_tensors
-        dy8, dy_scale, dy_t, dy_t_scale = quantize(dy, dy_amax, dy_past, GRADIENT)
+        x_t, x_t_scale, w_t, w_t_scale, dy_past = ctx.saved_tensors
+        dy8, dy_scale, dy_t, dy_t_scale = quantize(dy, ctx.dy_amax, dy_past, GRADIENT)
         dx = multiply(dy8, dy_scale, w_t, w_t_scale)
         return dx, multiply(dy_t, dy_t_scale, x_t, x_t_scale), *[None] * 8  # dw [f, d] = dyᵀ x
 
@@ -224,7 +228,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Linear(inputs, outputs, bias=False).weight  # initialised, for a trainer that does not
         self.quantized: tuple[Tensor, ...] = ()  # by quantize; no buffers, whose dtype Model.to would change
-        self.version = -1  # of the weight that is in fp8: each change of a tensor counts it up
+        self.version = -1  # of the weight that is in fp8: each change counts it up, but those through .data
         self.amax: tuple[Tensor, ...] = ()  # of x and of dy in this step, each []
         self.past: tuple[Tensor | None, ...] = (None, None)  # in earlier ones, each [n]
 
@@ -436,6 +440,7 @@ class Slot:
     master: Tensor
     mean: Tensor
     square: Tensor
+    version: int = -1  # of the parameter when its master was rounded into it: each change of a tensor counts it up
 
 
 def update(
@@ -473,6 +478,8 @@ class AdamW:
         for s in self.slots:
             if s.parameter is not s.master and s.parameter.grad is not None and s.master.grad is not None:
                 raise RuntimeError("weight and master have a .grad: call accumulate_gradients after each backward")
+            if s.version != s.parameter._version and not torch.equal(s.parameter, s.master.to(s.parameter.dtype)):
+                raise RuntimeError("a weight is not its rounded master: load weights into model.masters, too")
         return [s.master.grad if s.parameter.grad is None else s.parameter.grad for s in self.slots]
 
     def step(self, norm: Tensor) -> None:
@@ -490,6 +497,7 @@ class AdamW:
                     weight = None if slot.parameter is slot.master else slot.parameter.view(-1)
                     kept = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
                     self.update(weight, *kept, gradient.flatten(), numbers)
+                slot.version = slot.parameter._version
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

@@ -14,9 +14,10 @@ Lesson:   E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, am
           Linear, Attention.__init__, MLP.__init__, build_model, quantize_weights, train_step
 Plumbing: Config, check
 Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply,
-          Linear, quantize_weights (call it before the first forward and after each optimizer step; Linear takes
-          weights in bfloat16 in place of autocast, and bf16.py has the optimizer for them; with several micro-batches,
-          delete each loss before the next forward, as forward_backward does)
+          Linear, quantize_weights (call it before the first forward and after whatever writes weights: an optimizer
+          step, a checkpoint, an average that is swapped in; Linear takes weights in bfloat16 in place of autocast, and
+          bf16.py has the optimizer for them; with several micro-batches, delete each loss before the next forward, as
+          forward_backward does)
 Run:      python 10_mixed_precision/fp8_tensorwise.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433
 """
@@ -207,7 +208,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Linear(inputs, outputs, bias=False).weight  # initialised, for a trainer that does not
         self.quantized: tuple[Tensor, ...] = ()  # by quantize; no buffers, whose dtype Model.to would change
-        self.version = -1  # of the weight that is in fp8: each change of a tensor counts it up
+        self.version = -1  # of the weight that is in fp8: each change counts it up, but those through .data
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> [..., f]"""
@@ -415,6 +416,7 @@ class Slot:
     master: Tensor
     mean: Tensor
     square: Tensor
+    version: int = -1  # of the parameter when its master was rounded into it: each change of a tensor counts it up
 
 
 def update(
@@ -452,6 +454,8 @@ class AdamW:
         for s in self.slots:
             if s.parameter is not s.master and s.parameter.grad is not None and s.master.grad is not None:
                 raise RuntimeError("weight and master have a .grad: call accumulate_gradients after each backward")
+            if s.version != s.parameter._version and not torch.equal(s.parameter, s.master.to(s.parameter.dtype)):
+                raise RuntimeError("a weight is not its rounded master: load weights into model.masters, too")
         return [s.master.grad if s.parameter.grad is None else s.parameter.grad for s in self.slots]
 
     def step(self, norm: Tensor) -> None:
@@ -469,6 +473,7 @@ class AdamW:
                     weight = None if slot.parameter is slot.master else slot.parameter.view(-1)
                     kept = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
                     self.update(weight, *kept, gradient.flatten(), numbers)
+                slot.version = slot.parameter._version
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

@@ -85,6 +85,27 @@ def test_a_forgotten_micro_batch_is_noticed():
 
 
 @in_a_fork
+def test_loaded_weights_are_not_undone(file=None):
+    """A step refuses weights that are not those of the masters, and takes what was loaded into both."""
+    module = load(file or BF16)
+    sys.argv = ["recipe", *f"{SMALL} --microbatches 1".split()]
+    cfg = module.parse_config()
+    model, loaded = module.build_model(cfg), module.build_model(replace(cfg, seed=1))
+    optimizer, batch = module.make_optimizer(cfg, model), module.make_batch(cfg, module.load_data(cfg)[0], 0)
+    for steps in range(2):
+        if steps:
+            module.train_step(cfg, model, optimizer, *batch)
+        model.load_state_dict(loaded.state_dict())
+        with pytest.raises(RuntimeError, match="not its rounded master"):
+            module.train_step(cfg, model, optimizer, *batch)
+        with torch.no_grad():
+            for name, master in model.masters.items():
+                master.copy_(loaded.masters[name])
+        optimizer.zero_grad()
+    module.train_step(cfg, model, optimizer, *batch)
+
+
+@in_a_fork
 def test_norm_is_added_up_in_fp32(file=None):
     """The norm of bf16 gradients is that of the same numbers in float64, and it clips them in fp32."""
     module = load(file or BF16)

@@ -4,9 +4,12 @@ Scales are powers of two, so that the recipe equals the root in float64 with a s
 Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
+import math
 import sys
+from contextlib import nullcontext
 from types import ModuleType
 
+import pytest
 import torch
 from launch import in_a_fork, load
 
@@ -47,6 +50,24 @@ def test_overflow_skips_the_step(file=None):
     module.train_step(cfg, model, optimizer, *batch)
     changed = [not torch.equal(x, y) for x, y in zip(before, state_of(model, optimizer), strict=True)]
     assert sum(changed) > 0.9 * len(changed), "the step after skipped ones changes nothing"
+
+
+@in_a_fork
+def test_scale_falls_to_1(capsys):
+    """A gradient that overflows with a scale of 2 is tried with 1; one that overflows with 1 ends the run."""
+    module, (cfg, model, _), _ = start(None, "--dtype float16 --steps 3")
+    norm, module.build_model = module.gradient_norm, lambda cfg: model
+    for least in 2, 1:
+
+        def overflowing(optimizer, least=least):
+            return norm(optimizer) * (math.inf if model.scaling.scale >= least else 1)
+
+        model.scaling.scale.fill_(2.0)
+        module.gradient_norm = overflowing
+        with pytest.raises(SystemExit, match="gradient norm inf") if least == 1 else nullcontext():
+            module.train(cfg, *module.load_data(cfg))
+        assert model.scaling.scale == 1
+    assert capsys.readouterr().out.count("step 3") == 1
 
 
 @in_a_fork

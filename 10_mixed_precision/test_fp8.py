@@ -269,6 +269,30 @@ def test_scales_follow_the_history(file=None):
 
 
 @in_a_fork
+def test_a_history_of_zeros_says_nothing():
+    """What was zero in all earlier steps does not saturate at a scale that is next to nothing."""
+    module, x = load(DELAYED), uneven(16, 16, 1)
+    y, scale, *_ = module.quantize(x, torch.zeros(()), torch.zeros(3), module.E4M3)
+    assert scale == 1 and torch.equal(y.float(), x.float().to(module.E4M3).float())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@in_a_fork
+def test_several_forwards_before_a_backward(recipe, file=None):
+    """As in a pipeline, or where a loss has two parts: gradients are the sum of those one by one."""
+    module, (cfg, model, optimizer), (batch, *_) = start(file or recipe)
+    module.train_step(cfg, model, optimizer, *batch)  # so that there is a history
+    halves = list(zip(*(x.chunk(2) for x in batch)))
+    for loss in [module.forward(cfg, model, *half) for half in halves]:
+        loss.backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for half in halves:
+        module.forward(cfg, model, *half).backward()
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), found))
+
+
+@in_a_fork
 def test_micro_batches_share_a_history(file=None):
     """amax of a step is that of all its micro-batches, of x and of dy; inf and NaN do not enter it."""
     found = []

@@ -11,8 +11,9 @@ formats also runs naive forms, recipes with one line changed: fp16 whose loss is
 that are rounded to nearest, fp8 without scales. optimizers trains with every learning rate of RATES from one seed, then
 with the best of each optimizer from two more.
 
-time gives each run a GPU of its own, and stores its tokens per second and its losses on one batch of unseen text: of
-the last twentieth of all .py files of this Python installation. Runs of other seeds stay where they are stored.
+time gives each run a GPU of its own, and stores its tokens per second and its losses on one batch of unseen text, which
+depends on the seed: of the last twentieth of all .py files of this Python installation. Runs of other seeds stay where
+they are stored.
 """
 
 import argparse
@@ -137,15 +138,21 @@ def of_optimizers(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
     return rows + list(jobs.map(curve, [(row["optimizer"], row["lr"], seed) for row in best for seed in (1, 2)]))
 
 
+def lowest_loss(stored: dict) -> dict[int, float]:
+    """By seed, the lowest loss that all formats reach."""
+    lowest = defaultdict(float)
+    for run in stored["runs"]:
+        lowest[run["seed"]] = max(min(run["losses"]), lowest[run["seed"]])
+    return lowest
+
+
 def time_to_loss(stored: dict) -> dict[str, list[tuple[float, float]]]:
-    """By format, for each seed: steps and minutes of training until the lowest loss that all formats reach.
+    """By format, for each seed: steps and minutes of training until the seed's lowest_loss.
 
     Compilation and validation do not count. Between two validations the loss falls linearly.
     """
-    lowest, found = defaultdict(float), defaultdict(list)
+    lowest, found = lowest_loss(stored), defaultdict(list)
     tokens = math.prod(int(re.search(rf"--{size} (\d+)", stored["flags"])[1]) for size in ("seq", "batch"))
-    for run in stored["runs"]:
-        lowest[run["seed"]] = max(min(run["losses"]), lowest[run["seed"]])
     for run in stored["runs"]:
         loss, pairs = lowest[run["seed"]], enumerate(itertools.pairwise(run["losses"]), 1)
         i, before, after = next((i, before, after) for i, (before, after) in pairs if after <= loss)
@@ -164,15 +171,16 @@ def gather_text(folder: str) -> int:
 
 
 def over_time(flags: str, jobs: ThreadPoolExecutor, seeds: list[int], file: Path, about: dict) -> None:
-    """Run each format from each seed, in random order after the slowest, and store each run when it has ended."""
+    """Run each format from each seed, the slowest first, then in random order; store each run when it has ended."""
     with tempfile.TemporaryDirectory() as folder:
         about["bytes"] = gather_text(folder)
         before = json.loads(file.read_text()) if file.exists() else {"runs": []} | about
         if any(before[key] != about[key] for key in ("gpu", "torch", "flags", "each", "bytes")):
             raise SystemExit(f"{file} has runs of another kind: move it away first")
         runs = {(run["label"], run["seed"]): run for run in before["runs"]}
-        slow, *others = [(*run, f"{flags} --data {folder}", seed) for run in TIMED for seed in seeds]
-        running = [jobs.submit(timed, *run) for run in (slow, *random.sample(others, len(others)))]
+        slow, *others = [[(*run, f"{flags} --data {folder}", seed) for seed in seeds] for run in TIMED]
+        others = sum(others, [])
+        running = [jobs.submit(timed, *run) for run in slow + random.sample(others, len(others))]
         for job in as_completed(running):
             if not job.exception():
                 run = job.result()

@@ -21,7 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import schedules
-from curves import AUTOCAST, time_to_loss
+from curves import AUTOCAST, lowest_loss, time_to_loss
 from launch import load, once
 from test_lineage import FAMILY, ROOT, TRAINING, clashes, lines_of_code, own_lines, parents
 from test_lineage import difference as count_difference
@@ -1005,7 +1005,12 @@ def minutes() -> str:
         cells += [f"{min(minutes):.2f} to {max(minutes):.2f}", f"{means[label]:.2f}"]
         rows.append([f"[{label}]({link})", *cells, f"{means[AUTOCAST] / means[label]:.2f}"])
     head = ["format", "tokens/s", "steps", "minutes", "mean", "gain"]
-    return f"{about(stored)}, `{stored['flags']}`, seeds 0, 1 and 2, a GPU for each run\n\n{table(head, rows)}"
+    stored["command"] += " --seeds " + " ".join(map(str, lowest_loss(stored)))
+    losses = ", ".join(f"{loss:.3f}" for loss in lowest_loss(stored).values())
+    note = (
+        f"{about(stored)}, `{stored['flags']}`, one micro-batch, {stored['bytes'] / 1e6:.0f} MB of text; to losses of"
+    )
+    return f"{note} {losses}\n\n{table(head, rows)}"
 
 
 def optimizers() -> str:

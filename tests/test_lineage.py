@@ -64,7 +64,7 @@ LIMITS = {  # lines of code; 490 for a recipe that is not named
     "08_4d/moe.py": 1150,  # and the experts of 07
     "08_4d/checkpoint.py": 1135,
     **{
-        f"10_mixed_precision/fp8_{name}.py": 519
+        f"10_mixed_precision/fp8_{name}.py": 523
         for name in ("blockwise", "delayed_scaling", "low_memory", "stochastic_rounding")
     },
     "10_mixed_precision/fp8_zero3.py": 640,  # zero3.py, and the matmuls of fp8_tensorwise.py
@@ -123,7 +123,7 @@ def needs(recipe: Recipe) -> list[str]:
     listed = [nodes[name] for name in copied(recipe)]
     inside = [node for definition in listed for node in ast.walk(definition)]
     read = {dotted(node) for node in inside if isinstance(node, ast.Attribute)}
-    fields = {text for text in read if re.fullmatch(r"cfg\.\w+", text)}
+    fields = {text.removeprefix("self.") for text in read if re.fullmatch(r"(self\.)?cfg\.\w+", text)}
     attributes = {text for text in read if re.fullmatch(r"model\.(model\.)?(?!model$)\w+", text)}
     attributes = {text for text in attributes if not hasattr(nn.Module, text.split(".")[-1])}
     compared = [n for n in inside if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.In | ast.NotIn)]
