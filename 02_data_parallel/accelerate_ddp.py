@@ -326,7 +326,7 @@ def train_step(cfg: Config, accelerator: Accelerator, model: Model, optimizer, i
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.chunk(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
     dist.all_reduce(loss)  # one element; everyone waits
     return loss / tokens

@@ -300,7 +300,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 def make_buckets(model: nn.Module, bucket_mb: float) -> list[list[Tensor]]:
     """Cut the parameters, in about the order of backward, into buckets of at most bucket_mb or one parameter."""
     buckets, size = [[]], 0
-    for p in list(model.parameters())[::-1]:
+    for p in [p for p in model.parameters() if p.requires_grad][::-1]:
         limit = min(bucket_mb, 1) if len(buckets) == 1 else bucket_mb  # the first is small, to start early
         if buckets[-1] and size + p.nbytes > limit * 2**20:
             buckets.append([])
@@ -375,7 +375,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.chunk(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
     dist.all_reduce(loss)  # one element; everyone waits
     return loss / tokens

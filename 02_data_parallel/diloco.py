@@ -9,8 +9,8 @@ an outer step takes the place of the gradients. The log shows the first worker; 
 Parent:   02_data_parallel/naive.py
 Lesson:   make_outer_optimizer, forward_backward, outer_step, train
 Plumbing: Config, check
-Copy:     make_outer_optimizer, outer_step, evaluate (call outer_step after every --inner_steps steps, and before
-          weights are saved)
+Copy:     make_outer_optimizer, outer_step, evaluate (start with the same weights on all ranks, or they never agree;
+          call outer_step after every --inner_steps steps, and before weights are saved)
 Needs:    cfg.device, cfg.outer_lr, cfg.outer_momentum, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/diloco.py
 Source:   Douillard et al. 2023, DiLoCo, arXiv:2311.08105
@@ -336,7 +336,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.chunk(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
     dist.all_reduce(loss)  # one element; everyone waits
     return loss / tokens

@@ -114,6 +114,8 @@ def watch(store: dist.Store, timeout: float) -> Callable[[Exception], None]:
     def watched(collective: Callable) -> Callable:
         @wraps(collective)
         def call(*args, **how):
+            if any(x is dist.GroupMember.NON_GROUP_MEMBER for x in (*args, *how.values())):
+                return collective(*args, **how)  # torch warns and returns: this rank is no member
             frame = sys._getframe(1)
             where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             given = [*args, *how.values()]
@@ -411,10 +413,11 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
-    for p in model.parameters():
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
-    for gradient in mistaken(cfg, [p.grad for p in model.parameters()]):
+    for gradient in mistaken(cfg, [p.grad for p in trained]):
         dist.all_reduce(gradient)  # 2 (dp-1)/dp of its bytes out and in per rank; everyone waits, nothing computes
     loss = loss.detach()
     dist.all_reduce(loss)  # one element, for the log; everyone waits
@@ -439,7 +442,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.chunk(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
     dist.all_reduce(loss)  # one element; everyone waits
     return loss / tokens

@@ -300,7 +300,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
-    for p in model.parameters():
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
         dist.all_reduce(p.grad)  # 2 (dp-1)/dp of its bytes out and in per rank; everyone waits, nothing computes
@@ -327,7 +328,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.chunk(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
     dist.all_reduce(loss)  # one element; everyone waits
     return loss / tokens

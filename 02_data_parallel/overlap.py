@@ -300,7 +300,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 def backward(model: nn.Module, loss: Tensor) -> None:
     """Run backward; sum each gradient over the ranks as soon as all of them have it. Call it once per step."""
-    order = list(model.parameters())[::-1]  # about backward's; all ranks must start their reductions in one order
+    order = [p for p in model.parameters() if p.requires_grad][::-1]  # about backward's, and the same on all ranks
     ready, reductions = set(), []
 
     def reduce_ready() -> None:
@@ -355,7 +355,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.chunk(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
     dist.all_reduce(loss)  # one element; everyone waits
     return loss / tokens

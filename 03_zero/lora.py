@@ -18,7 +18,8 @@ Copy:     Unit, gather, free, before_forward, after_forward, after_backward, mak
           unit, the embedding into unit 0, and call check_units; give the model the attributes of Model.__init__; call
           before_forward before and after_forward after each unit; after each backward free the first block's unit; call
           sum_gradients after the last one, and divide the loss by the valid tokens of all ranks. Adapters start equal
-          on all ranks. Gather each unit, as save does, before you merge adapters or save weights)
+          on all ranks. If embedding and head are one tensor, do not call after_forward for unit 0. Gather each unit, as
+          save does, before you merge adapters or save weights)
 Needs:    cfg.adapters, cfg.clip, cfg.device, cfg.lora_alpha, cfg.lora_rank, cfg.microbatches, model.dp, model.gathers,
           model.units, "lora_", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/lora.py
@@ -510,8 +511,8 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    micro = (x.chunk(cfg.microbatches) for x in own)  # b/dp/microbatches s
+    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
     loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
     dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
     return loss / tokens

@@ -260,6 +260,8 @@ def make_unit(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> Unit:
     parameters = sorted(parameters, key=lambda p: -p.ndim)  # matrices first
     if not all(p.requires_grad for p in parameters):
         raise ValueError("a frozen parameter: every element of a unit is trained")
+    if len({p.dtype for p in parameters}) > 1:
+        raise ValueError("parameters of several dtypes: make a unit of each")
     sizes = [p.numel() for p in parameters]
     each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
     sizes.append(group.size() * each - sum(sizes))  # the padding
@@ -461,7 +463,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
     dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
     return loss / tokens

@@ -486,6 +486,17 @@ def has_one_more_norm(module, cfg, model):
     model.model.extra = module.RMSNorm(cfg).requires_grad_(not hasattr(module, "LoRALinear"))
 
 
+@when_built
+def has_a_wider_norm(module, cfg, model):
+    """As in a model in bf16 whose norms are in fp32."""
+    model.model.norm.double()
+
+
+def reduces_each_micro_batch(module):
+    """A probe: nobody says which micro-batch is the last."""
+    module.Model.requires_gradient_sync = property(lambda self: True, lambda self, value: None)
+
+
 def has_two_losses(module):
     """A probe: two forwards, then backward of both, as where two answers are compared."""
     forward = module.forward
@@ -504,6 +515,8 @@ def zeroes_gradients_as_usual(module):
     [
         (ZERO1, freezes_the_embedding, "a frozen parameter"),
         (ZERO1, zeroes_gradients_as_usual, "a .grad is no view"),
+        (ZERO1, has_a_wider_norm, "parameters of several dtypes"),
+        (OVERLAP, reduces_each_micro_batch, "a unit is reduced twice in a step"),
         *((recipe, freezes_the_embedding, "embed_tokens.weight is frozen") for recipe in (MASTERS, HSDP, OFFLOAD)),
         *((recipe, has_a_block_less, "at least one parameter") for recipe in (OVERLAP, HSDP, OFFLOAD)),
         (OVERLAP, has_one_more_norm, "model.extra.weight must be in exactly one unit"),

@@ -10,7 +10,7 @@ Parent:   02_data_parallel/naive.py
 Lesson:   shard, sum_gradients, build_model, forward_backward, clip_gradients, save
 Plumbing: Model.__init__, evaluate
 Copy:     shard, sum_gradients, clip_gradients, evaluate (sum_gradients only if the loss is divided by the tokens of all
-          ranks, as here)
+          ranks, as here; if embedding and head are one tensor, put the embedding into the head's list)
 Needs:    cfg.clip, cfg.device, cfg.dtype, model.dp, model.lm_head, model.model.embed_tokens, model.model.layers,
           model.model.norm, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/torch_fsdp.py
@@ -359,7 +359,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
     dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
     return loss / tokens

@@ -15,9 +15,10 @@ Plumbing: Config, Model.__init__, build_model, train_step, check, evaluate
 Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit, check_units, clip_gradients,
           evaluate (give the model the attributes of Model.__init__; put each parameter into exactly one unit, and call
           check_units; call before_forward before each unit; hook unit 0 as build_model does, or, if it is several
-          tensors, call reduce(model, 0) after each backward; the optimizer, clip_gradients and save take the shards,
-          never model.parameters(); after a step set unit.gathering = None; gradients are summed, so divide the loss by
-          the valid tokens of all ranks. If embedding and head are one tensor, put it into unit 0)
+          tensors, call reduce(model, 0) after each backward; set model.requires_gradient_sync for the last micro-batch
+          alone, as forward_backward does; the optimizer, clip_gradients and save take the shards, never
+          model.parameters(); after a step set unit.gathering = None; gradients are summed, so divide the loss by the
+          valid tokens of all ranks. If embedding and head are one tensor, put it into unit 0)
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.requires_gradient_sync, model.sending,
           model.stream, model.units, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1_overlap.py
@@ -128,6 +129,8 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
     G/4 to G/2 times the bytes of an fp32 ring.
     """
+    if unit.matrices.grad is not None:
+        raise RuntimeError("a unit is reduced twice in a step: only the last micro-batch has requires_gradient_sync")
     gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
@@ -494,8 +497,8 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    micro = (x.chunk(cfg.microbatches) for x in own)  # b/dp/microbatches s
+    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
     loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
     dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
     return loss / tokens

@@ -12,7 +12,7 @@ Memory per rank: 2/tp bytes per frozen weight of a block, and 16 per element of 
 the others. Once per step, a rank also sends 2·(tp-1)/tp of 4 bytes per element of the whole matrices.
 
 Parent:   04_tensor_sequence/tensor_parallel.py, 01_single_gpu/lora.py
-Lesson:   placement, sum_partial, forward_backward, clip_gradients
+Lesson:   placement, sum_partial, forward_backward
 Plumbing: Config, Attention.__init__, MLP.__init__, Model.__init__, build_model, unshard, save_adapters, save, check
 Copy:     LoRALinear, SPLIT, CopyToTP, ReduceFromTP, placement, sum_partial, clip_gradients, unshard, merge_adapters,
           save_adapters (as tensor_parallel.py and 01_single_gpu/lora.py say; draw each whole matrix alike on all ranks;

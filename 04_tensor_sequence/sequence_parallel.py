@@ -16,7 +16,8 @@ Lesson:   gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Sca
           sum_replicas
 Plumbing: check, main
 Copy:     SPLIT, gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, placement, sum_replicas,
-          clip_gradients (Attention, MLP and Model show their calls)
+          clip_gradients (Attention, MLP and Model show their calls; call sum_replicas once per step, after the last
+          backward)
 Needs:    cfg.clip, cfg.kv_heads, model.model.layers, model.replicas, model.tp, "k_proj", "v_proj"
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/sequence_parallel.py
 Source:   Korthikanti et al. 2022, arXiv:2205.05198
@@ -170,8 +171,8 @@ class RowParallel(torch.autograd.Function):
 class Scatter(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
-    Backward gathers the gradients of all n tokens. So the gradient of an embedding, or of learned positions, is
-    complete: do not sum it over tp.
+    Backward gathers the gradients of all n tokens. So a table that is split over tp has its whole gradient. One that is
+    on all ranks (learned positions: add those of a rank's tokens after Scatter) has to be summed, as in sum_replicas.
     """
 
     @staticmethod
@@ -295,7 +296,7 @@ class Embedding(nn.Module):
 
 
 class Loss(nn.Module):
-    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t].
+    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]: below v, or IGNORE (others go unnoticed).
 
     Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
     of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
@@ -494,7 +495,7 @@ def sum_replicas(model: nn.Module) -> None:
     """
     # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
     # with tp 2 instead of tp.size(): on one rank nothing is split, and everything would count as replicated
-    replicated = [p.grad for name, p in model.named_parameters() if placement(name, 2, 2)[1] == 1]
+    replicated = [p.grad for name, p in model.named_parameters() if placement(name, 2, 2)[1] == 1 and p.requires_grad]
     model.tp.allreduce_coalesced(replicated).wait()  # 2 (tp-1)/tp of their bytes out and in per rank; everyone waits
     if model.replicas.size() > 1:
         layers = [block.self_attn for block in model.model.layers]
@@ -516,7 +517,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     held_by = {}  # number of ranks -> gradients that so many ranks hold
-    for name, p in model.named_parameters():
+    for name, p in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
     norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each

@@ -12,8 +12,8 @@ Lesson:   SPLIT, CopyToTP, ReduceFromTP, Attention, MLP, placement, build_model,
 Plumbing: Config, Block.__init__, Model.__init__, forward_backward, check
 Copy:     SPLIT, CopyToTP, ReduceFromTP, placement, sum_replicas, clip_gradients (name your layers in SPLIT; Attention
           and MLP show where both functions stand, build_model how weights are cut, clip_gradients what the norm counts.
-          With as many key heads as ranks or more, sum_replicas is not needed; else tp must be neighbours, or make the
-          replicas a mesh axis)
+          With as many key heads as ranks or more, sum_replicas is not needed; else call it once per step, after the
+          last backward, and tp must be neighbours, or make the replicas a mesh axis)
 Needs:    cfg.clip, cfg.kv_heads, model.model.layers, model.replicas, model.tp, "k_proj", "v_proj"
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/tensor_parallel.py
 Source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
@@ -388,7 +388,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     held_by = {}  # number of ranks -> gradients that so many ranks hold
-    for name, p in model.named_parameters():
+    for name, p in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
     norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each

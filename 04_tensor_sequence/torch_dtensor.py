@@ -348,7 +348,7 @@ def sum_replicas(model: Model) -> None:
 
     Do it before the clip: where a gradient is still a partial sum, torch 2.11 scales a copy and not the gradient.
     """
-    for p in model.parameters():
+    for p in (p for p in model.parameters() if p.requires_grad):
         if p.grad.placements != p.placements:
             # of a norm, the sum over all tokens: 2 (tp-1)/tp of the bytes of d elements out and in per rank, for which
             # the clip waits; of the embedding, whose gradient is whole, this rank's rows: nothing moves

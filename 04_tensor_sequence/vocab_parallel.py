@@ -220,7 +220,7 @@ class Embedding(nn.Module):
 
 
 class Loss(nn.Module):
-    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t].
+    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]: below v, or IGNORE (others go unnoticed).
 
     Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
     of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
@@ -434,7 +434,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     held_by = {}  # number of ranks -> gradients that so many ranks hold
-    for name, p in model.named_parameters():
+    for name, p in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
     norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each

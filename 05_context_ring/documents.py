@@ -95,7 +95,9 @@ def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
 
     Inputs, targets (next tokens, found before the cut) and rotary angles are all cut by these.
     """
-    parts = torch.arange(cfg.seq, device=cfg.device).chunk(2 * cp.size())
+    if cp.size() > 1 and cfg.seq % (2 * cp.size()):
+        raise ValueError(f"--seq {cfg.seq}: must be divisible by twice the {cp.size()} ranks")
+    parts = torch.arange(cfg.seq, device=cfg.device).tensor_split(2 * cp.size())
     return torch.cat([parts[cp.rank()], parts[-1 - cp.rank()]])
 
 
@@ -548,7 +550,7 @@ def backward(model: nn.Module, loss: Tensor) -> None:
         ready.append(p.grad)
         reduce(9)  # about a block's
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
     loss.backward()
     for handle in hooks:
         handle.remove()

@@ -9,7 +9,7 @@ import equivalence
 import pytest
 import torch
 from contract import refusal
-from launch import isolated, launch, load, once
+from launch import RankFailed, isolated, launch, load, once
 from probes import phase, settled, together
 from streams import streams
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,6 +39,25 @@ SIZES = [  # that may fail where the hardest of each recipe, which the contract 
 def test_gradient_on_other_sizes(recipe, world, flags, monkeypatch):
     monkeypatch.setitem(equivalence.HARDEST, recipe, (world, flags))
     contract.check_gradient(recipe)
+
+
+def evaluates_longer_sequences(module):
+    """A probe: a validation at twice the length of the training."""
+    step = module.train_step
+
+    def evaluated(cfg, model, optimizer, *batch):
+        module.evaluate(cfg, model, *(torch.cat((x, x), 1) for x in batch))
+        return step(cfg, model, optimizer, *batch)
+
+    module.train_step = evaluated
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", [GATHER, USP])  # others share evaluate
+def test_longer_sequences_are_refused(recipe):
+    """... not cut: their loss would be divided by the tokens of all."""
+    with pytest.raises(RankFailed, match=f"sequences of {2 * S} tokens: must have --seq {S}"):
+        launch(recipe, 2, SMALL, probe=evaluates_longer_sequences)
 
 
 @pytest.mark.thorough

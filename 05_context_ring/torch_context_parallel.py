@@ -348,7 +348,7 @@ def backward(model: nn.Module, loss: Tensor) -> None:
         ready.append(p.grad)
         reduce(9)  # about a block's
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
     loss.backward()
     for handle in hooks:
         handle.remove()

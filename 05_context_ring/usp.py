@@ -555,7 +555,7 @@ def backward(model: nn.Module, loss: Tensor) -> None:
         ready.append(p.grad)
         reduce(9)  # about a block's
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
     loss.backward()
     for handle in hooks:
         handle.remove()
@@ -568,6 +568,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     held = shard(cfg, model.cp)
+    if inputs.shape[1] != len(held) * model.cp.whole.size():
+        raise ValueError(f"sequences of {inputs.shape[1]} tokens: must have --seq {cfg.seq}, divisible by the ranks")
     inputs, targets = inputs.to(cfg.device)[:, held], targets.to(cfg.device)[:, held]  # b s/cp
     loss = forward(cfg, model, inputs, targets) / tokens
     backward(model, loss)
@@ -595,6 +597,8 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
     held = shard(cfg, model.cp)
+    if inputs.shape[1] != len(held) * model.cp.whole.size():
+        raise ValueError(f"sequences of {inputs.shape[1]} tokens: must have --seq {cfg.seq}, divisible by the ranks")
     loss = forward(cfg, model, *(x.to(cfg.device)[:, held] for x in (inputs, targets)))  # b s/cp
     dist.all_reduce(loss, group=model.cp.whole)  # one element; everyone waits
     return loss / tokens

@@ -405,14 +405,15 @@ def run_schedule(
                 output = output / tokens
                 total += output.detach()
             work = send(model, op, output.detach())
-            if output.requires_grad:
+            if torch.is_grad_enabled():
                 saved[i] = x, output, work
-            else:  # under torch.no_grad()
+            else:
                 messages.append((work, output))
         else:
             x, output, work = saved.pop(i)
             wait_for_send(work)  # the output has arrived, since its gradient has come back
-            output.backward(arrived)
+            if output.requires_grad:  # else all parameters of the first stage are frozen
+                output.backward(arrived)
             messages.append((send(model, op, x.grad), x.grad))
         if len(messages) > 2:
             wait_for_send(messages.pop(0)[0])  # and frees what was sent
@@ -434,7 +435,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]) ** 2
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -455,7 +456,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
     forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.microbatches) if op[0] == "F"]
-    micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/m s
+    micro = (x.to(cfg.device).tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/m s
     loss = run_schedule(cfg, model, forwards, *micro, tokens)
     dist.all_reduce(loss, group=model.pp)  # one element; everyone waits
     return loss

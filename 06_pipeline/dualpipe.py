@@ -193,7 +193,10 @@ class InputGradient(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    """A linear layer without bias, whose backward leaves out the gradient of its weight while a schedule runs."""
+    """A linear layer without bias, whose backward leaves out the gradient of its weight while a schedule runs.
+
+    Call it once in a forward: x and dy of two calls would be added up before they are multiplied.
+    """
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -568,7 +571,7 @@ def run_schedule(
 def sum_replicas(model: nn.Module) -> None:
     """Add up the gradients of the two ranks that hold the same weights: each has seen half of the batch."""
     stages = sorted(model.chunks, key=lambda stage: stage.stage)  # the same order on both
-    for p in [p for stage in stages for p in stage.parameters()]:
+    for p in [p for stage in stages for p in stage.parameters() if p.requires_grad]:
         if p.grad is None:  # no micro-batch of this rank came by
             p.grad = torch.zeros_like(p)
         dist.all_reduce(p.grad, group=model.mirror)  # 4 bytes per element, once per step; the clip waits
@@ -588,7 +591,9 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2 / 2  # each is on two ranks
+    norm = (
+        nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]) ** 2 / 2
+    )  # each is on two ranks
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -609,7 +614,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
     forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.microbatches) if op[0] == "F"]
-    micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/m s
+    micro = (x.to(cfg.device).tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/m s
     loss = run_schedule(cfg, model.chunks, forwards, *micro, tokens)
     dist.all_reduce(loss, group=model.pp)  # one element; everyone waits
     return loss

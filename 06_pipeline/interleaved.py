@@ -1,10 +1,10 @@
 """Interleaved 1F1B: every rank holds several stages, its chunks, and a micro-batch visits it once per chunk.
 
 With v chunks per rank there are v·p stages, stage s on rank s mod p. A stage takes 1/v of a rank's time, so the
-pipeline fills and drains v times as fast: ranks idle for (p-1)/(v·m+p-1) of the time. There are v times as many
-messages. At most 2(p-1-rank) + (v-1)p + 1 chunks of micro-batches are in flight on a rank, each with the activations of
-1/v of its layers. Micro-batches go in groups of p. With a smaller last group ranks can wait for each other forever, so
-m must be a multiple of p. With one chunk this is 1F1B.
+pipeline fills and drains v times as fast: ranks idle for (p-1)/(v·m+p-1) of the time. There are (v·p-1)/(p-1) times as
+many messages. At most 2(p-1-rank) + (v-1)p + 1 chunks of micro-batches are in flight on a rank, each with the
+activations of 1/v of its layers. Micro-batches go in groups of p. With a smaller last group ranks can wait for each
+other forever, so m must be a multiple of p. With one chunk this is 1F1B.
 
 Parent:   06_pipeline/1f1b.py
 Lesson:   receive, send, Stage, Model, schedule, run_schedule
@@ -446,14 +446,15 @@ def run_schedule(
                 output = output / tokens
                 total += output.detach()
             work = send(model, op, output.detach())
-            if output.requires_grad:
+            if torch.is_grad_enabled():
                 saved[i, chunk] = x, output, work
-            else:  # under torch.no_grad()
+            else:
                 messages.append((work, output))
         else:
             x, output, work = saved.pop((i, chunk))
             wait_for_send(work)  # the output has arrived, since its gradient has come back
-            output.backward(arrived)
+            if output.requires_grad:  # else all parameters of the first stage are frozen
+                output.backward(arrived)
             messages.append((send(model, op, x.grad), x.grad))
         # with several chunks, a rank may send p in a row before the next rank of the ring takes one
         if len(messages) > (model.pp.size() if len(chunks) > 1 else 2):
@@ -476,7 +477,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]) ** 2
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -497,7 +498,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
     forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches) if op[0] == "F"]
-    micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/m s
+    micro = (x.to(cfg.device).tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/m s
     loss = run_schedule(cfg, model.chunks, forwards, *micro, tokens)
     dist.all_reduce(loss, group=model.pp)  # one element; everyone waits
     return loss

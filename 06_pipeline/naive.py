@@ -354,7 +354,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         total += output.detach()
     send(model, "F", output.detach())
     arrived = receive(model, "B", shape, dtype, inputs.device)
-    output.backward(arrived)
+    if output.requires_grad:  # else all parameters of the first stage are frozen
+        output.backward(arrived)
     send(model, "B", x.grad)
     dist.all_reduce(total, group=model.pp)  # one element, for the log; everyone waits
     return total
@@ -362,7 +363,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]) ** 2
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)

@@ -10,8 +10,9 @@ Parent:   06_pipeline/1f1b.py
 Lesson:   InputGradient, Linear, schedule, prepare_linears, backward_input, backward_weights, run_schedule
 Plumbing: Attention.__init__, MLP.__init__, Model.__init__
 Copy:     InputGradient, Linear, prepare_linears, backward_input, backward_weights, schedule, run_schedule,
-          clip_gradients, evaluate (use Linear for every nn.Linear; what it needs else is what 06_pipeline/1f1b.py
-          lists. Gradients arrive in .grad without the hooks of DDP or FSDP: sum them over replicas after run_schedule)
+          clip_gradients, evaluate (use Linear for every nn.Linear; a weight that is used twice in a forward has two
+          Linears that share it; what it needs else is what 06_pipeline/1f1b.py lists. Gradients arrive in .grad
+          without the hooks of DDP or FSDP: sum them over replicas after run_schedule)
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.pp, model.stage, model.stages, IGNORE,
           receive, send, wait_for_send, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/split_backward.py
@@ -181,7 +182,10 @@ class InputGradient(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    """A linear layer without bias, whose backward leaves out the gradient of its weight while a schedule runs."""
+    """A linear layer without bias, whose backward leaves out the gradient of its weight while a schedule runs.
+
+    Call it once in a forward: x and dy of two calls would be added up before they are multiplied.
+    """
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -523,7 +527,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]) ** 2
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -544,7 +548,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
     forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.microbatches) if op[0] == "F"]
-    micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/m s
+    micro = (x.to(cfg.device).tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/m s
     loss = run_schedule(cfg, model, forwards, *micro, tokens)
     dist.all_reduce(loss, group=model.pp)  # one element; everyone waits
     return loss

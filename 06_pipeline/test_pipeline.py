@@ -5,6 +5,7 @@ import itertools
 import types
 import weakref
 
+import compare
 import contract
 import equivalence
 import probes
@@ -29,6 +30,21 @@ SIZES = [  # that may fail where the hardest of each recipe, which the contract 
     (TWIN, 3, "--microbatches 3"),  # of torch's schedules one that places stages in a V, and the one without
     (TWIN, 4, "--microbatches 6 --schedule ZBVZeroBubble --layers 11"),
 ]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "recipe, flags", [(NAIVE, ""), (ONE_F_ONE_B, "--microbatches 3"), (INTERLEAVED, "--microbatches 3 --chunks 1")]
+)
+def test_frozen_first_stage(recipe, flags):
+    """Nothing of it is trained, and so no gradient goes back through it; all else is trained as by the root."""
+    common = (
+        "--device cpu --dtype float64 --layers 3 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 6 --steps 2"
+    )
+    probe = probes.freezes("embed_tokens", "layers.0.")
+    theirs = launch("01_single_gpu/train.py", 1, common, probe=probe)
+    ours = launch(recipe, 3, f"{common} {flags}", probe=probe)
+    compare.assert_close(compare.relative_errors(ours.weights, theirs.weights), 1e-10, recipe)
 
 
 @pytest.mark.thorough
@@ -341,10 +357,12 @@ REFUSED = [  # recipes, ranks, flags, what the one line must have
     ([INTERLEAVED], 2, "--layers 5 --chunks 3", ("--layers 5", "--chunks", "processes, 6")),
     ([ZBV], 4, "--layers 7", ("--layers 7", "twice", "processes, 8")),
     ([DUALPIPE], 3, "", ("--nproc_per_node 3", "even")),
+    ([TWIN], 1, "--schedule LoopedBFS --validate 1", ("--validate", "LoopedBFS", "1 processes")),
+    ([TWIN], 2, "--schedule ZBVZeroBubble --validate 1", ("--validate", "ZBVZeroBubble")),
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, TWIN])
 def test_sizes(recipe):
     """What cannot be split ends with one line that names the flag and what would work."""
     module = load(recipe)

@@ -10,7 +10,7 @@ Lesson:   ONE, LOOP, V, SPLIT, stages_of, Model, Stage, build_schedule, run_sche
 Plumbing: Config, build_model, check, evaluate
 Copy:     ONE, build_schedule, run_schedule, clip_gradients, evaluate (Stage is your own module of a stage: autocast
           belongs in its forward, which the library calls. forward_backward calls run_schedule; so does a validation
-          loop, under torch.no_grad() and with a schedule of its own)
+          loop, under torch.no_grad() and with a schedule of its own, on equal micro-batches)
 Needs:    cfg.clip, cfg.device, cfg.dtype, cfg.microbatches, cfg.schedule, model.loss, model.mine, model.pp,
           model.split, model.tokens, IGNORE, Stage
 Run:      torchrun --nproc_per_node 8 06_pipeline/torch_pipelining.py
@@ -390,7 +390,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]) ** 2
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -541,7 +541,10 @@ def check(cfg: Config, world: int) -> None:
             cfg.schedule.startswith("Interleaved") and cfg.microbatches % rounds,
             f"--microbatches {cfg.microbatches}: --schedule {cfg.schedule} takes multiples of the {world} processes",
         ),
-        (cfg.validate and cfg.schedule in V, f"--validate: the library cannot evaluate in --schedule {cfg.schedule}"),
+        (
+            cfg.validate and (cfg.schedule in V or world == 1 and cfg.schedule in LOOP),
+            f"--validate: the library cannot evaluate in --schedule {cfg.schedule} on {world} processes",
+        ),
         (
             cfg.compile and cfg.schedule in SPLIT,
             f"--compile: --schedule {cfg.schedule} splits the backward, which torch cannot do with compiled blocks",

@@ -193,7 +193,10 @@ class InputGradient(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    """A linear layer without bias, whose backward leaves out the gradient of its weight while a schedule runs."""
+    """A linear layer without bias, whose backward leaves out the gradient of its weight while a schedule runs.
+
+    Call it once in a forward: x and dy of two calls would be added up before they are multiplied.
+    """
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -558,7 +561,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]) ** 2
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -579,7 +582,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
     forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.microbatches) if op[0] == "F"]
-    micro = (x.to(cfg.device).chunk(cfg.microbatches) for x in (inputs, targets))  # b/m s
+    micro = (x.to(cfg.device).tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/m s
     loss = run_schedule(cfg, model.chunks, forwards, *micro, tokens)
     dist.all_reduce(loss, group=model.pp)  # one element; everyone waits
     return loss

@@ -150,6 +150,8 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
     G/4 to G/2 times the bytes of an fp32 ring.
     """
+    if unit.matrices.grad is not None:
+        raise RuntimeError("a unit is reduced twice in a step: only the last micro-batch has requires_gradient_sync")
     gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
@@ -301,8 +303,8 @@ def row_parallel(x: Tensor, tp: dist.ProcessGroup, weight: Tensor) -> Tensor:
 class Scatter(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
-    Backward gathers the gradients of all n tokens. So the gradient of an embedding, or of learned positions, is
-    complete: do not sum it over tp.
+    Backward gathers the gradients of all n tokens. So a table that is split over tp has its whole gradient. One that is
+    on all ranks (learned positions: add those of a rank's tokens after Scatter) has to be summed, as in sum_replicas.
     """
 
     @staticmethod
@@ -422,7 +424,7 @@ class Embedding(nn.Module):
 
 
 class Loss(nn.Module):
-    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t].
+    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]: below v, or IGNORE (others go unnoticed).
 
     Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
     of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
@@ -732,8 +734,8 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    micro = (x.chunk(cfg.microbatches) for x in own)  # b/dp/microbatches s
+    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
     loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
     dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
     return loss / tokens

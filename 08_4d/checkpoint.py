@@ -4,7 +4,7 @@ Every --every steps each rank copies its share of weights and moments to the CPU
 goes on, by torch.distributed.checkpoint: a safetensors file per rank, in which each tensor is a rectangle of a full
 one, known by name and offset. A rank that resumes reads what overlaps with its own shards, whoever wrote it. Files go
 into a folder step-N.writing, renamed to step-N when all ranks have written: what a kill interrupts does not count. The
-batch follows from the step (if --seed, --data, --batch and --seq are as before), so a run that is started again, by
+batch follows from the step (if --data, --batch and --seq are as before), so a run that is started again, by
 hand or by torchrun, goes on from the newest checkpoint with the next batch. Per checkpoint 12Ψ bytes: fp32 weights and
 two moments. Each rectangle has a checksum, of its values, its place and its checkpoint: a damaged file, or one of
 another checkpoint, is refused, and --resume names an older one. No file is unpickled; torch's default format has a
@@ -13,11 +13,11 @@ variable below: without it, new ranks look for the addresses of dead ones (pytor
 
 Parent:   08_4d/train.py
 Lesson:   Config, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, pieces, snapshot, whole, chosen,
-          training_of, key_of, write_files, write, resume, train
+          run_and_name, training_of, key_of, write_files, write, resume, train
 Plumbing: check
 Copy:     placement, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, pieces, snapshot, whole, chosen,
-          training_of, key_of, write_files, write, resume (train shows their calls; parameter_names is yours: the
-          name of each parameter in the whole model)
+          run_and_name, training_of, key_of, write_files, write, resume (train shows their calls; parameter_names is
+          yours: the name of each parameter in the whole model)
 Needs:    cfg.checkpoint, cfg.device, cfg.keep, cfg.kv_heads, cfg.resume, cfg.vocab, model.tp, model.units, "k_proj",
           "v_proj", VOCABULARY, SPLIT, parameter_names
 Run:      torchrun --nproc_per_node 8 08_4d/checkpoint.py --checkpoint checkpoints
@@ -174,6 +174,8 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
     G/4 to G/2 times the bytes of an fp32 ring.
     """
+    if unit.matrices.grad is not None:
+        raise RuntimeError("a unit is reduced twice in a step: only the last micro-batch has requires_gradient_sync")
     gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
@@ -321,8 +323,8 @@ def row_parallel(x: Tensor, tp: dist.ProcessGroup, weight: Tensor) -> Tensor:
 class Scatter(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
-    Backward gathers the gradients of all n tokens. So the gradient of an embedding, or of learned positions, is
-    complete: do not sum it over tp.
+    Backward gathers the gradients of all n tokens. So a table that is split over tp has its whole gradient. One that is
+    on all ranks (learned positions: add those of a rank's tokens after Scatter) has to be summed, as in sum_replicas.
     """
 
     @staticmethod
@@ -345,7 +347,9 @@ def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
 
     Inputs, targets (next tokens, found before the cut) and rotary angles are all cut by these.
     """
-    parts = torch.arange(cfg.seq, device=cfg.device).chunk(2 * cp.size())
+    if cp.size() > 1 and cfg.seq % (2 * cp.size()):
+        raise ValueError(f"--seq {cfg.seq}: must be divisible by twice the {cp.size()} ranks")
+    parts = torch.arange(cfg.seq, device=cfg.device).tensor_split(2 * cp.size())
     return torch.cat([parts[cp.rank()], parts[-1 - cp.rank()]])
 
 
@@ -685,7 +689,7 @@ class Embedding(nn.Module):
 
 
 class Loss(nn.Module):
-    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t].
+    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]: below v, or IGNORE (others go unnoticed).
 
     Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
     of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
@@ -1056,15 +1060,16 @@ def run_schedule(
                 output = output / tokens
                 total += output.detach()
             work = send(model, op, output.detach())
-            if output.requires_grad:
+            if torch.is_grad_enabled():
                 saved[i, chunk] = x, output, work
-            else:  # under torch.no_grad()
+            else:
                 messages.append((work, output))
         else:
             x, output, work = saved.pop((i, chunk))
             wait_for_send(work)  # the output has arrived, since its gradient has come back
             model.requires_gradient_sync = step == last[chunk]  # ZeRO reduces
-            output.backward(arrived)
+            if output.requires_grad:  # else all parameters of the first stage are frozen
+                output.backward(arrived)
             messages.append((send(model, op, x.grad), x.grad))
             for unit in reversed(range(model.replicated)):
                 reduce(model, unit)  # all blocks of this stage have added to these
@@ -1080,6 +1085,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
     tokens = (targets != IGNORE).sum()
     rank, held = model.dp.rank(), shard(cfg, model.cp)
+    if inputs.shape[1] != len(held) * model.cp.size():
+        raise ValueError(f"sequences of {inputs.shape[1]} tokens: must have --seq {cfg.seq}, divisible by the ranks")
     # ranks of tp share a batch; ranks of pp, too, but only the first reads the inputs and only the last the targets
     inputs, targets = (x.chunk(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
     for unit in model.units:
@@ -1121,8 +1128,10 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
     rank, held = model.dp.rank(), shard(cfg, model.cp)
-    own = (x.chunk(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
-    micro = (x.chunk(cfg.microbatches) for x in own)  # b/dp/microbatches s/cp
+    if inputs.shape[1] != len(held) * model.cp.size():
+        raise ValueError(f"sequences of {inputs.shape[1]} tokens: must have --seq {cfg.seq}, divisible by the ranks")
+    own = (x.tensor_split(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
+    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s/cp
     forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches) if op[0] == "F"]
     loss = run_schedule(cfg, model.chunks, forwards, *micro, tokens)
     for group in (model.dp_cp, model.pp):  # on tp, all have the same loss
@@ -1348,13 +1357,21 @@ def whole(cfg: Config) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
-def chosen(cfg: Config) -> list[Path]:
-    """Return the checkpoint to go on from, if there is one: that of --resume, or the newest.
+def run_and_name(cfg: Config) -> str:
+    """Return what `resume` notes when it has read the checkpoint of --resume: by which run, and its name.
 
-    After a restart by torchrun it is the newest: the named one has been resumed already.
+    A run is known by --rdzv_id, which restarts and a job that Slurm queues again keep, or by its torchrun. (torchruns
+    count their restarts each for itself: a rank that has died on another node is none.)
     """
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    return [folder for folder in whole(cfg) if restarted or cfg.resume in ("", folder.name)][-1:]
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return f"{os.getppid() if run == 'none' else run} {cfg.resume}"
+
+
+def chosen(cfg: Config) -> list[Path]:
+    """Return the checkpoint to go on from, if any: that of --resume, until this run has read it; else the newest."""
+    note = Path(cfg.checkpoint, "resumed")
+    newest = not cfg.resume or note.is_file() and note.read_text() == run_and_name(cfg)
+    return [folder for folder in whole(cfg) if newest or folder.name == cfg.resume][-1:]
 
 
 def training_of(folder: Path | str) -> dict:
@@ -1462,7 +1479,9 @@ def resume(
         part[: len(read)].copy_(read)
     if writers.rank() == 0:
         for newer in folders[folders.index(Path(found[0])) + 1 :]:
-            newer.rename(newer.with_suffix(".aside"))
+            newer.rename(newer.with_suffix(f".aside-{time.time_ns()}"))
+        if cfg.resume:
+            Path(cfg.checkpoint, "resumed").write_text(run_and_name(cfg))
         print(f"resumed from {found[0]}", flush=True)
     return step, history
 
@@ -1494,6 +1513,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
             writing = write(cfg, model, optimizer, step + 1, history, writers, thread)
     if writing:
         writing.result()
+    if cfg.resume and writers.rank() == 0:
+        Path(cfg.checkpoint, "resumed").unlink()  # the same command may follow, and means what it says
     if ours := history[old:]:  # of this layout
         log(cfg, "median", *np.median(ours[min(5, len(ours) // 2) :], axis=0))  # without the slow first steps
     if cfg.save:
@@ -1587,6 +1608,9 @@ def check(cfg: Config, world: int) -> None:
                 raise SystemExit(
                     f"--{flag} {getattr(cfg, flag)}: must be {stored[flag]}, as in the checkpoint {folder}"
                 )
+        if bool(cfg.validate) != bool(stored["validate"]):
+            kind = "with" if stored["validate"] else "without"
+            raise SystemExit(f"--validate {cfg.validate}: {folder} is of a run {kind} it, which cut the text otherwise")
     if cfg.init:
         check_init(cfg)
 

@@ -341,9 +341,8 @@ def test_damage_is_noticed(damage, tmp_path, file=CHECKPOINT):
     assert said.count("\n") == 1 and str(tmp_path) in said and "--resume" in said, f"{damage} is not noticed: {said}"
     run = launch(file, 1, f"{flags} --resume step-3")
     compare.assert_close(compare.relative_errors(run.weights, weights), 1e-10, "resumed from the one before")
-    assert sorted(path.name for path in tmp_path.glob("*-4*")) == (
-        ["step-4"] if damage == "another number" else ["step-4", "step-4.aside"]
-    )
+    names = sorted(path.name.partition("-4.")[1] for path in tmp_path.glob("*-4*"))
+    assert names == ([""] if damage == "another number" else ["", "-4."]), "what was damaged is not set aside"
 
 
 def test_a_restart_goes_on_from_the_newest(tmp_path, monkeypatch):
@@ -351,13 +350,29 @@ def test_a_restart_goes_on_from_the_newest(tmp_path, monkeypatch):
     folder, weights, _ = uninterrupted(2, TWO, 4)
     for step in 2, 3:
         shutil.copytree(Path(folder, f"step-{step}"), tmp_path / f"step-{step}")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run1")
     for name in "step-2", "step-1":  # which --keep may have removed since
+        (tmp_path / "resumed").write_text(f"run1 {name}")
         run = launch(CHECKPOINT, 2, f"{FLAGS} {TWO} --steps 4 --checkpoint {tmp_path} --keep 9 --resume {name}")
         same_bits(run.weights, weights, f"restarted with --resume {name}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3", "step-4"]
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert "--resume step-1: there is none" in refused(f"--checkpoint {tmp_path} --resume step-1")
+    assert "is of a run without it" in refused(f"--checkpoint {tmp_path} --validate 2")
+
+
+def test_the_same_resume_once_more(tmp_path, monkeypatch):
+    """A run that has ended, and another run, mean what --resume says; what is newer is set aside each time."""
+    folder, weights, _ = uninterrupted(2, TWO, 4)
+    flags = f"{FLAGS} {TWO} --steps 3 --checkpoint {tmp_path} --keep 9 --resume step-2"
+    for step in 2, 3:
+        shutil.copytree(Path(folder, f"step-{step}"), tmp_path / f"step-{step}")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run1")
+    for asides in 1, 2, 3:
+        if asides == 3:  # one that was killed, under another name
+            (tmp_path / "resumed").write_text("run0 step-2")
+        assert f"resumed from {tmp_path}/step-2" in launch(CHECKPOINT, 2, flags).output[0]
+        assert len(list(tmp_path.glob("step-3.aside-*"))) == asides
+    assert not (tmp_path / "resumed").exists()
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ Plumbing: unshard, show, check, main
 Copy:     group_ranks, make_groups, holders, make_units, clip_gradients, evaluate (and from each parent what its own
           Copy line says; Attention and forward_backward show how they meet)
 Needs:    cfg.chunks, cfg.clip, cfg.cp, cfg.device, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.layers, cfg.microbatches,
-          cfg.order, cfg.pp, cfg.tp, model.chunks, model.cp, model.dp, model.dp_cp, model.dp_cp_r, model.dp_cp_tp,
-          model.model.embed_tokens, model.pp, model.replicated, model.stage, model.tp, model.units, model.world, IGNORE,
-          reduce, shard, placement, local_tensor, make_unit, check_units, schedule, run_schedule
+          cfg.order, cfg.pp, cfg.seq, cfg.tp, model.chunks, model.cp, model.dp, model.dp_cp, model.dp_cp_r,
+          model.dp_cp_tp, model.model.embed_tokens, model.pp, model.replicated, model.stage, model.tp, model.units,
+          model.world, IGNORE, reduce, shard, placement, local_tensor, make_unit, check_units, schedule, run_schedule
 Run:      torchrun --nproc_per_node 8 08_4d/train.py --dp 1 --cp 2 --tp 2 --pp 2
 Source:   Llama 3, arXiv:2407.21783, section 3.3; Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473
 """
@@ -164,6 +164,8 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
     G/4 to G/2 times the bytes of an fp32 ring.
     """
+    if unit.matrices.grad is not None:
+        raise RuntimeError("a unit is reduced twice in a step: only the last micro-batch has requires_gradient_sync")
     gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
@@ -311,8 +313,8 @@ def row_parallel(x: Tensor, tp: dist.ProcessGroup, weight: Tensor) -> Tensor:
 class Scatter(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
-    Backward gathers the gradients of all n tokens. So the gradient of an embedding, or of learned positions, is
-    complete: do not sum it over tp.
+    Backward gathers the gradients of all n tokens. So a table that is split over tp has its whole gradient. One that is
+    on all ranks (learned positions: add those of a rank's tokens after Scatter) has to be summed, as in sum_replicas.
     """
 
     @staticmethod
@@ -335,7 +337,9 @@ def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
 
     Inputs, targets (next tokens, found before the cut) and rotary angles are all cut by these.
     """
-    parts = torch.arange(cfg.seq, device=cfg.device).chunk(2 * cp.size())
+    if cp.size() > 1 and cfg.seq % (2 * cp.size()):
+        raise ValueError(f"--seq {cfg.seq}: must be divisible by twice the {cp.size()} ranks")
+    parts = torch.arange(cfg.seq, device=cfg.device).tensor_split(2 * cp.size())
     return torch.cat([parts[cp.rank()], parts[-1 - cp.rank()]])
 
 
@@ -675,7 +679,7 @@ class Embedding(nn.Module):
 
 
 class Loss(nn.Module):
-    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t].
+    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]: below v, or IGNORE (others go unnoticed).
 
     Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
     of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
@@ -1046,15 +1050,16 @@ def run_schedule(
                 output = output / tokens
                 total += output.detach()
             work = send(model, op, output.detach())
-            if output.requires_grad:
+            if torch.is_grad_enabled():
                 saved[i, chunk] = x, output, work
-            else:  # under torch.no_grad()
+            else:
                 messages.append((work, output))
         else:
             x, output, work = saved.pop((i, chunk))
             wait_for_send(work)  # the output has arrived, since its gradient has come back
             model.requires_gradient_sync = step == last[chunk]  # ZeRO reduces
-            output.backward(arrived)
+            if output.requires_grad:  # else all parameters of the first stage are frozen
+                output.backward(arrived)
             messages.append((send(model, op, x.grad), x.grad))
             for unit in reversed(range(model.replicated)):
                 reduce(model, unit)  # all blocks of this stage have added to these
@@ -1070,6 +1075,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
     tokens = (targets != IGNORE).sum()
     rank, held = model.dp.rank(), shard(cfg, model.cp)
+    if inputs.shape[1] != len(held) * model.cp.size():
+        raise ValueError(f"sequences of {inputs.shape[1]} tokens: must have --seq {cfg.seq}, divisible by the ranks")
     # ranks of tp share a batch; ranks of pp, too, but only the first reads the inputs and only the last the targets
     inputs, targets = (x.chunk(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
     for unit in model.units:
@@ -1111,8 +1118,10 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
     rank, held = model.dp.rank(), shard(cfg, model.cp)
-    own = (x.chunk(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
-    micro = (x.chunk(cfg.microbatches) for x in own)  # b/dp/microbatches s/cp
+    if inputs.shape[1] != len(held) * model.cp.size():
+        raise ValueError(f"sequences of {inputs.shape[1]} tokens: must have --seq {cfg.seq}, divisible by the ranks")
+    own = (x.tensor_split(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
+    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s/cp
     forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches) if op[0] == "F"]
     loss = run_schedule(cfg, model.chunks, forwards, *micro, tokens)
     for group in (model.dp_cp, model.pp):  # on tp, all have the same loss

@@ -159,10 +159,9 @@ class AdamW:
         self.slots = []
         for group in self.param_groups:
             for p in group["params"]:
-                wide = torch.promote_types(p.dtype, torch.float32)
-                master = p if p.dtype == wide else p.detach().to(wide)
-                moments = (torch.zeros_like(master, requires_grad=False) for _ in range(2))
-                self.slots.append(Slot(p, master, *moments, group, p._version))
+                master = p if p.dtype.itemsize >= 4 else p.detach().float()
+                mean, square = torch.zeros_like(master), torch.zeros_like(master)
+                self.slots.append(Slot(p, master, mean, square, group, p._version))
         parameters = [slot.parameter for slot in self.slots]
         if not all(p.is_contiguous() for p in parameters):
             raise ValueError("parameters must be contiguous")

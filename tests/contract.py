@@ -50,6 +50,8 @@ KEEP_GRADIENTS = {"03_zero/zero1.py", "03_zero/muon.py", "03_zero/offload.py"}
 PIPELINE_TWIN = "06_pipeline/torch_pipelining.py"
 TWO_CHUNKS = {"06_pipeline/interleaved.py", "06_pipeline/zbv.py"}  # stages per rank
 FIXED = {"04_tensor_sequence/async_tensor_parallel.py"}  # its shared memory is as large as the batch of a step
+EVEN = {f"07_expert/{name}.py" for name in ("capacity", "slots", "symmetric_memory")}  # all ranks have as many slots
+EVEN |= {"06_pipeline/torch_pipelining.py"}  # the library takes equal micro-batches
 SLOW = 1000  # seconds by which the clock is put forward in a step
 STEPS = 10
 
@@ -95,10 +97,10 @@ def check_training(recipe: str, file: str | None = None) -> None:
     world, roots, ours, _ = hardest(recipe, "float64")
     if recipe == DILOCO:
         world = 1  # workers have weights of their own until they meet
-    probe = probes.together(probes.evaluated(recipe not in FIXED), probes.whole_parameters)
+    probe = probes.together(probes.evaluated(*sizes_of_evaluation(recipe)), probes.whole_parameters)
     run = launch(file or recipe, world, f"{ours} {equivalence.TRAINING} --steps 3", probe)
     roots += f" {equivalence.TRAINING} --steps 3"
-    reference = root_evaluated(equivalence.root_of(recipe), roots, recipe not in FIXED)
+    reference = root_evaluated(equivalence.root_of(recipe), roots, *sizes_of_evaluation(recipe))
     assert min(norm for _, norm, *_ in reference.history) > 0.5, "the clip never acted"
     errors, lora = compare.relative_errors(run.weights, reference.weights), equivalence.root_of(recipe) == LORA
     errors |= compare.history_errors(run.history, reference.history)
@@ -112,9 +114,32 @@ def check_training(recipe: str, file: str | None = None) -> None:
     compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"{recipe} on {world} ranks, training")
 
 
+def sizes_of_evaluation(recipe: str) -> tuple[bool, bool]:
+    """Whether a recipe evaluates a larger batch than it trains on, and one that leaves the ranks unequal parts."""
+    return recipe not in FIXED, recipe not in FIXED | EVEN
+
+
+def check_frozen(recipe: str, file: str | None = None) -> None:
+    """What is frozen, the embedding, stays; all else is trained as by the root, with a clip that acts."""
+    world, roots, ours, init = hardest(recipe, "float64")
+    flags, probe = "--weight_decay 0.1 --lr 0.01 --warmup 0 --clip 0.5 --steps 2", probes.freezes("embed_tokens")
+    run = launch(file or recipe, world, f"{ours} {flags}", probe)
+    reference = root_with_frozen(equivalence.root_of(recipe), f"{roots} {flags}")
+    errors = compare.relative_errors(run.weights, reference.weights)
+    errors |= compare.history_errors(run.history, reference.history)
+    compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"{recipe} on {world} ranks, frozen embedding")
+    name = "model.embed_tokens.weight"
+    assert torch.equal(run.weights[name], compare.read(init)[0][name]), f"{recipe} trains what is frozen"
+
+
 @once
-def root_evaluated(root: str, flags: str, larger: bool) -> Run:
-    return launch(root, 1, flags, probe=probes.evaluated(larger))
+def root_with_frozen(root: str, flags: str) -> Run:
+    return launch(root, 1, flags, probe=probes.freezes("embed_tokens"))
+
+
+@once
+def root_evaluated(root: str, flags: str, *sizes: bool) -> Run:
+    return launch(root, 1, flags, probe=probes.evaluated(*sizes))
 
 
 def check_evaluation(recipe: str, file: str | None = None) -> None:
@@ -122,7 +147,7 @@ def check_evaluation(recipe: str, file: str | None = None) -> None:
     world, flags = SMALLEST[recipe]
     flags = f"{SMALL} {flags} --batch 24 --steps 3"
     without, run = (
-        launch(file or recipe, world, flags, probe) for probe in (None, probes.evaluated(recipe not in FIXED))
+        launch(file or recipe, world, flags, probe) for probe in (None, probes.evaluated(*sizes_of_evaluation(recipe)))
     )
     assert all(run.probes), "nothing was evaluated"
     for name, tensor in without.weights.items():
@@ -633,7 +658,7 @@ def check_flags(recipe: str, file: str | None = None) -> None:
 
 
 # promises that the plain run leaves to the thorough one
-THOROUGH = ("activations", "failure", "divergence", "evaluation")
+THOROUGH = ("activations", "frozen", "failure", "divergence", "evaluation")
 CHECKS: dict[str, Callable[..., None]] = {
     name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
 }

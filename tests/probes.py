@@ -437,10 +437,11 @@ def held(module: ModuleType, cfg, model, *batch: torch.Tensor) -> list[torch.Ten
     return list(batch)
 
 
-def evaluated(larger: bool = True) -> Callable[[ModuleType], Report]:
+def evaluated(double: bool = True, odd: bool = False) -> Callable[[ModuleType], Report]:
     """A probe: what `evaluate` returns on this rank: after the first step twice, and of another batch; after the last.
 
-    The other batch has twice as many sequences, or half as many if not `larger`.
+    The other batch has twice as many sequences, or half as many if not `double`; if `odd` one more, which makes ranks'
+    parts and micro-batches unequal.
     """
 
     def probe(module: ModuleType) -> Report:
@@ -449,7 +450,8 @@ def evaluated(larger: bool = True) -> Callable[[ModuleType], Report]:
         def step(cfg, *args):
             *_, model, _, inputs, targets = args
             result = train_step(cfg, *args)
-            other = [torch.cat((x, x.flip(1))) if larger else x[: len(x) // 2] for x in (inputs, targets)]
+            other = [torch.cat((x, x.flip(1))) if double else x[: len(x) // 2] for x in (inputs, targets)]
+            other = [torch.cat((x, x[:1])) if odd else x for x in other]
             steps.append(1)
             after = {cfg.steps: [(inputs, targets)], 1: [(inputs, targets), (inputs, targets), other]}
             for batch in after.get(len(steps), []):
@@ -539,6 +541,23 @@ def compiled(module: ModuleType) -> Report:
         return {kind_of(part) for part, yes in known.items() if yes == is_compiled and not isinstance(part, wrapper)}
 
     return lambda: [kinds(True), kinds(False)]
+
+
+def freezes(*names: str) -> Callable[[ModuleType], Report]:
+    """A probe: parameters whose names contain one of these are not trained."""
+
+    def probe(module: ModuleType) -> Report:
+        init = module.Model.__init__
+
+        def frozen(self, *args):
+            init(self, *args)
+            for name, p in self.named_parameters():
+                p.requires_grad_(p.requires_grad and not any(part in name for part in names))
+
+        module.Model.__init__ = frozen
+        return lambda: None
+
+    return probe
 
 
 def one_sequence_alone_runs_a_block(module: ModuleType) -> Report:

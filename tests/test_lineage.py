@@ -36,7 +36,7 @@ SECTIONS = ["config", "communication", "kernels", "model", "data", "training", "
 LIBRARIES = {"torch", "triton", "einops", "numpy", "safetensors"}
 DRAWING = {"memory.py", "profiling.py", "plan.py", "formats.py"}
 ENVIRONMENT = set("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE TORCHELASTIC_RESTART_COUNT".split())  # torchrun's
-ENVIRONMENT |= {"MASTER_ADDR", "MASTER_PORT"}
+ENVIRONMENT |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
 INTERPRETER = 'os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))'  # before triton
 BASES = {"nn.Module", "torch.autograd.Function"}
 BASES |= {"dcp.DefaultSavePlanner", "dcp.DefaultLoadPlanner", "dcp.HuggingFaceStorageWriter"}  # torch's hooks
@@ -62,18 +62,18 @@ LIMITS = {  # lines of code; 490 for a recipe that is not named
     "08_4d/train.py": 920,
     "08_4d/plan.py": 980,  # with experts, and pipelines in a V
     "08_4d/moe.py": 1150,  # and the experts of 07
-    "08_4d/checkpoint.py": 1135,
+    "08_4d/checkpoint.py": 1155,
     **{
         f"10_mixed_precision/fp8_{name}.py": 523
         for name in ("blockwise", "delayed_scaling", "low_memory", "stochastic_rounding")
     },
     "10_mixed_precision/fp8_zero3.py": 640,  # zero3.py, and the matmuls of fp8_tensorwise.py
-    "09_kernels/train.py": 870,  # the root, and the kernels of five files
+    "09_kernels/train.py": 872,  # the root, and the kernels of five files
     "09_kernels/flash_attention.py": 800,  # three rungs, each with a backward
     "09_kernels/flash_attention_gluon.py": 690,
     "09_kernels/fp8_matmul.py": 600,  # three kinds of scales, what quantises, and one matmul in Gluon, too
 }
-OWN = {f"08_4d/{name}.py": n for name, n in dict([("2d", 90), ("3d", 60)], train=50, moe=70, checkpoint=220).items()}
+OWN = {f"08_4d/{name}.py": n for name, n in dict([("2d", 90), ("3d", 60)], train=50, moe=70, checkpoint=230).items()}
 
 
 @dataclass
