@@ -104,9 +104,9 @@ def test_masters(file=None):
 
 
 @in_a_fork
-def test_loaded_weights_are_not_undone():
+def test_loaded_weights_are_not_undone(file=None):
     """In fp32 they are what is trained; of bf16 a step asks for the masters, and takes them."""
-    module = load(ADAMW)
+    module = load(file or ADAMW)
     layers = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).bfloat16()
     for layer in layers:
         optimizer = module.AdamW([dict(params=list(layer.parameters()))], lr=0.1, weight_decay=0.0)
