@@ -4,7 +4,7 @@ Each rank writes a trace for ui.perfetto.dev and a timeline: when the GPU comput
 optimizer) and when it communicated; rank 0 draws the memory. Communication is *exposed* while nothing computes, idle is
 neither. On all but the slowest rank, communication includes waiting for that one. On GPUs, events are kernels and
 copies, and those on side streams (copies, sums of received data) count as communication. On CPUs they are operators.
-All that the library runs in torch_pipelining.py counts as optimizer.
+Forward and backward of torch_pipelining.py run inside the library, and count as optimizer.
 
 Parent:   none, it profiles the others
 Run:      torchrun --nproc_per_node 4 01_single_gpu/profiling.py 02_data_parallel/bucketed.py
@@ -35,8 +35,11 @@ GPU_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a trace
 COMMUNICATION = ("nccl", "gloo:", "symmetric_memory", "push_kernel")  # parts of names
 PHASES = {"forward": "#9cc3e6", "backward": "#a9d6a0", "optimizer": "#d9c2e9"}
 FUNCTIONS = {  # of recipes, and their phases: chunked_loss.py has two forwards, a split backward two backwards
-    **dict(forward="forward", hidden_states="forward", chunk_loss="forward"),
-    **dict(backward_input="backward", backward_weights="backward"),
+    "forward": "forward",
+    "hidden_states": "forward",
+    "chunk_loss": "forward",
+    "backward_input": "backward",
+    "backward_weights": "backward",
 }
 HATCHES = {"backward": "///", "optimizer": "\\\\\\"}  # for those who see no colors
 VISIBLE = 3e-4  # of the longest step; a picture shows no shorter span or gap

@@ -348,9 +348,11 @@ def backward(model: nn.Module, loss: Tensor, bucket_mb: float) -> None:
         reduce_full()
 
     hooks = [p.register_post_accumulate_grad_hook(hook) for p in bucket_of]
-    loss.backward()
-    for handle in hooks:
-        handle.remove()
+    try:
+        loss.backward()
+    finally:  # after an error, too: the next backward would reduce twice
+        for handle in hooks:
+            handle.remove()
     for bucket in missing:
         bucket.clear()  # parameters that this rank did not use
     reduce_full()

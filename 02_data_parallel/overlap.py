@@ -316,9 +316,11 @@ def backward(model: nn.Module, loss: Tensor) -> None:
         reduce_ready()
 
     hooks = [p.register_post_accumulate_grad_hook(hook) for p in order]
-    loss.backward()
-    for handle in hooks:
-        handle.remove()
+    try:
+        loss.backward()
+    finally:  # after an error, too: the next backward would reduce twice
+        for handle in hooks:
+            handle.remove()
     ready.update(order)  # parameters that this rank did not use, too
     reduce_ready()
     for reduction in reductions:

@@ -104,6 +104,7 @@ class Unit:
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
     gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
     gradient: Tensor | None = None  # [n/N] fp32, summed over ranks and micro-batches; the .grad are views of it
+    summed: bool = False  # whether `gradient` is summed over the replicas, too
     pending: weakref.ref | None = None  # of the forward that backward has not finished
 
 
@@ -135,6 +136,9 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, l
     if first := unit.gradient is None or unit.matrices.grad is None:  # after zero_grad, too
         unit.gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
         unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
+    elif unit.summed:
+        raise RuntimeError("a unit is summed over the replicas: only the last micro-batch has requires_all_reduce")
+    unit.summed = last
     if stream:
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
@@ -495,7 +499,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
+    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient is then in the shards"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s

@@ -17,8 +17,9 @@ Lesson:   Unit, gather, reduce_scatter, take_gradients, make_unit, forward_backw
 Plumbing: Config, check_units, build_model, train_step
 Copy:     Unit, gather, reduce_scatter, take_gradients, make_unit, check_units, clip_gradients, evaluate (put each
           parameter into exactly one unit, and call check_units; gather before the first forward and after each step;
-          the optimizer, clip_gradients and save take the shards, never model.parameters(); gradients are summed, so
-          divide the loss by the valid tokens of all ranks. If embedding and head are one tensor, list it once)
+          the optimizer, clip_gradients and save take the shards, never model.parameters(); a checkpoint is loaded into
+          the shards: a gather writes over the parameters; gradients are summed, so divide the loss by the valid tokens
+          of all ranks. If embedding and head are one tensor, list it once)
 Needs:    cfg.clip, cfg.device, model.dp, model.units, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1_masters.py --dtype bfloat16
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054; Micikevicius et al. 2017, arXiv:1710.03740
@@ -403,7 +404,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
+    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient is then in the shards"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s

@@ -17,8 +17,9 @@ Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, 
           check_units; call before_forward before each unit; hook unit 0 as build_model does, or, if it is several
           tensors, call reduce(model, 0) after each backward; set model.requires_gradient_sync for the last micro-batch
           alone, as forward_backward does; the optimizer, clip_gradients and save take the shards, never
-          model.parameters(); after a step set unit.gathering = None; gradients are summed, so divide the loss by the
-          valid tokens of all ranks. If embedding and head are one tensor, put it into unit 0)
+          model.parameters(); a checkpoint is loaded into the shards: a gather writes over the parameters; after a step
+          set unit.gathering = None; gradients are summed, so divide the loss by the valid tokens of all ranks. If
+          embedding and head are one tensor, put it into unit 0)
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.requires_gradient_sync, model.sending,
           model.stream, model.units, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1_overlap.py
@@ -130,7 +131,9 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     G/4 to G/2 times the bytes of an fp32 ring.
     """
     if unit.matrices.grad is not None:
-        raise RuntimeError("a unit is reduced twice in a step: only the last micro-batch has requires_gradient_sync")
+        raise RuntimeError(
+            "a unit has a gradient: only the last micro-batch may reduce; then zero_grad(set_to_none=True)"
+        )
     gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
@@ -458,7 +461,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
+    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient is then in the shards"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s

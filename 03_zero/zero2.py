@@ -12,8 +12,9 @@ Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, 
           evaluate (give the model the attributes of Model.__init__; put each parameter into exactly one unit, and call
           check_units; call before_forward before each unit; hook unit 0 as build_model does, or, if it is several
           tensors, call reduce(model, 0) after each backward; the optimizer, clip_gradients and save take the shards,
-          never model.parameters(); after a step set unit.gathering and unit.gradient to None; gradients are summed, so
-          divide the loss by the valid tokens of all ranks. If embedding and head are one tensor, put it into unit 0)
+          never model.parameters(); a checkpoint is loaded into the shards: a gather writes over the parameters; after a
+          step set unit.gathering and unit.gradient to None; gradients are summed, so divide the loss by the valid
+          tokens of all ranks. If embedding and head are one tensor, put it into unit 0)
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero2.py
@@ -448,7 +449,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
+    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient is then in the shards"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s

@@ -13,10 +13,11 @@ Copy:     Unit, gather, free, reduce_scatter, take_gradients, reduce, before_for
           parameter into exactly one unit, the embedding into unit 0, frozen ones into none, or into units of lora.py;
           call check_units; call before_forward before and after_forward after each unit; hook unit 0 as build_model
           does, or, if it is several tensors, call reduce(model, 0) after each backward; the optimizer, clip_gradients
-          and save take the shards, never model.parameters(); after a step set unit.gathering and unit.gradient to None;
-          gradients are summed, so divide the loss by the valid tokens of all ranks; run backward once after each
-          forward. If embedding and head are one tensor, put it into unit 0, do not call after_forward for that unit,
-          and free it after the last backward)
+          and save take the shards, never model.parameters(); a checkpoint is loaded into the shards: a gather writes
+          over the parameters; after a step set unit.gathering and unit.gradient to None; gradients are summed, so
+          divide the loss by the valid tokens of all ranks; run backward once after each forward. If embedding and head
+          are one tensor, put it into unit 0, do not call after_forward for that unit, and free it after the last
+          backward)
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero3.py
@@ -490,7 +491,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
+    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient is then in the shards"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s

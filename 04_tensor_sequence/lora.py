@@ -405,7 +405,7 @@ def sum_partial(cfg: Config, model: nn.Module) -> None:
     whole, shared = [], []
     for name, p in model.named_parameters():
         parts = placement(name, model.tp.size(), cfg.kv_heads)[1]
-        if "lora_" in name and parts < model.tp.size():
+        if "lora_" in name and parts < model.tp.size() and p.requires_grad:
             (whole if parts == 1 else shared).append(p.grad)  # shared: B of key and value heads
     # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
     # 2 (n-1)/n of their bytes out and in per rank, with the n ranks that hold them, which wait
@@ -427,7 +427,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     held_by = {}  # number of ranks -> gradients that so many ranks hold
-    for name, p in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in trained:
         held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
     norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each

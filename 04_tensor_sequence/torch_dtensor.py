@@ -249,7 +249,10 @@ def split(model: Model, mesh: DeviceMesh) -> None:
         "mlp.up_proj": ColwiseParallel(),
         "mlp.down_proj": RowwiseParallel(**scatter),  # reduce-scatter
     }
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     parallelize_module(model, mesh, {**ends, **{f"model.layers.*.{name}": style for name, style in block.items()}})
+    for name in frozen:  # SequenceParallel makes new parameters, all of them trained
+        model.get_parameter(name).requires_grad_(False)
 
 
 def build_model(cfg: Config) -> Model:

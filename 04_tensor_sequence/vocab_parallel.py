@@ -220,7 +220,7 @@ class Embedding(nn.Module):
 
 
 class Loss(nn.Module):
-    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]: below v, or IGNORE (others go unnoticed).
+    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]. Any other than IGNORE must be below v.
 
     Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
     of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
@@ -414,11 +414,12 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 def sum_replicas(model: nn.Module) -> None:
     """Sum the gradients of the key and value heads that several ranks hold, each for its own query heads."""
     if model.replicas.size() > 1:
-        layers = [block.self_attn for block in model.model.layers]
-        gradients = [p.grad for layer in layers for part in (layer.k_proj, layer.v_proj) for p in part.parameters()]
+        parts = [part for block in model.model.layers for part in (block.self_attn.k_proj, block.self_attn.v_proj)]
+        gradients = [p.grad for part in parts for p in part.parameters() if p.requires_grad]
         # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
         # 2 (r-1)/r of their bytes out and in per rank, with r replicas, which wait
-        model.replicas.allreduce_coalesced(gradients).wait()
+        if gradients:  # else they are frozen
+            model.replicas.allreduce_coalesced(gradients).wait()
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -434,7 +435,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     held_by = {}  # number of ranks -> gradients that so many ranks hold
-    for name, p in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in trained:
         held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
     norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each

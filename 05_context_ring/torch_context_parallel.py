@@ -349,9 +349,11 @@ def backward(model: nn.Module, loss: Tensor) -> None:
         reduce(9)  # about a block's
 
     hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
-    loss.backward()
-    for handle in hooks:
-        handle.remove()
+    try:
+        loss.backward()
+    finally:  # after an error, too: the next backward would reduce twice
+        for handle in hooks:
+            handle.remove()
     reduce(1)
     for reduction in reductions:
         reduction.wait()  # on GPUs the stream waits, not this process

@@ -504,9 +504,11 @@ def backward(model: nn.Module, loss: Tensor) -> None:
         reduce(9)  # about a block's
 
     hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
-    loss.backward()
-    for handle in hooks:
-        handle.remove()
+    try:
+        loss.backward()
+    finally:  # after an error, too: the next backward would reduce twice
+        for handle in hooks:
+            handle.remove()
     reduce(1)
     for reduction in reductions:
         reduction.wait()  # on GPUs the stream waits, not this process
@@ -517,7 +519,9 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     tokens = (targets != IGNORE).sum()
     held = shard(cfg, model.cp)
     if inputs.shape[1] != len(held) * model.cp.size():
-        raise ValueError(f"sequences of {inputs.shape[1]} tokens: must have --seq {cfg.seq}, divisible by the ranks")
+        raise ValueError(
+            f"sequences of {inputs.shape[1]} tokens: must have those of --seq {cfg.seq}, which ranks divide"
+        )
     inputs, targets = inputs.to(cfg.device)[:, held], targets.to(cfg.device)[:, held]  # b s/cp
     loss = forward(cfg, model, inputs, targets) / tokens
     backward(model, loss)
@@ -546,7 +550,9 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     held = shard(cfg, model.cp)
     if inputs.shape[1] != len(held) * model.cp.size():
-        raise ValueError(f"sequences of {inputs.shape[1]} tokens: must have --seq {cfg.seq}, divisible by the ranks")
+        raise ValueError(
+            f"sequences of {inputs.shape[1]} tokens: must have those of --seq {cfg.seq}, which ranks divide"
+        )
     loss = forward(cfg, model, *(x.to(cfg.device)[:, held] for x in (inputs, targets)))  # b s/cp
     dist.all_reduce(loss, group=model.cp)  # one element; everyone waits
     return loss / tokens

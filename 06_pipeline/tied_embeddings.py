@@ -12,7 +12,7 @@ Plumbing: build_model, save
 Copy:     sum_tied, is_copy, clip_gradients (beside what 1f1b.py says, whose clip_gradients this one replaces. Give the
           last stage the matrix, too, with the same numbers; set model.ends as build_model does; call sum_tied after the
           schedule, before the clip; leave is_copy's parameter out of what you save)
-Needs:    cfg.clip, model.ends, model.model.embed_tokens, model.pp, model.stage, model.stages
+Needs:    cfg.clip, cfg.device, model.ends, model.model.embed_tokens, model.pp, model.stage, model.stages
 Run:      torchrun --nproc_per_node 8 06_pipeline/tied_embeddings.py
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473
 """
@@ -432,7 +432,8 @@ def run_schedule(
 
 def sum_tied(model: nn.Module) -> None:
     """Sum the gradients of the tied matrix: the lookup's, on the first stage, and the logits', on the last."""
-    if model.stage in (0, model.stages - 1) and model.stages > 1:
+    ends = model.stage in (0, model.stages - 1) and model.stages > 1
+    if ends and model.model.embed_tokens.weight.requires_grad:
         # 4·v·d bytes out and in on each of the two, which wait: both need the sum before the clip
         dist.all_reduce(model.model.embed_tokens.weight.grad, group=model.ends)
 
@@ -457,7 +458,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     counted = [p.grad for p in model.parameters() if p.grad is not None and not is_copy(model, p)]
-    norm = nn.utils.get_total_norm(counted) ** 2
+    norm = nn.utils.get_total_norm(counted).to(cfg.device) ** 2
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)

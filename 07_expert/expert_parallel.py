@@ -525,7 +525,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     inputs, targets = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
-    for name, p in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in trained:
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
         # a gradient of an expert has the tokens of all ep ranks in it already: only copies of the expert are summed
@@ -541,7 +542,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     trained = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
     experts = [gradient for name, gradient in trained if ".experts." in name]
     others = [gradient for name, gradient in trained if ".experts." not in name]  # the same on all ranks
-    squares = nn.utils.get_total_norm(experts) ** 2 / model.edp.size()  # edp ranks have the same experts
+    squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2 / model.edp.size()  # edp ranks have the same experts
     # one element; everyone waits. Not over ep: if groups rounded differently, they would also clip differently
     dist.all_reduce(squares, group=model.dp)
     norm = (nn.utils.get_total_norm(others) ** 2 + squares).sqrt()

@@ -151,7 +151,9 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     G/4 to G/2 times the bytes of an fp32 ring.
     """
     if unit.matrices.grad is not None:
-        raise RuntimeError("a unit is reduced twice in a step: only the last micro-batch has requires_gradient_sync")
+        raise RuntimeError(
+            "a unit has a gradient: only the last micro-batch may reduce; then zero_grad(set_to_none=True)"
+        )
     gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
@@ -303,8 +305,8 @@ def row_parallel(x: Tensor, tp: dist.ProcessGroup, weight: Tensor) -> Tensor:
 class Scatter(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
-    Backward gathers the gradients of all n tokens. So a table that is split over tp has its whole gradient. One that is
-    on all ranks (learned positions: add those of a rank's tokens after Scatter) has to be summed, as in sum_replicas.
+    Backward gathers the gradients of all n tokens, so the gradient of a table split over tp is complete. A table that
+    every rank holds (learned positions, added after Scatter) has that of this rank's tokens alone: sum it over tp.
     """
 
     @staticmethod
@@ -424,7 +426,7 @@ class Embedding(nn.Module):
 
 
 class Loss(nn.Module):
-    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]: below v, or IGNORE (others go unnoticed).
+    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]. Any other than IGNORE must be below v.
 
     Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
     of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
@@ -693,7 +695,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
+    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient is then in the shards"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
     inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s

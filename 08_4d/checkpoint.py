@@ -175,7 +175,9 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     G/4 to G/2 times the bytes of an fp32 ring.
     """
     if unit.matrices.grad is not None:
-        raise RuntimeError("a unit is reduced twice in a step: only the last micro-batch has requires_gradient_sync")
+        raise RuntimeError(
+            "a unit has a gradient: only the last micro-batch may reduce; then zero_grad(set_to_none=True)"
+        )
     gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
@@ -323,8 +325,8 @@ def row_parallel(x: Tensor, tp: dist.ProcessGroup, weight: Tensor) -> Tensor:
 class Scatter(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
-    Backward gathers the gradients of all n tokens. So a table that is split over tp has its whole gradient. One that is
-    on all ranks (learned positions: add those of a rank's tokens after Scatter) has to be summed, as in sum_replicas.
+    Backward gathers the gradients of all n tokens, so the gradient of a table split over tp is complete. A table that
+    every rank holds (learned positions, added after Scatter) has that of this rank's tokens alone: sum it over tp.
     """
 
     @staticmethod
@@ -689,7 +691,7 @@ class Embedding(nn.Module):
 
 
 class Loss(nn.Module):
-    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]: below v, or IGNORE (others go unnoticed).
+    """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]. Any other than IGNORE must be below v.
 
     Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
     of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
@@ -1082,11 +1084,13 @@ def run_schedule(
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient replaces the units'"""
+    """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient is then in the shards"""
     tokens = (targets != IGNORE).sum()
     rank, held = model.dp.rank(), shard(cfg, model.cp)
     if inputs.shape[1] != len(held) * model.cp.size():
-        raise ValueError(f"sequences of {inputs.shape[1]} tokens: must have --seq {cfg.seq}, divisible by the ranks")
+        raise ValueError(
+            f"sequences of {inputs.shape[1]} tokens: must have those of --seq {cfg.seq}, which ranks divide"
+        )
     # ranks of tp share a batch; ranks of pp, too, but only the first reads the inputs and only the last the targets
     inputs, targets = (x.chunk(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
     for unit in model.units:
@@ -1129,7 +1133,9 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     rank, held = model.dp.rank(), shard(cfg, model.cp)
     if inputs.shape[1] != len(held) * model.cp.size():
-        raise ValueError(f"sequences of {inputs.shape[1]} tokens: must have --seq {cfg.seq}, divisible by the ranks")
+        raise ValueError(
+            f"sequences of {inputs.shape[1]} tokens: must have those of --seq {cfg.seq}, which ranks divide"
+        )
     own = (x.tensor_split(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
     micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s/cp
     forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches) if op[0] == "F"]
@@ -1360,17 +1366,17 @@ def whole(cfg: Config) -> list[Path]:
 def run_and_name(cfg: Config) -> str:
     """Return what `resume` notes when it has read the checkpoint of --resume: by which run, and its name.
 
-    A run is known by --rdzv_id, which restarts and a job that Slurm queues again keep, or by its torchrun. (torchruns
-    count their restarts each for itself: a rank that has died on another node is none.)
+    torchrun's --rdzv_id names a run: it is the same after a restart, and in a job that Slurm has queued again.
+    (TORCHELASTIC_RESTART_COUNT does not tell: each torchrun counts its own restarts.)
     """
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return f"{os.getppid() if run == 'none' else run} {cfg.resume}"
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')} {cfg.resume}"
 
 
 def chosen(cfg: Config) -> list[Path]:
     """Return the checkpoint to go on from, if any: that of --resume, until this run has read it; else the newest."""
     note = Path(cfg.checkpoint, "resumed")
-    newest = not cfg.resume or note.is_file() and note.read_text() == run_and_name(cfg)
+    known = os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
+    newest = not cfg.resume or known and note.is_file() and note.read_text() == run_and_name(cfg)
     return [folder for folder in whole(cfg) if newest or folder.name == cfg.resume][-1:]
 
 
@@ -1482,7 +1488,8 @@ def resume(
             newer.rename(newer.with_suffix(f".aside-{time.time_ns()}"))
         if cfg.resume:
             Path(cfg.checkpoint, "resumed").write_text(run_and_name(cfg))
-        print(f"resumed from {found[0]}", flush=True)
+        late = f", since this run has read {cfg.resume} before" if cfg.resume not in ("", Path(found[0]).name) else ""
+        print(f"resumed from {found[0]}{late}", flush=True)
     return step, history
 
 
@@ -1513,12 +1520,12 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
             writing = write(cfg, model, optimizer, step + 1, history, writers, thread)
     if writing:
         writing.result()
-    if cfg.resume and writers.rank() == 0:
-        Path(cfg.checkpoint, "resumed").unlink()  # the same command may follow, and means what it says
     if ours := history[old:]:  # of this layout
         log(cfg, "median", *np.median(ours[min(5, len(ours) // 2) :], axis=0))  # without the slow first steps
     if cfg.save:
         save(cfg, model, history)
+    if cfg.resume and writers.rank() == 0:
+        Path(cfg.checkpoint, "resumed").unlink()  # the same command may follow, and means what it says
 
 
 # -------------------------------------------------------------------------------------------------------------- main
@@ -1565,6 +1572,7 @@ def check(cfg: Config, world: int) -> None:
     for flag, value in asdict(cfg).items():
         if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
             raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     tp, parts, layout = cfg.tp, cfg.dp * cfg.microbatches, f"--dp {cfg.dp} --cp {cfg.cp} --tp {cfg.tp} --pp {cfg.pp}"
     mesh, stages = cfg.dp * cfg.cp * tp * cfg.pp, cfg.pp * cfg.chunks
     uneven = cfg.chunks > 1 and cfg.microbatches % cfg.pp
@@ -1581,6 +1589,10 @@ def check(cfg: Config, world: int) -> None:
         (cfg.batch % parts, f"--batch {cfg.batch}: must be divisible by {parts}, --dp times --microbatches"),
         (cfg.checkpoint and not existing.is_dir(), f"--checkpoint {cfg.checkpoint}: {existing} is no folder"),
         (cfg.checkpoint and not os.access(existing, os.W_OK), f"--checkpoint {cfg.checkpoint}: no folder to write to"),
+        (
+            cfg.resume and restarts and os.environ["TORCHELASTIC_RUN_ID"] == "none",
+            f"--resume {cfg.resume}: --max_restarts needs torchrun's --standalone, or an --rdzv_id for each run",
+        ),
         (cfg.resume and not chosen(cfg), f"--resume {cfg.resume}: there is none in --checkpoint {cfg.checkpoint}"),
         (uneven, f"--microbatches {cfg.microbatches}: must be a multiple of --pp {cfg.pp}, or --chunks 1"),
         (cfg.layers < stages, f"--layers {cfg.layers}: must be at least --pp times --chunks, {stages}"),
@@ -1609,8 +1621,8 @@ def check(cfg: Config, world: int) -> None:
                     f"--{flag} {getattr(cfg, flag)}: must be {stored[flag]}, as in the checkpoint {folder}"
                 )
         if bool(cfg.validate) != bool(stored["validate"]):
-            kind = "with" if stored["validate"] else "without"
-            raise SystemExit(f"--validate {cfg.validate}: {folder} is of a run {kind} it, which cut the text otherwise")
+            wanted = "above 0" if stored["validate"] else "0"
+            raise SystemExit(f"--validate {cfg.validate}: must be {wanted}, as in {folder}: it holds out text")
     if cfg.init:
         check_init(cfg)
 

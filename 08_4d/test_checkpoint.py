@@ -357,7 +357,7 @@ def test_a_restart_goes_on_from_the_newest(tmp_path, monkeypatch):
         same_bits(run.weights, weights, f"restarted with --resume {name}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3", "step-4"]
     assert "--resume step-1: there is none" in refused(f"--checkpoint {tmp_path} --resume step-1")
-    assert "is of a run without it" in refused(f"--checkpoint {tmp_path} --validate 2")
+    assert "--validate 2: must be 0, as in" in refused(f"--checkpoint {tmp_path} --validate 2")
 
 
 def test_the_same_resume_once_more(tmp_path, monkeypatch):

@@ -112,7 +112,7 @@ class Slot:
     mean: Tensor  # of its gradients
     square: Tensor  # mean of their squares
     group: dict
-    version: int  # of the parameter when its master was last rounded into it
+    version: int  # p._version when the master was last rounded into it; writes through p.data go unnoticed
     steps: int = 0  # in which it had a gradient
 
     def check_master(self) -> None:
@@ -176,16 +176,17 @@ class AdamW:
     def step(self) -> Tensor:
         """Clip and update; return the norm of all gradients before the clip [], without waiting for the GPU."""
         kinds = {}  # a kernel reads and writes tensors of one dtype, and either all or none 16 bytes at once
-        for slot in self.slots:
-            if slot.parameter.grad is not None:
-                slot.check_master()
-                slot.steps += 1
-                gradient = slot.parameter.grad.contiguous()
-                kept = gradient, slot.master, slot.mean, slot.square, slot.parameter
-                addresses = [x.data_ptr() for x in kept]
-                aligned = not any(x % 16 for x in (gradient.numel(), *addresses))
-                kind = slot.parameter.dtype, gradient.dtype, aligned
-                kinds.setdefault(kind, []).append((slot, gradient, addresses))
+        stepped = [slot for slot in self.slots if slot.parameter.grad is not None]
+        for slot in stepped:
+            slot.check_master()
+        for slot in stepped:
+            slot.steps += 1
+            gradient = slot.parameter.grad.contiguous()
+            kept = gradient, slot.master, slot.mean, slot.square, slot.parameter
+            addresses = [x.data_ptr() for x in kept]
+            aligned = not any(x % 16 for x in (gradient.numel(), *addresses))
+            kind = slot.parameter.dtype, gradient.dtype, aligned
+            kinds.setdefault(kind, []).append((slot, gradient, addresses))
         launches = [self.launch(*kind, *zip(*entries)) for kind, entries in kinds.items()]
         x = self.slots[0].parameter
         programs = 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
@@ -198,8 +199,8 @@ class AdamW:
         for on in launches:
             adamw_kernel[(on.blocks[0],)](on.table, on.numbers, norm, len(on.gradients), **on.constants)
         # a backward of what was computed with the old weights gets an error
-        torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])
-        for slot in self.slots:
+        torch.autograd.graph.increment_version([slot.parameter for slot in stepped])
+        for slot in stepped:
             slot.version = slot.parameter._version
         return norm
 

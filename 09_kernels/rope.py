@@ -92,7 +92,9 @@ class Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x [b, s, h·k] in place, by the cosine and sine [s, k] of its tokens; return x.
+    """Rotate x [b, s, h·k] by the cosine and sine [s, k] of its tokens, and return it: use what is returned.
+
+    x is written over; under selective checkpointing, whose policy may keep what a projection returns, a copy is.
 
     Pairs are (i, i + k/2) of each head, as in Llama's published weights; of the table, the left half is read. x is what
     a projection returns: all heads of a token side by side. (A slice of a merged projection works, too, but autograd
@@ -113,7 +115,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
         raise ValueError("x is expanded: it must have memory for each of its elements")
     if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
-        x = x.clone()  # selective checkpointing may keep what a projection returns: it would be rotated twice
+        x = x.clone()  # what selective checkpointing keeps would be rotated again (nothing public tells that it is on)
     return Rotate.apply(x, cos, sin)
 
 

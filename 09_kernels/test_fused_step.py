@@ -115,6 +115,9 @@ def test_loaded_weights_are_not_undone(file=None):
         layer.weight.grad = torch.ones_like(layer.weight)
         if layer.weight.dtype == torch.bfloat16:
             layer.weight.detach().copy_(layer.weight.clone())
+            layer.weight.grad, gradient = None, layer.weight.grad
+            optimizer.step()
+            layer.weight.grad = gradient
             with pytest.raises(ValueError, match="not its rounded master"):
                 optimizer.step()
             optimizer.slots[0].master.fill_(3.0)

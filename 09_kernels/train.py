@@ -449,7 +449,9 @@ class Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x [b, s, h·k] in place, by the cosine and sine [s, k] of its tokens; return x.
+    """Rotate x [b, s, h·k] by the cosine and sine [s, k] of its tokens, and return it: use what is returned.
+
+    x is written over; under selective checkpointing, whose policy may keep what a projection returns, a copy is.
 
     Pairs are (i, i + k/2) of each head, as in Llama's published weights; of the table, the left half is read. x is what
     a projection returns: all heads of a token side by side. (A slice of a merged projection works, too, but autograd
@@ -470,7 +472,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
         raise ValueError("x is expanded: it must have memory for each of its elements")
     if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
-        x = x.clone()  # selective checkpointing may keep what a projection returns: it would be rotated twice
+        x = x.clone()  # what selective checkpointing keeps would be rotated again (nothing public tells that it is on)
     return Rotate.apply(x, cos, sin)
 
 
@@ -690,7 +692,7 @@ class Slot:
     mean: Tensor  # of its gradients
     square: Tensor  # mean of their squares
     group: dict
-    version: int  # of the parameter when its master was last rounded into it
+    version: int  # p._version when the master was last rounded into it; writes through p.data go unnoticed
     steps: int = 0  # in which it had a gradient
 
     def check_master(self) -> None:
@@ -754,16 +756,17 @@ class AdamW:
     def step(self) -> Tensor:
         """Clip and update; return the norm of all gradients before the clip [], without waiting for the GPU."""
         kinds = {}  # a kernel reads and writes tensors of one dtype, and either all or none 16 bytes at once
-        for slot in self.slots:
-            if slot.parameter.grad is not None:
-                slot.check_master()
-                slot.steps += 1
-                gradient = slot.parameter.grad.contiguous()
-                kept = gradient, slot.master, slot.mean, slot.square, slot.parameter
-                addresses = [x.data_ptr() for x in kept]
-                aligned = not any(x % 16 for x in (gradient.numel(), *addresses))
-                kind = slot.parameter.dtype, gradient.dtype, aligned
-                kinds.setdefault(kind, []).append((slot, gradient, addresses))
+        stepped = [slot for slot in self.slots if slot.parameter.grad is not None]
+        for slot in stepped:
+            slot.check_master()
+        for slot in stepped:
+            slot.steps += 1
+            gradient = slot.parameter.grad.contiguous()
+            kept = gradient, slot.master, slot.mean, slot.square, slot.parameter
+            addresses = [x.data_ptr() for x in kept]
+            aligned = not any(x % 16 for x in (gradient.numel(), *addresses))
+            kind = slot.parameter.dtype, gradient.dtype, aligned
+            kinds.setdefault(kind, []).append((slot, gradient, addresses))
         launches = [self.launch(*kind, *zip(*entries)) for kind, entries in kinds.items()]
         x = self.slots[0].parameter
         programs = 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
@@ -776,8 +779,8 @@ class AdamW:
         for on in launches:
             adamw_kernel[(on.blocks[0],)](on.table, on.numbers, norm, len(on.gradients), **on.constants)
         # a backward of what was computed with the old weights gets an error
-        torch.autograd.graph.increment_version([slot.parameter for slot in self.slots])
-        for slot in self.slots:
+        torch.autograd.graph.increment_version([slot.parameter for slot in stepped])
+        for slot in stepped:
             slot.version = slot.parameter._version
         return norm
 

@@ -312,7 +312,7 @@ class Slot:
     master: Tensor
     mean: Tensor
     square: Tensor
-    version: int = -1  # of the parameter when its master was rounded into it: each change of a tensor counts it up
+    version: int = -1  # p._version when the master was last rounded into it; writes through p.data go unnoticed
 
 
 def update(

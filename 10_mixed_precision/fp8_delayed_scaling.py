@@ -228,7 +228,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Linear(inputs, outputs, bias=False).weight  # initialised, for a trainer that does not
         self.quantized: tuple[Tensor, ...] = ()  # by quantize; no buffers, whose dtype Model.to would change
-        self.version = -1  # of the weight that is in fp8: each change counts it up, but those through .data
+        self.version = -1  # of the weight that is in fp8; writes through its .data go unnoticed
         self.amax: tuple[Tensor, ...] = ()  # of x and of dy in this step, each []
         self.past: tuple[Tensor | None, ...] = (None, None)  # in earlier ones, each [n]
 
@@ -440,7 +440,7 @@ class Slot:
     master: Tensor
     mean: Tensor
     square: Tensor
-    version: int = -1  # of the parameter when its master was rounded into it: each change of a tensor counts it up
+    version: int = -1  # p._version when the master was last rounded into it; writes through p.data go unnoticed
 
 
 def update(

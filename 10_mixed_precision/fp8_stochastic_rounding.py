@@ -202,7 +202,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Linear(inputs, outputs, bias=False).weight  # initialised, for a trainer that does not
         self.quantized: tuple[Tensor, ...] = ()  # by quantize; no buffers, whose dtype Model.to would change
-        self.version = -1  # of the weight that is in fp8: each change counts it up, but those through .data
+        self.version = -1  # of the weight that is in fp8; writes through its .data go unnoticed
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> [..., f]"""

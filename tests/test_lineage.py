@@ -44,10 +44,11 @@ COLLECTIVES = re.compile(
     r"dist\.(all_reduce|all_gather\w*|reduce|reduce_scatter\w*|broadcast|gather|scatter|all_to_all\w*|i?send|i?recv"
     r"|batch_isend_irecv|barrier|group\.WORLD\.\w+)\("
 )
-STACKED = 545  # a recipe that stacks several techniques
+STACKED = 550  # a recipe that stacks several techniques
 LIMITS = {  # lines of code; 490 for a recipe that is not named
     "01_single_gpu/train.py": 306,
     "01_single_gpu/memory.py": 590,
+    "03_zero/hsdp.py": 495,
     "03_zero/zero3_copy_engines.py": STACKED,
     "04_tensor_sequence/async_tensor_parallel.py": STACKED,
     "05_context_ring/usp.py": STACKED,
@@ -56,24 +57,24 @@ LIMITS = {  # lines of code; 490 for a recipe that is not named
         f"07_expert/{name}.py": 560
         for name in ("expert_parallel", "auxiliary_loss", "bias_balancing", "capacity", "slots")
     },
-    **{f"07_expert/{name}.py": 620 for name in ("node_limited", "overlap", "symmetric_memory")},
+    **{f"07_expert/{name}.py": 625 for name in ("node_limited", "overlap", "symmetric_memory")},
     "08_4d/2d.py": 625,
     "08_4d/3d.py": 780,
-    "08_4d/train.py": 920,
+    "08_4d/train.py": 930,
     "08_4d/plan.py": 980,  # with experts, and pipelines in a V
     "08_4d/moe.py": 1150,  # and the experts of 07
-    "08_4d/checkpoint.py": 1155,
+    "08_4d/checkpoint.py": 1170,
     **{
         f"10_mixed_precision/fp8_{name}.py": 523
         for name in ("blockwise", "delayed_scaling", "low_memory", "stochastic_rounding")
     },
     "10_mixed_precision/fp8_zero3.py": 640,  # zero3.py, and the matmuls of fp8_tensorwise.py
-    "09_kernels/train.py": 872,  # the root, and the kernels of five files
+    "09_kernels/train.py": 875,  # the root, and the kernels of five files
     "09_kernels/flash_attention.py": 800,  # three rungs, each with a backward
     "09_kernels/flash_attention_gluon.py": 690,
     "09_kernels/fp8_matmul.py": 600,  # three kinds of scales, what quantises, and one matmul in Gluon, too
 }
-OWN = {f"08_4d/{name}.py": n for name, n in dict([("2d", 90), ("3d", 60)], train=50, moe=70, checkpoint=230).items()}
+OWN = {f"08_4d/{name}.py": n for name, n in dict([("2d", 90), ("3d", 60)], train=50, moe=70, checkpoint=235).items()}
 
 
 @dataclass
