@@ -150,7 +150,8 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        return checkpoint(self.body, x, rope, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
+        # preserve_rng_state: nothing here is random; with dropout it must be True
+        return checkpoint(self.body, x, rope, use_reentrant=False, preserve_rng_state=False)
 
     def body(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)

@@ -357,7 +357,7 @@ REFUSED = [  # recipes, ranks, flags, what the one line must have
     ([INTERLEAVED], 2, "--layers 5 --chunks 3", ("--layers 5", "--chunks", "processes, 6")),
     ([ZBV], 4, "--layers 7", ("--layers 7", "twice", "processes, 8")),
     ([DUALPIPE], 3, "", ("--nproc_per_node 3", "even")),
-    ([TWIN], 1, "--schedule LoopedBFS --validate 1", ("--validate", "LoopedBFS", "1 processes")),
+    ([TWIN], 1, "--schedule LoopedBFS --validate 1", ("--validate 1", "LoopedBFS", "0, or --schedule 1F1B")),
     ([TWIN], 2, "--schedule ZBVZeroBubble --validate 1", ("--validate", "ZBVZeroBubble")),
 ]
 

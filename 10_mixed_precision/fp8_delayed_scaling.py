@@ -228,7 +228,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Linear(inputs, outputs, bias=False).weight  # initialised, for a trainer that does not
         self.quantized: tuple[Tensor, ...] = ()  # by quantize; no buffers, whose dtype Model.to would change
-        self.version = -1  # of the weight that is in fp8; writes through its .data go unnoticed
+        self.version = 0, -1  # which weight is in fp8, and its version; writes through .data go unnoticed
         self.amax: tuple[Tensor, ...] = ()  # of x and of dy in this step, each []
         self.past: tuple[Tensor | None, ...] = (None, None)  # in earlier ones, each [n]
 
@@ -238,7 +238,7 @@ class Linear(nn.Module):
             y = nn.functional.linear(x, self.weight)
             if y.dtype == self.weight.dtype:  # else by autocast
                 return y
-        if not torch.compiler.is_compiling() and self.version != self.weight._version:  # unknown to a compiler
+        if not torch.compiler.is_compiling() and self.version != (id(self.weight), self.weight._version):
             raise RuntimeError("Linear needs bfloat16 weights and quantize_weights(model) after each optimizer step")
         x_amax, dy_amax = self.amax if torch.is_grad_enabled() else map(torch.zeros_like, self.amax)  # only of training
         amaxes = x_amax, self.past[0], dy_amax, self.past[1]
@@ -581,7 +581,7 @@ def quantize_weights(model: nn.Module) -> None:
             w, w_t = cast(linear.weight, scale, torch.zeros_like(scale), E4M3)
             linear.amax = linear.amax or (torch.zeros_like(scale), torch.zeros_like(scale))
             linear.quantized = w, scale, w_t, scale.clone()  # the compiler wants different tensors as arguments
-            linear.version = linear.weight._version
+            linear.version = id(linear.weight), linear.weight._version
 
 
 def shift_histories(cfg: Config, model: nn.Module) -> None:

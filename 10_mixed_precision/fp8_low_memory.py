@@ -274,6 +274,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         policy = partial(create_selective_checkpoint_contexts, KEPT)
+        # preserve_rng_state: nothing here is random; with dropout it must be True
         return checkpoint(self.body, x, rope, use_reentrant=False, preserve_rng_state=False, context_fn=policy)
 
     def body(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

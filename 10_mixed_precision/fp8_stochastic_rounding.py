@@ -202,7 +202,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Linear(inputs, outputs, bias=False).weight  # initialised, for a trainer that does not
         self.quantized: tuple[Tensor, ...] = ()  # by quantize; no buffers, whose dtype Model.to would change
-        self.version = -1  # of the weight that is in fp8; writes through its .data go unnoticed
+        self.version = 0, -1  # which weight is in fp8, and its version; writes through .data go unnoticed
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> [..., f]"""
@@ -210,7 +210,7 @@ class Linear(nn.Module):
             y = nn.functional.linear(x, self.weight)
             if y.dtype == self.weight.dtype:  # else by autocast
                 return y
-        if not torch.compiler.is_compiling() and self.version != self.weight._version:  # unknown to a compiler
+        if not torch.compiler.is_compiling() and self.version != (id(self.weight), self.weight._version):
             raise RuntimeError("Linear needs bfloat16 weights and quantize_weights(model) after each optimizer step")
         rows = Multiply.apply(x.reshape(-1, x.shape[-1]), self.weight, *self.quantized)
         return rows.view(*x.shape[:-1], -1)
@@ -560,7 +560,7 @@ def quantize_weights(model: nn.Module) -> None:
         for linear, amax in zip(linears, torch._foreach_norm([m.weight for m in linears], math.inf)):
             w, scale, w_t, _ = quantize(linear.weight, amax, E4M3)
             linear.quantized = w, scale, w_t, scale.clone()  # the compiler wants different tensors as arguments
-            linear.version = linear.weight._version
+            linear.version = id(linear.weight), linear.weight._version
 
 
 def train_step(cfg: Config, model: Model, optimizer: AdamW, inputs: Tensor, targets: Tensor):

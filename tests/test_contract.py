@@ -51,6 +51,7 @@ DIVERGE = {ROOT_RECIPE} | {  # one for each way to sum the loss
     06_pipeline/torch_pipelining 07_expert/expert_parallel 08_4d/train 10_mixed_precision/fp8_tensorwise""".split()
 }
 TRAIN_ALL = {"02_data_parallel/diloco.py"}  # it is not the root
+TRAIN_ALL |= {"04_tensor_sequence/lora.py"}  # all but adapters is frozen
 LARGE_TOO = (ROOT_RECIPE, MOE, KERNELS, "03_zero/zero3.py", "06_pipeline/zbv.py")
 
 
