@@ -516,7 +516,7 @@ def zeroes_gradients_as_usual(module):
         (ZERO1, freezes_the_embedding, "a frozen parameter"),
         (ZERO1, zeroes_gradients_as_usual, "a .grad is no view"),
         (ZERO1, has_a_wider_norm, "parameters of several dtypes"),
-        (OVERLAP, reduces_each_micro_batch, "a unit has a gradient"),
+        (OVERLAP, reduces_each_micro_batch, "a unit has a .grad"),
         *((recipe, freezes_the_embedding, "embed_tokens.weight is frozen") for recipe in (MASTERS, HSDP, OFFLOAD)),
         *((recipe, has_a_block_less, "at least one parameter") for recipe in (OVERLAP, HSDP, OFFLOAD)),
         (OVERLAP, has_one_more_norm, "model.extra.weight must be in exactly one unit"),

@@ -484,7 +484,8 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 def backward(model: nn.Module, loss: Tensor) -> None:
     """Run backward; start to sum gradients over the ranks, a few at a time, as soon as this rank has them.
 
-    Weights are replicated, but each rank's gradients come from its own tokens alone. Call it once per step.
+    Weights are replicated, and of one dtype, but each rank's gradients come from its own tokens alone. Call it once
+    per step.
     """
     ready, reductions = [], []
 
@@ -515,9 +516,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     tokens = (targets != IGNORE).sum()
     held = shard(cfg, model.cp)
     if inputs.shape[1] != len(held) * model.cp.size():
-        raise ValueError(
-            f"sequences of {inputs.shape[1]} tokens: must have those of --seq {cfg.seq}, which ranks divide"
-        )
+        raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
     inputs, targets = inputs.to(cfg.device)[:, held], targets.to(cfg.device)[:, held]  # b s/cp
     loss = forward(cfg, model, inputs, targets) / tokens
     backward(model, loss)
@@ -546,9 +545,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     held = shard(cfg, model.cp)
     if inputs.shape[1] != len(held) * model.cp.size():
-        raise ValueError(
-            f"sequences of {inputs.shape[1]} tokens: must have those of --seq {cfg.seq}, which ranks divide"
-        )
+        raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
     loss = forward(cfg, model, *(x.to(cfg.device)[:, held] for x in (inputs, targets)))  # b s/cp
     dist.all_reduce(loss, group=model.cp)  # one element; everyone waits
     return loss / tokens

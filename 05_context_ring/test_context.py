@@ -56,7 +56,7 @@ def evaluates_longer_sequences(module):
 @pytest.mark.parametrize("recipe", [GATHER, USP])  # others share evaluate
 def test_longer_sequences_are_refused(recipe):
     """... not cut: their loss would be divided by the tokens of all."""
-    with pytest.raises(RankFailed, match=f"sequences of {2 * S} tokens: must have those of --seq {S}"):
+    with pytest.raises(RankFailed, match=f"sequences have {2 * S} tokens: must have --seq {S}"):
         launch(recipe, 2, SMALL, probe=evaluates_longer_sequences)
 
 

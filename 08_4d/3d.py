@@ -153,9 +153,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     G/4 to G/2 times the bytes of an fp32 ring.
     """
     if unit.matrices.grad is not None:
-        raise RuntimeError(
-            "a unit has a gradient: only the last micro-batch may reduce; then zero_grad(set_to_none=True)"
-        )
+        raise RuntimeError("a unit has a .grad: only the last micro-batch reduces, then zero_grad(set_to_none=True)")
     gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:

@@ -165,9 +165,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     G/4 to G/2 times the bytes of an fp32 ring.
     """
     if unit.matrices.grad is not None:
-        raise RuntimeError(
-            "a unit has a gradient: only the last micro-batch may reduce; then zero_grad(set_to_none=True)"
-        )
+        raise RuntimeError("a unit has a .grad: only the last micro-batch reduces, then zero_grad(set_to_none=True)")
     gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
@@ -1078,9 +1076,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     tokens = (targets != IGNORE).sum()
     rank, held = model.dp.rank(), shard(cfg, model.cp)
     if inputs.shape[1] != len(held) * model.cp.size():
-        raise ValueError(
-            f"sequences of {inputs.shape[1]} tokens: must have those of --seq {cfg.seq}, which ranks divide"
-        )
+        raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
     # ranks of tp share a batch; ranks of pp, too, but only the first reads the inputs and only the last the targets
     inputs, targets = (x.chunk(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
     for unit in model.units:
@@ -1123,9 +1119,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     rank, held = model.dp.rank(), shard(cfg, model.cp)
     if inputs.shape[1] != len(held) * model.cp.size():
-        raise ValueError(
-            f"sequences of {inputs.shape[1]} tokens: must have those of --seq {cfg.seq}, which ranks divide"
-        )
+        raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
     own = (x.tensor_split(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
     micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s/cp
     forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches) if op[0] == "F"]
