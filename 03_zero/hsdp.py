@@ -2,8 +2,9 @@
 
 Weights are gathered over the fast links of a group alone. Gradients are first reduced there; then the ranks that own
 the same shard, one per group, sum it in fp32. Once per step a rank sends 2·(r-1)/r·4·Ψ/shard bytes for that, with r
-groups. Per host that is half of what an fp32 ring over all ranks sends with two hosts, as much with many; in bf16 the all-to-all of zero3.py sends shard/4
-times as much across hosts, with every micro-batch. The price is memory: 16Ψ/shard bytes per rank instead of 16Ψ/dp.
+groups. Per host that is half of what an fp32 ring over all ranks sends with two hosts, and as much with many; in bf16
+the all-to-all of zero3.py sends shard/4 times as much across hosts, with every micro-batch. The price is memory:
+16Ψ/shard bytes per rank instead of 16Ψ/dp.
 
 Parent:   03_zero/zero3.py
 Lesson:   Unit, reduce_scatter, build_model
