@@ -60,6 +60,7 @@ def right_schedule(file: str) -> None:
 Check = tuple[Callable[..., None], str] | tuple[Callable[..., None], str, dict[str, object]]
 SEES: dict[str, Check] = {
     "one step": (equal, "is off by|(loss|norm) nan"),
+    "refused": (equal, "a unit has a .grad|a unit is summed over the replicas"),
     "four steps": (equal, "is off by", {"modes": ["training"]}),
     "lengths": (equal, "document lengths must fill"),
     "late": (equal, "is off by|exit code -11|has waited for|was let go|does not wait|has changed while"),
