@@ -544,7 +544,7 @@ def check(cfg: Config, world: int) -> None:
         ),
         (
             cfg.validate and (cfg.schedule in V or world == 1 and cfg.schedule in LOOP),
-            f"--validate {cfg.validate}: must be 0, or --schedule 1F1B; with {cfg.schedule} the library cannot",
+            f"--validate {cfg.validate}: must be 0, or --schedule 1F1B: the library cannot evaluate {cfg.schedule}",
         ),
         (
             cfg.compile and cfg.schedule in SPLIT,

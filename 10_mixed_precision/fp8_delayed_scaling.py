@@ -178,7 +178,7 @@ class Multiply(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x8, x_scale, x_t, x_t_scale = quantize(x, x_amax, x_past, E4M3)
         ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale, dy_past)
-        ctx.dy_amax = dy_amax  # not saved: backward raises it, and may be that of several forwards, one after another
+        ctx.dy_amax = dy_amax  # not saved: autograd refuses what the backward of another forward has changed
         return multiply(x8, x_scale, w, w_scale, fast=True)
 
     @staticmethod
@@ -238,6 +238,7 @@ class Linear(nn.Module):
             y = nn.functional.linear(x, self.weight)
             if y.dtype == self.weight.dtype:  # else by autocast
                 return y
+        # a compiler does not know versions
         if not torch.compiler.is_compiling() and self.version != (id(self.weight), self.weight._version):
             raise RuntimeError("Linear needs bfloat16 weights and quantize_weights(model) after each optimizer step")
         x_amax, dy_amax = self.amax if torch.is_grad_enabled() else map(torch.zeros_like, self.amax)  # only of training

@@ -389,6 +389,7 @@ class Linear(nn.Module):
             y = nn.functional.linear(x, self.weight)
             if y.dtype == self.weight.dtype:  # else by autocast
                 return y
+        # a compiler does not know versions
         if not torch.compiler.is_compiling() and self.version != (id(self.weight), self.weight._version):
             raise RuntimeError("Linear needs bfloat16 weights and quantize_weights(model) after each optimizer step")
         rows = Multiply.apply(x.reshape(-1, x.shape[-1]), self.weight, *self.quantized)

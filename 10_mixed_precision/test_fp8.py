@@ -270,7 +270,7 @@ def test_scales_follow_the_history(file=None):
 
 @in_a_fork
 def test_a_history_of_zeros_says_nothing():
-    """What was zero in all earlier steps does not saturate at a scale that is next to nothing."""
+    """A history of zeros sets a scale of 1: with the least one, all of a tensor would saturate next to 0."""
     module, x = load(DELAYED), uneven(16, 16, 1)
     y, scale, *_ = module.quantize(x, torch.zeros(()), torch.zeros(3), module.E4M3)
     assert scale == 1 and torch.equal(y.float(), x.float().to(module.E4M3).float())

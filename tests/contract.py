@@ -121,14 +121,14 @@ def sizes_of_evaluation(recipe: str) -> tuple[bool, bool]:
 
 
 def check_frozen(recipe: str, file: str | None = None) -> None:
-    """What is frozen stays; all else is trained as by the root, with a clip that acts."""
+    """Frozen parameters stay; all others are trained as by the root, with a clip that acts."""
     world, roots, ours, init = hardest(recipe, "float64")
     flags, probe = "--weight_decay 0.1 --lr 0.01 --warmup 0 --clip 0.5 --steps 2", probes.freezes(*FROZEN)
     run = launch(file or recipe, world, f"{ours} {flags}", probe)
     reference = root_with_frozen(equivalence.root_of(recipe), f"{roots} {flags}")
     errors = compare.relative_errors(run.weights, reference.weights)
     errors |= compare.history_errors(run.history, reference.history)
-    compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"{recipe} on {world} ranks, frozen embedding")
+    compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"{recipe} on {world} ranks, frozen parameters")
     start = compare.read(init)[0]
     for name in (name for name in start if any(part in name for part in FROZEN)):
         assert torch.equal(run.weights[name], start[name]), f"{recipe} trains {name}, which is frozen"

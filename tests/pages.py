@@ -992,7 +992,7 @@ def curves() -> str:
 
 
 def minutes() -> str:
-    """What each format trained in a second, and how long it took to the lowest loss that all of them reached."""
+    """Tokens per second of each format, with steps and minutes to the lowest loss that all formats reached."""
     stored, found = results("time.json"), time_to_loss(results("time.json"))
     runs = {run["label"]: run for run in stored["runs"]}
     speeds = {label: [run["speed"] for run in stored["runs"] if run["label"] == label] for label in runs}
