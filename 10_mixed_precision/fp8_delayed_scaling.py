@@ -577,9 +577,10 @@ def quantize_weights(model: nn.Module) -> None:
     """Write the weights of the linears in fp8, as they are and transposed: for all micro-batches of the next step."""
     linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16]
     if linears:
+        known = torch.zeros((), device=linears[0].weight.device)  # where cast leaves the amax, which sets the scale here
         for linear, amax in zip(linears, torch._foreach_norm([m.weight for m in linears], math.inf)):
             scale = amax.float().clamp(min=LEAST) * (1 / torch.finfo(E4M3).max)
-            w, w_t = cast(linear.weight, scale, torch.zeros_like(scale), E4M3)
+            w, w_t = cast(linear.weight, scale, known, E4M3)
             linear.amax = linear.amax or (torch.zeros_like(scale), torch.zeros_like(scale))
             linear.quantized = w, scale, w_t, scale.clone()  # the compiler wants different tensors as arguments
             linear.version = id(linear.weight), linear.weight._version
@@ -587,13 +588,15 @@ def quantize_weights(model: nn.Module) -> None:
 
 def shift_histories(cfg: Config, model: nn.Module) -> None:
     """Move amax of this step into the history, and begin the next step's at 0. The first one is all there is so far."""
-    for linear in model.modules():
-        if isinstance(linear, Linear) and linear.weight.dtype == torch.bfloat16:
-            if linear.past[0] is None:
-                linear.past = tuple(torch.zeros(cfg.history, device=amax.device) for amax in linear.amax)
-            for amax, past in zip(linear.amax, linear.past):
-                past.copy_(torch.cat([amax.view(1), past[:-1]]))
-                amax.zero_()
+    linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16]
+    if linears:  # all at once: hundreds of kernels for an element each would keep the GPU waiting for the CPU
+        amaxes = [amax for linear in linears for amax in linear.amax]
+        empty = torch.zeros(cfg.history, device=amaxes[0].device)
+        pasts = [empty if past is None else past for linear in linears for past in linear.past]
+        pasts = torch.cat([torch.stack(amaxes)[:, None], torch.stack(pasts)[:, :-1]], 1).unbind()
+        for linear, x_past, dy_past in zip(linears, pasts[::2], pasts[1::2]):
+            linear.past = x_past, dy_past
+        torch._foreach_zero_(amaxes)
 
 
 def train_step(cfg: Config, model: Model, optimizer: AdamW, inputs: Tensor, targets: Tensor):
