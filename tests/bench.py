@@ -241,7 +241,7 @@ layouts_moe: 2, 6, {EXPERTS} --batch 8
     08_4d: moe --dp 1 --cp 2 --tp 1 --pp 1 --ep 2 --microbatches 1
     08_4d: moe --dp 1 --cp 1 --tp 2 --pp 1 --ep 1 --microbatches 1
     08_4d: moe --dp 1 --cp 1 --tp 1 --pp 2 --ep 1 --microbatches 8
-layouts_smollm: 2, 4, --preset smollm_1_7b --seq 4096 --batch 8 --dtype bfloat16 --compile --steps 10{LAYOUTS}
+layouts_smollm: 2, 4, --preset smollm_1_7b --seq 4096 --batch 32 --dtype bfloat16 --compile --steps 10{LAYOUTS}
 four: 4, 1, --preset smollm_1_7b --batch 16 --dtype bfloat16 --compile
     02_data_parallel: naive --seq 2048 --steps 25
     06_pipeline: afab 1f1b --layers 27 --seq 4096 --microbatches 16 --steps 12
@@ -275,6 +275,7 @@ PROFILED = {  # recipes of a suite of which a timeline is kept
     "zero_stages": "zero1 zero1_overlap zero2 zero3",
     "tensor_few_layers": "torch_dtensor sequence_parallel async_tensor_parallel",
     "layouts_8b_few_layers": "train",
+    "layouts_smollm": "train",
     "expert": "expert_parallel overlap slots symmetric_memory",
     "olmoe": "expert_parallel",
     "fp8_zero3": "zero3 fp8_zero3",

@@ -185,7 +185,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: a sentence
     "layouts_8b_few_layers": "The same with 8 layers, and the exposed communication, from a profile.",
     "layouts_four": "Four GPUs, 8 layers, in every way to split them. 3d.py has two stages per GPU; with `--pp 4` "
     "each of them has one layer, and the last one also the head, which costs two.",
-    "layouts_smollm": "SmolLM-1.7B.",
+    "layouts_smollm": "SmolLM-1.7B on two GPUs, 16,384 tokens per GPU and micro-batch.",
     "kernels_smollm": "SmolLM-1.7B, four sequences of 4,096 tokens, against the root, compiled.",
     "kernels_llama3_1b": "Llama-3.2-1B, four sequences of 8,192 tokens: the vocabulary is larger.",
     "mixed_smollm": "SmolLM-1.7B, four sequences of 4,096 tokens, compiled.",
