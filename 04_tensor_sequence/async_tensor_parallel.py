@@ -602,12 +602,13 @@ def sum_replicas(model: nn.Module) -> None:
     """
     # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
     # with tp 2 instead of tp.size(): on one rank nothing is split, and everything would count as replicated
-    replicated = [p.grad for name, p in model.named_parameters() if placement(name, 2, 2)[1] == 1 and p.requires_grad]
+    whole = [p for name, p in model.named_parameters() if placement(name, 2, 2)[1] == 1]
+    replicated = [p.grad for p in whole if p.grad is not None]
     if replicated:  # else they are frozen
         model.tp.allreduce_coalesced(replicated).wait()  # 2 (tp-1)/tp of their bytes out and in; everyone waits
     if model.replicas.size() > 1:
         parts = [part for block in model.model.layers for part in (block.self_attn.k_proj, block.self_attn.v_proj)]
-        gradients = [p.grad for part in parts for p in part.parameters() if p.requires_grad]
+        gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
         # 2 (r-1)/r of their bytes out and in per rank, with r replicas, which wait
         if gradients:  # else they are frozen
             model.replicas.allreduce_coalesced(gradients).wait()
@@ -626,7 +627,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     held_by = {}  # number of ranks -> gradients that so many ranks hold
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
     for name, p in trained:
         held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]

@@ -427,7 +427,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     held_by = {}  # number of ranks -> gradients that so many ranks hold
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
     for name, p in trained:
         held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]

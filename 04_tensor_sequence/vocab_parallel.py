@@ -415,7 +415,7 @@ def sum_replicas(model: nn.Module) -> None:
     """Sum the gradients of the key and value heads that several ranks hold, each for its own query heads."""
     if model.replicas.size() > 1:
         parts = [part for block in model.model.layers for part in (block.self_attn.k_proj, block.self_attn.v_proj)]
-        gradients = [p.grad for part in parts for p in part.parameters() if p.requires_grad]
+        gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
         # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
         # 2 (r-1)/r of their bytes out and in per rank, with r replicas, which wait
         if gradients:  # else they are frozen
@@ -435,7 +435,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     held_by = {}  # number of ranks -> gradients that so many ranks hold
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
     for name, p in trained:
         held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]

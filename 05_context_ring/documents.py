@@ -535,8 +535,8 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor, lengths:
 def backward(model: nn.Module, loss: Tensor) -> None:
     """Run backward; start to sum gradients over the ranks, a few at a time, as soon as this rank has them.
 
-    Weights are replicated, and of one dtype, but each rank's gradients come from its own tokens alone. Call it once
-    per step.
+    Weights are replicated, of one dtype, and used by all ranks, but each rank's gradients come from its own tokens
+    alone. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice is summed twice.
     """
     ready, reductions = [], []
 

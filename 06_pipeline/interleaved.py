@@ -428,11 +428,11 @@ def run_schedule(
 ) -> Tensor:
     """Run a rank's operations on micro-batches [b/m, s]; return its part of the loss: 0 without the last stage.
 
-    chunks: the rank's stages. forward(cfg, stage, x, targets) returns activations [b/m, s, d] in cfg.dtype, on the last
-    stage the summed loss. A list works if each operation comes after those it needs, and if both ends of a link take
-    the messages in the same order: they carry no tag. At most p gradients are in flight: with more, a rank waits until
-    the oldest has been received, which must not need anything that this rank does later. A list of forwards alone,
-    under torch.no_grad(), evaluates.
+    chunks: the rank's stages. forward(cfg, stage, x, targets) returns contiguous activations [b/m, s, d] in cfg.dtype,
+    on the last stage the summed loss. A list works if each operation comes after those it needs, and if both ends of a
+    link take the messages in the same order: they carry no tag. At most p gradients are in flight: with more, a rank
+    waits until the oldest has been received, which must not need anything that this rank does later. A list of forwards
+    alone, under torch.no_grad(), evaluates.
     """
     saved, messages, dtype = {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
@@ -478,7 +478,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]  # none in a stage that is frozen
-    norm = nn.utils.get_total_norm(gradients).to(cfg.device) ** 2
+    norm = nn.utils.get_total_norm(gradients).to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)

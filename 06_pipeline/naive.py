@@ -364,7 +364,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]  # none in a stage that is frozen
-    norm = nn.utils.get_total_norm(gradients).to(cfg.device) ** 2
+    norm = nn.utils.get_total_norm(gradients).to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -389,7 +389,9 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     x = inputs.to(cfg.device) if arrived is None else arrived
     output = forward(cfg, model, x, targets.to(cfg.device))
     send(model, "F", output)
-    loss = output / tokens if model.stage == model.stages - 1 else torch.zeros((), device=cfg.device)
+    loss = torch.zeros((), device=cfg.device)
+    if model.stage == model.stages - 1:
+        loss += output / tokens
     dist.all_reduce(loss, group=model.pp)  # one element; everyone waits
     return loss
 

@@ -293,6 +293,17 @@ def test_micro_batches_of_two_shapes_are_refused(recipe):
         module.prepare_linears(module.Linear(4, 4), (torch.zeros(1, 8), torch.zeros(2, 8)), torch.float32)
 
 
+@pytest.mark.parametrize("recipe", SPLIT)
+def test_activations_of_another_shape_are_refused(recipe):
+    """Heads as an axis, say: gradients would be summed over them to the shape of the leaves."""
+    module = load(recipe)
+    linear = module.Linear(4, 4)
+    module.prepare_linears(linear, (torch.zeros(1, 8),), torch.float32)
+    assert linear(torch.ones(1, 8, 4)).shape == (1, 8, 4)
+    with pytest.raises(ValueError, match="x must have the shape"):
+        linear(torch.ones(2, 1, 8, 4))
+
+
 def unlike_a_fresh_model(module):
     """A probe: before the third step, in what this model differs from a new one with the same weights."""
     differences, steps, train_step = [], [], module.train_step

@@ -366,12 +366,15 @@ class Experts(nn.Module):
 
 
 class Collect(nn.Module):
-    """Add to each token the k rows that its experts have sent back."""
+    """Add to each token the top_k rows that its experts have sent back."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.top_k = cfg.top_k
 
     def forward(self, x: Tensor, y: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         """x [b, s, d], y [n, d] sorted by expert -> [b, s, d]"""
-        tokens = x.shape[0] * x.shape[1]
-        return x + Unpermute.apply(y, order, inverse, len(y) // tokens).view_as(x)
+        return x + Unpermute.apply(y, order, inverse, self.top_k).view_as(x)
 
 
 class MLP(nn.Module):
@@ -383,7 +386,7 @@ class MLP(nn.Module):
         self.top_k = cfg.top_k
         self.gate = Router(cfg)
         self.experts = Experts(cfg, ep)
-        self.collect = Collect()
+        self.collect = Collect(cfg)
         self.register_buffer("rows", torch.zeros(cfg.experts, dtype=torch.long), persistent=False)  # of each, this step
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -431,7 +434,7 @@ class Model(nn.Module):
         """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        halves, waiting = x.chunk(2), None
+        halves, waiting = x.tensor_split(2), None  # two on all ranks, also of one sequence
         for block in self.model.layers:
             mlp, sent = block.mlp, []
             for i in range(len(halves)):

@@ -17,7 +17,8 @@ Lesson:   Shared, Memory, allocate, push_kernel, push, Route, places, send, brin
 Plumbing: check
 Copy:     Router, sort_by_expert, share, Shared, Memory, allocate, push_kernel, push, Route, places, send, bring_back,
           ToExperts, ToTokens, dispatch, combine, grouped_matmul, one_by_one, Experts, MLP, clip_gradients, overflow,
-          grow, evaluate (Model.__init__ shows how to make Memory, train_step and train how to repeat a step)
+          grow, evaluate (the optimizer must be AdamW with fused=True, which leaves out a step that has to be repeated;
+          Model.__init__ shows how to make Memory, train_step and train how to repeat a step)
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, model.ep, model.memory,
           ".experts.", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 07_expert/symmetric_memory.py
@@ -169,7 +170,8 @@ def allocate(memory: Memory, x: Tensor, gates: Tensor, experts: int) -> None:
         setattr(memory, name, None)
     bytes_of = {name: rows * width * dtype.itemsize for name, (rows, width, dtype) in sizes.items()}
     padded = [-(-size // 256) * 256 for size in bytes_of.values()]  # each begins at a multiple of 256 bytes
-    buffers, memory.barrier = share(sum(padded), torch.uint8, x.device.type, memory.ep)
+    with torch.inference_mode(False):  # a validation may make the buffers, and training writes to them, too
+        buffers, memory.barrier = share(sum(padded), torch.uint8, x.device.type, memory.ep)
     for (name, (rows, width, dtype)), parts in zip(sizes.items(), zip(*(buffer.split(padded) for buffer in buffers))):
         tensors = [part[: bytes_of[name]].view(dtype).view(rows, width) for part in parts]
         addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], device=x.device)

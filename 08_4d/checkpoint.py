@@ -1042,9 +1042,9 @@ def run_schedule(
 ) -> Tensor:
     """Run a rank's operations on micro-batches [b/m, s]; return its part of the loss: 0 without the last stage.
 
-    chunks: the rank's stages. forward(cfg, stage, x, targets) returns activations [(b/m s)/tp, d] in cfg.dtype, on the
-    last stage the summed loss. 06_pipeline/interleaved.py says which lists work. A list of forwards alone, under
-    torch.no_grad(), evaluates.
+    chunks: the rank's stages. forward(cfg, stage, x, targets) returns contiguous activations [(b/m s)/tp, d] in
+    cfg.dtype, on the last stage the summed loss. 06_pipeline/interleaved.py says which lists work. A list of forwards
+    alone, under torch.no_grad(), evaluates.
     """
     saved, messages, dtype = {}, [], getattr(torch, cfg.dtype)
     total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)

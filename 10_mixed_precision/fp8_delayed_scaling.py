@@ -577,7 +577,7 @@ def quantize_weights(model: nn.Module) -> None:
     """Write the weights of the linears in fp8, as they are and transposed: for all micro-batches of the next step."""
     linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16]
     if linears:
-        known = torch.zeros((), device=linears[0].weight.device)  # where cast leaves the amax, which sets the scale here
+        known = torch.zeros((), device=linears[0].weight.device)  # cast writes the amax, once more
         for linear, amax in zip(linears, torch._foreach_norm([m.weight for m in linears], math.inf)):
             scale = amax.float().clamp(min=LEAST) * (1 / torch.finfo(E4M3).max)
             w, w_t = cast(linear.weight, scale, known, E4M3)

@@ -441,7 +441,7 @@ def evaluated(double: bool = True, odd: bool = False) -> Callable[[ModuleType], 
     """A probe: what `evaluate` returns on this rank: after the first step twice, and of another batch; after the last.
 
     The other batch has twice as many sequences, or half as many if not `double`; if `odd` one more, which makes ranks'
-    parts and micro-batches unequal.
+    parts and micro-batches unequal, and then a batch has a single one.
     """
 
     def probe(module: ModuleType) -> Report:
@@ -453,7 +453,8 @@ def evaluated(double: bool = True, odd: bool = False) -> Callable[[ModuleType], 
             other = [torch.cat((x, x.flip(1))) if double else x[: len(x) // 2] for x in (inputs, targets)]
             other = [torch.cat((x, x[:1])) if odd else x for x in other]
             steps.append(1)
-            after = {cfg.steps: [(inputs, targets)], 1: [(inputs, targets), (inputs, targets), other]}
+            fewer = [(inputs[:1], targets[:1])] if odd else []
+            after = {cfg.steps: [(inputs, targets)], 1: [(inputs, targets), (inputs, targets), other, *fewer]}
             for batch in after.get(len(steps), []):
                 losses.append(module.evaluate(cfg, model, *batch).item())
             return result
