@@ -577,10 +577,10 @@ def quantize_weights(model: nn.Module) -> None:
     """Write the weights of the linears in fp8, as they are and transposed: for all micro-batches of the next step."""
     linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16]
     if linears:
-        known = torch.zeros((), device=linears[0].weight.device)  # cast writes the amax, once more
+        unused = torch.zeros((), device=linears[0].weight.device)  # where cast notes the amax
         for linear, amax in zip(linears, torch._foreach_norm([m.weight for m in linears], math.inf)):
             scale = amax.float().clamp(min=LEAST) * (1 / torch.finfo(E4M3).max)
-            w, w_t = cast(linear.weight, scale, known, E4M3)
+            w, w_t = cast(linear.weight, scale, unused, E4M3)
             linear.amax = linear.amax or (torch.zeros_like(scale), torch.zeros_like(scale))
             linear.quantized = w, scale, w_t, scale.clone()  # the compiler wants different tensors as arguments
             linear.version = id(linear.weight), linear.weight._version
