@@ -322,7 +322,8 @@ def backward_in_chunks(cfg: Config, model: Model, x: Tensor, targets: Tensor, to
         loss.backward()  # adds to the head's .grad, and frees the logits before the next chunk makes its own
         gradients.append(part.grad)
         total += loss.detach()
-    x.backward(torch.cat(gradients))
+    if x.requires_grad:  # else the head alone is trained
+        x.backward(torch.cat(gradients))
     return total
 
 

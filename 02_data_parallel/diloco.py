@@ -10,7 +10,8 @@ Parent:   02_data_parallel/naive.py
 Lesson:   make_outer_optimizer, forward_backward, outer_step, train
 Plumbing: Config, check
 Copy:     make_outer_optimizer, outer_step, evaluate (start with the same weights on all ranks, or they never agree;
-          call outer_step after every --inner_steps steps, and before weights are saved)
+          make the outer optimizer after weights are loaded; call outer_step after every --inner_steps steps, and before
+          weights are saved)
 Needs:    cfg.device, cfg.outer_lr, cfg.outer_momentum, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/diloco.py
 Source:   Douillard et al. 2023, DiLoCo, arXiv:2311.08105

@@ -144,7 +144,7 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
     if x.requires_grad:  # not under torch.no_grad(), and not the ids
         if model.units[i].pending and model.units[i].pending():
-            raise RuntimeError("run backward after each forward: it frees the weights that another backward needs")
+            raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
 
         def hook(gradient: Tensor) -> None:
             after_backward(model, i)

@@ -9,9 +9,11 @@ Parent:   02_data_parallel/naive.py
 Lesson:   Unit, reduce_scatter, gather, make_unit, make_optimizer, forward_backward, clip_gradients, train_step
 Plumbing: Model.__init__, build_model, evaluate, main
 Copy:     Unit, gather, reduce_scatter, make_unit, clip_gradients, evaluate (the optimizer and clip_gradients take
-          unit.matrices and unit.vectors, never model.parameters(); gather after each step and zero unit.gradients, but
-          never set a .grad to None, they are views of it; gradients are summed, so divide the loss by the valid tokens
-          of all ranks; start with the same weights on all ranks)
+          unit.matrices and unit.vectors, never model.parameters(); gather after each step and zero unit.gradients, also
+          where a step is given up, but never set a .grad to None, they are views of it; no model.to() and no
+          load_state_dict(assign=True) after make_unit; a parameter that no rank uses in a step, or that is frozen
+          later, still decays; gradients are summed, so divide the loss by the valid tokens of all ranks; start with the
+          same weights on all ranks)
 Needs:    cfg.clip, cfg.device, model.dp, model.units, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054

@@ -18,8 +18,10 @@ Plumbing: Config, check_units, build_model, train_step
 Copy:     Unit, gather, reduce_scatter, take_gradients, make_unit, check_units, clip_gradients, evaluate (put each
           parameter into exactly one unit, and call check_units; gather before the first forward and after each step;
           the optimizer, clip_gradients and save take the shards, never model.parameters(); a checkpoint is loaded into
-          the shards: a gather writes over the parameters; gradients are summed, so divide the loss by the valid tokens
-          of all ranks. If embedding and head are one tensor, list it once)
+          the shards: a gather writes over the parameters; no model.to() and no load_state_dict(assign=True) after
+          make_unit; to give up a step, call model.zero_grad(), too; a parameter that no rank uses in a step, or that is
+          frozen later, still decays; gradients are summed, so divide the loss by the valid tokens of all ranks. If
+          embedding and head are one tensor, list it once)
 Needs:    cfg.clip, cfg.device, model.dp, model.units, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1_masters.py --dtype bfloat16
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054; Micikevicius et al. 2017, arXiv:1710.03740

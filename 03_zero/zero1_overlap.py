@@ -17,9 +17,11 @@ Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, 
           check_units; call before_forward before each unit; hook unit 0 as build_model does, or, if it is several
           tensors, call reduce(model, 0) after each backward; set model.requires_gradient_sync for the last micro-batch
           alone, as forward_backward does; the optimizer, clip_gradients and save take the shards, never
-          model.parameters(); a checkpoint is loaded into the shards: a gather writes over the parameters; after a step
-          set unit.gathering = None; gradients are summed, so divide the loss by the valid tokens of all ranks. If
-          embedding and head are one tensor, put it into unit 0)
+          model.parameters(); a checkpoint is loaded into the shards: a gather writes over the parameters; when shards
+          have changed (a step, a checkpoint, an average), set unit.gathering = None; to give up a step, set unit.sums
+          to None and call model.zero_grad(); no model.to() and no load_state_dict(assign=True) after make_unit; a
+          parameter that no rank uses in a step, or that is frozen later, still decays; gradients are summed, so divide
+          the loss by the valid tokens of all ranks. If embedding and head are one tensor, put it into unit 0)
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.requires_gradient_sync, model.sending,
           model.stream, model.units, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1_overlap.py

@@ -12,9 +12,12 @@ Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, 
           evaluate (give the model the attributes of Model.__init__; put each parameter into exactly one unit, and call
           check_units; call before_forward before each unit; hook unit 0 as build_model does, or, if it is several
           tensors, call reduce(model, 0) after each backward; the optimizer, clip_gradients and save take the shards,
-          never model.parameters(); a checkpoint is loaded into the shards: a gather writes over the parameters; after a
-          step set unit.gathering and unit.gradient to None; gradients are summed, so divide the loss by the valid
-          tokens of all ranks. If embedding and head are one tensor, put it into unit 0)
+          never model.parameters(); a checkpoint is loaded into the shards: a gather writes over the parameters; when
+          shards have changed (a step, a checkpoint, an average), set unit.gathering to None, after a step also
+          unit.gradient; to give up a step, do the same, and call model.zero_grad(); no model.to() and no
+          load_state_dict(assign=True) after make_unit; a parameter that no rank uses in a step, or that is frozen
+          later, still decays; gradients are summed, so divide the loss by the valid tokens of all ranks. If embedding
+          and head are one tensor, put it into unit 0)
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero2.py

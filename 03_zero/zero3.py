@@ -14,10 +14,12 @@ Copy:     Unit, gather, free, reduce_scatter, take_gradients, reduce, before_for
           call check_units; call before_forward before and after_forward after each unit; hook unit 0 as build_model
           does, or, if it is several tensors, call reduce(model, 0) after each backward; the optimizer, clip_gradients
           and save take the shards, never model.parameters(); a checkpoint is loaded into the shards: a gather writes
-          over the parameters; after a step set unit.gathering and unit.gradient to None; gradients are summed, so
-          divide the loss by the valid tokens of all ranks; run backward once after each forward. If embedding and head
-          are one tensor, put it into unit 0, do not call after_forward for that unit, and free it after the last
-          backward)
+          over the parameters; when shards have changed (a step, a checkpoint, an average), set unit.gathering to None,
+          after a step also unit.gradient; to give up a step, do the same, and call model.zero_grad(); between steps
+          parameters have no memory: to read, copy or move them crashes; a parameter that no rank uses in a step, or
+          that is frozen later, still decays; gradients are summed, so divide the loss by the valid tokens of all ranks;
+          run backward once after each forward. If embedding and head are one tensor, put it into unit 0, do not call
+          after_forward for that unit, and free it after the last backward)
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero3.py
@@ -189,7 +191,7 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
     if x.requires_grad:  # not under torch.no_grad(), and not the ids
         if model.units[i].pending and model.units[i].pending():
-            raise RuntimeError("run backward after each forward: it frees the weights that another backward needs")
+            raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
 
         def hook(gradient: Tensor) -> None:
             after_backward(model, i)

@@ -1423,7 +1423,8 @@ def write(
 ) -> Future:
     """Start to write a checkpoint after `step` steps; training may go on. Wait for the result before the next one.
 
-    torch's async_save would copy the state once more before its thread starts.
+    Call it once per step, and not before the first; steps that were skipped do not count. torch's async_save would copy
+    the state once more before its thread starts.
     """
     folder = Path(cfg.checkpoint, f"step-{step}")
     state, places = snapshot(cfg, model, optimizer)
@@ -1454,6 +1455,7 @@ def resume(
     verify(found[0], training["key"], writers)
     names, state, places, parts = parameter_names(model), {}, {}, []
     for unit in model.units:
+        unit.gathering = None  # the next forward gathers what is read here
         moments = {kind: torch.zeros_like(unit.shard) for kind in ("exp_avg", "exp_avg_sq")}
         for kind, shard in {"weight": unit.shard, **moments}.items():
             for p, first, part in pieces(unit, shard):

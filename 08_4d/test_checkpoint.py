@@ -73,12 +73,17 @@ def uninterrupted(
 
 
 def written_at_once(folder: str):
-    """A probe: what resume has read is written again, before any step, to another folder."""
+    """A probe: what resume has read is written again, before any step, to another folder.
+
+    Before it a validation gathers the weights that are there.
+    """
 
     def probe(module):
         resume = module.resume
 
         def read_and_write(cfg, model, optimizer, writers):
+            ids = torch.zeros(cfg.batch, cfg.seq, dtype=torch.long)
+            module.evaluate(cfg, model, ids, ids)
             step, history = resume(cfg, model, optimizer, writers)
             elsewhere = dataclasses.replace(cfg, checkpoint=folder)
             with concurrent.futures.ThreadPoolExecutor(1) as thread:

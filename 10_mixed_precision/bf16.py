@@ -15,8 +15,8 @@ Lesson:   Loss, Model.__init__, build_model, Slot, update, AdamW, make_optimizer
 Plumbing: Config, set_learning_rate, save, check
 Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients (build_model makes model.masters, make_optimizer the
           slots; load a checkpoint into weights and masters; with several micro-batches call accumulate_gradients after
-          each backward, as forward_backward does; step as train_step does; of Config it reads clip, eps, lr, device and
-          compile)
+          each backward, as forward_backward does; step and forget gradients as train_step does, by the optimizer's
+          zero_grad, not the model's; of Config it reads clip, eps, lr, device and compile)
 Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, model.masters
 Run:      python 10_mixed_precision/bf16.py --dtype bfloat16
 Source:   Micikevicius et al. 2018, arXiv:1710.03740; AdamW, arXiv:1711.05101
@@ -335,7 +335,8 @@ class AdamW:
     """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU.
 
     Set "lr" in its param_groups before a step. torch's schedulers take only torch's optimizers: give them one of any
-    tensor, and copy what get_last_lr returns.
+    tensor, and copy what get_last_lr returns. One count of steps serves all parameters: one that is trained later
+    starts without bias correction.
     """
 
     def __init__(self, cfg: Config, groups: list[dict]):

@@ -13,11 +13,11 @@ Parent:   10_mixed_precision/bf16.py
 Lesson:   E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply,
           Linear, Attention.__init__, MLP.__init__, build_model, quantize_weights, train_step
 Plumbing: Config, check
-Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply,
-          Linear, quantize_weights (call it before the first forward and after whatever writes weights: an optimizer
-          step, a checkpoint, an average that is swapped in; Linear takes weights in bfloat16 in place of autocast, and
-          bf16.py has the optimizer for them; with several micro-batches, delete each loss before the next forward, as
-          forward_backward does)
+Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
+          quantize_weights (call it under no_grad, not inference_mode, before the first forward and after whatever
+          writes weights: an optimizer step, a checkpoint, an average that is swapped in; Linear takes weights in
+          bfloat16 in place of autocast, and bf16.py has the optimizer for them; with several micro-batches, delete each
+          loss before the next forward, as forward_backward does)
 Run:      python 10_mixed_precision/fp8_tensorwise.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433
 """
@@ -440,7 +440,8 @@ class AdamW:
     """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU.
 
     Set "lr" in its param_groups before a step. torch's schedulers take only torch's optimizers: give them one of any
-    tensor, and copy what get_last_lr returns.
+    tensor, and copy what get_last_lr returns. One count of steps serves all parameters: one that is trained later
+    starts without bias correction.
     """
 
     def __init__(self, cfg: Config, groups: list[dict]):

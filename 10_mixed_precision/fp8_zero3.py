@@ -20,8 +20,9 @@ Copy:     E4M3, GRADIENT, LEAST, Unit, gather, free, transpose, reduce_scatter, 
           multiply, Multiply, Linear, make_unit, check_units, use_fp8, quantize_weights, clip_gradients, evaluate (as
           03_zero/zero3.py says; weights of Linear, which has no bias, are the only matrices of their unit, and that is
           neither the first nor the last; make units of bfloat16, without autocast; call use_fp8 after the last
-          make_unit, then quantize_weights, and that again after each optimizer step, or when a checkpoint is loaded;
-          evaluate takes IGNORE and a forward that returns the sum of the losses, like that of train.py)
+          make_unit, then quantize_weights, and that again after each optimizer step, or when a checkpoint or an average
+          is loaded; a validation batch has a sequence for each micro-batch of each rank; evaluate takes IGNORE and a
+          forward that returns the sum of the losses, like that of train.py)
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 10_mixed_precision/fp8_zero3.py --dtype bfloat16
@@ -226,7 +227,7 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
     if x.requires_grad:  # not under torch.no_grad(), and not the ids
         if model.units[i].pending and model.units[i].pending():
-            raise RuntimeError("run backward after each forward: it frees the weights that another backward needs")
+            raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
 
         def hook(gradient: Tensor) -> None:
             after_backward(model, i)

@@ -11,8 +11,9 @@ Lesson:   Model.__init__, build_model, Slot, random_bits, round_stochastically, 
           accumulate_gradients, forward_backward
 Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients (the first two are
           enough beside another optimizer; make_optimizer makes the slots; with several micro-batches call
-          accumulate_gradients after each backward, as forward_backward does; step as train_step does; of Config it
-          reads clip, eps, lr, seed, device and compile)
+          accumulate_gradients after each backward, as forward_backward does; step and forget gradients as train_step
+          does, by the optimizer's zero_grad, not the model's; of Config it reads clip, eps, lr, seed, device and
+          compile)
 Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, cfg.seed, model.sums
 Run:      python 10_mixed_precision/stochastic_rounding.py --dtype bfloat16
 Source:   Gupta et al. 2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192
@@ -346,7 +347,8 @@ class AdamW:
     """AdamW that clips gradients, and rounds weights and moments stochastically. Its decisions are made on the GPU.
 
     Set "lr" in its param_groups before a step. torch's schedulers take only torch's optimizers: give them one of any
-    tensor, and copy what get_last_lr returns.
+    tensor, and copy what get_last_lr returns. One count of steps serves all parameters: one that is trained later
+    starts without bias correction.
     """
 
     def __init__(self, cfg: Config, groups: list[dict], sums: dict[str, Tensor]):
