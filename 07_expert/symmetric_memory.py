@@ -160,6 +160,7 @@ class Memory:
     barrier: Callable[[], None] | None = None  # returns once all ranks have called it; on GPUs the stream waits instead
 
 
+@torch.inference_mode(False)  # a validation may make the buffers, and training writes to them, too
 def allocate(memory: Memory, x: Tensor, gates: Tensor, experts: int) -> None:
     """Make buffers for tokens like x [t, d] with gates [t, top_k]. All ranks must have equally many tokens."""
     n, d, ep = max(gates.numel(), memory.rows), x.shape[1], memory.ep.size()
@@ -170,8 +171,7 @@ def allocate(memory: Memory, x: Tensor, gates: Tensor, experts: int) -> None:
         setattr(memory, name, None)
     bytes_of = {name: rows * width * dtype.itemsize for name, (rows, width, dtype) in sizes.items()}
     padded = [-(-size // 256) * 256 for size in bytes_of.values()]  # each begins at a multiple of 256 bytes
-    with torch.inference_mode(False):  # a validation may make the buffers, and training writes to them, too
-        buffers, memory.barrier = share(sum(padded), torch.uint8, x.device.type, memory.ep)
+    buffers, memory.barrier = share(sum(padded), torch.uint8, x.device.type, memory.ep)
     for (name, (rows, width, dtype)), parts in zip(sizes.items(), zip(*(buffer.split(padded) for buffer in buffers))):
         tensors = [part[: bytes_of[name]].view(dtype).view(rows, width) for part in parts]
         addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], device=x.device)

@@ -441,7 +441,7 @@ def evaluated(double: bool = True, odd: bool = False) -> Callable[[ModuleType], 
     """A probe: what `evaluate` returns on this rank: after the first step twice, and of another batch; after the last.
 
     The other batch has twice as many sequences, or half as many if not `double`; if `odd` one more, which makes ranks'
-    parts and micro-batches unequal, and then a batch has a single one.
+    parts and micro-batches unequal, and then a batch has a single one. The other one is read in inference mode.
     """
 
     def probe(module: ModuleType) -> Report:
@@ -456,7 +456,8 @@ def evaluated(double: bool = True, odd: bool = False) -> Callable[[ModuleType], 
             fewer = [(inputs[:1], targets[:1])] if odd else []
             after = {cfg.steps: [(inputs, targets)], 1: [(inputs, targets), (inputs, targets), other, *fewer]}
             for batch in after.get(len(steps), []):
-                losses.append(module.evaluate(cfg, model, *batch).item())
+                with torch.inference_mode(batch is other):
+                    losses.append(module.evaluate(cfg, model, *batch).item())
             return result
 
         module.train_step = step
