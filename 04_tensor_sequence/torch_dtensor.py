@@ -384,7 +384,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     return loss, norm
 
 
-@torch.no_grad()
+@torch.no_grad()  # not inference_mode, in which loss_parallel does not work
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()

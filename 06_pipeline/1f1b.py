@@ -437,9 +437,10 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]  # none in a stage that is frozen
-    norm = nn.utils.get_total_norm(gradients).to(cfg.device, torch.get_default_dtype()) ** 2  # stages differ in dtype
+    own = nn.utils.get_total_norm(gradients)
+    norm = own.to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
-    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    norm = norm.sqrt().to(own.dtype)  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 

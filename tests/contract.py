@@ -38,6 +38,7 @@ SMALLEST["08_4d/2d.py"] = 4, "--dp 2 --tp 2"
 SMALLEST["08_4d/3d.py"] = 4, "--dp 1 --tp 2 --pp 2"
 SMALLEST["08_4d/moe.py"] = 4, "--dp 2 --cp 1 --tp 2 --pp 1 --ep 2 --microbatches 2"
 DILOCO = "02_data_parallel/diloco.py"
+DTENSOR = "04_tensor_sequence/torch_dtensor.py"  # its loss_parallel does not work in inference mode
 # DTensor's caches hold the group until the end of the process
 KEEP_THE_GROUP = {
     "03_zero/torch_fsdp.py",
@@ -98,10 +99,10 @@ def check_training(recipe: str, file: str | None = None) -> None:
     world, roots, ours, _ = hardest(recipe, "float64")
     if recipe == DILOCO:
         world = 1  # workers have weights of their own until they meet
-    probe = probes.together(probes.evaluated(*sizes_of_evaluation(recipe)), probes.whole_parameters)
+    probe = probes.together(probes.evaluated(*forms_of_evaluation(recipe)), probes.whole_parameters)
     run = launch(file or recipe, world, f"{ours} {equivalence.TRAINING} --steps 3", probe)
     roots += f" {equivalence.TRAINING} --steps 3"
-    reference = root_evaluated(equivalence.root_of(recipe), roots, *sizes_of_evaluation(recipe))
+    reference = root_evaluated(equivalence.root_of(recipe), roots, *forms_of_evaluation(recipe))
     assert min(norm for _, norm, *_ in reference.history) > 0.5, "the clip never acted"
     errors, lora = compare.relative_errors(run.weights, reference.weights), equivalence.root_of(recipe) == LORA
     errors |= compare.history_errors(run.history, reference.history)
@@ -115,9 +116,9 @@ def check_training(recipe: str, file: str | None = None) -> None:
     compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"{recipe} on {world} ranks, training")
 
 
-def sizes_of_evaluation(recipe: str) -> tuple[bool, bool]:
-    """Whether a recipe evaluates a larger batch than it trains on, and one that leaves the ranks unequal parts."""
-    return recipe not in FIXED, recipe not in FIXED | EVEN
+def forms_of_evaluation(recipe: str) -> tuple[bool, bool, bool]:
+    """Whether a recipe evaluates a larger batch than it trains on, one that divides unevenly, and in inference mode."""
+    return recipe not in FIXED, recipe not in FIXED | EVEN, recipe != DTENSOR
 
 
 def check_frozen(recipe: str, file: str | None = None) -> None:
@@ -140,8 +141,8 @@ def root_with_frozen(root: str, flags: str) -> Run:
 
 
 @once
-def root_evaluated(root: str, flags: str, *sizes: bool) -> Run:
-    return launch(root, 1, flags, probe=probes.evaluated(*sizes))
+def root_evaluated(root: str, flags: str, *forms: bool) -> Run:
+    return launch(root, 1, flags, probe=probes.evaluated(*forms))
 
 
 def check_evaluation(recipe: str, file: str | None = None) -> None:
@@ -149,7 +150,7 @@ def check_evaluation(recipe: str, file: str | None = None) -> None:
     world, flags = SMALLEST[recipe]
     flags = f"{SMALL} {flags} --batch 24 --steps 3"
     without, run = (
-        launch(file or recipe, world, flags, probe) for probe in (None, probes.evaluated(*sizes_of_evaluation(recipe)))
+        launch(file or recipe, world, flags, probe) for probe in (None, probes.evaluated(*forms_of_evaluation(recipe)))
     )
     assert all(run.probes), "nothing was evaluated"
     for name, tensor in without.weights.items():

@@ -437,11 +437,11 @@ def held(module: ModuleType, cfg, model, *batch: torch.Tensor) -> list[torch.Ten
     return list(batch)
 
 
-def evaluated(double: bool = True, odd: bool = False) -> Callable[[ModuleType], Report]:
+def evaluated(double: bool = True, odd: bool = False, inference: bool = True) -> Callable[[ModuleType], Report]:
     """A probe: what `evaluate` returns on this rank: after the first step twice, and of another batch; after the last.
 
     The other batch has twice as many sequences, or half as many if not `double`; if `odd` one more, which makes ranks'
-    parts and micro-batches unequal, and then a batch has a single one. The other one is read in inference mode.
+    parts and micro-batches unequal, and then a batch has a single one. `inference`: the other one is read in that mode.
     """
 
     def probe(module: ModuleType) -> Report:
@@ -456,7 +456,7 @@ def evaluated(double: bool = True, odd: bool = False) -> Callable[[ModuleType], 
             fewer = [(inputs[:1], targets[:1])] if odd else []
             after = {cfg.steps: [(inputs, targets)], 1: [(inputs, targets), (inputs, targets), other, *fewer]}
             for batch in after.get(len(steps), []):
-                with torch.inference_mode(batch is other):
+                with torch.inference_mode(inference and batch is other):
                     losses.append(module.evaluate(cfg, model, *batch).item())
             return result
 
