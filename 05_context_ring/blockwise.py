@@ -172,6 +172,8 @@ class BlockwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         q, k, v, o, lse = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))  # summed in fp32 or above
         for i, queries in enumerate(ctx.cut):

@@ -113,11 +113,14 @@ class Slot:
     square: Tensor  # mean of their squares
     group: dict
     version: int  # p._version when the master was last rounded into it; writes through p.data go unnoticed
+    form: tuple  # dtype, device and strides of the parameter
     steps: int = 0  # in which it had a gradient
 
-    def check_master(self) -> None:
-        """Raise if weights were loaded into the parameter alone: the step would write the master's over them."""
+    def check(self) -> None:
+        """Raise if the parameter was moved, cast or loaded alone: the step would not see it, or undo it."""
         p = self.parameter
+        if self.form != (p.dtype, p.device, p.stride()):
+            raise ValueError("a parameter has changed its dtype, device or layout: make a new optimizer for it")
         if self.version != p._version and not torch.equal(p, self.master.to(p.dtype)):
             raise ValueError("a parameter is not its rounded master: load weights into slots[i].master, too")
 
@@ -142,7 +145,8 @@ class AdamW:
     their own `lr` and `weight_decay` if they need them; `param_groups` are these dicts, so that a schedule may change
     lr. Masters begin as copies of the parameters: who has these in fp32 copies them over `slots[i].master`. Parameters
     without a gradient are left alone. The norm is that of this process. State is in `slots`; there is no state_dict.
-    Raises ValueError for parameters that are not contiguous, on several devices, given twice or loaded without masters.
+    Raises ValueError for parameters that are not contiguous, on several devices, given twice, without an address (as
+    DTensors are), or moved, cast or loaded without masters later.
     """
 
     def __init__(
@@ -156,15 +160,19 @@ class AdamW:
     ):
         self.betas, self.eps, self.clip = betas, eps, clip
         self.param_groups = [dict(lr=lr, weight_decay=weight_decay) | group for group in groups]
+        if unknown := {key for group in groups for key in group} - {"params", "lr", "weight_decay"}:
+            raise ValueError(f"groups may have params, lr and weight_decay, not {', '.join(sorted(unknown))}")
         self.slots = []
         for group in self.param_groups:
             for p in group["params"]:
                 master = p if p.dtype.itemsize >= 4 else p.detach().float()
                 mean, square = torch.zeros_like(master), torch.zeros_like(master)
-                self.slots.append(Slot(p, master, mean, square, group, p._version))
+                self.slots.append(Slot(p, master, mean, square, group, p._version, (p.dtype, p.device, p.stride())))
         parameters = [slot.parameter for slot in self.slots]
         if not all(p.is_contiguous() for p in parameters):
             raise ValueError("parameters must be contiguous")
+        if any(p.numel() and not p.data_ptr() for p in parameters):  # as a DTensor: the kernels take addresses
+            raise ValueError("parameters must be plain tensors with memory of their own")
         if len(set(parameters)) < len(parameters) or len({p.device for p in parameters}) > 1:
             raise ValueError("parameters must be on one device, and in one group each")
 
@@ -178,7 +186,7 @@ class AdamW:
         kinds = {}  # a kernel reads and writes tensors of one dtype, and either all or none 16 bytes at once
         stepped = [slot for slot in self.slots if slot.parameter.grad is not None]
         for slot in stepped:
-            slot.check_master()
+            slot.check()
         for slot in stepped:
             slot.steps += 1
             gradient = slot.parameter.grad.contiguous()

@@ -191,6 +191,8 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         logits, targets, top, log = ctx.saved_tensors
         out = torch.empty_like(logits) if torch.compiler.is_compiling() else logits  # which plans memory itself
         write_gradient(logits, targets, ctx.ignored, top, log, gradient, out)
@@ -209,8 +211,9 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, ignore_index: int = IGNOR
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"logits are {list(logits.shape)}, targets {list(targets.shape)}: must be [n, v] and [n]")
-    if not logits.is_floating_point():
-        raise ValueError(f"logits are {logits.dtype}: must have a floating-point dtype")
+    if not logits.is_floating_point() or targets.dtype not in (torch.int32, torch.int64):
+        found = f"logits are {logits.dtype}, targets {targets.dtype}"
+        raise ValueError(f"{found}: must have a floating-point dtype, and int32 or int64")
     check_free(logits)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     return CrossEntropy.apply(logits, targets.contiguous(), ignore_index)
@@ -248,6 +251,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         dx, dweight = ctx.saved_tensors
         rescale(dx, gradient)
         rescale(dweight, gradient)
@@ -272,6 +277,8 @@ def linear_cross_entropy_sum(
         raise ValueError(f"x, weight and targets are {shapes}: must be [n, d], [v, d] and [n]")
     if not (x.is_floating_point() and weight.is_floating_point()):
         raise ValueError(f"x is {x.dtype}, weight {weight.dtype}: must have floating-point dtypes")
+    if targets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"targets are {targets.dtype}: must be int32 or int64")
     training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chunk = chunk or max(2**29 // len(weight) // 256, 1) * 256
     return LinearCrossEntropy.apply(x, weight, targets.contiguous(), chunk, ignore_index, training)

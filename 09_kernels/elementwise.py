@@ -97,6 +97,8 @@ class ELU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         (x,) = ctx.saved_tensors
         dy = dy.contiguous()  # the gradient of a transposed or broadcast output has strides of its own
         dx, n, block = torch.empty_like(x), x.numel(), block_length(x)

@@ -144,6 +144,8 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = normalize_backward(rows_of(dy), None, x, weight, rstd)
         return dx, dweight, None
@@ -160,6 +162,8 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dsum: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = normalize_backward(rows_of(dy), rows_of(dsum), x, weight, rstd)
         return dx, dx, dweight, None

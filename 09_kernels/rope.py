@@ -85,6 +85,8 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
         turn(dy, dx, *ctx.saved_tensors, -1)
@@ -94,12 +96,13 @@ class Rotate(torch.autograd.Function):
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate x [b, s, h·k] by the cosine and sine [s, k] of its tokens, and return it: use what is returned.
 
-    x is written over; under selective checkpointing, whose policy may keep what a projection returns, a copy is.
+    x is written over; under selective checkpointing, whose policy may keep what a projection returns, a copy is. A
+    checkpointed region must hold the projection, too: recomputed, it would rotate again what it took from outside.
 
     Pairs are (i, i + k/2) of each head, as in Llama's published weights; of the table, the left half is read. x is what
     a projection returns: all heads of a token side by side. (A slice of a merged projection works, too, but autograd
     then copies the gradient of the whole; what split or chunk return must not be changed in place.) The table has both
-    halves of a row, k columns. Raises ValueError for shapes that do not fit, integers and leaves.
+    halves of a row, k columns, and gets no gradient. Raises ValueError for shapes that do not fit, integers and leaves.
     """
     (_, s, width), (cos, sin) = x.shape, rope
     if not x.is_floating_point():
@@ -110,8 +113,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         raise ValueError("cosine and sine must have the same shape and strides")
     if x.stride(2) != 1 or cos.stride(1) != 1:
         raise ValueError("the last axis of x and of the table must be contiguous")
-    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
-        raise ValueError("x is rotated in place: it must not be a leaf, such as a parameter")
+    if torch.is_grad_enabled() and x.requires_grad and (x if x._base is None else x._base).is_leaf:
+        raise ValueError("x is rotated in place: it must not be a leaf, such as a parameter, nor a view of one")
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
         raise ValueError("x is expanded: it must have memory for each of its elements")
     if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():

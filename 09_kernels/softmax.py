@@ -173,6 +173,8 @@ class Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         (y,) = ctx.saved_tensors
         return softmax_rows_backward(rows_of(dy), y)
 

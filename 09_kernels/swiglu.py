@@ -134,6 +134,8 @@ class SiluMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dh: Tensor) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         gate, up = dgate, dup = ctx.saved_tensors
         if torch.compiler.is_compiling():  # it must not write over what was saved; it plans memory itself
             dgate, dup = torch.empty_like(gate), torch.empty_like(up)
@@ -153,6 +155,8 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         gate, up, weight = ctx.saved_tensors
         dgate, dup = gate, up
         if torch.compiler.is_compiling():
@@ -205,10 +209,13 @@ def swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     """Return (silu(gate)·up) @ weight [d, f].T, keeping gate and up [..., f] alone; conditions as for silu_mul.
 
     The gradient of the weight needs silu(gate)·up again. The backward kernel has all of it in registers, and writes it
-    over the gradient that it has just read: one more pass, for n·f elements less from forward to backward.
+    over the gradient that it has just read: one more pass, for n·f elements less from forward to backward. The matmul
+    has the dtype of gate and up.
     """
     check_swiglu(gate, up)
-    return SwiGLU.apply(rows_of(gate), rows_of(up), weight).view(*gate.shape[:-1], len(weight))
+    with torch.autocast(gate.device.type, enabled=False):  # it would cast the matmul of forward alone
+        y = SwiGLU.apply(rows_of(gate), rows_of(up), weight.to(gate.dtype))
+    return y.view(*gate.shape[:-1], len(weight))
 
 
 # --------------------------------------------------------------------------------------------------------- reference

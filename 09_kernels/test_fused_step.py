@@ -125,6 +125,28 @@ def test_loaded_weights_are_not_undone(file=None):
         assert torch.allclose(layer.weight.float(), torch.tensor(2.9), rtol=0.01), layer.weight
 
 
+@in_a_fork
+def test_what_the_optimizer_cannot_step(file=None):
+    """A parameter that was cast or laid out anew, one without an address, and options that a group may not have."""
+    AdamW = load(file or ADAMW).AdamW
+    for before, change in [
+        (torch.float32, torch.Tensor.double),
+        (torch.float32, torch.Tensor.bfloat16),
+        (torch.bfloat16, torch.Tensor.float),
+        (torch.float32, lambda p: p.T.contiguous().T),
+    ]:
+        p = nn.Parameter(torch.ones(4, 3, dtype=before))
+        optimizer = AdamW([dict(params=[p])], lr=0.1)
+        p.data = change(p.data)
+        p.grad = torch.ones_like(p)
+        with pytest.raises(ValueError, match="dtype, device or layout"):
+            optimizer.step()
+    with pytest.raises(ValueError, match="memory"):
+        AdamW([dict(params=[nn.Parameter(torch.ones(4, device="meta"))])], lr=0.1)
+    with pytest.raises(ValueError, match="not betas"):
+        AdamW([dict(params=[nn.Parameter(torch.ones(4))], betas=(0.9, 0.95))], lr=0.1)
+
+
 def test_training_starts_from_what_is_not_rounded(file=None):
     """With bf16 weights beside them, too, masters begin as the root's fp32 weights, and it is they that are saved."""
     mine = launch(file or KERNELS, 1, f"{SMALL} --dtype bfloat16 --steps 0").weights

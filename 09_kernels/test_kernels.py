@@ -366,6 +366,8 @@ def test_refusals(file=None):
         ("int64", lambda: load(SWIGLU).silu_mul(x.long(), x.long())),
         ("int64", lambda: load(CROSS_ENTROPY).cross_entropy_sum(x.long(), torch.zeros(3).long())),
         ("int64", lambda: load(CROSS_ENTROPY).linear_cross_entropy_sum(x.long(), x, torch.zeros(3).long())),
+        ("uint8", lambda: load(CROSS_ENTROPY).cross_entropy_sum(x, torch.zeros(3).byte())),
+        ("float32", lambda: load(CROSS_ENTROPY).linear_cross_entropy_sum(x, x, torch.zeros(3))),
         ("int64", lambda: load(ROPE).rotate(x[None].long(), (x, x))),
         ("3 dimensions", lambda: load(COALESCING).transpose(load(COALESCING).transpose_far, long[None])),
         (r"\[m, k\]", lambda: load(TILING).dot(long, long)),
@@ -388,12 +390,39 @@ def test_memory_of_others_is_not_written_over(file=None):
         raises(ValueError, "writes over its inputs", lambda: cross_entropy.cross_entropy_sum(logits, targets))  # noqa: B023
     raises(ValueError, r"\[n\]", lambda: cross_entropy.cross_entropy_sum(y, targets[:5]))
     raises(ValueError, r"\[v, d\]", lambda: cross_entropy.linear_cross_entropy_sum(x, weight[:, :5], targets))
+    raises(ValueError, "must not be a leaf", lambda: rope.rotate(p[None], rope.table(6, 4, "cpu")))
     expanded = row.view(1, 1, 8).expand(1, 5, 8)
     raises(ValueError, "expanded", lambda: rope.rotate(expanded, rope.table(5, 4, "cpu")))
     exact = cross_entropy.reference(y, targets)
     assert torch.allclose(cross_entropy.cross_entropy_sum(y * 1, targets), exact), "targets have a stride"
     exact = cross_entropy.linear_reference(x, weight, targets)
     assert torch.allclose(cross_entropy.linear_cross_entropy_sum(x, weight, targets), exact), "targets have a stride"
+
+
+@pytest.mark.parametrize("recipe", [ELEMENTWISE, SOFTMAX, RMSNORM, SWIGLU, ROPE, CROSS_ENTROPY])
+@in_a_fork
+def test_gradients_of_gradients_are_refused(recipe, file=None):
+    """Kernels leave no graph: the gradient of a penalty on gradients would lack all that goes through them."""
+    for _, ours, _, inputs in load(file or recipe).cases("cpu"):
+        if all(1 < x.numel() < 1e5 for x in inputs if x.is_floating_point()):
+            leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
+            results = ours(*inputs)
+            loss = sum(y.square().sum() for y in (results if isinstance(results, tuple) else (results,)))
+            raises(RuntimeError, "create_graph", lambda: torch.autograd.grad(loss, leaves, create_graph=True))  # noqa: B023
+
+
+@in_a_fork
+def test_autocast_does_not_reach_swiglu(file=None):
+    """Under autocast, gate and up are bfloat16 and the weight is float32: its gradient is, too."""
+    swiglu = load(file or SWIGLU)
+    for dtype in torch.bfloat16, torch.float32:
+        gate, up, weight = random(6, 8).to(dtype), random(7, 8)[1:].to(dtype), nn.Parameter(random(5, 8).float())
+        with torch.autocast("cpu", torch.bfloat16):
+            y = swiglu.swiglu(gate.requires_grad_() * 1, up.requires_grad_() * 1, weight)
+        y.sum().backward()
+        exact = swiglu.matmul_reference(gate.double(), up.double(), weight.double())
+        assert y.dtype == gate.grad.dtype == dtype and weight.grad.dtype == torch.float32
+        assert swiglu.relative_error(y.detach(), exact.detach()) < 2 * torch.finfo(dtype).eps
 
 
 @in_a_fork

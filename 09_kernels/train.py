@@ -208,6 +208,8 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = normalize_backward(rows_of(dy), None, x, weight, rstd)
         return dx, dweight, None
@@ -224,6 +226,8 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dsum: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = normalize_backward(rows_of(dy), rows_of(dsum), x, weight, rstd)
         return dx, dx, dweight, None
@@ -347,6 +351,8 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         gate, up, weight = ctx.saved_tensors
         dgate, dup = gate, up
         if torch.compiler.is_compiling():
@@ -388,10 +394,13 @@ def swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     """Return (silu(gate)·up) @ weight [d, f].T, keeping gate and up [..., f] alone; conditions as for silu_mul.
 
     The gradient of the weight needs silu(gate)·up again. The backward kernel has all of it in registers, and writes it
-    over the gradient that it has just read: one more pass, for n·f elements less from forward to backward.
+    over the gradient that it has just read: one more pass, for n·f elements less from forward to backward. The matmul
+    has the dtype of gate and up.
     """
     check_swiglu(gate, up)
-    return SwiGLU.apply(rows_of(gate), rows_of(up), weight).view(*gate.shape[:-1], len(weight))
+    with torch.autocast(gate.device.type, enabled=False):  # it would cast the matmul of forward alone
+        y = SwiGLU.apply(rows_of(gate), rows_of(up), weight.to(gate.dtype))
+    return y.view(*gate.shape[:-1], len(weight))
 
 
 @triton.jit
@@ -442,6 +451,8 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
         turn(dy, dx, *ctx.saved_tensors, -1)
@@ -451,12 +462,13 @@ class Rotate(torch.autograd.Function):
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate x [b, s, h·k] by the cosine and sine [s, k] of its tokens, and return it: use what is returned.
 
-    x is written over; under selective checkpointing, whose policy may keep what a projection returns, a copy is.
+    x is written over; under selective checkpointing, whose policy may keep what a projection returns, a copy is. A
+    checkpointed region must hold the projection, too: recomputed, it would rotate again what it took from outside.
 
     Pairs are (i, i + k/2) of each head, as in Llama's published weights; of the table, the left half is read. x is what
     a projection returns: all heads of a token side by side. (A slice of a merged projection works, too, but autograd
     then copies the gradient of the whole; what split or chunk return must not be changed in place.) The table has both
-    halves of a row, k columns. Raises ValueError for shapes that do not fit, integers and leaves.
+    halves of a row, k columns, and gets no gradient. Raises ValueError for shapes that do not fit, integers and leaves.
     """
     (_, s, width), (cos, sin) = x.shape, rope
     if not x.is_floating_point():
@@ -467,8 +479,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         raise ValueError("cosine and sine must have the same shape and strides")
     if x.stride(2) != 1 or cos.stride(1) != 1:
         raise ValueError("the last axis of x and of the table must be contiguous")
-    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
-        raise ValueError("x is rotated in place: it must not be a leaf, such as a parameter")
+    if torch.is_grad_enabled() and x.requires_grad and (x if x._base is None else x._base).is_leaf:
+        raise ValueError("x is rotated in place: it must not be a leaf, such as a parameter, nor a view of one")
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
         raise ValueError("x is expanded: it must have memory for each of its elements")
     if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
@@ -590,6 +602,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         dx, dweight = ctx.saved_tensors
         rescale(dx, gradient)
         rescale(dweight, gradient)
@@ -614,6 +628,8 @@ def linear_cross_entropy_sum(
         raise ValueError(f"x, weight and targets are {shapes}: must be [n, d], [v, d] and [n]")
     if not (x.is_floating_point() and weight.is_floating_point()):
         raise ValueError(f"x is {x.dtype}, weight {weight.dtype}: must have floating-point dtypes")
+    if targets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"targets are {targets.dtype}: must be int32 or int64")
     training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chunk = chunk or max(2**29 // len(weight) // 256, 1) * 256
     return LinearCrossEntropy.apply(x, weight, targets.contiguous(), chunk, ignore_index, training)
@@ -693,11 +709,14 @@ class Slot:
     square: Tensor  # mean of their squares
     group: dict
     version: int  # p._version when the master was last rounded into it; writes through p.data go unnoticed
+    form: tuple  # dtype, device and strides of the parameter
     steps: int = 0  # in which it had a gradient
 
-    def check_master(self) -> None:
-        """Raise if weights were loaded into the parameter alone: the step would write the master's over them."""
+    def check(self) -> None:
+        """Raise if the parameter was moved, cast or loaded alone: the step would not see it, or undo it."""
         p = self.parameter
+        if self.form != (p.dtype, p.device, p.stride()):
+            raise ValueError("a parameter has changed its dtype, device or layout: make a new optimizer for it")
         if self.version != p._version and not torch.equal(p, self.master.to(p.dtype)):
             raise ValueError("a parameter is not its rounded master: load weights into slots[i].master, too")
 
@@ -722,7 +741,8 @@ class AdamW:
     their own `lr` and `weight_decay` if they need them; `param_groups` are these dicts, so that a schedule may change
     lr. Masters begin as copies of the parameters: who has these in fp32 copies them over `slots[i].master`. Parameters
     without a gradient are left alone. The norm is that of this process. State is in `slots`; there is no state_dict.
-    Raises ValueError for parameters that are not contiguous, on several devices, given twice or loaded without masters.
+    Raises ValueError for parameters that are not contiguous, on several devices, given twice, without an address (as
+    DTensors are), or moved, cast or loaded without masters later.
     """
 
     def __init__(
@@ -736,15 +756,19 @@ class AdamW:
     ):
         self.betas, self.eps, self.clip = betas, eps, clip
         self.param_groups = [dict(lr=lr, weight_decay=weight_decay) | group for group in groups]
+        if unknown := {key for group in groups for key in group} - {"params", "lr", "weight_decay"}:
+            raise ValueError(f"groups may have params, lr and weight_decay, not {', '.join(sorted(unknown))}")
         self.slots = []
         for group in self.param_groups:
             for p in group["params"]:
                 master = p if p.dtype.itemsize >= 4 else p.detach().float()
                 mean, square = torch.zeros_like(master), torch.zeros_like(master)
-                self.slots.append(Slot(p, master, mean, square, group, p._version))
+                self.slots.append(Slot(p, master, mean, square, group, p._version, (p.dtype, p.device, p.stride())))
         parameters = [slot.parameter for slot in self.slots]
         if not all(p.is_contiguous() for p in parameters):
             raise ValueError("parameters must be contiguous")
+        if any(p.numel() and not p.data_ptr() for p in parameters):  # as a DTensor: the kernels take addresses
+            raise ValueError("parameters must be plain tensors with memory of their own")
         if len(set(parameters)) < len(parameters) or len({p.device for p in parameters}) > 1:
             raise ValueError("parameters must be on one device, and in one group each")
 
@@ -758,7 +782,7 @@ class AdamW:
         kinds = {}  # a kernel reads and writes tensors of one dtype, and either all or none 16 bytes at once
         stepped = [slot for slot in self.slots if slot.parameter.grad is not None]
         for slot in stepped:
-            slot.check_master()
+            slot.check()
         for slot in stepped:
             slot.steps += 1
             gradient = slot.parameter.grad.contiguous()

@@ -212,7 +212,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> [..., f]"""
-        if self.weight.dtype != torch.bfloat16:
+        if self.weight.dtype != torch.bfloat16 or not x.numel():
             y = nn.functional.linear(x, self.weight)
             if y.dtype == self.weight.dtype:  # else by autocast
                 return y

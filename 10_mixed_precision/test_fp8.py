@@ -110,6 +110,8 @@ def test_products_are_those_of_quantized_operands(recipe, file=None):
         assert [z.dtype for z in actual] == [torch.bfloat16] * 3
         for name, error in zip(("y", "dx", "dw"), errors(actual, expected(recipe, x, weight, dy))):
             assert error < ROUNDED, f"{name} of {t} x {f} x {d} is off by {error:.1e}"
+    y, dx, dw = products(module, x[:0], weight, dy[:0])  # as of an expert without tokens
+    assert y.shape == (0, f) and dx.shape == (0, d) and not dw.any()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
