@@ -13,6 +13,7 @@ import pytest
 import schedules
 import torch
 from launch import launch, load, once
+from torch import Tensor
 
 NAIVE, TWIN = "06_pipeline/naive.py", "06_pipeline/torch_pipelining.py"
 ONE_F_ONE_B, INTERLEAVED, ZBV, DUALPIPE = (f"06_pipeline/{name}.py" for name in "1f1b interleaved zbv dualpipe".split())
@@ -45,6 +46,35 @@ def test_frozen_first_stage(recipe, flags):
     theirs = launch("01_single_gpu/train.py", 1, common, probe=probe)
     ours = launch(recipe, 3, f"{common} {flags}", probe=probe)
     compare.assert_close(compare.relative_errors(ours.weights, theirs.weights), 1e-10, recipe)
+
+
+def norms_of_a_bf16_stage(module: types.ModuleType):
+    """A probe: the last stage clips gradients in bfloat16; the returned norm, and the squares before and after."""
+    clip, found = module.clip_gradients, []
+
+    def squares(gradients: list[Tensor]) -> float:
+        return sum(gradient.double().square().sum().item() for gradient in gradients)
+
+    def mixed(cfg, model):
+        if model.pp.rank() == model.pp.size() - 1:
+            for p in model.parameters():
+                gradient, p.grad = p.grad.bfloat16(), None
+                p.data, p.grad = p.data.bfloat16(), gradient
+        gradients = [p.grad for p in model.parameters()]
+        before, norm = squares(gradients), clip(cfg, model)
+        found.extend((norm.item(), before, squares(gradients)))
+        return norm
+
+    module.clip_gradients = mixed
+    return lambda: found
+
+
+def test_stages_of_other_dtypes():
+    """A float64 stage and one in bfloat16 have one norm, up to the rounding of the latter, and are scaled by it."""
+    flags = SMALL.replace("--layers 8", "--layers 2 --dtype float64 --clip 0.1")
+    norms, before, after = zip(*launch(ONE_F_ONE_B, 2, flags, norms_of_a_bf16_stage).probes)
+    assert all(abs(norm / sum(before) ** 0.5 - 1) < 2**-8 for norm in norms), f"norms {norms} of squares {before}"
+    assert abs(sum(after) ** 0.5 / 0.1 - 1) < 2**-8, "not scaled to --clip"
 
 
 @pytest.mark.thorough
