@@ -9,10 +9,11 @@ the head's gradient is added up in several parts.
 Parent:   01_single_gpu/train.py
 Lesson:   Model, hidden_states, chunk_loss, backward_in_chunks, forward_backward, evaluate
 Plumbing: Config
-Copy:     chunk_loss, backward_in_chunks, hidden_states, evaluate (call backward_in_chunks in place of loss.backward(),
-          with what the head reads [t, d] and targets [t]; tokens counts the valid targets of the global batch, and
-          model.loss sums. Not under DDP, which expects one backward; for FSDP2, which gathers weights in forwards,
-          call register_fsdp_forward_method(model, "hidden_states"))
+Copy:     chunk_loss, backward_in_chunks, hidden_states, evaluate
+Use:      1. Call backward_in_chunks in place of loss.backward(), with what the head reads [t, d] and targets [t].
+             tokens counts the valid targets of the global batch, and model.loss sums.
+          2. For FSDP2, which gathers weights in forwards, call register_fsdp_forward_method(model, "hidden_states").
+Mind:     Not under DDP, which expects one backward.
 Needs:    cfg.device, cfg.dtype, cfg.loss_chunks, model.hidden_states, model.lm_head, model.loss, IGNORE
 Run:      python 01_single_gpu/chunked_loss.py
 Source:   Hsu et al. 2024, arXiv:2410.10989; Wijmans et al. 2024, arXiv:2411.09009

@@ -13,10 +13,12 @@ Parent:   01_single_gpu/train.py
 Lesson:   LoRALinear, Attention.__init__, MLP.__init__, Model.__init__, full_adapter, build_model, make_optimizer,
           merge_adapters, save_adapters, save
 Plumbing: Config, flops_per_token, train, check
-Copy:     LoRALinear, merge_adapters, save_adapters (replace linears, of which none may have a bias; assign their
-          weights, which keeps their dtype; then freeze all but "lora_", these weights, too; train under autocast; give
-          the optimizer what requires a gradient; the scale of merge_adapters is alpha/rank; save the model itself, not
-          what DDP or torch.compile wraps around it; PEFT wants transformers' names)
+Copy:     LoRALinear, merge_adapters, save_adapters
+Use:      1. Replace linears, of which none may have a bias. Assign their weights, which keeps their dtype. Then freeze
+             all but "lora_", these weights, too.
+          2. Train under autocast. Give the optimizer what requires a gradient.
+          3. The scale of merge_adapters is alpha/rank. Save the model itself, not what DDP or torch.compile wraps
+             around it. PEFT wants transformers' names.
 Needs:    cfg.adapters, cfg.lora_alpha, cfg.lora_rank, "lora_"
 Run:      python 01_single_gpu/lora.py
           python 01_single_gpu/lora.py --init 'model-*.safetensors' --preset llama3_8b --batch 2 --seq 4096 \

@@ -14,10 +14,11 @@ hundredth with a million.
 Parent:   01_single_gpu/train.py
 Lesson:   COEFFICIENTS, orthogonalise, muon_step, make_optimizer, train_step
 Plumbing: Config, check
-Copy:     COEFFICIENTS, orthogonalise, muon_step (give AdamW a group of matrices with the key "momentum" (again after
-          loading a state that lacks it), and call muon_step just before optimizer.step(); leave both out where a loss
-          scaler skips a step. Make three parameters of a fused qkv weight, two of a fused gate and up. Shards of tensor
-          parallelism are no whole matrices)
+Copy:     COEFFICIENTS, orthogonalise, muon_step
+Use:      1. Give AdamW a group of matrices with the key "momentum" (again after loading a state that lacks it). Call
+             muon_step just before optimizer.step(); leave both out where a loss scaler skips a step.
+          2. Make three parameters of a fused qkv weight, two of a fused gate and up.
+Mind:     Shards of tensor parallelism are no whole matrices.
 Needs:    cfg.dtype, "momentum"
 Run:      python 01_single_gpu/muon.py
 Source:   Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982

@@ -8,11 +8,13 @@ start early, or a single larger gradient, such as the head's of a large model.
 Parent:   02_data_parallel/overlap.py
 Lesson:   make_buckets, flatten, backward
 Plumbing: Config, forward_backward, check
-Copy:     make_buckets, flatten, backward, evaluate (call backward instead of loss.backward(), once per step, no_sync.py
-          accumulates; gradients are summed, so divide the loss by the valid tokens of all ranks, and start with the
-          same weights on all ranks; weights must be contiguous, and of one dtype; checkpoint with use_reentrant=False;
-          in a mesh, hand the group of dp to every function of dist; a parameter that no rank uses in a step gets zeros,
-          which AdamW decays)
+Copy:     make_buckets, flatten, backward, evaluate
+Use:      1. Start with the same weights on all ranks. They must be contiguous, and of one dtype.
+          2. Call backward instead of loss.backward(), once per step (no_sync.py accumulates). Gradients are summed:
+             divide the loss by the valid tokens of all ranks.
+          3. In a mesh, hand the group of dp to every function of dist.
+Mind:     - Checkpoint with use_reentrant=False.
+          - A parameter that no rank uses in a step gets zeros, which AdamW decays.
 Needs:    cfg.device, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/bucketed.py
 Source:   Li et al. 2020, PyTorch Distributed, arXiv:2006.15704

@@ -16,9 +16,10 @@ the CPUs of all ranks. On GPUs, PyTorch's flight recorder costs nothing, and say
 Parent:   02_data_parallel/naive.py
 Lesson:   COLLECTIVES, watch, meet, give_up, mistaken
 Plumbing: Config, forward_backward, check, main
-Copy:     COLLECTIVES, watch, meet, give_up (call watch once there is a process group, with a store that all ranks
-          reach, as main does, and what it returns where an exception would end a rank. What was imported by name before
-          that, and what DDP or FSDP calls, is not seen)
+Copy:     COLLECTIVES, watch, meet, give_up
+Use:      1. Call watch once there is a process group, with a store that all ranks reach, as main does. Call what it
+             returns where an exception would end a rank.
+Mind:     What was imported by name before that, and what DDP or FSDP calls, is not seen.
 Run:      torchrun --nproc_per_node 8 02_data_parallel/hang.py
           torchrun --nproc_per_node 8 02_data_parallel/hang.py --hang skip
 Source:   PyTorch's flight recorder, docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html

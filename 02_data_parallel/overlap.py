@@ -7,9 +7,12 @@ is compiled as two graphs. Still one collective per tensor: for small tensors, s
 
 Parent:   02_data_parallel/naive.py
 Lesson:   Block, backward, forward_backward
-Copy:     backward, evaluate (call backward instead of loss.backward(), once per step; gradients are summed, so divide
-          the loss by the valid tokens of all ranks, and start with the same weights on all ranks; in a mesh, hand the
-          group of dp to every function of dist; a parameter that no rank uses in a step gets zeros, which AdamW decays)
+Copy:     backward, evaluate
+Use:      1. Start with the same weights on all ranks.
+          2. Call backward instead of loss.backward(), once per step. Gradients are summed: divide the loss by the valid
+             tokens of all ranks.
+          3. In a mesh, hand the group of dp to every function of dist.
+Mind:     A parameter that no rank uses in a step gets zeros, which AdamW decays.
 Needs:    cfg.device, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/overlap.py
 Source:   Ultra-Scale Playbook, "First optimization: Overlap gradient synchronization with backward pass"

@@ -14,12 +14,14 @@ Parent:   03_zero/zero3.py, 01_single_gpu/lora.py
 Lesson:   Unit, after_backward, make_unit, check_units, build_model, sum_gradients, forward_backward
 Plumbing: Config, Model.__init__, save_adapters, save, check
 Copy:     Unit, gather, free, before_forward, after_forward, after_backward, make_unit, check_units, sum_gradients,
-          clip_gradients, evaluate, save_adapters (beside what 01_single_gpu/lora.py says: put each frozen one into one
-          unit, the embedding into unit 0, and call check_units; give the model the attributes of Model.__init__; call
-          before_forward before and after_forward after each unit; after each backward free the first block's unit; call
-          sum_gradients after the last one, and divide the loss by the valid tokens of all ranks. Adapters start equal
-          on all ranks. If embedding and head are one tensor, do not call after_forward for unit 0. Gather each unit, as
-          save does, before you merge adapters or save weights)
+          clip_gradients, evaluate, save_adapters
+Use:      beside what 01_single_gpu/lora.py says:
+          1. Give the model the attributes of Model.__init__. Put each frozen parameter into one unit, the embedding
+             into unit 0. Call check_units. Adapters start equal on all ranks.
+          2. Call before_forward before and after_forward after each unit (for unit 0 not, if embedding and head are one
+             tensor). After each backward free the first block's unit.
+          3. Call sum_gradients after the last backward, and divide the loss by the valid tokens of all ranks.
+          4. Gather each unit, as save does, before you merge adapters or save weights.
 Needs:    cfg.adapters, cfg.clip, cfg.device, cfg.lora_alpha, cfg.lora_rank, cfg.microbatches, model.dp, model.gathers,
           model.units, "lora_", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/lora.py

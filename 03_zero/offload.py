@@ -10,9 +10,11 @@ Parent:   03_zero/zero2.py
 Lesson:   Unit, gather, reduce_scatter, pinned, make_unit, clip_gradients
 Plumbing: build_model, train_step, save, main
 Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, pinned, make_unit, check_units,
-          clip_gradients, evaluate (as zero2.py says, but after a step set unit.norm to None instead of unit.gradient,
-          scale the loss, not the gradients, whose norm is that of the reduced sums, and clip before every step:
-          clip_gradients waits until the gradients have reached the CPU)
+          clip_gradients, evaluate
+Use:      as zero2.py says, but:
+          1. After a step set unit.norm to None instead of unit.gradient.
+          2. Scale the loss, not the gradients: their norm is that of the reduced sums.
+          3. Clip before every step: clip_gradients waits until the gradients have reached the CPU.
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/offload.py

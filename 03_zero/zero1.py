@@ -8,12 +8,14 @@ bytes of weights, 4Ψ of gradients, 4Ψ/dp of summed gradients and 8Ψ/dp of mom
 Parent:   02_data_parallel/naive.py
 Lesson:   Unit, reduce_scatter, gather, make_unit, make_optimizer, forward_backward, clip_gradients, train_step
 Plumbing: Model.__init__, build_model, evaluate, main
-Copy:     Unit, gather, reduce_scatter, make_unit, clip_gradients, evaluate (the optimizer and clip_gradients take
-          unit.matrices and unit.vectors, never model.parameters(); gather after each step and zero unit.gradients, also
-          where a step is given up, but never set a .grad to None, they are views of it; no model.to() and no
-          load_state_dict(assign=True) after make_unit; a parameter that no rank uses in a step, or that is frozen
-          later, still decays; gradients are summed, so divide the loss by the valid tokens of all ranks; start with the
-          same weights on all ranks)
+Copy:     Unit, gather, reduce_scatter, make_unit, clip_gradients, evaluate
+Use:      1. Start with the same weights on all ranks. The optimizer and clip_gradients take unit.matrices and
+             unit.vectors, never model.parameters().
+          2. Gradients are summed: divide the loss by the valid tokens of all ranks.
+          3. After each step, also one that is given up, gather and zero unit.gradients. Never set a .grad to None: they
+             are views of it.
+Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
+          - A parameter that no rank uses in a step, or that is frozen later, still decays.
 Needs:    cfg.clip, cfg.device, model.dp, model.units, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054

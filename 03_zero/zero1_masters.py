@@ -15,13 +15,16 @@ masters, and gradients need an fp32 sum. Sending a gradient in bf16 loses nothin
 Parent:   03_zero/zero1.py
 Lesson:   Unit, gather, reduce_scatter, take_gradients, make_unit, forward_backward, save
 Plumbing: Config, check_units, build_model, train_step
-Copy:     Unit, gather, reduce_scatter, take_gradients, make_unit, check_units, clip_gradients, evaluate (put each
-          parameter into exactly one unit, and call check_units; gather before the first forward and after each step;
-          the optimizer, clip_gradients and save take the shards, never model.parameters(); a checkpoint is loaded into
-          the shards: a gather writes over the parameters; no model.to() and no load_state_dict(assign=True) after
-          make_unit; to give up a step, call model.zero_grad(), too; a parameter that no rank uses in a step, or that is
-          frozen later, still decays; gradients are summed, so divide the loss by the valid tokens of all ranks. If
-          embedding and head are one tensor, list it once)
+Copy:     Unit, gather, reduce_scatter, take_gradients, make_unit, check_units, clip_gradients, evaluate
+Use:      1. Put each parameter into exactly one unit (embedding and head once, if they are one tensor). Call
+             check_units.
+          2. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
+             into the shards, too: a gather writes over the parameters.
+          3. Gather before the first forward and after each step.
+          4. Gradients are summed: divide the loss by the valid tokens of all ranks. To give up a step, call
+             model.zero_grad() beside the optimizer's.
+Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
+          - A parameter that no rank uses in a step, or that is frozen later, still decays.
 Needs:    cfg.clip, cfg.device, model.dp, model.units, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1_masters.py --dtype bfloat16
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054; Micikevicius et al. 2017, arXiv:1710.03740

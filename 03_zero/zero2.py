@@ -9,15 +9,18 @@ Parent:   03_zero/zero1_overlap.py
 Lesson:   Unit, reduce_scatter, reduce
 Plumbing: Model.__init__, forward_backward, train_step
 Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit, check_units, clip_gradients,
-          evaluate (give the model the attributes of Model.__init__; put each parameter into exactly one unit, and call
-          check_units; call before_forward before each unit; hook unit 0 as build_model does, or, if it is several
-          tensors, call reduce(model, 0) after each backward; the optimizer, clip_gradients and save take the shards,
-          never model.parameters(); a checkpoint is loaded into the shards: a gather writes over the parameters; when
-          shards have changed (a step, a checkpoint, an average), set unit.gathering to None, after a step also
-          unit.gradient; to give up a step, do the same, and call model.zero_grad(); no model.to() and no
-          load_state_dict(assign=True) after make_unit; a parameter that no rank uses in a step, or that is frozen
-          later, still decays; gradients are summed, so divide the loss by the valid tokens of all ranks. If embedding
-          and head are one tensor, put it into unit 0)
+          evaluate
+Use:      1. Give the model the attributes of Model.__init__. Put each parameter into exactly one unit (embedding and
+             head, if they are one tensor, into unit 0). Call check_units.
+          2. Call before_forward before each unit. Hook unit 0 as build_model does, or, if it is several tensors, call
+             reduce(model, 0) after each backward.
+          3. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
+             into the shards, too: a gather writes over the parameters.
+          4. Gradients are summed: divide the loss by the valid tokens of all ranks.
+          5. When shards have changed (a step, a checkpoint, an average), set unit.gathering to None, after a step also
+             unit.gradient. To give up a step, do the same, and call model.zero_grad().
+Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
+          - A parameter that no rank uses in a step, or that is frozen later, still decays.
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero2.py

@@ -9,17 +9,20 @@ units. A rank sends (dp-1)/dp of that.
 Parent:   03_zero/zero2.py
 Lesson:   Unit, gather, free, before_forward, after_forward, after_backward, Model.forward, build_model
 Copy:     Unit, gather, free, reduce_scatter, take_gradients, reduce, before_forward, after_forward, after_backward,
-          make_unit, check_units, clip_gradients, evaluate (give the model the attributes of Model.__init__; put each
-          parameter into exactly one unit, the embedding into unit 0, frozen ones into none, or into units of lora.py;
-          call check_units; call before_forward before and after_forward after each unit; hook unit 0 as build_model
-          does, or, if it is several tensors, call reduce(model, 0) after each backward; the optimizer, clip_gradients
-          and save take the shards, never model.parameters(); a checkpoint is loaded into the shards: a gather writes
-          over the parameters; when shards have changed (a step, a checkpoint, an average), set unit.gathering to None,
-          after a step also unit.gradient; to give up a step, do the same, and call model.zero_grad(); between steps
-          parameters have no memory: to read, copy or move them crashes; a parameter that no rank uses in a step, or
-          that is frozen later, still decays; gradients are summed, so divide the loss by the valid tokens of all ranks;
-          run backward once after each forward. If embedding and head are one tensor, put it into unit 0, do not call
-          after_forward for that unit, and free it after the last backward)
+          make_unit, check_units, clip_gradients, evaluate
+Use:      1. Give the model the attributes of Model.__init__. Put each trained parameter into exactly one unit, the
+             embedding into unit 0; frozen ones into none, or into units of lora.py. Call check_units.
+          2. Call before_forward before and after_forward after each unit. Hook unit 0 as build_model does, or, if it is
+             several tensors, call reduce(model, 0) after each backward. Run backward once after each forward.
+          3. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
+             into the shards, too: a gather writes over the parameters.
+          4. Gradients are summed: divide the loss by the valid tokens of all ranks.
+          5. When shards have changed (a step, a checkpoint, an average), set unit.gathering to None, after a step also
+             unit.gradient. To give up a step, do the same, and call model.zero_grad().
+Mind:     - Between steps, parameters have no memory: to read, copy or move them crashes.
+          - A parameter that no rank uses in a step, or that is frozen later, still decays.
+          - If embedding and head are one tensor, put it into unit 0, do not call after_forward for that unit, and free
+            it after the last backward.
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero3.py

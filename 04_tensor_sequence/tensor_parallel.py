@@ -10,11 +10,12 @@ rank, with their gradients and AdamW's moments; so do the activations between sp
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
 Lesson:   SPLIT, CopyToTP, ReduceFromTP, Attention, MLP, placement, build_model, sum_replicas, clip_gradients, save
 Plumbing: Config, Block.__init__, Model.__init__, forward_backward, check
-Copy:     SPLIT, CopyToTP, ReduceFromTP, placement, sum_replicas, clip_gradients (name your layers in SPLIT; Attention
-          and MLP show where both functions stand, build_model how weights are cut, clip_gradients what the norm counts.
-          With as many key heads as ranks or more, sum_replicas is not needed; else call it once per step, after the
-          last backward, and tp must be neighbours, or make the replicas a mesh axis. Dropout outside the split layers
-          must draw alike on all ranks)
+Copy:     SPLIT, CopyToTP, ReduceFromTP, placement, sum_replicas, clip_gradients
+Use:      1. Name your layers in SPLIT. Attention and MLP show where both functions stand, build_model how weights are
+             cut, clip_gradients what the norm counts.
+          2. With fewer key heads than ranks, call sum_replicas once per step, after the last backward. Then tp must be
+             neighbours, or make the replicas a mesh axis.
+Mind:     Dropout outside the split layers must draw alike on all ranks.
 Needs:    cfg.clip, cfg.kv_heads, model.model.layers, model.replicas, model.tp, "k_proj", "v_proj"
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/tensor_parallel.py
 Source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053

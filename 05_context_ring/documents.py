@@ -14,9 +14,11 @@ Parent:   05_context_ring/zigzag.py, 01_single_gpu/document_mask.py
 Lesson:   held, visible, local_attention, local_attention_backward, merge, RingAttention, attention
 Plumbing: Config, Attention.forward, Model.forward, forward, forward_backward, evaluate, check
 Copy:     shard, document_lengths, check_lengths, ring_exchange, held, visible, masked_scores, local_attention,
-          local_attention_backward, pack, unpack, merge, RingAttention, attention, backward, evaluate (find the lengths
-          in the targets of whole sequences, before shard cuts them, and divide the loss by their valid tokens; else as
-          all_gather_kv.py and document_mask.py say. Of several micro-batches, call backward for the last alone)
+          local_attention_backward, pack, unpack, merge, RingAttention, attention, backward, evaluate
+Use:      as all_gather_kv.py and document_mask.py say, but:
+          1. Find the lengths in the targets of whole sequences, before shard cuts them. Divide the loss by their valid
+             tokens.
+          2. Of several micro-batches, call backward for the last alone.
 Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/documents.py
 Source:   Llama 3, arXiv:2407.21783, sections 3.2 and 3.3.2

@@ -11,8 +11,8 @@ Parent:   06_pipeline/zbv.py
 Lesson:   Model, schedule, sum_replicas, forward_backward, clip_gradients
 Plumbing: Config, build_model, save, check
 Copy:     InputGradient, Linear, connect, receive, send, wait_for_send, prepare_linears, backward_input,
-          backward_weights, schedule, run_schedule, sum_replicas, clip_gradients, evaluate (they need what
-          06_pipeline/interleaved.py lists, and of the model the attribute mirror)
+          backward_weights, schedule, run_schedule, sum_replicas, clip_gradients, evaluate (use Linear for every
+          nn.Linear, and give the model the attribute mirror, as build_model does; otherwise as interleaved.py says)
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.chunks, model.links, model.mirror,
           model.path, model.pp, model.stage, model.stages, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/dualpipe.py

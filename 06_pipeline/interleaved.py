@@ -9,9 +9,11 @@ other forever, so m must be a multiple of p. With one chunk this is 1F1B.
 Parent:   06_pipeline/1f1b.py
 Lesson:   receive, send, Stage, Model, schedule, run_schedule
 Plumbing: Config, build_model, forward_backward, evaluate, save, check
-Copy:     connect, receive, send, wait_for_send, schedule, run_schedule, clip_gradients, evaluate (your model has the
-          attributes pp and chunks, an nn.ModuleList of stages with the attributes that Stage has, connected as in
-          build_model. It also needs what 06_pipeline/1f1b.py lists, and forward(cfg, stage, x, targets) is the same)
+Copy:     connect, receive, send, wait_for_send, schedule, run_schedule, clip_gradients, evaluate
+Use:      as 1f1b.py says, but:
+          1. Give the model the attributes pp and chunks, an nn.ModuleList of stages with the attributes that Stage has,
+             connected as in build_model.
+          2. Write forward(cfg, stage, x, targets), with a stage in place of the model.
 Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.chunks, model.links, model.path,
           model.pp, model.stage, model.stages, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/interleaved.py

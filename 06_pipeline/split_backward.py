@@ -10,9 +10,10 @@ Parent:   06_pipeline/1f1b.py
 Lesson:   InputGradient, Linear, schedule, prepare_linears, backward_input, backward_weights, run_schedule
 Plumbing: Attention.__init__, MLP.__init__, Model.__init__
 Copy:     InputGradient, Linear, prepare_linears, backward_input, backward_weights, schedule, run_schedule,
-          clip_gradients, evaluate (use Linear for every nn.Linear; a weight that is used twice in a forward has two
-          Linears that share it; what it needs else is what 06_pipeline/1f1b.py lists. Gradients arrive in .grad
-          without the hooks of DDP or FSDP: sum them over replicas after run_schedule)
+          clip_gradients, evaluate
+Use:      as 1f1b.py says, and:
+          1. Use Linear for every nn.Linear. A weight that is used twice in a forward has two Linears that share it.
+          2. Gradients arrive in .grad without the hooks of DDP or FSDP: sum them over replicas after run_schedule.
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.pp, model.stage, model.stages, IGNORE,
           receive, send, wait_for_send, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/split_backward.py

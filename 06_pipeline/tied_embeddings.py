@@ -9,9 +9,11 @@ own.
 Parent:   06_pipeline/1f1b.py, 01_single_gpu/tied_embeddings.py
 Lesson:   Model, sum_tied, is_copy, forward_backward, clip_gradients
 Plumbing: build_model, save
-Copy:     sum_tied, is_copy, clip_gradients (beside what 1f1b.py says, whose clip_gradients this one replaces. Give the
-          last stage the matrix, too, with the same numbers; set model.ends as build_model does; call sum_tied after the
-          schedule, before the clip; leave is_copy's parameter out of what you save)
+Copy:     sum_tied, is_copy, clip_gradients
+Use:      beside what 1f1b.py says, whose clip_gradients this one replaces:
+          1. Give the last stage the matrix, too, with the same numbers. Set model.ends as build_model does.
+          2. Call sum_tied after the schedule, before the clip.
+          3. Leave is_copy's parameter out of what you save.
 Needs:    cfg.clip, cfg.device, model.ends, model.model.embed_tokens, model.pp, model.stage, model.stages
 Run:      torchrun --nproc_per_node 8 06_pipeline/tied_embeddings.py
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473

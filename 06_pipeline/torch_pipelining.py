@@ -8,9 +8,10 @@ backward it walks the autograd graph in Python for every micro-batch, which comp
 Parent:   06_pipeline/1f1b.py
 Lesson:   ONE, LOOP, V, SPLIT, stages_of, Model, Stage, build_schedule, run_schedule, forward_backward
 Plumbing: Config, build_model, check, evaluate
-Copy:     ONE, build_schedule, run_schedule, clip_gradients, evaluate (Stage is your own module of a stage: autocast
-          belongs in its forward, which the library calls. forward_backward calls run_schedule; so does a validation
-          loop, under torch.no_grad() and with a schedule of its own, on equal micro-batches)
+Copy:     ONE, build_schedule, run_schedule, clip_gradients, evaluate
+Use:      1. Stage is your own module of a stage. Autocast belongs in its forward, which the library calls.
+          2. Call run_schedule as forward_backward does; in a validation loop, under torch.no_grad(), with a schedule of
+             its own and equal micro-batches.
 Needs:    cfg.clip, cfg.device, cfg.dtype, cfg.microbatches, cfg.schedule, model.loss, model.mine, model.pp,
           model.split, model.tokens, IGNORE, Stage
 Run:      torchrun --nproc_per_node 8 06_pipeline/torch_pipelining.py

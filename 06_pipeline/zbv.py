@@ -10,8 +10,8 @@ Parent:   06_pipeline/zero_bubble.py, 06_pipeline/interleaved.py
 Lesson:   schedule, build_model, run_schedule
 Plumbing: Config, check, forward_backward, evaluate, Stage.__init__
 Copy:     InputGradient, Linear, connect, receive, send, wait_for_send, prepare_linears, backward_input,
-          backward_weights, schedule, run_schedule, clip_gradients, evaluate (use Linear for every nn.Linear; what it
-          needs else is what 06_pipeline/interleaved.py lists)
+          backward_weights, schedule, run_schedule, clip_gradients, evaluate (use Linear for every nn.Linear; otherwise
+          as interleaved.py says)
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.chunks, model.links, model.path, model.pp,
           model.stage, model.stages, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/zbv.py

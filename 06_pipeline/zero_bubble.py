@@ -9,8 +9,7 @@ have been clipped. Not done here.)
 Parent:   06_pipeline/split_backward.py
 Lesson:   schedule
 Copy:     InputGradient, Linear, prepare_linears, backward_input, backward_weights, schedule, run_schedule,
-          clip_gradients, evaluate (use Linear for every nn.Linear; what it needs else is what
-          06_pipeline/split_backward.py lists)
+          clip_gradients, evaluate (as split_backward.py says)
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.pp, model.stage, model.stages, IGNORE,
           receive, send, wait_for_send, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/zero_bubble.py

@@ -15,10 +15,11 @@ Lesson:   Config, cross, cross_back, Router, drop_absent, Unpermute, SharedExper
 Plumbing: Block.__init__, Model, Model.__init__, tensor_shapes, full_tensor, published, build_model, flops_per_token,
           save, check
 Copy:     AllToAll, Route, dispatch, combine, cross, cross_back, Router, sort_by_expert, drop_absent, Permute,
-          Unpermute, SharedExpert, MLP, count_rows, move_biases (build_model makes the groups. Experts may be yours:
-          Experts(cfg, ep), called with rows, gates [n, 1] and ends; draw other weights on every rank. Sum an expert's
-          gradient over edp, all others over dp; if you average, divide both by dp's size. After each optimizer step
-          call move_biases with what count_rows returns; it wants fp32 biases)
+          Unpermute, SharedExpert, MLP, count_rows, move_biases
+Use:      1. build_model makes the groups. Experts may be yours: Experts(cfg, ep), called with rows, gates [n, 1] and
+             ends. Draw other weights on every rank.
+          2. Sum an expert's gradient over edp, all others over dp; if you average, divide both by dp's size.
+          3. After each optimizer step call move_biases with what count_rows returns; it wants fp32 biases.
 Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.ffn, cfg.gate_scale, cfg.groups, cfg.shared, cfg.top_groups,
           cfg.top_k, model.dp, model.model.layers, Experts
 Run:      torchrun --nproc_per_node 8 07_expert/node_limited.py --nodes 2

@@ -16,8 +16,11 @@ Lesson:   Config, make_groups, reduce, Stage, Model, make_units, build_model, fo
           evaluate
 Plumbing: parameter_names, unshard, save, check
 Copy:     make_groups, reduce, forward, run_schedule, clip_gradients, evaluate (and from each parent what its own Copy
-          line says; Stage.forward and make_units show how they meet. The stages of a rank share gathers, stream and
-          sending, as in Model.__init__; when run_schedule is over, wait for stream, as in forward_backward)
+          line says)
+Use:      as the parents say, and:
+          1. Stage.forward and make_units show how they meet. The stages of a rank share gathers, stream and sending, as
+             in Model.__init__.
+          2. When run_schedule is over, wait for stream, as in forward_backward.
 Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.microbatches, cfg.pp, cfg.tp,
           model.chunks, model.dp, model.loss, model.pp, model.replicated, model.requires_gradient_sync, model.sending,
           model.stage, model.stages, model.stream, model.tp, model.units, model.world, IGNORE, reduce_scatter,

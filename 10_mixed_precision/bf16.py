@@ -13,10 +13,10 @@ Parent:   01_single_gpu/train.py, 01_single_gpu/gradient_accumulation.py
 Lesson:   Loss, Model.__init__, build_model, Slot, update, AdamW, make_optimizer, forward,
           accumulate_gradients, forward_backward, gradient_norm, train_step
 Plumbing: Config, set_learning_rate, save, check
-Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients (build_model makes model.masters, make_optimizer the
-          slots; load a checkpoint into weights and masters; with several micro-batches call accumulate_gradients after
-          each backward, as forward_backward does; step and forget gradients as train_step does, by the optimizer's
-          zero_grad, not the model's; of Config it reads clip, eps, lr, device and compile)
+Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients
+Use:      1. build_model makes model.masters, make_optimizer the slots. Load a checkpoint into weights and masters.
+          2. With several micro-batches call accumulate_gradients after each backward, as forward_backward does.
+          3. Step and forget gradients as train_step does: by the optimizer's zero_grad, not the model's.
 Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, model.masters
 Run:      python 10_mixed_precision/bf16.py --dtype bfloat16
 Source:   Micikevicius et al. 2018, arXiv:1710.03740; AdamW, arXiv:1711.05101

@@ -14,10 +14,11 @@ Lesson:   E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, am
           Linear, Attention.__init__, MLP.__init__, build_model, quantize_weights, train_step
 Plumbing: Config, check
 Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
-          quantize_weights (call it under no_grad, not inference_mode, before the first forward and after whatever
-          writes weights: an optimizer step, a checkpoint, an average that is swapped in; Linear takes weights in
-          bfloat16 in place of autocast, and bf16.py has the optimizer for them; with several micro-batches, delete each
-          loss before the next forward, as forward_backward does)
+          quantize_weights
+Use:      1. Call quantize_weights under no_grad, not inference_mode, before the first forward and after whatever writes
+             weights: an optimizer step, a checkpoint, an average that is swapped in.
+          2. Linear takes weights in bfloat16 in place of autocast; bf16.py has the optimizer for them.
+          3. With several micro-batches, delete each loss before the next forward, as forward_backward does.
 Run:      python 10_mixed_precision/fp8_tensorwise.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433
 """

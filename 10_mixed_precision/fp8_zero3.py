@@ -17,12 +17,14 @@ Lesson:   Unit, gather, free, transpose, take_gradients, after_backward, transpo
 Plumbing: Config, Model.__init__, build_model, forward_backward, check
 Copy:     E4M3, GRADIENT, LEAST, Unit, gather, free, transpose, reduce_scatter, take_gradients, reduce, before_forward,
           after_forward, after_backward, transpose_kernel, cast_kernel, cast, shapes_of_cast, quantize, amax_of,
-          multiply, Multiply, Linear, make_unit, check_units, use_fp8, quantize_weights, clip_gradients, evaluate (as
-          03_zero/zero3.py says; weights of Linear, which has no bias, are the only matrices of their unit, and that is
-          neither the first nor the last; make units of bfloat16, without autocast; call use_fp8 after the last
-          make_unit, then quantize_weights, and that again after each optimizer step, or when a checkpoint or an average
-          is loaded; a validation batch has a sequence for each micro-batch of each rank; evaluate takes IGNORE and a
-          forward that returns the sum of the losses, like that of train.py)
+          multiply, Multiply, Linear, make_unit, check_units, use_fp8, quantize_weights, clip_gradients, evaluate
+Use:      as 03_zero/zero3.py says, and:
+          1. Make units of bfloat16, without autocast. Weights of Linear, which has no bias, are the only matrices of
+             their unit, and that is neither the first nor the last.
+          2. Call use_fp8 after the last make_unit, then quantize_weights, and that again after each optimizer step, and
+             when a checkpoint or an average is loaded.
+          3. A validation batch has a sequence for each micro-batch of each rank. evaluate takes IGNORE and a forward
+             that returns the sum of the losses, like that of train.py.
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 10_mixed_precision/fp8_zero3.py --dtype bfloat16

@@ -31,7 +31,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 parse = functools.cache(ast.parse)  # for many tests
 RULE = re.compile(r"# -{20,} (.+)$")
-KEYS = ["Parent", "Lesson", "Plumbing", "Copy", "Needs", "Run", "Source"]  # of a header, in this order
+KEYS = ["Parent", "Lesson", "Plumbing", "Copy", "Use", "Mind", "Needs", "Run", "Source"]  # of a header, in this order
 SECTIONS = ["config", "communication", "kernels", "model", "data", "training", "reference", "measure", "main"]
 LIBRARIES = {"torch", "triton", "einops", "numpy", "safetensors"}
 DRAWING = {"memory.py", "profiling.py", "plan.py", "formats.py"}
