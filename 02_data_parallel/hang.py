@@ -19,7 +19,7 @@ Plumbing: Config, forward_backward, check, main
 Copy:     COLLECTIVES, watch, meet, give_up
 Use:      1. Call watch once there is a process group, with a store that all ranks reach, as main does. Call what it
              returns where an exception would end a rank.
-Mind:     What was imported by name before that, and what DDP or FSDP calls, is not seen.
+Mind:     It does not see functions that were imported by name before, nor what DDP or FSDP calls.
 Run:      torchrun --nproc_per_node 8 02_data_parallel/hang.py
           torchrun --nproc_per_node 8 02_data_parallel/hang.py --hang skip
 Source:   PyTorch's flight recorder, docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
@@ -554,6 +554,7 @@ def check(cfg: Config, world: int) -> None:
     large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
+        (cfg.timeout > 1e9, f"--timeout {cfg.timeout}: must be at most 1e9 seconds"),
         (cfg.hang != "none" and world == 1, f"--hang {cfg.hang}: needs --nproc_per_node 2 or more"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),

@@ -658,7 +658,7 @@ def check(cfg: Config, world: int) -> None:
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
     least = flops_per_token(replace(cfg, seq=0)) / 2 + 8 * cfg.batch * cfg.seq  # 2 bytes per weight, and token ids
-    large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
+    large = max("layers dim ffn vocab batch seq lora_rank".split(), key=lambda flag: getattr(cfg, flag))
     folder = Path(cfg.adapters).resolve()
     place = folder if folder.exists() else folder.parent
     problems = [
@@ -671,7 +671,7 @@ def check(cfg: Config, world: int) -> None:
         (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
         (cfg.adapters and not os.access(place, os.W_OK), f"--adapters {cfg.adapters}: no folder for it"),
-        (cfg.adapters and folder.is_file(), f"--adapters {cfg.adapters}: is no folder"),
+        (cfg.adapters and folder.exists() and not folder.is_dir(), f"--adapters {cfg.adapters}: is no folder"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]
     if found := [problem for wrong, problem in problems if wrong]:

@@ -13,7 +13,7 @@ Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, 
           clip_gradients, evaluate
 Use:      as zero2.py says, but:
           1. After a step set unit.norm to None instead of unit.gradient.
-          2. Scale the loss, not the gradients: their norm is that of the reduced sums.
+          2. Scale the loss, not the gradients: unit.norm is computed when they are reduced.
           3. Clip before every step: clip_gradients waits until the gradients have reached the CPU.
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward

@@ -18,8 +18,10 @@ Parent:   05_context_ring/blockwise.py, 02_data_parallel/naive.py
 Lesson:   shard, gather, pack, unpack, GatherKV, attention, Attention, Model, backward, forward_backward
 Plumbing: Config, Block, build_model, check, evaluate, main
 Copy:     shard, gather, masked_scores, local_attention, local_attention_backward, pack, unpack, merge, GatherKV,
-          attention, backward, evaluate (use shard for inputs, targets and positions alike, as forward_backward and
-          Model.forward do; call attention with rotated q and k, and backward once per step)
+          attention, backward, evaluate
+Use:      1. Use shard for inputs, targets and positions alike, as forward_backward and Model.forward do.
+          2. Call attention with rotated q and k, and backward once per step.
+Mind:     No gradients of gradients: with create_graph=True they are wrong.
 Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/all_gather_kv.py
 Source:   Llama 3, arXiv:2407.21783, section 3.3.2, paragraph "Context parallelism for long sequences"

@@ -395,7 +395,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     own = nn.utils.get_total_norm(gradients)
     norm = own.to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
     dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
-    norm = norm.sqrt().to(own.dtype)  # bit-identical on all ranks, so all scale alike
+    norm = norm.sqrt().to(own.dtype)  # with one dtype bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 

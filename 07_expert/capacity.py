@@ -1,13 +1,14 @@
 """Expert capacity: each expert has a fixed number of slots for a rank's rows, and drops the rows that find none.
 
 In expert_parallel.py the CPU must learn how many rows go where before it can send them, so it waits for the GPU. Here a
-rank with t tokens has C = ceil(capacity·t·top_k/e) slots per expert, which rows take in the order of the tokens. A row
-that finds no slot adds nothing to its token, which stays in the residual stream, and its gate gets no gradient; the
-token's other gates are not renormalised. Empty slots hold zeros. So all shapes are static: no counts are exchanged, the
-CPU never waits, and experts are one batched matmul. In each all-to-all of rows, two in forward and two in backward, a
-rank sends (ep-1)/ep·capacity·t·top_k·d elements, whatever the router does (their gates add one element per slot);
-experts take capacity times the FLOPs and the activation memory of balanced rows. Ranks drop rows of their own part of
-the batch, so this trains as on one GPU only while nothing is dropped. The log shows the share of rows that were.
+rank with t tokens has C = ceil(capacity·t·top_k/e) slots per expert, at most t. Rows take them in the order of the
+tokens. A row that finds no slot adds nothing to its token, which stays in the residual stream, and its gate gets no
+gradient; the token's other gates are not renormalised. Empty slots hold zeros. So all shapes are static: no counts are
+exchanged, the CPU never waits, and experts are one batched matmul. In each all-to-all of rows, two in forward and two
+in backward, a rank sends (ep-1)/ep·capacity·t·top_k·d elements, whatever the router does (their gates add one element
+per slot); experts take capacity times the FLOPs and the activation memory of balanced rows. Ranks drop rows of their
+own part of the batch, so this trains as on one GPU only while nothing is dropped. The log shows the share of rows that
+were.
 
 Parent:   07_expert/expert_parallel.py
 Lesson:   Config, AllToAll, dispatch, combine, assign_slots, Permute, Unpermute, Experts.forward, MLP,
@@ -302,7 +303,7 @@ class MLP(nn.Module):
         tokens = rearrange(x, "b s d -> (b s) d")
         gates, experts = self.gate(tokens)
         count = self.rows.shape[1]
-        capacity = math.ceil(self.capacity * experts.numel() / count)  # the same on all ranks, whose parts are equal
+        capacity = math.ceil(min(self.capacity * experts.numel() / count, len(tokens)))  # ranks' parts are equal
         order, inverse, sizes = assign_slots(experts, count, capacity)
         if torch.is_grad_enabled():  # not in a validation
             self.rows += torch.stack([sizes, (sizes - capacity).clamp(min=0)])
@@ -673,7 +674,7 @@ def check(cfg: Config, world: int) -> None:
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
-    large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
+    large = max("layers dim ffn vocab batch seq experts".split(), key=lambda flag: getattr(cfg, flag))
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),

@@ -1610,12 +1610,13 @@ def check(cfg: Config, world: int) -> None:
     if found := [problem for wrong, problem in problems if wrong]:
         raise SystemExit(found[0])
     for folder in chosen(cfg):
-        stored = training_of(folder)["config"]
+        step, stored = (training_of(folder)[name] for name in ("step", "config"))
+        if step > cfg.steps:
+            raise SystemExit(f"--steps {cfg.steps}: must be at least {step}: the run resumes from {folder}")
         for flag in ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "theta", "rope_factor", "dtype", "seed"):
             if getattr(cfg, flag) != stored[flag]:
-                raise SystemExit(
-                    f"--{flag} {getattr(cfg, flag)}: must be {stored[flag]}, as in the checkpoint {folder}"
-                )
+                wanted = f"must be {stored[flag]}, as in the checkpoint {folder}"
+                raise SystemExit(f"--{flag} {getattr(cfg, flag)}: {wanted}")
         if bool(cfg.validate) != bool(stored["validate"]):
             wanted = "above 0" if stored["validate"] else "0"
             raise SystemExit(f"--validate {cfg.validate}: must be {wanted}, as in {folder}: it holds out text")

@@ -75,7 +75,7 @@ def uninterrupted(
 def written_at_once(folder: str):
     """A probe: what resume has read is written again, before any step, to another folder.
 
-    Before it a validation gathers the weights that are there.
+    A validation before that gathers the old weights: resume must make the next forward gather anew.
     """
 
     def probe(module):

@@ -97,7 +97,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate x [b, s, h·k] by the cosine and sine [s, k] of its tokens, and return it: use what is returned.
 
     x is written over; under selective checkpointing, whose policy may keep what a projection returns, a copy is. A
-    checkpointed region must hold the projection, too: recomputed, it would rotate again what it took from outside.
+    checkpointed region must hold the projection, too: recomputation would rotate an x from outside a second time.
 
     Pairs are (i, i + k/2) of each head, as in Llama's published weights; of the table, the left half is read. x is what
     a projection returns: all heads of a token side by side. (A slice of a merged projection works, too, but autograd

@@ -206,7 +206,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """Return (silu(gate)·up) @ weight [d, f].T, keeping gate and up [..., f] alone; conditions as for silu_mul.
+    """Return (silu(gate)·up) @ weight [d, f].T, keeping gate, up [..., f] and weight; conditions as for silu_mul.
 
     The gradient of the weight needs silu(gate)·up again. The backward kernel has all of it in registers, and writes it
     over the gradient that it has just read: one more pass, for n·f elements less from forward to backward. The matmul

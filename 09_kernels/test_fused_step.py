@@ -143,7 +143,7 @@ def test_what_the_optimizer_cannot_step(file=None):
             optimizer.step()
     with pytest.raises(ValueError, match="memory"):
         AdamW([dict(params=[nn.Parameter(torch.ones(4, device="meta"))])], lr=0.1)
-    with pytest.raises(ValueError, match="not betas"):
+    with pytest.raises(ValueError, match="betas, eps and clip"):
         AdamW([dict(params=[nn.Parameter(torch.ones(4))], betas=(0.9, 0.95))], lr=0.1)
 
 

@@ -391,7 +391,7 @@ def check_swiglu(gate: Tensor, up: Tensor) -> None:
 
 
 def swiglu(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """Return (silu(gate)·up) @ weight [d, f].T, keeping gate and up [..., f] alone; conditions as for silu_mul.
+    """Return (silu(gate)·up) @ weight [d, f].T, keeping gate, up [..., f] and weight; conditions as for silu_mul.
 
     The gradient of the weight needs silu(gate)·up again. The backward kernel has all of it in registers, and writes it
     over the gradient that it has just read: one more pass, for n·f elements less from forward to backward. The matmul
@@ -463,7 +463,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate x [b, s, h·k] by the cosine and sine [s, k] of its tokens, and return it: use what is returned.
 
     x is written over; under selective checkpointing, whose policy may keep what a projection returns, a copy is. A
-    checkpointed region must hold the projection, too: recomputed, it would rotate again what it took from outside.
+    checkpointed region must hold the projection, too: recomputation would rotate an x from outside a second time.
 
     Pairs are (i, i + k/2) of each head, as in Llama's published weights; of the table, the left half is read. x is what
     a projection returns: all heads of a token side by side. (A slice of a merged projection works, too, but autograd
@@ -709,13 +709,13 @@ class Slot:
     square: Tensor  # mean of their squares
     group: dict
     version: int  # p._version when the master was last rounded into it; writes through p.data go unnoticed
-    form: tuple  # dtype, device and strides of the parameter
+    form: tuple  # dtype and device of the parameter
     steps: int = 0  # in which it had a gradient
 
     def check(self) -> None:
-        """Raise if the parameter was moved, cast or loaded alone: the step would not see it, or undo it."""
+        """Raise if the parameter was moved or cast, or loaded without its master, which a step would restore."""
         p = self.parameter
-        if self.form != (p.dtype, p.device, p.stride()):
+        if self.form != (p.dtype, p.device) or not p.is_contiguous():
             raise ValueError("a parameter has changed its dtype, device or layout: make a new optimizer for it")
         if self.version != p._version and not torch.equal(p, self.master.to(p.dtype)):
             raise ValueError("a parameter is not its rounded master: load weights into slots[i].master, too")
@@ -738,11 +738,11 @@ class AdamW:
     """AdamW that clips, keeps fp32 masters of bf16 and fp16 parameters, and goes through memory once.
 
     It computes what torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW do. `groups` are dicts with `params`, and
-    their own `lr` and `weight_decay` if they need them; `param_groups` are these dicts, so that a schedule may change
+    their own `lr` and `weight_decay` if they need them; `param_groups` are copies of these, in which a schedule changes
     lr. Masters begin as copies of the parameters: who has these in fp32 copies them over `slots[i].master`. Parameters
     without a gradient are left alone. The norm is that of this process. State is in `slots`; there is no state_dict.
-    Raises ValueError for parameters that are not contiguous, on several devices, given twice, without an address (as
-    DTensors are), or moved, cast or loaded without masters later.
+    Raises ValueError for parameters that are not contiguous, on several devices, given twice, without memory of
+    their own (as DTensors), and in a step for those that were moved, cast or loaded without masters.
     """
 
     def __init__(
@@ -756,14 +756,14 @@ class AdamW:
     ):
         self.betas, self.eps, self.clip = betas, eps, clip
         self.param_groups = [dict(lr=lr, weight_decay=weight_decay) | group for group in groups]
-        if unknown := {key for group in groups for key in group} - {"params", "lr", "weight_decay"}:
-            raise ValueError(f"groups may have params, lr and weight_decay, not {', '.join(sorted(unknown))}")
+        if any(group.keys() & {"betas", "eps", "clip"} for group in self.param_groups):
+            raise ValueError("betas, eps and clip are the same for all groups: give them to AdamW")
         self.slots = []
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in [params] if isinstance(params := group["params"], Tensor) else params:
                 master = p if p.dtype.itemsize >= 4 else p.detach().float()
                 mean, square = torch.zeros_like(master), torch.zeros_like(master)
-                self.slots.append(Slot(p, master, mean, square, group, p._version, (p.dtype, p.device, p.stride())))
+                self.slots.append(Slot(p, master, mean, square, group, p._version, (p.dtype, p.device)))
         parameters = [slot.parameter for slot in self.slots]
         if not all(p.is_contiguous() for p in parameters):
             raise ValueError("parameters must be contiguous")

@@ -14,7 +14,7 @@ Lesson:   cast_kernel, cast, shapes_of_cast, quantize, Multiply, Linear, quantiz
 Plumbing: Config
 Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
           quantize_weights, shift_histories (call both after each optimizer step, and quantize_weights before the first
-          forward, too; of Config they read history; otherwise as fp8_tensorwise.py says)
+          forward, too; all linears are on one device; otherwise as fp8_tensorwise.py says)
 Needs:    cfg.history
 Run:      python 10_mixed_precision/fp8_delayed_scaling.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; Transformer Engine's DelayedScaling
@@ -178,7 +178,7 @@ class Multiply(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x8, x_scale, x_t, x_t_scale = quantize(x, x_amax, x_past, E4M3)
         ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale, dy_past)
-        ctx.dy_amax = dy_amax  # not saved: autograd refuses what the backward of another forward has changed
+        ctx.dy_amax = dy_amax  # not saved for backward: that of another forward changes it, which autograd refuses
         return multiply(x8, x_scale, w, w_scale, fast=True)
 
     @staticmethod
@@ -234,11 +234,12 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> [..., f]"""
-        if self.weight.dtype != torch.bfloat16 or not x.numel():
+        empty = not torch.compiler.is_compiling() and not x.numel()  # a compiler may not know the number of rows
+        if self.weight.dtype != torch.bfloat16 or empty:
             y = nn.functional.linear(x, self.weight)
             if y.dtype == self.weight.dtype:  # else by autocast
                 return y
-        # a compiler does not know versions
+        # in a compiled graph there are no versions
         if not torch.compiler.is_compiling() and self.version != (id(self.weight), self.weight._version):
             raise RuntimeError("Linear needs bfloat16 weights and quantize_weights(model) after each optimizer step")
         x_amax, dy_amax = self.amax if torch.is_grad_enabled() else map(torch.zeros_like, self.amax)  # only of training
@@ -463,9 +464,9 @@ def update(
 class AdamW:
     """AdamW of the masters, which clips their gradients, too. Its decisions are made on the GPU.
 
-    Set "lr" in its param_groups before a step. torch's schedulers take only torch's optimizers: give them one of any
-    tensor, and copy what get_last_lr returns. One count of steps serves all parameters: one that is trained later
-    starts without bias correction.
+    Set "lr" in its param_groups before a step. torch's schedulers take only torch's optimizers: give them one that
+    has any tensor, and copy their get_last_lr() into "lr". One count of steps serves all parameters: one that is
+    trained later starts without bias correction.
     """
 
     def __init__(self, cfg: Config, groups: list[dict]):

@@ -206,11 +206,12 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> [..., f]"""
-        if self.weight.dtype != torch.bfloat16 or not x.numel():
+        empty = not torch.compiler.is_compiling() and not x.numel()  # a compiler may not know the number of rows
+        if self.weight.dtype != torch.bfloat16 or empty:
             y = nn.functional.linear(x, self.weight)
             if y.dtype == self.weight.dtype:  # else by autocast
                 return y
-        # a compiler does not know versions
+        # in a compiled graph there are no versions
         if not torch.compiler.is_compiling() and self.version != (id(self.weight), self.weight._version):
             raise RuntimeError("Linear needs bfloat16 weights and quantize_weights(model) after each optimizer step")
         rows = Multiply.apply(x.reshape(-1, x.shape[-1]), self.weight, *self.quantized)
@@ -448,9 +449,9 @@ def update(weight: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbe
 class AdamW:
     """AdamW that clips gradients, and rounds weights and moments stochastically. Its decisions are made on the GPU.
 
-    Set "lr" in its param_groups before a step. torch's schedulers take only torch's optimizers: give them one of any
-    tensor, and copy what get_last_lr returns. One count of steps serves all parameters: one that is trained later
-    starts without bias correction.
+    Set "lr" in its param_groups before a step. torch's schedulers take only torch's optimizers: give them one that
+    has any tensor, and copy their get_last_lr() into "lr". One count of steps serves all parameters: one that is
+    trained later starts without bias correction.
     """
 
     def __init__(self, cfg: Config, groups: list[dict], sums: dict[str, Tensor]):

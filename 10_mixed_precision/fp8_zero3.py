@@ -25,6 +25,7 @@ Use:      as 03_zero/zero3.py says, and:
              when a checkpoint or an average is loaded.
           3. A validation batch has a sequence for each micro-batch of each rank. evaluate takes IGNORE and a forward
              that returns the sum of the losses, like that of train.py.
+Mind:     Linear must get rows: it is not for an expert without tokens.
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
           IGNORE, forward
 Run:      torchrun --nproc_per_node 8 10_mixed_precision/fp8_zero3.py --dtype bfloat16
@@ -388,11 +389,12 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> [..., f]"""
-        if self.weight.dtype != torch.bfloat16 or not x.numel():
+        empty = not torch.compiler.is_compiling() and not x.numel()  # a compiler may not know the number of rows
+        if self.weight.dtype != torch.bfloat16 or empty:
             y = nn.functional.linear(x, self.weight)
             if y.dtype == self.weight.dtype:  # else by autocast
                 return y
-        # a compiler does not know versions
+        # in a compiled graph there are no versions
         if not torch.compiler.is_compiling() and self.version != (id(self.weight), self.weight._version):
             raise RuntimeError("Linear needs bfloat16 weights and quantize_weights(model) after each optimizer step")
         rows = Multiply.apply(x.reshape(-1, x.shape[-1]), self.weight, *self.quantized)

@@ -346,9 +346,9 @@ def update(weight: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbe
 class AdamW:
     """AdamW that clips gradients, and rounds weights and moments stochastically. Its decisions are made on the GPU.
 
-    Set "lr" in its param_groups before a step. torch's schedulers take only torch's optimizers: give them one of any
-    tensor, and copy what get_last_lr returns. One count of steps serves all parameters: one that is trained later
-    starts without bias correction.
+    Set "lr" in its param_groups before a step. torch's schedulers take only torch's optimizers: give them one that
+    has any tensor, and copy their get_last_lr() into "lr". One count of steps serves all parameters: one that is
+    trained later starts without bias correction.
     """
 
     def __init__(self, cfg: Config, groups: list[dict], sums: dict[str, Tensor]):

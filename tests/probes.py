@@ -441,7 +441,7 @@ def evaluated(double: bool = True, odd: bool = False, inference: bool = True) ->
     """A probe: what `evaluate` returns on this rank: after the first step twice, and of another batch; after the last.
 
     The other batch has twice as many sequences, or half as many if not `double`; if `odd` one more, which makes ranks'
-    parts and micro-batches unequal, and then a batch has a single one. `inference`: the other one is read in that mode.
+    parts and micro-batches unequal, and a third batch has one sequence. `inference`: the other is read in that mode.
     """
 
     def probe(module: ModuleType) -> Report:
