@@ -399,6 +399,7 @@ def test_memory_of_others_is_not_written_over(file=None):
     assert torch.allclose(cross_entropy.linear_cross_entropy_sum(x, weight, targets), exact), "targets have a stride"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", [ELEMENTWISE, SOFTMAX, RMSNORM, SWIGLU, ROPE, CROSS_ENTROPY])
 @in_a_fork
 def test_gradients_of_gradients_are_refused(recipe, file=None):
