@@ -17,8 +17,8 @@ Parent:   02_data_parallel/naive.py
 Lesson:   COLLECTIVES, watch, meet, give_up, mistaken
 Plumbing: Config, forward_backward, check, main
 Copy:     COLLECTIVES, watch, meet, give_up
-Use:      1. Call watch once there is a process group, with a store that all ranks reach, as main does. Call what it
-             returns where an exception would end a rank.
+Use:      Call watch once there is a process group, with a store that all ranks reach, as main does. Call what it
+          returns where an exception would end a rank.
 Mind:     It does not see functions that were imported by name before, nor what DDP or FSDP calls.
 Run:      torchrun --nproc_per_node 8 02_data_parallel/hang.py
           torchrun --nproc_per_node 8 02_data_parallel/hang.py --hang skip
