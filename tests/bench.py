@@ -207,6 +207,9 @@ mixed_two: 1, 7, {MIXED} --compile --microbatches 2
     01_single_gpu: gradient_accumulation
     10_mixed_precision: bf16 fp8_tensorwise fp8_delayed_scaling fp8_blockwise
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding
+fp8_torchao: 1, 3, {MIXED} --compile
+    tests: torchao_linears torchao_fsdp
+    10_mixed_precision: fp8_tensorwise --microbatches 1
 mixed_llama3_8b: 1, 2, {LARGE} --steps 200 --warmup 20 --batch 1 --microbatches 1
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding
 low_memory: 1, 2, {LARGE} --steps 12 --batch 1

@@ -190,6 +190,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: a sentence
     "kernels_llama3_1b": "Llama-3.2-1B, four sequences of 8,192 tokens: the vocabulary is larger.",
     "mixed_smollm": "SmolLM-1.7B, four sequences of 4,096 tokens, compiled.",
     "mixed_two": "SmolLM-1.7B, two micro-batches, the default, against gradient_accumulation.py.",
+    "fp8_torchao": "The same with one micro-batch, against torchao's linears: in the root, and in FSDP2 on one GPU.",
     "mixed_llama3_8b": "Llama-3.1-8B, one sequence of 8,192 tokens, on one GPU, compiled.",
     "low_memory": "Llama-3.1-8B on one GPU with 80 GB, one sequence of 8,192 tokens.",
     "low_memory_7b": "Llama 2 7B's shape on one GPU with 80 GB, twelve sequences of 1,024 tokens.",
