@@ -116,7 +116,8 @@ def test_frozen_weights_take_two_bytes(file=equivalence.LORA):
 def test_where_adapters_cannot_be_written(recipe, tmp_path):
     (tmp_path / "file").write_text("")
     assert not refusal(load(recipe), 1, f"--device cpu --adapters {tmp_path}"), "a folder that is there is refused"
-    for folder, words in (tmp_path / "none" / "new", "no folder for it"), (tmp_path / "file", "is no folder"):
+    none = [(folder, "is no folder") for folder in (tmp_path / "file", "/dev/null")]
+    for folder, words in (tmp_path / "none" / "new", "no folder for it"), *none:
         line = refusal(load(recipe), 1, f"--device cpu --adapters {folder}")
         assert line == f"--adapters {folder}: {words}", line
 

@@ -165,13 +165,16 @@ def one_sided(module):
     return lambda: None
 
 
-@pytest.mark.parametrize("dtype, size, routing", [("float32", 4, []), ("bfloat16", 2, [one_sided])])
-def test_bytes_sent_without_a_wait(dtype, size, routing):
+@pytest.mark.parametrize(
+    "dtype, size, capacity, routing", [("float32", 4, 1000, []), ("bfloat16", 2, 0.6, [one_sided])]
+)
+def test_bytes_sent_without_a_wait(dtype, size, capacity, routing):
     """The header's formula, with C rounded up, and a gate of 4 bytes per row, whatever experts the router chooses."""
     ep, experts, top_k = 2, 8, 2
-    slots = experts * math.ceil(0.6 * BATCH * SEQ // ep * top_k / experts)
+    tokens = BATCH * SEQ // ep
+    slots = experts * min(math.ceil(capacity * tokens * top_k / experts), tokens)
     wanted = LAYERS * 2 * slots * (2 * D * size + 4) * (ep - 1) // ep  # forward and backward
-    flags = f"{SMALL} --capacity 0.6 --steps 1 --dtype {dtype}"
+    flags = f"{SMALL} --capacity {capacity} --steps 1 --dtype {dtype}"
     probe = together(*routing, waits_for_the_gpu, all_to_alls)
     for *_, (waits,), exchanges in launch(CAPACITY, ep, flags, probe=probe).probes:
         assert not waits and sum(size for *_, size in exchanges) == wanted, (waits, exchanges)

@@ -263,6 +263,7 @@ def test_another_model_is_refused():
     more = (
         "--seq 32 --batch 6 --microbatches 1 --lr 1 --clip 1 --warmup 0 --weight_decay 0 --steps 9 --every 3 --keep 1"
     )
+    assert refused(f"--steps 3 --checkpoint {folder}").startswith("--steps 3: must be at least 4")
     assert refused(f"{more} --checkpoint {folder}") is None
 
 

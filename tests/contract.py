@@ -450,8 +450,10 @@ def bad_inputs(recipe: str, folder: Path) -> list[tuple[str, list[str]]]:
     for name, tensors in wrong.items():
         save_file(tensors, folder / f"{name}.safetensors")
     init = f"{sizes} --init {folder}"
-    momentum = [("--momentum 1", ["--momentum 1.0", "below 1"])]
-    return momentum * (equivalence.root_of(recipe) == equivalence.MUON) + [
+    own = [("--momentum 1", ["--momentum 1.0", "below 1"])] * (equivalence.root_of(recipe) == equivalence.MUON)
+    large = {"layers", "batch", "experts", "lora_rank"} & vars(load(recipe).Config()).keys()
+    own += [(f"--{flag} {48 * 10**12}", [f"--{flag} {48 * 10**12}", "memory"]) for flag in sorted(large)]
+    return own + [
         ("--heads 7", ["--heads 7", "--dim 128"]),
         ("--heads 128", ["--heads 128", "--dim 128", "even"]),
         ("--kv_heads 3", ["--kv_heads 3", "--heads 8"]),
@@ -467,8 +469,6 @@ def bad_inputs(recipe: str, folder: Path) -> list[tuple[str, list[str]]]:
         ("--clip -1", ["--clip -1", "> 0"]),
         ("--eps 0", ["--eps 0", "> 0"]),  # a weight without a gradient would be 0/0
         (f"--vocab {10**12}", [f"--vocab {10**12}", "memory"]),
-        (f"--layers {48 * 10**12}", [f"--layers {48 * 10**12}", "memory"]),
-        (f"--batch {48 * 10**12}", [f"--batch {48 * 10**12}", "memory"]),
         ("--data nowhere.txt", ["--data nowhere.txt", "cannot read"]),
         (f"--data {folder}/short.txt", ["--data", "short.txt", "--seq 128", "has 9"]),
         (f"--data {folder}/empty", [f"--data {folder}/empty", "--seq 128", "has 0"]),
