@@ -16,9 +16,12 @@ Plumbing: Config, flops_per_token, train, check
 Copy:     LoRALinear, merge_adapters, save_adapters
 Use:      1. Replace linears, of which none may have a bias. Assign their weights, which keeps their dtype. Then freeze
              all but "lora_", these weights, too.
-          2. Train under autocast. Give the optimizer what requires a gradient.
+          2. Train under autocast, or bring A and B to the dtype of the weights. Give the optimizer what requires a
+             gradient.
           3. The scale of merge_adapters is alpha/rank. Save the model itself, not what DDP or torch.compile wraps
              around it. PEFT wants transformers' names.
+Mind:     - Checkpoint with use_reentrant=False: the first block's input needs no gradient.
+          - A head that is the embedding, too, cannot take what is merged.
 Needs:    cfg.adapters, cfg.lora_alpha, cfg.lora_rank, "lora_"
 Run:      python 01_single_gpu/lora.py
           python 01_single_gpu/lora.py --init 'model-*.safetensors' --preset llama3_8b --batch 2 --seq 4096 \

@@ -15,8 +15,8 @@ Parent:   01_single_gpu/train.py
 Lesson:   COEFFICIENTS, orthogonalise, muon_step, make_optimizer, train_step
 Plumbing: Config, check
 Copy:     COEFFICIENTS, orthogonalise, muon_step
-Use:      1. Give AdamW a group of matrices with the key "momentum" (again after loading a state that lacks it). Call
-             muon_step just before optimizer.step(); leave both out where a loss scaler skips a step.
+Use:      1. Give AdamW a group of matrices with the key "momentum", say 0.95 (again after loading a state that lacks
+             it). Call muon_step just before optimizer.step(); leave both out where a loss scaler skips a step.
           2. Make three parameters of a fused qkv weight, two of a fused gate and up.
 Mind:     Shards of tensor parallelism are no whole matrices.
 Needs:    cfg.dtype, "momentum"
@@ -305,8 +305,9 @@ def muon_step(cfg: Config, optimizer: torch.optim.Optimizer) -> None:
             if p.grad is None:
                 continue
             state = optimizer.state[p]
-            if not state:  # AdamW's load_state_dict wants a step
-                state.update(step=torch.zeros(()), momentum=torch.zeros_like(p))
+            if "momentum" not in state:  # new, or AdamW's
+                state.clear()
+                state.update(step=torch.zeros(()), momentum=torch.zeros_like(p))  # its load_state_dict wants a step
             momentum = state["momentum"]
             momentum.lerp_(p.grad, 1 - group["momentum"])
             update = p.grad.lerp(momentum, group["momentum"])  # Nesterov

@@ -49,6 +49,9 @@ def test_state_can_be_loaded(recipe, file=None):
     between, size = ([cfg, model], [24]) if recipe.startswith("03") else ([cfg], shape)
     p, q = torch.nn.Parameter(torch.ones(size)), torch.nn.Parameter(torch.ones(size))
     first, second = (torch.optim.AdamW([dict(params=[x], momentum=0.9)]) for x in (p, q))
+    p.grad = torch.ones(size)
+    first.step()  # it was AdamW's before
+    q.data.copy_(p)
     for _ in range(3):
         second.load_state_dict(copy.deepcopy(first.state_dict()))
         p.grad = torch.randn(size, generator=generator)

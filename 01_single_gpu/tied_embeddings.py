@@ -8,7 +8,8 @@ name for a parameter is easily lost: `to_empty` gives each module memory of its 
 Parent:   01_single_gpu/train.py
 Lesson:   Model, tensor_shapes
 Copy:     Model
-Use:      In your own model, let the head read embed_tokens.weight.
+Use:      In your own model, let the head read embed_tokens.weight. Initialise that as a head (standard deviation 0.02,
+          say): the default of nn.Embedding is 1.
 Mind:     - Where parameters are grouped, by ZeRO or DDP, the matrix counts once. Its gradient is complete when the
             *lookup's* backward has ended, the last of all.
           - With ZeRO-3 its unit is gathered for the head, too, in forward and in backward.

@@ -1,15 +1,15 @@
 """Data parallelism, bucketed: gradients are collected in flat buckets, and a full bucket is one all-reduce.
 
 A rank sends as many bytes as before, 2·(dp-1)/dp·4 per parameter, in few messages that are large enough to use the full
-bandwidth of the links. When a bucket has its last gradient, all are copied into one flat tensor and become views of it;
-a bucket of one gradient needs no copy. Buckets follow the order of backward. The first one holds at most 1 MiB, to
-start early, or a single larger gradient, such as the head's of a large model.
+bandwidth of the links. When a bucket has its last gradient, all are copied into one flat tensor and become views of it.
+Buckets follow the order of backward. The first one holds at most 1 MiB, to start early, or a single larger gradient,
+such as the head's of a large model.
 
 Parent:   02_data_parallel/overlap.py
 Lesson:   make_buckets, flatten, backward
 Plumbing: Config, forward_backward, check
 Copy:     make_buckets, flatten, backward, evaluate
-Use:      1. Start with the same weights on all ranks. They must be contiguous, and of one dtype.
+Use:      1. Start with the same weights on all ranks. They must be of one dtype.
           2. Call backward instead of loss.backward(), once per step (no_sync.py accumulates). Gradients are summed:
              divide the loss by the valid tokens of all ranks.
           3. In a mesh, hand the group of dp to every function of dist.
@@ -323,8 +323,6 @@ def flatten(bucket: list[Tensor]) -> Tensor:
     for p in bucket:
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
-    if len(bucket) == 1:
-        return bucket[0].grad.view(-1)  # no copy
     flat = bucket[0].grad.new_empty(sum(p.numel() for p in bucket))
     for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
         p.grad = part.view_as(p).copy_(p.grad)

@@ -11,8 +11,9 @@ Lesson:   make_outer_optimizer, forward_backward, outer_step, train
 Plumbing: Config, check
 Copy:     make_outer_optimizer, outer_step, evaluate
 Use:      1. Start with the same weights on all ranks, or they never agree. Make the outer optimizer after weights are
-             loaded.
-          2. Call outer_step after every --inner_steps steps, and before weights are saved.
+             loaded; a checkpoint has its state, too.
+          2. Divide a worker's loss by (the valid tokens of all ranks) / (their number).
+          3. Call outer_step after every --inner_steps steps. Save weights, and evaluate, right after it.
 Needs:    cfg.device, cfg.outer_lr, cfg.outer_momentum, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/diloco.py
 Source:   Douillard et al. 2023, DiLoCo, arXiv:2311.08105

@@ -317,8 +317,6 @@ def flatten(bucket: list[Tensor]) -> Tensor:
     for p in bucket:
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
-    if len(bucket) == 1:
-        return bucket[0].grad.view(-1)  # no copy
     flat = bucket[0].grad.new_empty(sum(p.numel() for p in bucket))
     for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
         p.grad = part.view_as(p).copy_(p.grad)

@@ -3,6 +3,7 @@
 import os
 import tempfile
 import time
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import compare
@@ -12,7 +13,7 @@ import pytest
 import simulation
 import torch
 from contract import refusal
-from launch import launch, load, once
+from launch import in_a_fork, launch, load, once
 from streams import streams
 
 NAIVE, OVERLAP, BUCKETED = (f"02_data_parallel/{name}.py" for name in ("naive", "overlap", "bucketed"))
@@ -218,6 +219,21 @@ def test_buckets():
         assert {0: len(found) == len(sizes), 100: len(found) == 1}.get(mb, 1 < len(found) < len(sizes))
     first, second, *_ = module.make_buckets(parameters(module)[0], 200)
     assert 2**20 - first[0].nbytes < sum(p.nbytes for p in first) <= 2**20 < sum(p.nbytes for p in second)
+
+
+@pytest.mark.parametrize("file", [BUCKETED, NO_SYNC])
+@in_a_fork
+def test_a_gradient_that_backward_still_reads(file):
+    """One that is a view of it is reduced in a copy, also where it is alone in its bucket."""
+    model = torch.nn.Linear(3, 3)
+    model.positions, x = torch.nn.Parameter(torch.zeros(2, 3)), torch.ones(1, 2, 3)
+    loss = (model(x) + model.positions[None]).square().sum()
+    gradients = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+    module, done = load(file), SimpleNamespace(wait=lambda: None)
+    module.dist.all_reduce = lambda gradient, async_op: gradient.mul_(2) is None or done
+    module.backward(model, loss, 0)
+    for p, gradient in zip(model.parameters(), gradients):
+        assert torch.allclose(p.grad, 2 * gradient), "it is reduced while it is read"
 
 
 @pytest.mark.thorough

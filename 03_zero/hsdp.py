@@ -123,6 +123,8 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
 
 def free(unit: Unit) -> None:
     """Free the memory of `full`. The tensor stays, and so do the parameters, to be filled by the next gather."""
+    if unit.gathering:
+        unit.gathering.wait()  # it may still write to that memory
     unit.full.untyped_storage().resize_(0)
     unit.gathering = None
 

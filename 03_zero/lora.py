@@ -19,7 +19,7 @@ Use:      beside what 01_single_gpu/lora.py says:
           1. Give the model the attributes of Model.__init__. Put each frozen parameter into one unit, the embedding
              into unit 0. Call check_units. Adapters start equal on all ranks.
           2. Call before_forward before and after_forward after each unit (for unit 0 not, if embedding and head are one
-             tensor). After each backward free the first block's unit.
+             tensor). After each backward free all units.
           3. Call sum_gradients after the last backward, and divide the loss by the valid tokens of all ranks.
           4. Gather each unit, as save does, before you merge adapters or save weights.
 Needs:    cfg.adapters, cfg.clip, cfg.device, cfg.lora_alpha, cfg.lora_rank, cfg.microbatches, model.dp, model.gathers,
@@ -131,6 +131,8 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
 
 def free(unit: Unit) -> None:
     """Free the memory of `full`. The tensor stays, and so do the parameters, to be filled by the next gather."""
+    if unit.gathering:
+        unit.gathering.wait()  # it may still write to that memory
     unit.full.untyped_storage().resize_(0)
     unit.gathering = None
 
@@ -472,7 +474,7 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 def sum_gradients(model: nn.Module) -> None:
     """Sum the gradients of the adapters over the ranks, all in one message."""
     adapters = [p for p in model.parameters() if p.requires_grad]
-    flat = torch.cat([p.grad.flatten() for p in adapters])
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in adapters])
     # 2·(dp-1)/dp of their bytes out and in per rank; everyone waits
     dist.all_reduce(flat, group=model.dp)
     for p, part in zip(adapters, flat.split([p.numel() for p in adapters])):

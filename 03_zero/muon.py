@@ -16,6 +16,7 @@ Use:      beside what zero1.py and 01_single_gpu/muon.py say, whose muon_step th
           1. Make one unit of what by_owner returns, end to end, with the padding, and one of all other parameters.
           2. Give the optimizer the first's `matrices` as a group of its own with the key "momentum".
           3. Set model.owned to this rank's shapes, without the padding.
+Mind:     what zero1.py says. A matrix that is frozen later moves on at full speed, as momentum is orthogonalised.
 Needs:    cfg.dtype, model.owned, "momentum", orthogonalise
 Run:      torchrun --nproc_per_node 8 03_zero/muon.py
 Source:   Liu et al. 2025, Muon is scalable for LLM training, arXiv:2502.16982
@@ -386,8 +387,9 @@ def muon_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer) -> No
     (group,) = (group for group in optimizer.param_groups if "momentum" in group)
     (shard,) = group["params"]  # [n/N] of all of them, one after another
     state = optimizer.state[shard]
-    if not state:  # AdamW's load_state_dict wants a step
-        state.update(step=torch.zeros(()), momentum=torch.zeros_like(shard))
+    if "momentum" not in state:  # new, or AdamW's
+        state.clear()
+        state.update(step=torch.zeros(()), momentum=torch.zeros_like(shard))  # its load_state_dict wants a step
     momentum = state["momentum"]
     momentum.lerp_(shard.grad, 1 - group["momentum"])
     update = shard.grad.lerp(momentum, group["momentum"])  # Nesterov

@@ -11,7 +11,7 @@ Lesson:   Unit, gather, reduce_scatter, pinned, make_unit, clip_gradients
 Plumbing: build_model, train_step, save, main
 Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, pinned, make_unit, check_units,
           clip_gradients, evaluate
-Use:      as zero2.py says, but:
+Use:      as zero2.py says, whose Mind holds, too, but:
           1. After a step set unit.norm to None instead of unit.gradient.
           2. Scale the loss, not the gradients: unit.norm is computed when they are reduced.
           3. Clip before every step: clip_gradients waits until the gradients have reached the CPU.

@@ -3,6 +3,7 @@
 import gc
 import tempfile
 import time
+from types import SimpleNamespace
 
 import equivalence
 import probes
@@ -343,6 +344,15 @@ def orthogonalised(module):
     module.orthogonalise = lambda x: steps[-1].append(tuple(x.shape)) or orthogonalise(x)
     module.train_step = step
     return lambda: steps
+
+
+@pytest.mark.parametrize("file", [ZERO3, HSDP, LORA, "10_mixed_precision/fp8_zero3.py"])
+def test_a_gather_ends_before_its_memory_is_freed(file):
+    full, held = torch.ones(4), []
+    work = SimpleNamespace(wait=lambda: held.append(full.untyped_storage().nbytes()))
+    unit = SimpleNamespace(full=full, gathering=work, linears=[])
+    load(file).free(unit)
+    assert held == [full.nbytes] and not full.untyped_storage().nbytes(), "it is not waited for"
 
 
 def test_each_matrix_has_one_owner(file=MUON):

@@ -9,13 +9,15 @@ Parent:   02_data_parallel/naive.py
 Lesson:   Unit, reduce_scatter, gather, make_unit, make_optimizer, forward_backward, clip_gradients, train_step
 Plumbing: Model.__init__, build_model, evaluate, main
 Copy:     Unit, gather, reduce_scatter, make_unit, clip_gradients, evaluate
-Use:      1. Start with the same weights on all ranks. The optimizer and clip_gradients take unit.matrices and
-             unit.vectors, never model.parameters().
-          2. Gradients are summed: divide the loss by the valid tokens of all ranks.
+Use:      1. Start with the same weights on all ranks. Put each trained parameter into exactly one unit, and the units
+             into model.units. The optimizer and clip_gradients take unit.matrices and unit.vectors, never
+             model.parameters().
+          2. After the last backward reduce_scatter. Gradients are summed: divide the loss by the valid tokens of all
+             ranks.
           3. After each step, also one that is given up, gather and zero unit.gradients. Never set a .grad to None: they
              are views of it.
 Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
-          - A parameter that no rank uses in a step, or that is frozen later, still decays.
+          - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
 Needs:    cfg.clip, cfg.device, model.dp, model.units, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054

@@ -16,15 +16,15 @@ Parent:   03_zero/zero1.py
 Lesson:   Unit, gather, reduce_scatter, take_gradients, make_unit, forward_backward, save
 Plumbing: Config, check_units, build_model, train_step
 Copy:     Unit, gather, reduce_scatter, take_gradients, make_unit, check_units, clip_gradients, evaluate
-Use:      1. Put each parameter into exactly one unit (embedding and head once, if they are one tensor). Call
-             check_units.
+Use:      1. Put each trained parameter into exactly one unit, frozen ones into none. Call check_units.
           2. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
              into the shards, too: a gather writes over the parameters.
-          3. Gather before the first forward and after each step.
+          3. Gather before the first forward and after each step. After the last backward, and only then, call
+             reduce_scatter with what take_gradients returns.
           4. Gradients are summed: divide the loss by the valid tokens of all ranks. To give up a step, call
              model.zero_grad() beside the optimizer's.
 Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
-          - A parameter that no rank uses in a step, or that is frozen later, still decays.
+          - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
 Needs:    cfg.clip, cfg.device, model.dp, model.units, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1_masters.py --dtype bfloat16
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054; Micikevicius et al. 2017, arXiv:1710.03740

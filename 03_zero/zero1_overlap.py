@@ -14,18 +14,19 @@ Lesson:   Unit, gather, reduce_scatter, reduce, before_forward, Model.forward, f
 Plumbing: Config, Model.__init__, build_model, train_step, check, evaluate
 Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit, check_units, clip_gradients,
           evaluate
-Use:      1. Give the model the attributes of Model.__init__. Put each parameter into exactly one unit (embedding and
-             head, if they are one tensor, into unit 0). Call check_units.
-          2. Call before_forward before each unit. Hook unit 0 as build_model does, or, if it is several tensors, call
-             reduce(model, 0) after each backward.
+Use:      1. Give the model the attributes of Model.__init__. Put each trained parameter into exactly one unit
+             (embedding and head, if they are one tensor, into unit 0), frozen ones into none. Call check_units.
+          2. Call before_forward before each unit, in each forward. Hook unit 0 as build_model does, or, if it is
+             several tensors, call reduce(model, 0) after each backward. Run backward once after each forward.
           3. Set model.requires_gradient_sync for the last micro-batch alone, as forward_backward does.
           4. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
              into the shards, too: a gather writes over the parameters.
           5. Gradients are summed: divide the loss by the valid tokens of all ranks.
           6. When shards have changed (a step, a checkpoint, an average), set unit.gathering to None. To give up a step,
-             set unit.sums to None and call model.zero_grad().
+             set unit.sums to None and call model.zero_grad() beside the optimizer's.
 Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
-          - A parameter that no rank uses in a step, or that is frozen later, still decays.
+          - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
+            Never freeze all of unit 0 later: unit 1 would not be reduced.
 Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.requires_gradient_sync, model.sending,
           model.stream, model.units, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1_overlap.py

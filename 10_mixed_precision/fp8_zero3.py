@@ -150,6 +150,8 @@ def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
 
 def free(unit: Unit) -> None:
     """Free the memory of `full` and `transposed`. The tensors stay, and so do their views, for the next gather."""
+    if unit.gathering:
+        unit.gathering.wait()  # it may still write to that memory
     unit.full.untyped_storage().resize_(0)
     if unit.linears:
         unit.transposed.untyped_storage().resize_(0)
