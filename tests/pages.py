@@ -393,10 +393,10 @@ def facts() -> str:
     hidden, files = sum(map(hides, wrong)), len({e["recipe"] for e in errors})
     transformers, fsdp, pipelining = map(best_speed, ("01_single_gpu", "03_zero", "06_pipeline"))
     return f"""
-* **Equal.** {files} files train as one GPU does: over all layouts and numbers of ranks, the worst gradient or
+* **Equal.** {files} files train as one GPU does: over all layouts, sizes and numbers of ranks, the worst gradient or
   weight is off by {tied(f"{worst:.0e}")} in float64.
 * **Tested.** Each of {len(found)} [seeded bugs](tests/BUGS.md) turns a test red. Of the {len(wrong)} that change the
-  gradient by more than 1 %, {hidden} move AdamW's loss curve by less than that. Find one: `python tests/puzzle.py`
+  gradient by more than 1 %, {hidden} move AdamW's loss curve by less. Find one: `python tests/puzzle.py`
 * **Fast.** On the same GPUs up to {transformers} times as fast as `transformers`, {fsdp} as FSDP2, {pipelining} as
   `torch.distributed.pipelining`.
 """.strip()
