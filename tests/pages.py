@@ -396,7 +396,7 @@ def facts() -> str:
 * **Equal.** {files} files train as one GPU does: over all layouts, sizes and numbers of ranks, the worst gradient or
   weight is off by {tied(f"{worst:.0e}")} in float64.
 * **Tested.** Each of {len(found)} [seeded bugs](tests/BUGS.md) turns a test red. Of the {len(wrong)} that change the
-  gradient by more than 1 %, {hidden} move AdamW's loss curve by less. Find one: `python tests/puzzle.py`
+  gradient by more than 1 %, {hidden} move AdamW's loss curve by less than that. Find one: `python tests/puzzle.py`
 * **Fast.** On the same GPUs up to {transformers} times as fast as `transformers`, {fsdp} as FSDP2, {pipelining} as
   `torch.distributed.pipelining`.
 """.strip()
