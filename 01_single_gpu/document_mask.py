@@ -17,7 +17,8 @@ Plumbing: Config, make_batch, check
 Copy:     document_lengths, check_lengths, attention
 Use:      1. Call document_lengths once per micro-batch, and pass the lengths to all layers.
           2. Its targets are the next tokens, with IGNORE as your loss has it. It takes every ignored one for the first
-             of a document: if you ignore others, too, as in prompts, note the lengths where you pack the rows.
+             of a document: if you ignore others, too, as in prompts, note the lengths, a tensor on the CPU, where you
+             pack the rows.
 Mind:     Learned positions must start anew in each document.
 Needs:    IGNORE
 Run:      python 01_single_gpu/document_mask.py
