@@ -19,9 +19,12 @@ Lesson:   shard, gather, pack, unpack, GatherKV, attention, Attention, Model, ba
 Plumbing: Config, Block, build_model, check, evaluate, main
 Copy:     shard, gather, masked_scores, local_attention, local_attention_backward, pack, unpack, merge, GatherKV,
           attention, backward, evaluate
-Use:      1. Use shard for inputs, targets and positions alike, as forward_backward and Model.forward do.
-          2. Call attention with rotated q and k, and backward once per step.
-Mind:     No gradients of gradients: with create_graph=True they are wrong.
+Use:      1. Use shard for inputs, targets and positions alike, as forward_backward and Model.forward do. The ranks of cp
+             must divide the sequence.
+          2. Call attention with rotated q and k. Call backward once per step, for the last micro-batch; loss.backward()
+             for the others.
+Mind:     - A weight that only an earlier micro-batch uses is not summed.
+          - No gradients of gradients: with create_graph=True they are wrong, or an error.
 Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/all_gather_kv.py
 Source:   Llama 3, arXiv:2407.21783, section 3.3.2, paragraph "Context parallelism for long sequences"

@@ -18,7 +18,8 @@ Copy:     shard, document_lengths, check_lengths, ring_exchange, held, visible, 
 Use:      as all_gather_kv.py and document_mask.py say, but:
           1. Find the lengths in the targets of whole sequences, before shard cuts them. Divide the loss by their valid
              tokens.
-          2. Of several micro-batches, call backward for the last alone.
+          2. forward takes the lengths, too.
+Mind:     what all_gather_kv.py says.
 Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/documents.py
 Source:   Llama 3, arXiv:2407.21783, sections 3.2 and 3.3.2

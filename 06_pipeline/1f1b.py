@@ -7,9 +7,10 @@ and a larger m makes this smaller.
 Parent:   06_pipeline/afab.py
 Lesson:   schedule
 Copy:     connect, receive, send, wait_for_send, schedule, run_schedule, clip_gradients, evaluate
-Use:      1. Give the model the attributes stage, stages and links. Write forward(cfg, model, x, targets) as here.
-          2. Call run_schedule as forward_backward does; in a validation loop, under torch.no_grad() with a list of
-             forwards.
+Use:      1. Give the model the attributes pp, stage, stages and links, connected as in build_model. Write
+             forward(cfg, model, x, targets) as here. What it returns is contiguous.
+          2. Call run_schedule as forward_backward does, with micro-batches that divide the batch; in a validation loop,
+             under torch.no_grad() with a list of forwards.
 Mind:     If embedding and head are one tensor, see tied_embeddings.py.
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.links, model.pp, model.stage, model.stages,
           IGNORE, forward

@@ -12,7 +12,7 @@ Plumbing: build_model, save
 Copy:     sum_tied, is_copy, clip_gradients
 Use:      beside what 1f1b.py says, whose clip_gradients this one replaces:
           1. Give the last stage the matrix, too, with the same numbers. Set model.ends as build_model does.
-          2. Call sum_tied after the schedule, before the clip.
+          2. Call sum_tied once per step, after the last schedule and before the clip.
           3. Leave is_copy's parameter out of what you save.
 Needs:    cfg.clip, cfg.device, model.ends, model.model.embed_tokens, model.pp, model.stage, model.stages
 Run:      torchrun --nproc_per_node 8 06_pipeline/tied_embeddings.py
