@@ -321,7 +321,7 @@ def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay on matrices only; those of the blocks are in a group for muon_step."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim > 1]
     tables = [model.model.embed_tokens.weight, model.lm_head.weight]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay, momentum=cfg.momentum)]
     groups += [dict(params=tables, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)

@@ -68,7 +68,7 @@ def torchs_muon(module):
         torch.Tensor.bfloat16 = torch.Tensor.double
         blocks = [p for p in model.model.layers.parameters() if p.ndim > 1]
         tables = [p for p in model.parameters() if p.ndim > 1 and all(p is not block for block in blocks)]
-        vectors = [p for p in model.parameters() if p.ndim == 1]
+        vectors = [p for p in model.parameters() if p.ndim < 2]
         groups = [dict(params=tables, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
         adamw = torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps)
         like_adamw = dict(weight_decay=cfg.weight_decay, momentum=0.9, adjust_lr_fn="match_rms_adamw")

@@ -345,3 +345,10 @@ def test_help(capsys):
         config(load(TRAIN), "--help")
     text = capsys.readouterr().out
     assert all(f"--{field}" in text for field in ("preset", "kv_heads", "compile", "save")) and "Source:" in text
+
+
+def test_each_parameter_has_a_group(file=equivalence.ROOT_RECIPE):
+    """A scalar, too: the optimizer of a model that is not ours leaves nothing out."""
+    module, model = load(file), torch.nn.ParameterList(torch.zeros(shape) for shape in ([], [2], [2, 2], [2, 2, 2]))
+    optimizer = module.make_optimizer(module.Config(device="cpu"), model)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(model)

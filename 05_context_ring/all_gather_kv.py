@@ -19,8 +19,8 @@ Lesson:   shard, gather, pack, unpack, GatherKV, attention, Attention, Model, ba
 Plumbing: Config, Block, build_model, check, evaluate, main
 Copy:     shard, gather, masked_scores, local_attention, local_attention_backward, pack, unpack, merge, GatherKV,
           attention, backward, evaluate
-Use:      1. Use shard for inputs, targets and positions alike, as forward_backward and Model.forward do. The ranks of cp
-             must divide the sequence.
+Use:      1. Use shard for inputs, targets and positions alike, as forward_backward and Model.forward do. The ranks of
+             cp must divide the sequence.
           2. Call attention with rotated q and k. Call backward once per step, for the last micro-batch; loss.backward()
              for the others.
 Mind:     - A weight that only an earlier micro-batch uses is not summed.
@@ -435,7 +435,7 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 

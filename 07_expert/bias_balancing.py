@@ -11,8 +11,11 @@ moved by a rank's own counts would differ from rank to rank.
 Parent:   07_expert/expert_parallel.py, 01_single_gpu/gradient_accumulation.py
 Lesson:   Config, Router, move_biases, train_step
 Plumbing: forward_backward, save, check, evaluate
-Copy:     Router, move_biases (call move_biases after each optimizer step; save the biases with the weights)
-Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.top_k, model.model.layers
+Copy:     Router, count_rows, move_biases
+Use:      After each optimizer step call move_biases with what count_rows returns.
+Mind:     - A state_dict leaves the biases out: save each block.mlp.gate.bias beside it.
+          - DDP would overwrite the counts: broadcast_buffers=False.
+Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.top_k, model.dp, model.model.layers
 Run:      torchrun --nproc_per_node 8 07_expert/bias_balancing.py
 Source:   Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, section 2.1.2
 """
@@ -500,7 +503,7 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 

@@ -16,7 +16,7 @@ Lesson:   Config, AllToAll, dispatch, combine, assign_slots, Permute, Unpermute,
 Plumbing: train_step, log, save, train
 Copy:     AllToAll, dispatch, combine, Router, sort_by_expert, assign_slots, Permute, Unpermute, Experts, MLP,
           clip_gradients, evaluate (MLP in place of a block's MLP; all ranks must have equally many tokens, in a
-          validation, too; which ranks sum which gradients is as in expert_parallel.py)
+          validation, too; which ranks sum which gradients, and what they start with, is as in expert_parallel.py)
 Needs:    cfg.capacity, cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp,
           ".experts.", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 07_expert/capacity.py
@@ -474,7 +474,7 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 

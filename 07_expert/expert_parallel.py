@@ -15,6 +15,8 @@ Plumbing: Block, Model, published, save, log, check, evaluate, main
 Copy:     AllToAll, Route, dispatch, combine, Router, sort_by_expert, Permute, Unpermute, grouped_matmul, one_by_one,
           Experts, MLP, clip_gradients, evaluate (MLP in place of a block's MLP; forward_backward says which ranks sum
           which gradients, clip_gradients how their norm is found)
+Mind:     - Draw other experts on every rank of ep, the same on those of edp, and all else alike on all ranks.
+          - ".experts." stands in the names of experts' weights alone, not in that of a router.
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, ".experts.", IGNORE,
           forward
 Run:      torchrun --nproc_per_node 8 07_expert/expert_parallel.py
@@ -500,7 +502,7 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 

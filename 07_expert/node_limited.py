@@ -17,7 +17,8 @@ Plumbing: Block.__init__, Model, Model.__init__, tensor_shapes, full_tensor, pub
 Copy:     AllToAll, Route, dispatch, combine, cross, cross_back, Router, sort_by_expert, drop_absent, Permute,
           Unpermute, SharedExpert, MLP, count_rows, move_biases
 Use:      1. build_model makes the groups. Experts may be yours: Experts(cfg, ep), called with rows, gates [n, 1] and
-             ends. Draw other weights on every rank.
+             ends; without rows they still return something computed from them. Draw other experts on every rank of ep,
+             the same on those of edp, and all else alike on all ranks.
           2. Sum an expert's gradient over edp, all others over dp; if you average, divide both by dp's size.
           3. After each optimizer step call move_biases with what count_rows returns; it wants fp32 biases.
 Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.ffn, cfg.gate_scale, cfg.groups, cfg.shared, cfg.top_groups,
@@ -605,7 +606,7 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 

@@ -21,6 +21,8 @@ Use:      as the parents say, and:
           1. Stage.forward and make_units show how they meet. The stages of a rank share gathers, stream and sending, as
              in Model.__init__.
           2. When run_schedule is over, wait for stream, as in forward_backward.
+          3. If the embedding's unit is several tensors, leave out its hook: let run_schedule reduce that unit, too,
+             after the replicated ones.
 Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.microbatches, cfg.pp, cfg.tp,
           model.chunks, model.dp, model.loss, model.pp, model.replicated, model.requires_gradient_sync, model.sending,
           model.stage, model.stages, model.stream, model.tp, model.units, model.world, IGNORE, reduce_scatter,
@@ -642,7 +644,7 @@ def local_tensor(cfg: Config, tp: dist.ProcessGroup, name: str, shape: torch.Siz
     rows = cfg.vocab if name in VOCABULARY else whole[0]
     full = full_tensor(cfg, name, torch.Size([rows, *whole[1:]]))
     if rows < whole[0]:
-        full = nn.functional.pad(full, (0, 0, 0, whole[0] - rows))
+        full = nn.functional.pad(full, (0, 0) * (full.ndim - 1) + (0, whole[0] - rows))
     return full.chunk(parts, axis)[tp.rank() * parts // tp.size()]
 
 

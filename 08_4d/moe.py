@@ -1081,7 +1081,7 @@ def local_tensor(cfg: Config, tp: dist.ProcessGroup, name: str, shape: torch.Siz
     rows = cfg.vocab if name in VOCABULARY else whole[0]
     full = full_tensor(cfg, name, torch.Size([rows, *whole[1:]]))
     if rows < whole[0]:
-        full = nn.functional.pad(full, (0, 0, 0, whole[0] - rows))
+        full = nn.functional.pad(full, (0, 0) * (full.ndim - 1) + (0, whole[0] - rows))
     return full.chunk(parts, axis)[tp.rank() * parts // tp.size()]
 
 

@@ -1076,7 +1076,7 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
 def make_optimizer(cfg: Config, model: Model) -> AdamW:
     """Return AdamW, with weight decay on matrices only, and with masters that are not rounded as the weights are."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
     optimizer = AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, clip=cfg.clip)
     for name, slot in slots_by_name(model, optimizer).items():

@@ -14,9 +14,11 @@ Lesson:   Loss, Model.__init__, build_model, Slot, update, AdamW, make_optimizer
           accumulate_gradients, forward_backward, gradient_norm, train_step
 Plumbing: Config, set_learning_rate, save, check
 Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients
-Use:      1. build_model makes model.masters, make_optimizer the slots. Load a checkpoint into weights and masters.
+Use:      1. build_model makes model.masters, make_optimizer the slots. A checkpoint holds master, mean
+             and square of each slot, and optimizer.steps; load the weights from the masters.
           2. With several micro-batches call accumulate_gradients after each backward, as forward_backward does.
           3. Step and forget gradients as train_step does: by the optimizer's zero_grad, not the model's.
+          4. Keep autocast on, or cast the embedding's output, as Model.forward does.
 Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, model.masters
 Run:      python 10_mixed_precision/bf16.py --dtype bfloat16
 Source:   Micikevicius et al. 2018, arXiv:1710.03740; AdamW, arXiv:1711.05101
@@ -385,7 +387,7 @@ def make_optimizer(cfg: Config, model: Model) -> AdamW:
         master = model.masters[name]
         slots.append(Slot(p, master, torch.zeros_like(master), torch.zeros_like(master)))
     matrices = [slot for slot in slots if slot.master.ndim > 1]
-    vectors = [slot for slot in slots if slot.master.ndim == 1]
+    vectors = [slot for slot in slots if slot.master.ndim < 2]
     return AdamW(cfg, [dict(slots=matrices, weight_decay=cfg.weight_decay), dict(slots=vectors, weight_decay=0.0)])
 
 

@@ -14,6 +14,7 @@ Plumbing: Config
 Copy:     Scaling, Slot, update, AdamW, gradient_norm, accumulate_gradients, update_scale (build_model makes Scaling;
           multiply the loss by its scale before backward, as forward_backward does, and call update_scale after each
           step, as train_step does; of Config they read growth_interval, and otherwise what bf16.py says)
+Mind:     At scale 1 an overflow is skipped, too: end the run then, as train does.
 Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.growth_interval, cfg.lr, model.masters
 Run:      python 10_mixed_precision/fp16_loss_scaling.py --dtype float16
 Source:   Micikevicius et al. 2018, arXiv:1710.03740, section 3.2
@@ -400,7 +401,7 @@ def make_optimizer(cfg: Config, model: Model) -> AdamW:
         master = model.masters[name]
         slots.append(Slot(p, master, torch.zeros_like(master), torch.zeros_like(master)))
     matrices = [slot for slot in slots if slot.master.ndim > 1]
-    vectors = [slot for slot in slots if slot.master.ndim == 1]
+    vectors = [slot for slot in slots if slot.master.ndim < 2]
     return AdamW(cfg, [dict(slots=matrices, weight_decay=cfg.weight_decay), dict(slots=vectors, weight_decay=0.0)])
 
 

@@ -559,7 +559,7 @@ def make_optimizer(cfg: Config, model: Model) -> AdamW:
         master = model.masters[name]
         slots.append(Slot(p, master, torch.zeros_like(master), torch.zeros_like(master)))
     matrices = [slot for slot in slots if slot.master.ndim > 1]
-    vectors = [slot for slot in slots if slot.master.ndim == 1]
+    vectors = [slot for slot in slots if slot.master.ndim < 2]
     return AdamW(cfg, [dict(slots=matrices, weight_decay=cfg.weight_decay), dict(slots=vectors, weight_decay=0.0)])
 
 

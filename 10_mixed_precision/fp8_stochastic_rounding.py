@@ -496,7 +496,7 @@ def make_optimizer(cfg: Config, model: Model) -> AdamW:
     """Return AdamW, with weight decay on matrices only."""
     slots = [Slot(name, p, torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()]
     matrices = [slot for slot in slots if slot.parameter.ndim > 1]
-    vectors = [slot for slot in slots if slot.parameter.ndim == 1]
+    vectors = [slot for slot in slots if slot.parameter.ndim < 2]
     groups = [dict(slots=matrices, weight_decay=cfg.weight_decay), dict(slots=vectors, weight_decay=0.0)]
     return AdamW(cfg, groups, model.sums)
 

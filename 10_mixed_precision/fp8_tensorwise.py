@@ -19,6 +19,8 @@ Use:      1. Call quantize_weights under no_grad, not inference_mode, before the
              weights: an optimizer step, a checkpoint, an average that is swapped in.
           2. Linear takes weights in bfloat16 in place of autocast; bf16.py has the optimizer for them.
           3. With several micro-batches, delete each loss before the next forward, as forward_backward does.
+Mind:     - On GPUs the sizes of Linear, and its rows, are multiples of 16.
+          - One of the files with fp8 in a process: each registers the same operator.
 Run:      python 10_mixed_precision/fp8_tensorwise.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433
 """
@@ -492,7 +494,7 @@ def make_optimizer(cfg: Config, model: Model) -> AdamW:
         master = model.masters[name]
         slots.append(Slot(p, master, torch.zeros_like(master), torch.zeros_like(master)))
     matrices = [slot for slot in slots if slot.master.ndim > 1]
-    vectors = [slot for slot in slots if slot.master.ndim == 1]
+    vectors = [slot for slot in slots if slot.master.ndim < 2]
     return AdamW(cfg, [dict(slots=matrices, weight_decay=cfg.weight_decay), dict(slots=vectors, weight_decay=0.0)])
 
 

@@ -20,7 +20,7 @@ Copy:     E4M3, GRADIENT, LEAST, Unit, gather, free, transpose, reduce_scatter, 
           multiply, Multiply, Linear, make_unit, check_units, use_fp8, quantize_weights, clip_gradients, evaluate
 Use:      as 03_zero/zero3.py says, and:
           1. Make units of bfloat16, without autocast. Weights of Linear, which has no bias, are the only matrices of
-             their unit, and that is neither the first nor the last.
+             their unit, and that is neither the first nor the last. A frozen layer stays nn.Linear.
           2. Call use_fp8 after the last make_unit, then quantize_weights, and that again after each optimizer step, and
              when a checkpoint or an average is loaded.
           3. A validation batch has a sequence for each micro-batch of each rank. evaluate takes IGNORE and a forward

@@ -149,6 +149,7 @@ class MLP(nn.Module):
 
 KEPT = [  # matmuls, and attention in each of its fused kernels
     torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,  # with a bias
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -406,7 +407,7 @@ def make_optimizer(cfg: Config, model: Model) -> AdamW:
     """Return AdamW, with weight decay on matrices only."""
     slots = [Slot(name, p, torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()]
     matrices = [slot for slot in slots if slot.parameter.ndim > 1]
-    vectors = [slot for slot in slots if slot.parameter.ndim == 1]
+    vectors = [slot for slot in slots if slot.parameter.ndim < 2]
     groups = [dict(slots=matrices, weight_decay=cfg.weight_decay), dict(slots=vectors, weight_decay=0.0)]
     return AdamW(cfg, groups, model.sums)
 
