@@ -14,8 +14,8 @@ Lesson:   Loss, Model.__init__, build_model, Slot, update, AdamW, make_optimizer
           accumulate_gradients, forward_backward, gradient_norm, train_step
 Plumbing: Config, set_learning_rate, save, check
 Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients
-Use:      1. build_model makes model.masters, make_optimizer the slots. A checkpoint holds master, mean
-             and square of each slot, and optimizer.steps; load the weights from the masters.
+Use:      1. build_model makes model.masters, make_optimizer the slots. A checkpoint holds master, mean and square of
+             each slot, and optimizer.steps; load the weights from the masters.
           2. With several micro-batches call accumulate_gradients after each backward, as forward_backward does.
           3. Step and forget gradients as train_step does: by the optimizer's zero_grad, not the model's.
           4. Keep autocast on, or cast the embedding's output, as Model.forward does.
