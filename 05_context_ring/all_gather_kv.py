@@ -23,8 +23,7 @@ Use:      1. Use shard for inputs, targets and positions alike, as forward_backw
              cp must divide the sequence.
           2. Call attention with rotated q and k. Call backward once per step, for the last micro-batch; loss.backward()
              for the others.
-Mind:     - A weight that only an earlier micro-batch uses is not summed.
-          - No gradients of gradients: with create_graph=True they are wrong, or an error.
+Mind:     No gradients of gradients: with create_graph=True they are wrong, or an error.
 Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/all_gather_kv.py
 Source:   Llama 3, arXiv:2407.21783, section 3.3.2, paragraph "Context parallelism for long sequences"
@@ -460,7 +459,7 @@ def backward(model: nn.Module, loss: Tensor) -> None:
     Weights are replicated, of one dtype, and used by all ranks, but each rank's gradients come from its own tokens
     alone. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice is summed twice.
     """
-    ready, reductions = [], []
+    ready, seen, reductions = [], set(), []
 
     def reduce(least: int) -> None:
         if len(ready) >= least:  # in one order on all ranks, which run through the same graph
@@ -471,6 +470,7 @@ def backward(model: nn.Module, loss: Tensor) -> None:
 
     def hook(p: Tensor) -> None:
         ready.append(p.grad)
+        seen.add(p)
         reduce(9)  # about a block's
 
     hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
@@ -479,6 +479,7 @@ def backward(model: nn.Module, loss: Tensor) -> None:
     finally:  # after an error, too: the next backward would reduce twice
         for handle in hooks:
             handle.remove()
+    ready += [p.grad for p in model.parameters() if p.grad is not None and p not in seen]  # of earlier micro-batches
     reduce(1)
     for reduction in reductions:
         reduction.wait()  # on GPUs the stream waits, not this process

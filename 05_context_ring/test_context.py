@@ -405,6 +405,16 @@ def test_attention_rounds_once_and_never_overflows(recipe, flags, file=None):
         assert all(error < 1e-10 for error in errors[torch.float64]), f"exponentials overflow: {errors}"
 
 
+def test_a_weight_that_an_earlier_micro_batch_used(file=GATHER):
+    """... is summed with those of the last one."""
+    model = torch.nn.ParameterList(torch.ones(3) for _ in range(2))
+    ended = SimpleNamespace(wait=lambda: None)
+    model.cp = SimpleNamespace(allreduce_coalesced=lambda gradients: [x.mul_(2) for x in gradients] and ended)
+    (model[0] * model[1]).sum().backward()
+    load(file).backward(model, model[0].sum())
+    assert [p.grad.tolist() for p in model] == [[4.0] * 3, [2.0] * 3], "it is not summed"
+
+
 def test_merge_rounds_once(file=RING):
     """Outputs in bfloat16, as GPUs make them, are weighted in fp32, in one call or in several: half a unit of error."""
 

@@ -336,7 +336,7 @@ def backward(model: nn.Module, loss: Tensor) -> None:
     Weights are replicated, of one dtype, and used by all ranks, but each rank's gradients come from its own tokens
     alone. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice is summed twice.
     """
-    ready, reductions = [], []
+    ready, seen, reductions = [], set(), []
 
     def reduce(least: int) -> None:
         if len(ready) >= least:  # in one order on all ranks, which run through the same graph
@@ -347,6 +347,7 @@ def backward(model: nn.Module, loss: Tensor) -> None:
 
     def hook(p: Tensor) -> None:
         ready.append(p.grad)
+        seen.add(p)
         reduce(9)  # about a block's
 
     hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
@@ -355,6 +356,7 @@ def backward(model: nn.Module, loss: Tensor) -> None:
     finally:  # after an error, too: the next backward would reduce twice
         for handle in hooks:
             handle.remove()
+    ready += [p.grad for p in model.parameters() if p.grad is not None and p not in seen]  # of earlier micro-batches
     reduce(1)
     for reduction in reductions:
         reduction.wait()  # on GPUs the stream waits, not this process

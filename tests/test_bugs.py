@@ -149,6 +149,7 @@ IN_FILES = {
             "test_attention_rounds_once_and_never_overflows",
             "rounded more than once|exponentials overflow",
         ),
+        "earlier micro-batches": ("test_a_weight_that_an_earlier_micro_batch_used", "it is not summed"),
         "scores in memory": ("test_scores_of_one_pair_of_blocks_are_in_memory", "scores of more than one pair"),
     },
     "05_context_ring/test_documents.py": {
