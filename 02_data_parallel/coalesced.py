@@ -7,7 +7,7 @@ tensors instead and reduce them in one kernel: as few launches and as many bytes
 Parent:   02_data_parallel/bucketed.py
 Lesson:   backward
 Copy:     make_buckets, backward, evaluate (as bucketed.py says; the group is dist.group.WORLD here)
-Mind:     as overlap.py says, too: nothing is copied.
+Mind:     what overlap.py says: gradients are reduced where they are, not copied.
 Needs:    cfg.device, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/coalesced.py
 Source:   NCCL user guide, "Group calls", aggregated operations

@@ -13,8 +13,8 @@ Use:      1. Start with the same weights on all ranks.
              tokens of all ranks.
           3. In a mesh, hand the group of dp to every function of dist.
 Mind:     - A parameter that no rank uses in a step gets zeros, which AdamW decays.
-          - A parameter that is only reshaped and added, as x + pos[None] is with one sequence per rank, gets a gradient
-            that backward still reads while it is reduced: look pos up as an embedding.
+          - A parameter that is only reshaped and added, as pos in x + pos[None] with one sequence per rank, gets a
+            gradient that backward still reads while it is reduced in place: look pos up in an nn.Embedding.
 Needs:    cfg.device, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/overlap.py
 Source:   Ultra-Scale Playbook, "First optimization: Overlap gradient synchronization with backward pass"

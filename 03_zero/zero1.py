@@ -12,8 +12,8 @@ Copy:     Unit, gather, reduce_scatter, make_unit, clip_gradients, evaluate
 Use:      1. Start with the same weights on all ranks. Put each trained parameter into exactly one unit, and the units
              into model.units. The optimizer and clip_gradients take unit.matrices and unit.vectors, never
              model.parameters().
-          2. After the last backward reduce_scatter. Gradients are summed: divide the loss by the valid tokens of all
-             ranks.
+          2. After the last backward call reduce_scatter. Gradients are summed: divide the loss by the valid tokens of
+             all ranks.
           3. After each step, also one that is given up, gather and zero unit.gradients. Never set a .grad to None: they
              are views of it.
 Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).

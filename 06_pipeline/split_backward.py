@@ -12,8 +12,8 @@ Plumbing: Attention.__init__, MLP.__init__, Model.__init__
 Copy:     InputGradient, Linear, prepare_linears, backward_input, backward_weights, schedule, run_schedule,
           clip_gradients, evaluate
 Use:      as 1f1b.py says, and:
-          1. Use Linear for every nn.Linear. It has no bias: add one after it. It is no nn.Linear: look at how you
-             initialise and decay. A weight that is used twice in a forward has two Linears that share it.
+          1. Use Linear for every nn.Linear. It has no bias: add one after it. Code that initialises or decays by the
+             type nn.Linear does not find it. A weight that is used twice in a forward has two Linears that share it.
           2. Gradients arrive in .grad without the hooks of DDP or FSDP: sum them over replicas after run_schedule.
 Mind:     A first stage whose output needs no gradient, as that of a frozen embedding alone, ends with a KeyError.
 Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.pp, model.stage, model.stages, IGNORE,

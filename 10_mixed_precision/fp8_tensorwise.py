@@ -20,7 +20,7 @@ Use:      1. Call quantize_weights under no_grad, not inference_mode, before the
           2. Linear takes weights in bfloat16 in place of autocast; bf16.py has the optimizer for them.
           3. With several micro-batches, delete each loss before the next forward, as forward_backward does.
 Mind:     - On GPUs the sizes of Linear, and its rows, are multiples of 16.
-          - One of the files with fp8 in a process: each registers the same operator.
+          - Do not use two of the fp8 files in one process: they register the same operator.
 Run:      python 10_mixed_precision/fp8_tensorwise.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433
 """
