@@ -307,6 +307,16 @@ def results(name: str) -> list | dict:
     return json.loads((RESULTS / name).read_text())
 
 
+def both_cards(name: str) -> list[dict]:
+    """What is stored of a suite, per card: H200 before H100."""
+    found = [stored for key, stored in results("speed.json").items() if key.split(" on ")[0] == name]
+    return sorted(found, key=card, reverse=True)
+
+
+def card(stored: dict) -> str:
+    return stored["gpu"].split()[3]
+
+
 def about(stored: dict, *versions: str) -> str:
     """Where, with what, when and how something was measured."""
     return ", ".join([stored["gpu"], f"torch {stored['torch']}", *versions, stored["date"], f"`{stored['command']}`"])
@@ -748,14 +758,13 @@ def speed(folder: str) -> str:
     for name in found:
         if " on " in name:
             continue
-        cards = [stored for key, stored in found.items() if key.split(" on ")[0] == name]
-        cards.sort(key=lambda stored: stored["gpu"], reverse=True)  # H200 before H100
+        cards = both_cards(name)
         assert len({tuple(row["file"] for row in stored["rows"]) for stored in cards}) == 1, name
         head = ["file", "tokens/s/GPU", "× first", "MFU", "memory", "exposed", "idle (expected)", "block, ms"]
         tables = [cells(stored, folder) for stored in cards]
         rows = tables[0]
         if len(cards) > 1:  # without MFU, which would make the table too wide
-            speeds = [(f"{stored['gpu'].split()[3]}, tokens/s", "× first") for stored in cards]
+            speeds = [(f"{card(stored)}, tokens/s", "× first") for stored in cards]
             head = [head[0], *itertools.chain(*speeds), *head[4:]]
             rows = [[same[0][0], *(cell for row in same for cell in row[1:3]), *same[0][4:]] for same in zip(*tables)]
         note = ", and ".join(dict.fromkeys(map(where, cards)))
@@ -814,8 +823,11 @@ def predictions() -> str:
     both = stored["pipeline_more"], stored["pipeline"]  # a recipe that both have is of the second
     trained = {row["file"]: (row, int(suite["gpu"].split()[0])) for suite in both for row in suite["rows"]}
     sizes = [(ranks, each * ranks) for ranks in schedules.PREDICTED_RANKS for each in (2, 4)]
+    other, ratios = "pipeline_parts on H100", []
     for path in schedules.CLAIMS:
         found = [schedules.tokens_per_second(path, ranks, m) for ranks, m in sizes]
+        slower = [schedules.tokens_per_second(path, ranks, m, other) for ranks, m in sizes]
+        ratios += [theirs / tokens for (tokens, _), (theirs, _) in zip(found, slower)]
         rows.append([section(path), *(f"{tokens / 1000:.0f}k ({1 - busy:.0%})" for tokens, busy in found)])
         if path in trained:
             row, gpus = trained[path]
@@ -823,8 +835,9 @@ def predictions() -> str:
             tokens = statistics.median(measured(row, "tokens"))
             near.append([section(path), f"{gpus}", f"{guess:,.0f}", f"{tokens:,.0f}", f"{guess / tokens - 1:+.1%}"])
     predicted = table(["file", *(f"{ranks} ranks, m {m}" for ranks, m in sizes)], rows)
+    last = f"With the durations of {about(stored[other])}, all are {min(ratios):.2f} to {max(ratios):.2f} of that."
     check = table(["file", "GPUs", "predicted, tokens/s/GPU", "measured", "difference"], near)
-    return f"{about(stored['pipeline_parts'])}\n\n{predicted}\n\n{check}"
+    return f"{about(stored['pipeline_parts'])}\n\n{predicted}\n\n{last}\n\n{check}"
 
 
 def layouts() -> str:
@@ -885,31 +898,35 @@ def published() -> str:
 
 def attention() -> str:
     """Attention on the slowest of four ranks: its time, and its speed over a quarter of one call for all tokens."""
-    stored, rows = results("speed.json")["context_attention"], []
-    for whole in stored["whole"]:
-        tokens, slowest = f"{whole['seq']:,}", {}
-        rows.append([tokens, "one call for all", f"{whole['forward_ms']:.2f}", "", f"{whole['both_ms']:.2f}", ""])
-        for row in sorted(stored["rows"], key=lambda row: row["both_ms"]):
-            if row["seq"] == whole["seq"]:
-                slowest[row["file"]] = [f"{row[k]:.2f}" for k in ("forward_ms", "share_forward", "both_ms", "share")]
-        rows += [[tokens, section(path), *slowest[path]] for path in IDEAS if path in slowest]
-    head = ["tokens", "file", "forward, ms", "× ideal", "forward and backward, ms", "× ideal"]
-    return f"{about(stored)}\n\n{table(head, rows)}"
+    head, parts = ["tokens", "file", "forward, ms", "× ideal", "forward and backward, ms", "× ideal"], []
+    for stored in both_cards("context_attention"):
+        rows = []
+        for whole in stored["whole"]:
+            tokens, slowest = f"{whole['seq']:,}", {}
+            rows.append([tokens, "one call for all", f"{whole['forward_ms']:.2f}", "", f"{whole['both_ms']:.2f}", ""])
+            for row in sorted(stored["rows"], key=lambda row: row["both_ms"]):
+                if row["seq"] == whole["seq"]:
+                    keys = "forward_ms", "share_forward", "both_ms", "share"
+                    slowest[row["file"]] = [f"{row[key]:.2f}" for key in keys]
+            rows += [[tokens, section(path), *slowest[path]] for path in IDEAS if path in slowest]
+        parts += [about(stored), table(head, rows)]
+    return "\n\n".join(parts)
 
 
 def expert_layer() -> str:
     """Time of one layer of experts, ours and the library's, and of its grouped matmuls alone."""
-    stored = results("speed.json")["expert_layer"]
-    (ours,) = [row["both_ms"] for row in stored["rows"] if row["label"] == OURS]
-    rows = [(row["label"], row["forward_ms"], row["both_ms"]) for row in stored["rows"]]
-    rows = [[label, f"{forward:.2f}", f"{both:.2f}", f"{both / ours:.2f}"] for label, forward, both in rows]
-    layers = table(["layer", "forward, ms", "forward and backward, ms", "× time of moe.py, bf16 weights"], rows)
-    alone, total = stored["matmuls"], sum(row["ms"] for row in stored["matmuls"])
-    rates = [f"{pick(row['tflops'] for row in alone):.0f}" for pick in (min, max)]
-    share = f"{total / ours:.0%} of the time of {OURS}"
-    last = f"The {len(alone)} grouped matmuls of forward and backward alone take {total:.2f} ms ({share}), at"
-    last += f" {' to '.join(rates)} TFLOP/s."
-    return "\n\n".join([about(stored, f"transformers {stored['transformers']}"), layers, last])
+    head, parts = ["layer", "forward, ms", "forward and backward, ms", "× time of moe.py, bf16 weights"], []
+    for stored in both_cards("expert_layer"):
+        (ours,) = [row["both_ms"] for row in stored["rows"] if row["label"] == OURS]
+        rows = [(row["label"], row["forward_ms"], row["both_ms"]) for row in stored["rows"]]
+        rows = [[label, f"{forward:.2f}", f"{both:.2f}", f"{both / ours:.2f}"] for label, forward, both in rows]
+        alone, total = stored["matmuls"], sum(row["ms"] for row in stored["matmuls"])
+        rates = [f"{pick(row['tflops'] for row in alone):.0f}" for pick in (min, max)]
+        share = f"{total / ours:.0%} of the time of {OURS}"
+        last = f"The {len(alone)} grouped matmuls of forward and backward alone take {total:.2f} ms ({share}), at"
+        last += f" {' to '.join(rates)} TFLOP/s."
+        parts += [about(stored, f"transformers {stored['transformers']}"), table(head, rows), last]
+    return "\n\n".join(parts)
 
 
 def collectives() -> str:

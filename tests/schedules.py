@@ -18,7 +18,7 @@ from typing import NamedTuple
 from launch import ROOT, load, once
 
 Operation = tuple[str, int, int]  # (F, B or W, micro-batch, stage); it also names the message with its output
-STORED = ROOT / "tests" / "results" / "speed.json"
+STORED, MEASURED = ROOT / "tests" / "results" / "speed.json", "pipeline_parts"
 PREDICTED_RANKS = 4, 8, 16, 64
 PEER_TO_PEER = 135e9  # bytes per second of a message of 16 MiB: the ring of 02_data_parallel/collectives.py
 ALL_REDUCE = 307e9  # bus bandwidth from 64 MiB on, by the same table
@@ -382,23 +382,25 @@ def fit(rows: list[dict], op: str) -> tuple[float, float, float, float]:
 
 
 @once
-def tokens_per_second(path: str, ranks: int, microbatches: int) -> tuple[float, float]:
+def tokens_per_second(path: str, ranks: int, microbatches: int, suite: str = MEASURED) -> tuple[float, float]:
     """Return tokens per second of all ranks, with 6 layers each, and the share of the time in which they compute."""
-    _, step, busy = predict(path, ranks, microbatches, 6 * ranks)
+    _, step, busy = predict(path, ranks, microbatches, 6 * ranks, suite)
     return microbatches * 4096 / step * 1e3, busy
 
 
-def predict(path: str, ranks: int, microbatches: int, layers: int) -> tuple[list[Slot], float, float]:
+def predict(
+    path: str, ranks: int, microbatches: int, layers: int, suite: str = MEASURED
+) -> tuple[list[Slot], float, float]:
     """Simulate a step of smollm_1_7b with so many layers, a sequence of 4096 tokens per micro-batch, in bf16, compiled.
 
-    From the times that bench.py's pipeline_parts has measured. Returns slots, milliseconds of the step with clip and
-    optimizer, and the share of all ranks' time in which they compute.
+    From the times that bench.py's pipeline_parts has measured, stored as `suite`. Returns slots, milliseconds of the
+    step with clip and optimizer, and the share of all ranks' time in which they compute.
     """
     module = load(path)
     line = pipeline(module, ranks, microbatches)
     cfg = module.Config(**{**module.PRESETS["smollm_1_7b"], "layers": layers, "seq": 4096})
     split, file = module.split_layers(cfg, line.depth), "1f1b" if line.whole else "split_backward"
-    stored = json.loads(STORED.read_text())["pipeline_parts"]["rows"]
+    stored = json.loads(STORED.read_text())[suite]["rows"]
     rows = [row for row in stored if row["file"] == f"06_pipeline/{file}.py"]
     fits = {op: fit(rows, op) for op in ("F", "B", "optimizer")}
     fits["W"] = (0, 0, 0, 0) if line.whole else fit(rows, "W")

@@ -122,7 +122,7 @@ def test_every_recipe_has_a_section():
 def test_every_measured_suite_is_on_a_page():
     stored = json.loads((pages.RESULTS / "speed.json").read_text())
     shown = {name for page in PAGES for name in pages.suites(page.parent.name)}
-    assert stored.keys() - shown <= pages.NO_TABLE
+    assert {name.split(" on ")[0] for name in stored} - shown <= pages.NO_TABLE
 
 
 def test_every_suite_can_run():
