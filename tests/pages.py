@@ -835,7 +835,8 @@ def predictions() -> str:
             tokens = statistics.median(measured(row, "tokens"))
             near.append([section(path), f"{gpus}", f"{guess:,.0f}", f"{tokens:,.0f}", f"{guess / tokens - 1:+.1%}"])
     predicted = table(["file", *(f"{ranks} ranks, m {m}" for ranks, m in sizes)], rows)
-    last = f"With the durations of {about(stored[other])}, all are {min(ratios):.2f} to {max(ratios):.2f} of that."
+    last = f"With the durations of {about(stored[other])}, all tokens per second"
+    last += f" are {min(ratios):.2f} to {max(ratios):.2f} of these."
     check = table(["file", "GPUs", "predicted, tokens/s/GPU", "measured", "difference"], near)
     return f"{about(stored['pipeline_parts'])}\n\n{predicted}\n\n{last}\n\n{check}"
 
