@@ -869,6 +869,8 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
     rows = [{"file": file, "flags": flags, "rounds": []} for file, flags in lines]
     command = f"python tests/bench.py {suite} --rounds {rounds}" + (f" --gpus {gpus}" if gpus != usual else "")
     result = {**where(gpus), "command": command, "alike": alike, "rows": rows}
+    if any("torchao" in file for file, _ in lines):
+        result["note"] = f"torchao {importlib.metadata.version('torchao')}"
     for turn in range(rounds):
         for row in random.Random(turn).sample(rows, len(rows)):
             row["rounds"].append(run(row["file"], row["flags"], gpus))
