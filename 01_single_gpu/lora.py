@@ -21,7 +21,7 @@ Use:      1. Replace linears, of which none may have a bias. Assign their weight
           3. The scale of merge_adapters is alpha/rank. Save the model itself, not what DDP or torch.compile wraps
              around it. PEFT wants transformers' names.
 Mind:     - Checkpoint with use_reentrant=False: the first block's input needs no gradient.
-          - A head that is the embedding, too, cannot take what is merged.
+          - Do not merge adapters of a head that is the embedding, too: both would change.
 Needs:    cfg.adapters, cfg.lora_alpha, cfg.lora_rank, "lora_"
 Run:      python 01_single_gpu/lora.py
           python 01_single_gpu/lora.py --init 'model-*.safetensors' --preset llama3_8b --batch 2 --seq 4096 \

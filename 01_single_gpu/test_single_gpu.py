@@ -209,10 +209,12 @@ def attention_flops(query, *_, **__):
 
 
 def one_pass(recipe, layers):
-    """FLOPs of matmuls and of attention's forwards, for so many layers."""
+    """FLOPs of matmuls and of attention's forwards, for so many layers. Queries have a bias, as in Qwen2."""
     module = load(recipe)
     cfg = config(module, f"--layers {layers} --batch 4")
     model = module.build_model(cfg)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.bias = torch.nn.Parameter(torch.zeros(cfg.dim))
     inputs, targets = module.make_batch(cfg, module.load_data(cfg)[0], 0)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with FlopCounterMode(display=False, custom_mapping={kernel: attention_flops}) as counter:

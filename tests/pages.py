@@ -209,6 +209,7 @@ BASELINES = {  # where no library trains the same: what speed is over
     "10_mixed_precision": "01_single_gpu/train.py",
     "10_mixed_precision/fp8_zero3.py": "03_zero/zero3.py",
 }
+TWINS = {"10_mixed_precision": "tests/torchao_linears.py"}  # that stand in no numbered folder
 LIBRARIES = "torch_", "accelerate_"  # how the names of library twins start
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
 NOTHING = 1e-10  # a difference below is rounding
@@ -308,7 +309,7 @@ def results(name: str) -> list | dict:
 
 
 def both_cards(name: str) -> list[dict]:
-    """What is stored of a suite, per card: H200 before H100."""
+    """The results of a suite, one per card: that of the H200 before that of the H100."""
     found = [stored for key, stored in results("speed.json").items() if key.split(" on ")[0] == name]
     return sorted(found, key=card, reverse=True)
 
@@ -414,7 +415,8 @@ def facts() -> str:
 
 def best_speed(folder: str) -> str:
     """The largest ratio of a folder's recipes to its library twin."""
-    speeds = [ratio(path) for path in recipes_of(folder) if not Path(path).name.startswith(LIBRARIES)]
+    own = [path for path in recipes_of(folder) if not Path(path).name.startswith(LIBRARIES)]
+    speeds = [ratio(path, TWINS.get(folder)) for path in own]
     return max(filter(None, speeds), key=float, default="")
 
 
