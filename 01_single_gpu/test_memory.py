@@ -400,7 +400,7 @@ def test_measure(file, dtype, matrices, others):
 
     Of torch's AdamW, also a step per tensor; masters are what the optimizer of 10_mixed_precision holds.
     """
-    flags = f"--device cpu --layers 2 --batch 4 --microbatches 2 --dtype {dtype}"
+    flags = f"--device cpu --layers 2 --seq 16 --batch 4 --microbatches 2 --dtype {dtype}"
     (cfg, peak, held), resets = isolated(lambda: measured_run(file, flags))
     assert (cfg.layers, cfg.batch, cfg.microbatches, cfg.dtype) == (2, 4, 2, dtype)
     assert peak == 2 * 2**30 and resets == 1
