@@ -15,12 +15,12 @@ Run:      python 01_single_gpu/memory.py --preset llama3_8b --seq 4096 --batch 8
 Source:   Ultra-Scale Playbook, "Memory usage in transformers" and "ZeRO"; Korthikanti et al. 2022, arXiv:2205.05198
 """
 
-import argparse
 import importlib.util
 import json
 import math
 import os
 import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -160,8 +160,8 @@ def tokens(cfg: Config) -> int:
 
 
 def kv_width(cfg: Config) -> int:
-    """Width of all keys together."""
-    return cfg.dim // cfg.heads * cfg.kv_heads
+    """Width of all keys together. With more ranks of tp than key heads each has one of its own."""
+    return cfg.dim // cfg.heads * max(cfg.kv_heads, cfg.tp)
 
 
 def matrices(cfg: Config) -> int:
@@ -207,7 +207,7 @@ def layers_here(cfg: Config) -> list[int]:
 
 def chunk_parameters(cfg: Config) -> list[dict[str, int]]:
     """Elements of each chunk, before ZeRO's cuts."""
-    table, last = cfg.vocab * cfg.dim // cfg.tp, stages(cfg) - 1
+    table, last = -(-cfg.vocab // cfg.tp) * cfg.dim, stages(cfg) - 1
     return [
         {
             "embedding": table * (stage == 0),
@@ -237,7 +237,7 @@ def attended(cfg: Config) -> int:
     repeats key heads if there are fewer than ranks.
     """
     ranks = cfg.ulysses or cfg.cp
-    kv = kv_width(cfg) * max(1, ranks * cfg.tp // cfg.kv_heads)
+    kv = cfg.dim // cfg.heads * max(cfg.kv_heads, ranks * cfg.tp)
     return ((3 if ranks > 1 else 2) * cfg.dim + 2 * kv) * item(cfg) + cfg.heads * wide(cfg)
 
 
@@ -476,7 +476,7 @@ def forward_moments(cfg: Config, chunk: int) -> dict[str, dict[str, int]]:
     """
     if cfg.compile or not chunk_parameters(cfg)[chunk]["head"]:
         return {}
-    e, w, unit = item(cfg), wide(cfg), cfg.vocab * cfg.dim // cfg.tp + cfg.dim
+    e, w, unit = item(cfg), wide(cfg), -(-cfg.vocab // cfg.tp) * cfg.dim + cfg.dim
     caches = copy_item(cfg) * layers_here(cfg)[chunk] * matrices(cfg) * (cfg.recompute != "none")
     logits = per_token(cfg, 0, cfg.vocab) * (e + w * (e < w))
     weights = gathered(cfg, matrices(cfg) + 2 * cfg.dim, unit)
@@ -493,7 +493,7 @@ def head_moments(cfg: Config) -> dict[str, dict[str, int]]:
     is the widest: six tensors in float32, in the derivative of its square.
     """
     d, v, e, w, c = cfg.dim, cfg.vocab, item(cfg), wide(cfg), copy_item(cfg)
-    head, unit = v * d // cfg.tp, v * d // cfg.tp + d
+    head, unit = -(-v // cfg.tp) * d, -(-v // cfg.tp) * d + d
     kept, logits = per_token(cfg, (2 * w + e) * d + w, 0), per_token(cfg, 0, v)
     held = {"weights": gathered(cfg, matrices(cfg) + 2 * d, unit), "weight copies": c * head, "activations": kept}
     found = {"loss": {**held, "logits": (2 * e if cfg.compile else 3 * w) * logits}}
@@ -539,7 +539,10 @@ def backward_moments(cfg: Config, chunk: int, accumulating: bool) -> dict[str, d
     here["first block"] = {"weights": one, "gradients": below, "temporary": temporary}
     rows = per_token(cfg, (wide(cfg) if has_masters(cfg) else weight_item(cfg)) * d, 0)
     last = gradients(cfg, every, block, n["embedding"]) + wider(cfg, n)
-    sums = (table + max(rows, table) if split_backward(cfg) else table + rows) if adding else rows
+    if split_backward(cfg):  # copies the first gradient, and adds others out of place
+        sums = table * adding + max(rows, table)
+    else:
+        sums = table * adding + rows
     sums *= not cfg.lora_rank
     here["embedding"] = {"weights": one, "gradients": last, "temporary": sums * (table > 0)}
     for name, kinds in here.items():
@@ -771,7 +774,7 @@ def compare(recipe: str, flags: list[str], file: str | None) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- main
-def draw(picture: str, bars: dict[str, dict[str, int]], measured: list[int | None], title: str) -> None:
+def draw(picture: Path, bars: dict[str, dict[str, int]], measured: list[int | None], title: str) -> None:
     """A bar per moment or run, stacked by kind; a tick is what was measured, if it was. The optimizer's are apart."""
     style = {"svg.fonttype": "none", "svg.hashsalt": "memory", "font.size": 10, "savefig.transparent": True}
     style |= {"hatch.color": "#404a56", "hatch.linewidth": 0.5, "axes.spines.top": False, "axes.spines.right": False}
@@ -801,9 +804,9 @@ def report(cfg: Config) -> None:
     print("moments         " + "   ".join(f"{name} {sum(kinds.values()) / GIB:.2f}" for name, kinds in found.items()))
 
 
-def parse_config() -> tuple[argparse.Namespace, Config | list[str]]:
+def parse_config() -> tuple[Namespace, Config | list[str]]:
     """Our own flags, and the run to predict; with --measure the recipe's flags instead."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own = ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--measure", metavar="RECIPE", help="train with this recipe, whose flags follow, and compare")
     own.add_argument("--json", metavar="FILE", help="add what was measured to this file")
     own.add_argument("--draw", nargs="+", metavar="SVG [FILE]", help="draw into a picture; FILE as --json writes it")
@@ -811,8 +814,8 @@ def parse_config() -> tuple[argparse.Namespace, Config | list[str]]:
     args, flags = own.parse_known_args()
     if args.measure:
         return args, flags
-    parser = argparse.ArgumentParser(parents=[own], description=__doc__, argument_default=argparse.SUPPRESS)
-    parser.formatter_class, parser.usage = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
+    parser = ArgumentParser(parents=[own], description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
+    parser.formatter_class, parser.usage = RawDescriptionHelpFormatter, SUPPRESS
     for f in fields(Config):
         takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
         parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
@@ -826,8 +829,8 @@ def check(cfg: Config) -> None:
         least = 0 if flag in ("zero", "stage", "ulysses", "lora_rank") else 1
         if type(value) is int and value < least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
-    parts, cut = cfg.dp * cfg.microbatches, math.gcd(cfg.kv_heads, cfg.ffn, cfg.vocab)
-    seq, swap = cfg.seq // cfg.cp, cfg.ulysses or cfg.cp
+    parts, cut, kv = cfg.dp * cfg.microbatches, math.gcd(cfg.heads, cfg.ffn), max(1, cfg.kv_heads // cfg.tp)
+    seq, swap, uneven = cfg.seq // cfg.cp, cfg.ulysses or cfg.cp, cfg.kv_heads % cfg.tp and cfg.tp % cfg.kv_heads
     low = cfg.dtype == "float16" or cfg.fp8 != "none" and (cfg.zero, cfg.fp8) != (3, "tensorwise")
     several = cfg.zero or split_backward(cfg) or max(cfg.dp, cfg.tp, cfg.cp, cfg.pp) > 1
     low_memory = (cfg.precision, cfg.recompute, cfg.fp8) == ("stochastic", "selective", "none")
@@ -836,15 +839,17 @@ def check(cfg: Config) -> None:
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.batch % parts, f"--batch {cfg.batch}: must be divisible by --dp times --microbatches, {parts}"),
-        (cut % cfg.tp, f"--tp {cfg.tp}: must divide --kv_heads, --ffn and --vocab, and so {cut}"),
+        (cut % cfg.tp, f"--tp {cfg.tp}: must divide --heads and --ffn, and so {cut}"),
+        (uneven, f"--kv_heads {cfg.kv_heads}: must divide --tp {cfg.tp}, or be its multiple"),
         (cfg.seq % cfg.cp, f"--cp {cfg.cp}: must divide --seq {cfg.seq}"),
         (cfg.sequence_parallel and seq % cfg.tp, f"--tp {cfg.tp}: must divide --seq / --cp, {seq}"),
         (cfg.cp % swap, f"--ulysses {swap}: must divide --cp {cfg.cp}"),
         (cfg.heads // cfg.tp % swap, f"--ulysses {swap}: must divide --heads {cfg.heads} / --tp {cfg.tp}"),
         (
-            cfg.kv_heads // cfg.tp % swap and swap % (cfg.kv_heads // cfg.tp),
+            kv % swap and swap % kv,
             f"--ulysses {swap}: must divide --kv_heads {cfg.kv_heads} / --tp {cfg.tp}, or be a multiple of it",
         ),
+        (cfg.layers > 10_000, f"--layers {cfg.layers}: must be at most 10000"),
         (cfg.layers < stages(cfg), f"--layers {cfg.layers}: must be at least {times}--pp {cfg.pp}"),
         (cfg.stage >= cfg.pp, f"--stage {cfg.stage}: must be below --pp {cfg.pp}"),
         (cfg.schedule == "dualpipe" and cfg.pp % 2, f"--pp {cfg.pp}: must be even with --schedule dualpipe"),
@@ -870,9 +875,8 @@ def check(cfg: Config) -> None:
             f"--schedule {cfg.schedule}: is predicted without --zero, --gather_kv and --recompute only",
         ),
     ]
-    for wrong, problem in problems:
-        if wrong:
-            raise SystemExit(problem)
+    if found := [problem for wrong, problem in problems if wrong]:
+        raise SystemExit(found[0])
 
 
 def main() -> None:
@@ -881,21 +885,27 @@ def main() -> None:
         return compare(args.measure, run, args.json)
     if args.playbook:
         for title, rows in book_tables().items():
-            print(
-                title, *(f"{name:8}" + "".join(f"{x:>12,.3f}" for x in row) for name, row in rows.items()), sep="\n  "
-            )
+            lines = [f"{name:8}" + "".join(f"{x:>12,.3f}" for x in row) for name, row in rows.items()]
+            print(title, *lines, sep="\n  ")
         return
+    picture = Path(args.draw[0] if args.draw else "memory.svg")
+    if picture.suffix != ".svg" or picture.is_dir() or not picture.parent.is_dir():
+        raise SystemExit(f"--draw {picture}: must be an .svg file in a folder that is there")
     if args.draw and len(args.draw) > 1:
         if missing := [file for file in args.draw[1:] if not Path(file).is_file()]:
             raise SystemExit(f"--draw {missing[0]}: no such file")
-        rows = [row for file in args.draw[1:] for row in json.loads(Path(file).read_text())["rows"]]
-        bars = {row.get("label", Path(row["file"]).stem): row["predicted"] for row in rows}
-        title = f"predicted by kind, and measured peak; {rows[0]['gpus']} x {rows[0]['gpu']}, {rows[0]['flags']}"
-        return draw(args.draw[0], bars, [row["measured"] for row in rows], title)
+        try:
+            rows = [row for file in args.draw[1:] for row in json.loads(Path(file).read_text())["rows"]]
+            bars = {row.get("label", Path(row["file"]).stem): row["predicted"] for row in rows}
+            title = f"predicted by kind, and measured peak; {rows[0]['gpus']} x {rows[0]['gpu']}, {rows[0]['flags']}"
+            measured = [row["measured"] for row in rows]
+        except (AttributeError, LookupError, TypeError, ValueError):
+            raise SystemExit(f"--draw {' '.join(args.draw[1:])}: must be files that --json has written") from None
+        return draw(picture, bars, measured, title)
     check(run)
     report(run)
     if args.draw:
-        draw(args.draw[0], moments(run), [], " ".join(sys.argv[1:]))
+        draw(picture, moments(run), [], " ".join(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -207,8 +207,11 @@ def draw(files: list[str], picture: str) -> None:
     style |= {"legend.frameon": False, "hatch.linewidth": 0.5, "hatch.color": INK}
     inks = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
     matplotlib.rcParams.update(style | dict.fromkeys(inks, INK))
-    reports = [json.loads(Path(file).read_text()) for file in files]
-    visible = VISIBLE * max(report["ms"]["step"] for report in reports)
+    try:
+        reports = [json.loads(Path(file).read_text()) for file in files]
+        visible = VISIBLE * max(report["ms"]["step"] for report in reports)
+    except (LookupError, TypeError, ValueError):
+        raise SystemExit(f"--draw {picture}: {' '.join(files)} must be timelines that were written before") from None
     shape = dict(figsize=(6.6, 1.2 * len(reports) + 1), squeeze=False, layout="constrained")
     figure, axes = pyplot.subplots(len(reports), sharex=True, **shape)
     bars = [(phase, phase, 1.1, 0.8, color) for phase, color in PHASES.items()]
@@ -261,6 +264,13 @@ def parse_config() -> tuple[argparse.Namespace, list[str]]:
     for file in args.files:
         if not Path(file).is_file():
             raise SystemExit(f"{file}: no such file")
+    if not args.draw and not (args.files[0].endswith(".py") and "def train_step" in Path(args.files[0]).read_text()):
+        raise SystemExit(f"{args.files[0]}: must be a recipe, which ends in .py and has a train_step")
+    picture = Path(args.draw or "overlap.svg")
+    if picture.suffix != ".svg" or picture.is_dir() or not picture.parent.is_dir():
+        raise SystemExit(f"--draw {args.draw}: must be an .svg file in a folder that is there")
+    if Path(args.folder).exists() and not Path(args.folder).is_dir():
+        raise SystemExit(f"--folder {args.folder}: is no folder")
     if not args.draw and len(args.files) > 1:
         raise SystemExit(f"{args.files[1]}: one recipe at a time; several files only with --draw")
     return args, flags

@@ -78,6 +78,7 @@ def test_lengths_that_do_not_fill_rows(lengths, file):
         refused = str(problem)
     assert "must fill 2 rows of 16 tokens" in refused, "lengths that do not fill the rows are taken"
     check(torch.tensor([10, 6, 16]), 2, 16)
+    check(torch.zeros(0, dtype=torch.long), 0, 16)  # of a rank without sequences
 
 
 def scores(module):
@@ -95,9 +96,17 @@ def scores(module):
 def test_scores_between_documents_are_not_computed(tmp_path, file=DOCUMENTS):
     """Documents of 4 tokens in rows of 16: a quarter of the scores, and a few more where a window cuts one."""
     for i in range(64):
-        (tmp_path / f"{i:02}.txt").write_bytes(bytes(range(4)))
+        (tmp_path / f"{i:02}.txt").write_bytes(bytes(range(1, 5)))
     run = launch(file, 1, f"{SMALL} --steps 1 --data {tmp_path}", probe=scores)
     assert 0.2 * 8 * 16**2 < sum(run.probes[0]) / 4 <= 0.25 * 8 * 16**2, "scores between documents are computed"
+
+
+def test_a_rank_without_sequences(monkeypatch, file=DOCUMENTS):
+    """No kernel is called, as torch's on GPUs return None; q, k and v have gradients."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *_, **__: None)
+    q, k, v = (torch.zeros(0, h, 16, 8, requires_grad=True) for h in (4, 2, 2))
+    o = load(file).attention(q, k, v, torch.zeros(0, dtype=torch.long))
+    assert o.shape == q.shape and all(g.numel() == 0 for g in torch.autograd.grad(o.sum(), (q, k, v)))
 
 
 @in_a_fork
@@ -116,6 +125,9 @@ def test_one_kernel_for_all_documents(file=DOCUMENTS):
     torch.ops.aten._flash_attention_forward = kernel
     found = attention(q.as_subclass(OnGPU), k, v, lengths)
     assert torch.equal(found, attention(q, k, v, lengths)), "other results"
+    q, k, v = (x.float() for x in (q, k, v))  # which the kernel does not take
+    torch.ops.aten._flash_attention_forward = None
+    assert torch.equal(attention(q.as_subclass(OnGPU), k, v, lengths), attention(q, k, v, lengths))
 
 
 @in_a_fork
@@ -126,6 +138,7 @@ def test_rows_of_one_document(file=DOCUMENTS):
     q = torch.randn(3, 4, 16, 8)
     found = load(file).attention(q, q, q, torch.full([3], 16))
     assert len(calls) == 1 and torch.equal(found, attend(q, q, q, is_causal=True)), "other calls"
+    assert load(file).attention(q[:0], q[:0], q[:0], torch.zeros(0, dtype=torch.long)).shape == (0, 4, 16, 8)
 
 
 def compilations(module):

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from dataclasses import fields, replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -132,6 +133,27 @@ def test_what_tensor_parallelism_cuts():
         whole = MEMORY.saved(cfg, recompute)
         split, rest = (MEMORY.saved(replace(cfg, tp=4, sequence_parallel=sp), recompute) for sp in (True, False))
         assert split == whole / 4 and rest == split + MEMORY.tokens(cfg) * stream * 3 / 4
+
+
+def test_key_heads_that_several_ranks_hold():
+    """Each of more ranks than key heads keeps a whole one: as many bytes as with a key head per rank."""
+    for sizes in dict(tp=8, sequence_parallel=True), dict(tp=4, cp=2, ulysses=2):
+        few, each = (MEMORY.saved(replace(SMOLLM, kv_heads=n, **sizes), "selective") for n in (4, 8))
+        assert few == each
+
+
+def test_peak_is_of_the_last_two_steps(monkeypatch):
+    """... of a measured run: those before it compile."""
+    steps, resets = [], []
+    recipe = ModuleType("recipe")
+    recipe.train_step = lambda *_: steps.append(1)
+    recipe.main = lambda: [recipe.train_step(*[None] * 4) for _ in range(MEMORY.STEPS)]
+    for name, fake in dict(load=lambda _: recipe, held_by=lambda *_: {}, config_of=lambda *_: None).items():
+        monkeypatch.setattr(MEMORY, name, fake)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(len(steps)))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    monkeypatch.setattr(sys, "argv", [])
+    assert MEMORY.measure("recipe.py", [])[1] == 7 and resets == [MEMORY.STEPS - 2]
 
 
 def allocated(file, shape):
@@ -340,9 +362,11 @@ def test_zero_3():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--tp 3", "--tp 3: must divide --kv_heads, --ffn and --vocab, and so 4"),
+        ("--tp 3", "--tp 3: must divide --heads and --ffn, and so 8"),
+        ("--dim 96 --heads 12 --kv_heads 4 --tp 6", "--kv_heads 4: must divide --tp 6, or be its multiple"),
         ("--heads 3", "--heads 3: --dim 128 must be an even multiple"),
         ("--kv_heads 3", "--kv_heads 3: --heads 8 must be a multiple"),
+        ("--heads 12 --dim 48 --tp 4 --ffn 66", "--tp 4: must divide --heads and --ffn, and so 6"),
         ("--batch 6 --dp 4", "--batch 6: must be divisible by --dp times --microbatches, 4"),
         ("--layers 0", "--layers 0: must be at least 1"),
         ("--pp 9", "--layers 8: must be at least --pp 9"),
@@ -368,7 +392,11 @@ def test_zero_3():
         ("--dtype float16", "--precision autocast: must be masters or stochastic with --fp8 none and --dtype float16"),
         ("--measure 01_single_gpu/train.py", "--measure 01_single_gpu/train.py: needs a GPU"),
         ("--measure 02_data_parallel/torch_ddp.py", "--measure 02_data_parallel/torch_ddp.py: must be one of 01_"),
+        ("--draw x.png", "--draw x.png: must be an .svg file in a folder that is there"),
+        ("--draw nowhere/x.svg", "--draw nowhere/x.svg: must be an .svg file"),
         ("--draw x.svg no.json", "--draw no.json: no such file"),
+        ("--draw x.svg tests/results/curves.json", "--draw tests/results/curves.json: must be files that --json has"),
+        ("--draw x.svg README.md", "--draw README.md: must be files that --json has written"),
     ],
 )
 def test_bad_flags(flags, message, monkeypatch):

@@ -7,6 +7,7 @@ import equivalence
 import pytest
 import torch
 from compare import assert_close, history_errors, relative_errors
+from contract import refusal
 from launch import launch, load
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -59,6 +60,19 @@ def test_state_can_be_loaded(recipe, file=None):
         for optimizer in first, second:
             module.muon_step(*between, optimizer)
         assert torch.equal(p, q) and set(first.state[p]) == {"step", "momentum"}, "the state that was loaded is another"
+
+
+def test_a_tied_head_is_updated_once():
+    module = load(equivalence.MUON)
+    model = module.build_model(module.Config(layers=1, device="cpu"))
+    model.lm_head.weight = model.model.embed_tokens.weight
+    updated = [p for group in module.make_optimizer(module.Config(), model).param_groups for p in group["params"]]
+    assert len(updated) == len(set(updated)) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("recipe", [equivalence.MUON, "03_zero/muon.py"])
+def test_rates_that_overflow_are_refused(recipe):
+    assert refusal(load(recipe), 1, "--device cpu --lr 1e39").startswith("--lr 1e+39: must be at most 1e30")
 
 
 def torchs_muon(module):

@@ -1,6 +1,7 @@
 """The root computes what transformers computes, and does with data, flags and files what it says."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -48,7 +49,53 @@ def test_tied_head():
 def test_an_untied_file_is_refused(file=equivalence.TIED):
     flags = f"{equivalence.SHAPE} --device cpu --init {equivalence.start(TRAIN, equivalence.SHAPE)}"
     line = refusal(load(file), 1, flags)
-    assert line and "lm_head.weight is floats [256, 48], the model has no such tensor" in line, "it is accepted"
+    assert line and "lm_head.weight is floats [256, 48], the model has none" in line, "it is accepted"
+
+
+PUBLISHED = dict(model_type="llama", num_attention_heads=8, hidden_act="silu", rms_norm_eps=1e-5)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=8192)
+
+
+@pytest.mark.parametrize("entry", ["rope_scaling", "rope_parameters"])  # of transformers 4 and 5
+def test_a_published_model_is_this_one(entry, tmp_path):
+    """Its config.json is compared in all that shapes do not show, and its token ids are no bytes."""
+    module, path = load(TRAIN), tmp_path / "config.json"
+
+    def refusal_of(published, flags):
+        path.write_text(json.dumps(published))
+        try:
+            module.check_config(config(module, flags), path)
+        except SystemExit as end:
+            return end.code
+
+    ours = {**PUBLISHED, "rope_theta": 5e5, entry: LLAMA3}
+    flags = "--rope_factor 8 --vocab 1000 --data ids.bin"
+    assert refusal_of(ours, flags) is None
+    assert "ids.txt: must be a .bin file" in refusal_of(ours, flags.replace("bin", "txt"))
+    others = dict(model_type="mistral", num_attention_heads=4, hidden_act="gelu", rms_norm_eps=1e-6, sliding_window=16)
+    for name, value in {**others, "rope_theta": 1e4}.items():
+        assert f"has {name} {value}, " in refusal_of({**ours, name: value}, flags)
+    for name in "rms_norm_eps", "rope_theta":  # transformers' defaults are others
+        assert f"has {name} " in refusal_of({key: value for key, value in ours.items() if key != name}, flags)
+    for name in LLAMA3:
+        assert f"has {name} None, " in refusal_of({**ours, entry: {**LLAMA3, name: None}}, flags)
+    assert "is no JSON of a model's config" in refusal_of([1], flags)
+    assert "is no JSON of a model's config" in refusal_of({**PUBLISHED, "rope_scaling": "yarn"}, flags)
+    plain = {**PUBLISHED, "rope_theta": 5e5, entry: None}
+    assert refusal_of(plain, "--vocab 256") is None
+    assert "has factor 2, " in refusal_of({**plain, entry: {"type": "linear", "factor": 2}}, "--vocab 256")
+
+
+@pytest.mark.parametrize("lengths, starts", [((1900, 60, 40), [0, 60]), ((1950, 50), [])])
+def test_text_that_is_held_out(lengths, starts, tmp_path):
+    """Its documents start where files do, counted from the cut; if need be a file is cut, so that a sequence fits."""
+    for i, length in enumerate(lengths):
+        Path(tmp_path, f"{i}.txt").write_bytes(bytes([i + 1]) * length)
+    module = load(TRAIN)
+    (_, before), (ids, found) = module.load_data(config(module, f"--data {tmp_path} --validate 1 --seq 55"))
+    assert list(found) == starts + [50] * (not starts) and list(before) == [0]
+    assert all(ids[start] != ids[start - 1] for start in found if start) and len(ids) == 100
 
 
 def test_loads_what_transformers_saves(tmp_path):

@@ -23,7 +23,7 @@ ROOT_RECIPE = "01_single_gpu/train.py"
 def test_what_is_held_out(lengths, cut, tmp_path, file=ROOT_RECIPE):
     """Text that is held out is trained on by nobody, and without --validate nothing is held out."""
     root = load(file)
-    ids, starts = np.random.default_rng(0).integers(256, size=1000, dtype=np.uint8), np.cumsum([0, *lengths[:-1]])
+    ids, starts = np.random.default_rng(0).integers(1, 256, size=1000, dtype=np.uint8), np.cumsum([0, *lengths[:-1]])
     for i, document in enumerate(np.split(ids, starts[1:])):
         document.tofile(tmp_path / str(i))
     cfg = root.Config(seq=10, validate=1, data=str(tmp_path))

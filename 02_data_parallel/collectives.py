@@ -322,6 +322,7 @@ def parse_config() -> Config:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=argparse.SUPPRESS,
         argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+        allow_abbrev=False,
     )
     for field in fields(Config):
         choices = get_args(field.type) or None

@@ -21,6 +21,8 @@ Use:      Call watch once there is a process group, with a store that all ranks 
           returns where an exception would end a rank, and faulthandler.cancel_dump_traceback_later() at the end.
 Mind:     - It does not see functions that were imported by name before, nor what DDP or FSDP calls.
           - It compares neither op nor src.
+          - --timeout must be several times the longest pause between collectives. faulthandler prints the frames of
+            code that still runs: with --timeout 1 its printing has ended ranks by a segmentation fault.
           - For mistakes it also takes a collective that ranks call in different lines, and uneven all-to-alls.
 Run:      torchrun --nproc_per_node 8 02_data_parallel/hang.py
           torchrun --nproc_per_node 8 02_data_parallel/hang.py --hang skip
@@ -43,7 +45,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from functools import wraps
 from glob import glob
 from pathlib import Path
@@ -112,7 +113,7 @@ def watch(store: dist.Store, timeout: float) -> Callable[[Exception], None]:
     Return what to call with an exception that no one handles: it tells the ranks that wait, and ends this process.
     """
     world = tuple(range(dist.get_world_size()))
-    numbers = Counter({world: 0})  # collectives of each group so far
+    numbers = Counter({f"group {dist.group.WORLD.group_name}": 0})  # collectives of each group so far
 
     def watched(collective: Callable) -> Callable:
         @wraps(collective)
@@ -124,18 +125,18 @@ def watch(store: dist.Store, timeout: float) -> Callable[[Exception], None]:
             given = [*args, *how.values()]
             shapes = ", ".join(f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in given if torch.is_tensor(x))
             group = next((x for x in given if isinstance(x, dist.ProcessGroup)), dist.group.WORLD)
-            members = tuple(dist.get_process_group_ranks(group))
-            numbers[members] += 1
-            meet(store, members, numbers[members], f"call {collective.__name__}({shapes}) at {where}", timeout)
+            name, members = f"group {group.group_name}", tuple(dist.get_process_group_ranks(group))
+            numbers[name] += 1
+            meet(store, name, members, numbers[name], f"call {collective.__name__}({shapes}) at {where}", timeout)
             return collective(*args, **how)
 
         return call
 
     def leave(problem: Exception) -> None:
         frame = traceback.extract_tb(problem.__traceback__)[-1]
-        for members, number in numbers.items():
+        for name, number in numbers.items():
             what = f"left by {problem!r} at {os.path.basename(frame.filename)}:{frame.lineno}"
-            store.set(f"{members} {number + 1} {dist.get_rank()}", what)
+            store.set(f"{name} {number + 1} {dist.get_rank()}", what)
         give_up(store, world, "".join(traceback.format_exception(problem)))
 
     for name in COLLECTIVES:
@@ -144,22 +145,24 @@ def watch(store: dist.Store, timeout: float) -> Callable[[Exception], None]:
     return leave
 
 
-def meet(store: dist.Store, members: tuple[int, ...], number: int, call: str, timeout: float) -> None:
+def meet(store: dist.Store, name: str, members: tuple[int, ...], number: int, call: str, timeout: float) -> None:
     """Wait until all members of a group are about to make this call, their number-th; give up if one is not."""
-    rank, keys, came = dist.get_rank(), {r: f"{members} {number} {r}" for r in members}, list(members)
+    rank, keys, came = dist.get_rank(), {r: f"{name} {number} {r}" for r in members}, list(members)
     store.set(keys[rank], call)
     faulthandler.cancel_dump_traceback_later()
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=timeout))
-    except dist.DistStoreError:
-        came = [r for r in members if store.check([keys[r]])]
+    begun = time.monotonic()
+    while not store.check(list(keys.values())):
+        if time.monotonic() - begun > timeout:
+            came = [r for r in members if store.check([keys[r]])]
+            break
+        time.sleep(0.002)  # store.wait would keep this process's other threads from the store
     calls = dict.fromkeys(members, f"did not come within {timeout:g} s".encode())
     calls |= zip(came, store.multi_get([keys[r] for r in came]))
     if len(set(calls.values())) > 1:
         ranks = {text: [r for r in members if calls[r] == text] for text in calls.values()}
         each = "; ".join(f"ranks {some} {text.decode()}" for text, some in ranks.items())
         give_up(store, came, f"collective {number}: {each}" * (rank == came[0]))
-    store.delete_key(f"{members} {number - 2} {rank}")  # whoever is here has read it
+    store.delete_key(f"{name} {number - 2} {rank}")  # whoever is here has read it
     faulthandler.dump_traceback_later(timeout)  # prints where this rank is, unless it comes to its next collective
 
 
@@ -279,7 +282,8 @@ class Model(nn.Module):
 
 def init_files(cfg: Config) -> list[str]:
     """Return the path of --init, or all paths that match it."""
-    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+    paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+    return [path for path in paths if os.path.isfile(path)]
 
 
 def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
@@ -333,7 +337,7 @@ def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """
     path = Path(cfg.data)
     files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+    if unreadable := [file for file in files if not (file.is_file() and os.access(file, os.R_OK))]:
         raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
     if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
         ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
@@ -344,9 +348,9 @@ def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         documents = [np.fromfile(file, np.uint8) for file in files]
         ids = np.concatenate([np.zeros(0, np.uint8), *documents])
         starts = np.cumsum([0, *map(len, documents[:-1])])
-        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+        wrong = not ids.all()  # text has no byte 0, other files have
     if wrong:
-        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
+        raise SystemExit(f"--data {cfg.data}: must be text, or one .bin file: ids.astype(np.uint32).tofile(FILE)")
     if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
         raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
     if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
@@ -368,6 +372,8 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
     if (largest := window.max()) >= cfg.vocab:
         raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
     unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    if unrelated.all():
+        raise SystemExit(f"--data {cfg.data}: a batch without a target: each token starts a document")
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
@@ -479,13 +485,20 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
         print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
 
 
+def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[float, ...]]) -> None:
+    """Write full weights for transformers; the metadata holds config and the numbers of each step."""
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise SystemExit(f"--save {cfg.save}: not written, weights are inf or NaN; try a lower --lr or more --warmup")
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+    part.write_bytes(to_bytes(weights, metadata))
+    part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     if dist.get_rank() == 0:  # all replicas are the same
-        part = Path(f"{os.path.realpath(cfg.save)}.tmp")
-        part.write_bytes(to_bytes(model.state_dict(), metadata))
-        part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+        write_weights(cfg, model.state_dict(), history)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
@@ -502,7 +515,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         if not math.isfinite(loss + norm):
-            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
+            cause = "try a lower --lr or more --warmup" if step or not cfg.init else "look for NaN in --init"
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; {cause}")
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
         if cfg.validate and (step + 1) % cfg.validate == 0:
@@ -526,10 +540,32 @@ def parse_config() -> Config:
     return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
 
 
+def check_config(cfg: Config, path: Path) -> None:
+    """Exit with one line unless config.json, beside the weights, describes this model where shapes do not show it."""
+    try:
+        config = dict(json.loads(path.read_text()))
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    except (RecursionError, TypeError, ValueError):
+        raise SystemExit(f"--init {cfg.init}: {path} is no JSON of a model's config") from None
+    published = dict(rms_norm_eps=1e-6, rope_theta=1e4, factor=1, sliding_window=None) | config | rope
+    wanted = dict(model_type="llama", num_attention_heads=cfg.heads, hidden_act="silu", rms_norm_eps=1e-5)
+    wanted |= dict(sliding_window=None, rope_theta=cfg.theta, factor=cfg.rope_factor)
+    if cfg.rope_factor != 1:
+        wanted |= dict(rope_type="llama3", low_freq_factor=1, high_freq_factor=4)
+        wanted |= dict(original_max_position_embeddings=8192)
+    for name, value in wanted.items():
+        if published.get(name) != value:
+            raise SystemExit(f"--init {cfg.init}: {path} has {name} {published.get(name)}, this model has {value}")
+    if cfg.vocab > 256 and not cfg.data.endswith(".bin"):
+        raise SystemExit(f"--data {cfg.data}: must be a .bin file, of ids by the tokenizer beside {path}")
+
+
 def check_init(cfg: Config) -> None:
     """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
-    shapes = tensor_shapes(cfg)
-    for path in init_files(cfg):
+    files, shapes = init_files(cfg), tensor_shapes(cfg)
+    if not files:
+        raise SystemExit(f"--init {cfg.init}: must be a .safetensors file, or 'FOLDER/*.safetensors' in quotes")
+    for path in files:
         try:
             file = safe_open(path, "pt")
         except (OSError, SafetensorError):
@@ -537,11 +573,14 @@ def check_init(cfg: Config) -> None:
         for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
             tensor = file.get_slice(name)
             kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
-            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "none, or another file has it, too"
             if f"{kind} {tensor.get_shape()}" != wanted:
                 raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
     if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
         raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
+    published = Path(files[0]).with_name("config.json")
+    if published.is_file():
+        check_config(cfg, published)
 
 
 def check(cfg: Config, world: int) -> None:
@@ -551,7 +590,7 @@ def check(cfg: Config, world: int) -> None:
         if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
             raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40  # bytes
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
     large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
     problems = [
@@ -561,8 +600,8 @@ def check(cfg: Config, world: int) -> None:
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
-        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (least > host * world, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and not os.access(f"{Path(cfg.save).resolve().parent}/", os.W_OK), f"--save {cfg.save}: no folder"),
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]

@@ -1,16 +1,18 @@
 """collectives.py: every collective by its definition, three all-reduces against the library, and the printed table."""
 
+import contextlib
 import math
 import os
 import re
 import sys
 from collections import Counter
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import probes
 import pytest
 import torch
-from launch import RankFailed, launch, load
+from launch import RankFailed, in_a_fork, launch, load
 
 COLLECTIVES = "02_data_parallel/collectives.py"
 
@@ -274,3 +276,18 @@ def test_flags():
     with pytest.raises(RankFailed, match="--rings 0") as failure:
         launch(COLLECTIVES, 2, "--device cpu --rings 0", probe=probes.never_a_process_group, save=False)
     assert len(failure.value.output.splitlines()) == 1
+
+
+@in_a_fork
+def test_the_clock_waits_for_the_gpu():
+    """A GPU's collective is launched, and goes on: what has been timed without a wait is its launch."""
+    module, seen = load(COLLECTIVES), []
+    tensor = torch.tensor
+    torch.cuda.CUDAGraph = lambda: SimpleNamespace(replay=lambda: seen.append("launch"))
+    torch.cuda.graph = lambda graph: contextlib.nullcontext()
+    torch.cuda.synchronize = lambda: seen.append("wait")
+    torch.tensor = lambda *args, device, **options: tensor(*args, **options)
+    module.dist.barrier = module.dist.all_reduce = lambda *_: None
+    module.time = SimpleNamespace(perf_counter=lambda: seen.append("clock") or len(seen))
+    module.seconds(SimpleNamespace(device="cuda", repeats=1), lambda: None)
+    assert seen == ["wait", "clock", "launch", "wait", "clock"] * 2, seen

@@ -1,5 +1,6 @@
 """The data-parallel recipes train as the root does, their replicas stay alike, and they communicate what they say."""
 
+import contextlib
 import os
 import tempfile
 import time
@@ -15,6 +16,7 @@ import torch
 from contract import refusal
 from launch import in_a_fork, launch, load, once
 from streams import streams
+from torch.utils.checkpoint import checkpoint
 
 NAIVE, OVERLAP, BUCKETED = (f"02_data_parallel/{name}.py" for name in ("naive", "overlap", "bucketed"))
 COALESCED, NO_SYNC, DILOCO = (f"02_data_parallel/{name}.py" for name in ("coalesced", "no_sync", "diloco"))
@@ -236,6 +238,51 @@ def test_a_gradient_that_backward_still_reads(file):
         assert torch.allclose(p.grad, 2 * gradient), "it is reduced while it is read"
 
 
+@pytest.mark.parametrize("file", [BUCKETED, NO_SYNC, COPY_ENGINES])
+def test_gradients_keep_their_strides(file):
+    """... as views of a bucket: fused AdamW on CPUs takes them for granted. Gaps between elements are left out."""
+    transposed, gaps = torch.nn.Parameter(torch.ones(2, 3).T), torch.nn.Parameter(torch.ones(3, 4)[:, :2])
+    gradient = torch.arange(6.0).view(3, 2)
+    ((transposed + gaps) * gradient).sum().backward()
+    gaps.grad = torch.zeros(3, 4)[:, :2].copy_(gaps.grad)
+    load(file).flatten([transposed, gaps], *[torch.empty(12)] * (file == COPY_ENGINES))
+    assert (transposed.grad.stride(), gaps.grad.stride()) == (transposed.stride(), (2, 1))
+    assert torch.equal(transposed.grad, gradient) and torch.equal(gaps.grad, gradient)
+
+
+@in_a_fork
+def test_symmetric_memory_is_allocated_in_its_pool(file=COPY_ENGINES):
+    """... on GPUs: torch registers no other memory, and torch.cuda.memory_allocated counts what lies there."""
+    module, pools = load(file), []
+    handle = SimpleNamespace(get_buffer=lambda *which: which, barrier=print)
+    allocate = lambda n, **how: pools and SimpleNamespace(shape=(n,), pool=pools[-1], **how)  # noqa: E731
+    module.symmetric_memory = SimpleNamespace(get_mem_pool=str, rendezvous=lambda tensor, group: handle)
+    torch.cuda.current_device, torch.empty = lambda: 3, allocate
+
+    @contextlib.contextmanager
+    def pool(name):
+        yield pools.append(name)
+        pools.pop()
+
+    torch.cuda.use_mem_pool = pool
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    (theirs, ours), barrier = module.share(5, torch.float32, "cuda", group)
+    assert theirs == (0, (5,), torch.float32) and barrier is print
+    assert (ours.pool, ours.dtype, ours.device) == ("cuda:3", torch.float32, torch.device("cuda:3"))
+
+
+@pytest.mark.parametrize("file", [*IN_HOOKS, NO_SYNC])
+def test_two_gradients_in_a_backward_are_refused(file):
+    """Of a layer that runs twice in reentrant checkpoints: a bucket would be reduced after the first."""
+    module, model, flat = load(file), torch.nn.Linear(3, 3), torch.empty(15)
+    model.first, x = torch.nn.Parameter(torch.ones(1, 3)), 0  # its gradient comes last
+    model.shared = SimpleNamespace(buffers=[flat], sizes=[15], stream=None)
+    for _ in range(2):
+        x = x + checkpoint(model, model.first, use_reentrant=True)
+    with patch.object(module.dist, "get_rank", lambda: 0), pytest.raises(RuntimeError, match="use_reentrant=False"):
+        module.backward(model, x.sum(), *[1] * (file != OVERLAP))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", [NAIVE, *IN_HOOKS, NO_SYNC])
 def test_a_step(recipe, tmp_path, monkeypatch):
@@ -332,6 +379,7 @@ def test_options_of_the_twins(recipe):
         (NO_SYNC, 2, "--microbatches 0", ["--microbatches 0", "> 0"]),
         (BUCKETED, 2, "--bucket_mb -1", ["--bucket_mb -1", "> 0 and finite, or 0"]),
         (DILOCO, 2, "--inner_steps 0", ["--inner_steps 0", "> 0"]),
+        (DILOCO, 2, "--inner_steps 4 --validate 6", ["--validate 6", "a multiple of --inner_steps 4"]),
         (DILOCO, 2, "--outer_lr -1", ["--outer_lr -1", "> 0 and finite, or 0"]),
         (DILOCO, 2, "--outer_momentum 1", ["--outer_momentum 1.0", "below 1"]),
     ],

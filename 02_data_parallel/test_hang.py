@@ -1,7 +1,9 @@
 """Whoever does not come to a collective is named: rank, collective, line; and all ranks end with exit code 1."""
 
+import os
+import sys
+import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -68,44 +70,58 @@ def test_waits_for_a_while(file=HANG):
     module.dist.get_rank, module.faulthandler.dump_traceback_later = lambda: 4, lambda timeout: None
     module.give_up = lambda store, ranks, text: said.append((ranks, text))
     store = dist.HashStore()
-    store.set("(1, 4, 6) 3 6", "call barrier() at a.py:1")
-    module.meet(store, (1, 4, 6), 3, "call barrier() at a.py:1", 0.1)
+    store.set("group 7 3 6", "call barrier() at a.py:1")
+    module.meet(store, "group 7", (1, 4, 6), 3, "call barrier() at a.py:1", 0.1)
     text = "ranks [1] did not come within 0.1 s; ranks [4, 6] call barrier() at a.py:1"
     assert said == [([4, 6], f"collective 3: {text}")], "says something else"
-    store.set("(1, 4, 6) 3 1", "call barrier() at a.py:1")
-    module.meet(store, (1, 4, 6), 3, "call barrier() at a.py:1", 0.1)
+    store.set("group 7 3 1", "call barrier() at a.py:1")
+    module.meet(store, "group 7", (1, 4, 6), 3, "call barrier() at a.py:1", 0.1)
     assert len(said) == 1, "gives up although all have come"
 
 
 def in_a_group(module):
-    """A probe: instead of training, collectives of a part of the ranks between those of all. Reports keys in use."""
+    """A probe: instead of training, collectives of a part of the ranks between those of all. Reports keys in use.
+
+    Before these, a thread uses a second group of all ranks, where the last one is later than with the first.
+    """
 
     def some(cfg, *data):
-        part = dist.new_group([0, 2])
+        part, again = dist.new_group([0, 2]), dist.new_group([0, 1, 2])
         x = module.torch.zeros(3)
+
+        def beside():
+            time.sleep(0.3 * dist.get_rank())  # before, and on the last rank after the barrier of the other group
+            module.dist.barrier(again)
+
+        thread = threading.Thread(target=beside)
+        thread.start()
+        time.sleep(0.3)
+        module.dist.barrier()
+        thread.join()
         for _ in range(4):
             if dist.get_rank() != 1:
                 module.dist.all_reduce(x, dist.ReduceOp.SUM, part)
             module.dist.broadcast(x, src=0)
-        module.dist.all_reduce(x, dist.ReduceOp.SUM, part)  # torch warns rank 1, and returns
+        module.dist.all_reduce(x, group=part)  # torch warns rank 1, and returns
 
     seen, meet = [], module.meet
 
-    def watched(store, members, number, call, timeout):
-        seen.append((members, number, call.split(" at ")[0]))
-        meet(store, members, number, call, timeout)
-        store.wait([f"{members} {number} {dist.get_rank()}"], timedelta(seconds=1))  # not deleted before it is read
-        assert number < 3 or not store.check([f"{members} {number - 2} {dist.get_rank()}"]), "keys are kept"
+    def watched(store, name, members, number, call, timeout):
+        if "barrier" not in call:
+            seen.append((members, number, call.split(" at ")[0]))
+        meet(store, name, members, number, call, timeout)
+        assert store.check([f"{name} {number} {dist.get_rank()}"]), "deleted before it is read"
+        assert number < 3 or not store.check([f"{name} {number - 2} {dist.get_rank()}"]), "keys are kept"
 
     module.train, module.meet = some, watched
     return lambda: seen
 
 
 def test_groups_count_for_themselves(file=HANG):
-    """Ranks outside a group are not waited for, and numbers of a group are its own."""
+    """Ranks outside a group are not waited for, and numbers of a group are its own, of two of the same ranks, too."""
     run = launch(file, 3, f"{SMALL} --batch 6", probe=in_a_group, save=False)
     part = [((0, 2), i, "call all_reduce(float32 [3])") for i in range(1, 6)]
-    whole = [((0, 1, 2), i, "call broadcast(float32 [3])") for i in range(1, 5)]
+    whole = [((0, 1, 2), i, "call broadcast(float32 [3])") for i in range(2, 6)]
     both = [call for pair in zip(part, whole) for call in pair] + part[-1:]
     assert run.probes == [both, whole, both], "other numbers"
 
@@ -113,3 +129,19 @@ def test_groups_count_for_themselves(file=HANG):
 def test_needs_two_ranks():
     refused, fine = (refusal(load(HANG), world, "--device cpu --hang skip") for world in (1, 2))
     assert refused and "--nproc_per_node 2" in refused and fine is None
+
+
+@in_a_fork
+def test_a_restart_has_keys_of_its_own():
+    """torchrun's store keeps those of the former attempt, in which some rank may not have come."""
+    module, prefixes = load(HANG), []
+    module.check = module.load_data = module.dist.init_process_group = lambda *_: []
+    module.dist.TCPStore = lambda *_, **__: None
+    module.dist.PrefixStore = lambda prefix, server: prefixes.append(prefix)
+    module.watch = lambda store, timeout: sys.exit()
+    sys.argv = ["hang.py", "--device", "cpu"]
+    for attempt in "01":
+        os.environ.update(TORCHELASTIC_RESTART_COUNT=attempt, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+        with pytest.raises(SystemExit):
+            module.main()
+    assert len(set(prefixes)) == 2, "the store has the keys of the former attempt"

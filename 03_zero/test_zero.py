@@ -1,6 +1,7 @@
 """The ZeRO recipes train as the root does, hold and communicate what they say, and overlap it as they say."""
 
 import gc
+import itertools
 import tempfile
 import time
 from types import SimpleNamespace
@@ -519,12 +520,22 @@ def zeroes_gradients_as_usual(module):
     module.forward_backward = lambda cfg, model, *batch: model.zero_grad() or step(cfg, model, *batch)
 
 
+def has_one_other_gradient(module):
+    """A probe: a parameter's .grad is replaced, as by what clips it out of place."""
+
+    def replaced(unit, reduce=module.reduce_scatter):
+        unit.parameters[-1].grad = unit.parameters[-1].grad.clone()
+        reduce(unit)
+
+    module.reduce_scatter = replaced
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "recipe, probe, words",
     [
         (ZERO1, freezes_the_embedding, "a frozen parameter"),
-        (ZERO1, zeroes_gradients_as_usual, "a .grad is no view"),
+        *((ZERO1, probe, "a .grad is no view") for probe in (zeroes_gradients_as_usual, has_one_other_gradient)),
         (ZERO1, has_a_wider_norm, "parameters of several dtypes"),
         (OVERLAP, reduces_each_micro_batch, "a unit has a .grad"),
         *((recipe, freezes_the_embedding, "embed_tokens.weight is frozen") for recipe in (MASTERS, HSDP, OFFLOAD)),
@@ -556,10 +567,62 @@ def leaves_a_graph(module):
     module.forward_backward = wasteful
 
 
+@pytest.mark.parametrize("recipe, how", [(ZERO2, ()), (ZERO3, ()), (HSDP, (False,))])
+def test_sums_over_ranks_are_not_rounded(recipe, how, monkeypatch):
+    """Two ranks send 256 and 1 in bf16, which has no 257, in two micro-batches: fp32 gets both sums whole."""
+    module, group, shard = load(recipe), SimpleNamespace(size=lambda: 2), torch.zeros(4)
+    unit = SimpleNamespace(group=group, shard=shard, gradient=None, matrices=shard[:2], vectors=shard[2:], summed=False)
+    ended = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(
+        module.dist, "all_to_all_single", lambda out, x, **_: out.copy_(x.view_as(out)) is None or ended
+    )
+    for _ in range(2):
+        module.reduce_scatter(unit, torch.tensor([256.0, 1]).repeat_interleave(4).bfloat16(), None, *how)
+    assert unit.gradient.tolist() == [514.0] * 4, "sums are rounded"
+
+
+def gives_up_a_step(module):
+    """A probe: after the first backward of each step gradients are zeroed as usual, and there is another one."""
+    step = module.train_step
+
+    def again(cfg, model, optimizer, *batch):
+        module.forward_backward(cfg, model, *batch)
+        optimizer.zero_grad()
+        return step(cfg, model, optimizer, *batch)
+
+    module.train_step = again
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("file", [ZERO3, LORA])
-@pytest.mark.parametrize("probe", [compiles_the_model, leaves_a_graph])
+@pytest.mark.parametrize(
+    "file, probe",
+    [*itertools.product((ZERO3, LORA), (compiles_the_model, leaves_a_graph)), (ZERO2, gives_up_a_step)],
+)
 def test_other_ways_to_call_a_model(probe, file):
     runs = [launch(file, 2, f"{SMALL} --steps 2 --dtype float64", probe=probe) for probe in (None, probe)]
     for name, weight in runs[0].weights.items():
         assert torch.equal(weight, runs[1].weights[name]), name
+
+
+def test_all_bytes_of_pinned_memory_are_pinned(monkeypatch):
+    registered = []
+    driver = SimpleNamespace(cudaHostRegister=lambda *range_: registered.append(range_) or "no error")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: registered.append(result))
+    tensor = load(OFFLOAD).pinned(1000, torch.float32, "cuda")
+    assert registered == [(tensor.data_ptr(), 4000, 0), "no error"]
+
+
+def test_offload_waits_for_gradients_with_any_clip(monkeypatch):
+    """The optimizer reads them on the CPU, and nobody else waits until they are there."""
+    waits = []
+
+    class Norm(torch.Tensor):
+        def __bool__(self) -> bool:
+            return waits.append(1) or super().__bool__()
+
+    module = load(OFFLOAD)
+    monkeypatch.setattr(module.dist, "all_reduce", lambda *_, **__: None)
+    unit = SimpleNamespace(norm=torch.tensor(3.0).as_subclass(Norm), matrices=torch.ones(2), vectors=torch.ones(2))
+    module.clip_gradients(SimpleNamespace(clip=torch.inf), SimpleNamespace(units=[unit], world=None))
+    assert waits, "the CPU does not wait"

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import equivalence
@@ -9,8 +10,9 @@ import probes
 import pytest
 import torch
 from contract import refusal
-from launch import launch, load
+from launch import in_a_fork, launch, load
 from streams import streams
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 TENSOR, VOCAB, SEQUENCE, ASYNC, TWIN = (
     f"04_tensor_sequence/{name}.py"
@@ -46,7 +48,41 @@ def test_whenever_streams_get_to_it(recipe, when):
     equivalence.check(recipe, 4, "--heads 4 --kv_heads 2", probe=streams(when))
 
 
+def test_an_adapter_without_a_gradient():
+    """Zeros take part in the sum of a matrix that both ranks hold: the other rank, which used it, waits for them."""
+    module, sent = load("04_tensor_sequence/lora.py"), []
+    model = torch.nn.ModuleDict({"q_proj": module.LoRALinear(4, 4, 2, 2.0)})
+    ended = SimpleNamespace(wait=lambda: None)
+    model.tp = SimpleNamespace(size=lambda: 2, allreduce_coalesced=lambda gradients: sent.extend(gradients) or ended)
+    model.replicas = None
+    module.sum_partial(module.Config(), model)
+    assert len(sent) == 1 and model["q_proj"].lora_A.weight.grad is sent[0] and not sent[0].any()
+
+
 # -------------------------------------------------------------------------------------------------------------- a step
+@pytest.mark.parametrize("recipe", [TENSOR, SEQUENCE])
+def test_key_heads_without_gradients_are_refused(recipe):
+    """ZeRO has taken them, say: what several ranks hold would go apart."""
+    attention = torch.nn.ModuleDict(dict(k_proj=torch.nn.Linear(2, 2), v_proj=torch.nn.Linear(2, 2)))
+    model, block = torch.nn.Module(), torch.nn.Module()
+    block.self_attn, model.model = attention, torch.nn.Module()
+    model.model.layers, model.replicas = [block], SimpleNamespace(size=lambda: 2)
+    with pytest.raises(RuntimeError, match="key heads have no .grad"):
+        load(recipe).sum_replicas(model)
+    attention.requires_grad_(False)
+    load(recipe).sum_replicas(model)
+
+
+@in_a_fork
+def test_sums_of_parts_keep_their_dtype(file=ASYNC):
+    """... under autocast on GPUs, too, which else returns float32."""
+    module = load(file)
+    torch.set_autocast_enabled("cuda", True)
+    with FakeTensorMode():
+        parts = torch.empty(2, 4, 8, dtype=torch.bfloat16, device="cuda")
+        assert module.total(parts).dtype == torch.bfloat16, "activations are float32"
+
+
 def weights(module):
     """A probe: this rank's weights after training, by name; shapes of what blocks hand on and the loss is given."""
     models, shapes, build_model = [], {}, module.build_model

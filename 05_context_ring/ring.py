@@ -12,7 +12,17 @@ Parent:   05_context_ring/all_gather_kv.py
 Lesson:   ring_exchange, visible, sum_parts, RingAttention, attention
 Plumbing: main
 Copy:     shard, ring_exchange, visible, masked_scores, local_attention, local_attention_backward, pack, unpack, merge,
-          sum_parts, RingAttention, attention, backward, evaluate (as all_gather_kv.py says)
+          sum_parts, RingAttention, attention, backward_and_sum, evaluate
+Use:      1. Cut inputs, targets and positions by shard, as forward_backward and Model.forward do. Targets are the next
+             tokens, shifted before the cut (transformers' labels are not shifted). cp must divide the sequence.
+          2. Divide the loss by the valid tokens of the whole batch, counted before the cut.
+          3. Call attention with rotated q and k.
+          4. Call backward_and_sum for the last micro-batch of a step, loss.backward() for the others.
+Mind:     - attention has no padding mask, no dropout, and the scale k**-0.5: if your model has others, raise an error.
+          - No gradients of gradients: with create_graph=True they are wrong, or an error.
+Together: - Data parallelism: the group of backward_and_sum is all ranks of dp and cp.
+          - ZeRO: units are over dp and cp, and so is model.world for clip_gradients. Call loss.backward():
+            backward_and_sum would sum twice. Take this file's evaluate.
 Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/ring.py
 Source:   Liu et al. 2023, Ring Attention, arXiv:2310.01889
@@ -368,7 +378,8 @@ class Model(nn.Module):
 
 def init_files(cfg: Config) -> list[str]:
     """Return the path of --init, or all paths that match it."""
-    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+    paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+    return [path for path in paths if os.path.isfile(path)]
 
 
 def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
@@ -422,7 +433,7 @@ def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """
     path = Path(cfg.data)
     files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+    if unreadable := [file for file in files if not (file.is_file() and os.access(file, os.R_OK))]:
         raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
     if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
         ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
@@ -433,9 +444,9 @@ def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         documents = [np.fromfile(file, np.uint8) for file in files]
         ids = np.concatenate([np.zeros(0, np.uint8), *documents])
         starts = np.cumsum([0, *map(len, documents[:-1])])
-        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+        wrong = not ids.all()  # text has no byte 0, other files have
     if wrong:
-        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
+        raise SystemExit(f"--data {cfg.data}: must be text, or one .bin file: ids.astype(np.uint32).tofile(FILE)")
     if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
         raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
     if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
@@ -457,6 +468,8 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
     if (largest := window.max()) >= cfg.vocab:
         raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
     unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    if unrelated.all():
+        raise SystemExit(f"--data {cfg.data}: a batch without a target: each token starts a document")
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
@@ -483,19 +496,20 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
         return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def backward(model: nn.Module, loss: Tensor) -> None:
-    """Run backward; start to sum gradients over the ranks, a few at a time, as soon as this rank has them.
+def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -> None:
+    """Run backward; start to sum gradients over the group, a few at a time, as soon as this rank has them.
 
-    Weights are replicated, of one dtype, and used by all ranks, but each rank's gradients come from its own tokens
-    alone. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice is summed twice.
+    The ranks of the group have the same weights, of one dtype, and use all of them, each for other tokens: on a mesh
+    the ranks of dp and cp. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice
+    is summed twice.
     """
     ready, seen, reductions = [], set(), []
 
     def reduce(least: int) -> None:
         if len(ready) >= least:  # in one order on all ranks, which run through the same graph
             # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-            # 2 (cp-1)/cp of their bytes out and in per rank; nobody waits, backward goes on
-            reductions.append(model.cp.allreduce_coalesced(ready[:]))
+            # 2 (n-1)/n of their bytes out and in per rank, for n ranks; nobody waits, backward goes on
+            reductions.append(group.allreduce_coalesced(ready[:]))
             ready.clear()
 
     def hook(p: Tensor) -> None:
@@ -523,7 +537,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
     inputs, targets = inputs.to(cfg.device)[:, held], targets.to(cfg.device)[:, held]  # b s/cp
     loss = forward(cfg, model, inputs, targets) / tokens
-    backward(model, loss)
+    backward_and_sum(model, loss, model.cp)
     loss = loss.detach()
     dist.all_reduce(loss, group=model.cp)  # one element, for the log; everyone waits
     return loss
@@ -583,13 +597,20 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
         print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
 
 
+def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[float, ...]]) -> None:
+    """Write full weights for transformers; the metadata holds config and the numbers of each step."""
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise SystemExit(f"--save {cfg.save}: not written, weights are inf or NaN; try a lower --lr or more --warmup")
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+    part.write_bytes(to_bytes(weights, metadata))
+    part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     if dist.get_rank() == 0:  # all replicas are the same
-        part = Path(f"{os.path.realpath(cfg.save)}.tmp")
-        part.write_bytes(to_bytes(model.state_dict(), metadata))
-        part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+        write_weights(cfg, model.state_dict(), history)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
@@ -606,7 +627,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         if not math.isfinite(loss + norm):
-            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
+            cause = "try a lower --lr or more --warmup" if step or not cfg.init else "look for NaN in --init"
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; {cause}")
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
         if cfg.validate and (step + 1) % cfg.validate == 0:
@@ -630,10 +652,32 @@ def parse_config() -> Config:
     return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
 
 
+def check_config(cfg: Config, path: Path) -> None:
+    """Exit with one line unless config.json, beside the weights, describes this model where shapes do not show it."""
+    try:
+        config = dict(json.loads(path.read_text()))
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    except (RecursionError, TypeError, ValueError):
+        raise SystemExit(f"--init {cfg.init}: {path} is no JSON of a model's config") from None
+    published = dict(rms_norm_eps=1e-6, rope_theta=1e4, factor=1, sliding_window=None) | config | rope
+    wanted = dict(model_type="llama", num_attention_heads=cfg.heads, hidden_act="silu", rms_norm_eps=1e-5)
+    wanted |= dict(sliding_window=None, rope_theta=cfg.theta, factor=cfg.rope_factor)
+    if cfg.rope_factor != 1:
+        wanted |= dict(rope_type="llama3", low_freq_factor=1, high_freq_factor=4)
+        wanted |= dict(original_max_position_embeddings=8192)
+    for name, value in wanted.items():
+        if published.get(name) != value:
+            raise SystemExit(f"--init {cfg.init}: {path} has {name} {published.get(name)}, this model has {value}")
+    if cfg.vocab > 256 and not cfg.data.endswith(".bin"):
+        raise SystemExit(f"--data {cfg.data}: must be a .bin file, of ids by the tokenizer beside {path}")
+
+
 def check_init(cfg: Config) -> None:
     """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
-    shapes = tensor_shapes(cfg)
-    for path in init_files(cfg):
+    files, shapes = init_files(cfg), tensor_shapes(cfg)
+    if not files:
+        raise SystemExit(f"--init {cfg.init}: must be a .safetensors file, or 'FOLDER/*.safetensors' in quotes")
+    for path in files:
         try:
             file = safe_open(path, "pt")
         except (OSError, SafetensorError):
@@ -641,11 +685,14 @@ def check_init(cfg: Config) -> None:
         for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
             tensor = file.get_slice(name)
             kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
-            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "none, or another file has it, too"
             if f"{kind} {tensor.get_shape()}" != wanted:
                 raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
     if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
         raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
+    published = Path(files[0]).with_name("config.json")
+    if published.is_file():
+        check_config(cfg, published)
 
 
 def check(cfg: Config, world: int) -> None:
@@ -655,7 +702,7 @@ def check(cfg: Config, world: int) -> None:
         if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
             raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40  # bytes
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
     large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
     problems = [
@@ -663,8 +710,8 @@ def check(cfg: Config, world: int) -> None:
         (cfg.seq % max(1, world), f"--seq {cfg.seq}: must be divisible by the number of processes, {world}"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
-        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (least > host * world, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and not os.access(f"{Path(cfg.save).resolve().parent}/", os.W_OK), f"--save {cfg.save}: no folder"),
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]

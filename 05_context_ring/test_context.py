@@ -9,8 +9,8 @@ import equivalence
 import pytest
 import torch
 from contract import refusal
-from launch import RankFailed, isolated, launch, load, once
-from probes import phase, settled, together
+from launch import RankFailed, in_a_fork, isolated, launch, load, once
+from probes import OnGPU, phase, settled, together
 from streams import streams
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -405,13 +405,48 @@ def test_attention_rounds_once_and_never_overflows(recipe, flags, file=None):
         assert all(error < 1e-10 for error in errors[torch.float64]), f"exponentials overflow: {errors}"
 
 
+def attending_as_on_gpus(module):
+    """A probe like attending, but results for some of the keys are in the dtype of q, as cuDNN returns them."""
+    forward, backward = module.local_attention, module.local_attention_backward
+    module.local_attention = lambda q, *rest: tuple(
+        x.to(q.dtype) if x.shape == q.shape else x for x in forward(q, *rest)
+    )
+    module.local_attention_backward = lambda dy, q, *rest: [x.to(q.dtype) for x in backward(dy, q, *rest)]
+    return attending(module)
+
+
+@pytest.mark.parametrize("recipe", [RING, DOCUMENTS])
+def test_gradients_travel_in_fp32(recipe, file=None):
+    """Six ranks round what they add to the gradients of v, then the sum is rounded: 1.5. In bf16: 1.95 and more."""
+    flags = SMALL.replace(f"--seq {S}", "--seq 36")
+    errors = [found[torch.bfloat16][3] for found in launch(file or recipe, 6, flags, probe=attending_as_on_gpus).probes]
+    assert max(errors) < 1.6, f"sums are rounded on their way: {errors}"
+
+
+@in_a_fork
+def test_cudnn_gets_the_log_sum_exps_of_a_part(file=RING):
+    """... in memory of their own: a slice of rows is not contiguous, and the kernel reads it as if it were."""
+    kernels, shapes = torch.ops.aten, [(2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8)]
+    kernels._scaled_dot_product_cudnn_attention_backward = lambda *operands: operands
+    q, k, v, o, dy = (torch.randn(shape).bfloat16() for shape in shapes)
+    q, lse = q.as_subclass(OnGPU), torch.randn(2, 4, 12, 1)[:, :, 6:]
+    found = load(file).local_attention_backward(dy, q, o, lse, k, v, True)
+    assert all(x is y for x, y in zip(found, (dy, q, k, v, o))) and found[11:] == (6, 6, 0.0, True), "other operands"
+    assert found[5].is_contiguous() and torch.equal(found[5], lse), "other log-sum-exps"
+
+
+def test_sums_of_queries_are_rounded_once(file=RING):
+    parts = [(slice(None), torch.full([1, 1, 1, 8], x, dtype=torch.bfloat16)) for x in (256.0, 1.0, 1.0)]
+    assert isolated(lambda: load(file).sum_parts(parts, torch.bfloat16).unique().tolist()) == [258.0], "it is rounded"
+
+
 def test_a_weight_that_an_earlier_micro_batch_used(file=GATHER):
-    """... is summed with those of the last one."""
+    """... is summed with those of the last one, over the group that is given: on a mesh it is not cp alone."""
     model = torch.nn.ParameterList(torch.ones(3) for _ in range(2))
     ended = SimpleNamespace(wait=lambda: None)
-    model.cp = SimpleNamespace(allreduce_coalesced=lambda gradients: [x.mul_(2) for x in gradients] and ended)
+    group = SimpleNamespace(allreduce_coalesced=lambda gradients: [x.mul_(2) for x in gradients] and ended)
     (model[0] * model[1]).sum().backward()
-    load(file).backward(model, model[0].sum())
+    load(file).backward_and_sum(model, model[0].sum(), group)
     assert [p.grad.tolist() for p in model] == [[4.0] * 3, [2.0] * 3], "it is not summed"
 
 
@@ -464,6 +499,15 @@ ACCEPTED = [  # recipes, ranks, flags
     ((USP,), 1, "--ulysses 1"),
     ((*OURS[:-1], TWIN), 1, ""),
 ]
+
+
+def test_parts_that_are_not_equal_are_refused():
+    """... by shard itself, which is pasted without check: else some tokens are held twice, others not at all."""
+    module, group = load(USP), lambda ranks: SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
+    for seq, ring, ulysses in (6, 2, 1), (9, 3, 1), (10, 1, 4):
+        mesh = module.Mesh(group(ring * ulysses), group(ring), group(ulysses))
+        with pytest.raises(ValueError, match=f"--seq {seq}: must be divisible by"):
+            module.shard(SimpleNamespace(seq=seq, device="cpu"), mesh)
 
 
 @pytest.mark.parametrize("recipe", [BLOCKWISE, *OURS, TWIN])

@@ -18,6 +18,14 @@ def test_whole_parts(file=DOCUMENTS):
     assert found == ends | begins, "other pieces are whole parts"
 
 
+def test_pieces_are_forgotten():
+    """The lengths of documents differ from batch to batch: what is kept of each would fill the memory of a long run."""
+    visible = load(DOCUMENTS).visible
+    for length in range(1, 600):
+        visible((length, 2400 - length), 0, 0, 2, 1200)
+    assert visible.cache_info().currsize < 500
+
+
 @in_a_fork
 def test_kernels_get_what_plain_matmuls_get(file=DOCUMENTS):
     """On a GPU in bf16: whole parts go by cuDNN, others by FlashAttention, whose log-sum-exp has no last axis."""

@@ -1,6 +1,7 @@
 """The pipeline recipes train as the root does, and their schedules have the bubble and the memory of the formulas."""
 
 import collections
+import inspect
 import itertools
 import types
 import weakref
@@ -16,6 +17,7 @@ from launch import launch, load, once
 from torch import Tensor
 
 NAIVE, TWIN = "06_pipeline/naive.py", "06_pipeline/torch_pipelining.py"
+TIED = "06_pipeline/tied_embeddings.py"
 ONE_F_ONE_B, INTERLEAVED, ZBV, DUALPIPE = (f"06_pipeline/{name}.py" for name in "1f1b interleaved zbv dualpipe".split())
 SPLIT = ["06_pipeline/split_backward.py", "06_pipeline/zero_bubble.py", ZBV, DUALPIPE]
 RECIPES = ["06_pipeline/afab.py", ONE_F_ONE_B, INTERLEAVED, *SPLIT]
@@ -33,18 +35,41 @@ SIZES = [  # that may fail where the hardest of each recipe, which the contract 
 ]
 
 
+def unchecked(module):
+    """A probe: micro-batches need not divide the batch."""
+    module.check = lambda *_: None
+
+
+def embedding_alone(module):
+    """A probe: the first stage has no layers."""
+    unchecked(module)
+    split_layers = module.split_layers
+    module.split_layers = lambda cfg, stages: [range(0), *split_layers(cfg, stages - 1)]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "recipe, flags", [(NAIVE, ""), (ONE_F_ONE_B, "--microbatches 3"), (INTERLEAVED, "--microbatches 3 --chunks 1")]
+    "recipe, world, flags, change",
+    [
+        (NAIVE, 3, "", unchecked),
+        ("06_pipeline/afab.py", 3, "--microbatches 5", unchecked),
+        (ONE_F_ONE_B, 3, "--microbatches 4", unchecked),
+        (INTERLEAVED, 2, "--microbatches 4 --chunks 1", unchecked),
+        (SPLIT[0], 3, "--microbatches 3", embedding_alone),
+        (ZBV, 2, "--microbatches 3", embedding_alone),
+    ],
 )
-def test_frozen_first_stage(recipe, flags):
-    """Nothing of it is trained, and so no gradient goes back through it; all else is trained as by the root."""
+def test_frozen_first_stage(recipe, world, flags, change):
+    """Nothing of it is trained, and so no gradient goes back through it; all else is trained as by the root.
+
+    Micro-batches need not divide the batch where a recipe does without leaves of their shape, or has no layer there.
+    """
     common = (
         "--device cpu --dtype float64 --layers 3 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 6 --steps 2"
     )
     probe = probes.freezes("embed_tokens", "layers.0.")
     theirs = launch("01_single_gpu/train.py", 1, common, probe=probe)
-    ours = launch(recipe, 3, f"{common} {flags}", probe=probe)
+    ours = launch(recipe, world, f"{common} {flags}", probe=probes.together(probe, change))
     compare.assert_close(compare.relative_errors(ours.weights, theirs.weights), 1e-10, recipe)
 
 
@@ -72,7 +97,7 @@ def norms_of_a_bf16_stage(module: types.ModuleType):
 def test_stages_of_other_dtypes():
     """A float64 stage and one in bfloat16 have one norm, up to the rounding of the latter, and are scaled by it."""
     flags = SMALL.replace("--layers 8", "--layers 2 --dtype float64 --clip 0.1")
-    norms, before, after = zip(*launch(ONE_F_ONE_B, 2, flags, norms_of_a_bf16_stage).probes)
+    norms, before, after = zip(*launch(ONE_F_ONE_B, 2, flags, norms_of_a_bf16_stage, save=False).probes)
     assert all(abs(norm / sum(before) ** 0.5 - 1) < 2**-8 for norm in norms), f"norms {norms} of squares {before}"
     assert abs(sum(after) ** 0.5 / 0.1 - 1) < 2**-8, "not scaled to --clip"
 
@@ -142,7 +167,7 @@ def transport(module, line: schedules.Pipeline, rank: int) -> tuple[list, dict, 
     return greetings, sent, received
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "06_pipeline/tied_embeddings.py"])
+@pytest.mark.parametrize("recipe", [*RECIPES, TIED])
 def test_communicators(recipe):
     """Both ends of a message name the same communicator, and nobody waits for ever for what shares it.
 
@@ -315,11 +340,68 @@ def test_messages(recipe):
         assert peaks["sent"] <= under_way and (line.under_way > 2 or peaks["sent"] == under_way), "gradients are held"
 
 
+@pytest.mark.parametrize("recipe", [NAIVE, *RECIPES, TIED, "08_4d/3d.py"])
+@pytest.mark.parametrize("output", [torch.zeros(1, 8, 4, dtype=torch.bfloat16), torch.zeros(1, 8, 2)])
+def test_activations_that_the_next_stage_does_not_take_are_refused(recipe, output):
+    """It would read what nobody has written. Under autocast, models of others return float32."""
+    module, stage = load(recipe), torch.nn.Module()
+    stage.stage, stage.stages, stage.tp = 0, 2, types.SimpleNamespace(size=lambda: 1)
+    cfg, ids = types.SimpleNamespace(dtype="float32", dim=4, device="cpu"), torch.zeros(1, 8, dtype=torch.int64)
+    module.forward = lambda *_: output
+    with pytest.raises(ValueError, match=r"must return torch.float32 \[.*8, 4\], not torch"):
+        if recipe == NAIVE:
+            module.forward_backward(cfg, stage, ids, ids)
+        elif "chunks" in inspect.signature(module.run_schedule).parameters:
+            module.run_schedule(cfg, torch.nn.ModuleList([stage]), [("F", 0, 0)], (ids,), (ids,), 1)
+        else:
+            module.run_schedule(cfg, stage, [("F", 0)], (ids,), (ids,), 1)
+
+
+@pytest.mark.parametrize("recipe", [NAIVE, *RECIPES, TIED, TWIN])
+def test_a_clip_that_sees_no_gradient_is_refused(recipe):
+    """ZeRO's units have taken them, say: the norm would be 0, and nothing would be clipped."""
+    model = torch.nn.Linear(2, 2)
+    model.stage, model.stages = 0, 2
+    with pytest.raises(RuntimeError, match="no parameter of this stage has a .grad"):
+        load(recipe).clip_gradients(types.SimpleNamespace(device="cpu"), model)
+
+
+@pytest.mark.parametrize("recipe", SPLIT)
+def test_gradients_have_memory_and_strides_of_their_own(recipe):
+    """A clip would scale twice what two parameters share; fused AdamW on CPUs takes strides like the parameter's."""
+    module, model, x = load(recipe), torch.nn.Module(), torch.randn(2, 3, 8, requires_grad=True)
+    model.weight, model.delta, model.experts = (torch.nn.Parameter(torch.randn(2, 4, 8)) for _ in range(3))
+
+    def output():
+        return (x @ (model.weight + model.delta).mT + torch.bmm(x, model.experts.mT).square()).sum()
+
+    for times in 1, 2:
+        module.backward_input(model, [], x, output(), None)
+        for p, gradient in zip(model.parameters(), torch.autograd.grad(output(), [*model.parameters()])):
+            assert torch.allclose(p.grad, times * gradient) and p.grad.stride() == p.stride()
+        assert model.weight.grad.data_ptr() != model.delta.grad.data_ptr()
+
+
+@pytest.mark.parametrize("recipe", SPLIT)
+@pytest.mark.parametrize("kind, tokens, times", [(Tensor, 1, 257), (probes.OnGPU, 257, 3)])
+def test_weight_gradients_are_added_up_in_fp32(recipe, kind, tokens, times, monkeypatch):
+    """... of bf16 operands, by a GPU also within a product. 257 is no number of bf16."""
+
+    def addmm(total, dy, x, out_dtype, out):  # that of CPUs takes no out_dtype
+        out.copy_((total + dy.float() @ x.float()).to(out_dtype))
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    weight = torch.nn.Parameter(torch.zeros(3, 2))
+    x, dy = (torch.ones(1, tokens, n, dtype=torch.bfloat16).as_subclass(kind) for n in (2, 3))
+    load(recipe).backward_weights([(weight, x, dy)] * times)
+    assert (weight.grad == tokens * times).all(), "sums are rounded"
+
+
 @pytest.mark.parametrize("recipe", SPLIT)
 def test_micro_batches_of_two_shapes_are_refused(recipe):
     """Gradients of a larger one would be summed to the shape of the leaves that prepare_linears has laid out."""
     module = load(recipe)
-    with pytest.raises(ValueError, match="same shape"):
+    with pytest.raises(ValueError, match="3 sequences in 2 micro-batches: must have the same shape"):
         module.prepare_linears(module.Linear(4, 4), (torch.zeros(1, 8), torch.zeros(2, 8)), torch.float32)
 
 
@@ -411,9 +493,3 @@ def test_sizes(recipe):
         if recipe in recipes:
             line = contract.refusal(module, world, f"--device cpu {flags}")
             assert isinstance(line, str) and "\n" not in line and all(word in line for word in words), (flags, line)
-
-
-@pytest.mark.thorough
-def test_pictures_are_up_to_date():
-    for file, svg in schedules.pictures().items():
-        assert file.read_text() == svg, "run python tests/schedules.py"

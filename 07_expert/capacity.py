@@ -13,10 +13,10 @@ were.
 Parent:   07_expert/expert_parallel.py
 Lesson:   Config, AllToAll, dispatch, combine, assign_slots, Permute, Unpermute, Experts.forward, MLP,
           count_rows, busiest
-Plumbing: train_step, log, save, train
+Plumbing: train_step, evaluate, log, save, train
 Copy:     AllToAll, dispatch, combine, Router, sort_by_expert, assign_slots, Permute, Unpermute, Experts, MLP,
-          clip_gradients, evaluate (MLP in place of a block's MLP; all ranks must have equally many tokens, in a
-          validation, too; which ranks sum which gradients, and what they start with, is as in expert_parallel.py)
+          clip_gradients, evaluate
+Use:      as expert_parallel.py says. All ranks must have equally many tokens, in a validation, too.
 Needs:    cfg.capacity, cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp,
           ".experts.", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 07_expert/capacity.py
@@ -353,7 +353,8 @@ class Model(nn.Module):
 
 def init_files(cfg: Config) -> list[str]:
     """Return the path of --init, or all paths that match it."""
-    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+    paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+    return [path for path in paths if os.path.isfile(path)]
 
 
 def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
@@ -432,7 +433,7 @@ def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """
     path = Path(cfg.data)
     files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+    if unreadable := [file for file in files if not (file.is_file() and os.access(file, os.R_OK))]:
         raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
     if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
         ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
@@ -443,9 +444,9 @@ def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         documents = [np.fromfile(file, np.uint8) for file in files]
         ids = np.concatenate([np.zeros(0, np.uint8), *documents])
         starts = np.cumsum([0, *map(len, documents[:-1])])
-        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+        wrong = not ids.all()  # text has no byte 0, other files have
     if wrong:
-        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
+        raise SystemExit(f"--data {cfg.data}: must be text, or one .bin file: ids.astype(np.uint32).tofile(FILE)")
     if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
         raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
     if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
@@ -467,6 +468,8 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
     if (largest := window.max()) >= cfg.vocab:
         raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
     unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    if unrelated.all():
+        raise SystemExit(f"--data {cfg.data}: a batch without a target: each token starts a document")
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
@@ -551,6 +554,10 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 @torch.no_grad()
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
+    if len(inputs) % model.dp.size():
+        raise ValueError(
+            f"{len(inputs)} sequences: must be divisible by the {model.dp.size()} ranks, which have equal slots"
+        )
     tokens = (targets != IGNORE).sum()
     own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
@@ -587,6 +594,16 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
         print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
 
 
+def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[float, ...]]) -> None:
+    """Write full weights for transformers; the metadata holds config and the numbers of each step."""
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise SystemExit(f"--save {cfg.save}: not written, weights are inf or NaN; try a lower --lr or more --warmup")
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+    part.write_bytes(to_bytes(weights, metadata))
+    part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, norm, seconds, load, dropped].
 
@@ -602,11 +619,8 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float, flo
             tensor = full
         if dist.get_rank() == 0:
             weights[name] = tensor.cpu()
-    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     if dist.get_rank() == 0:
-        part = Path(f"{os.path.realpath(cfg.save)}.tmp")
-        part.write_bytes(to_bytes(dict(published(weights)), metadata))
-        part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+        write_weights(cfg, dict(published(weights)), history)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
@@ -623,7 +637,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
         loss, norm, load, dropped = (x.item() for x in (loss, norm, load, dropped))  # waits for the GPU
         if not math.isfinite(loss + norm):
-            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
+            cause = "try a lower --lr or more --warmup" if step or not cfg.init else "look for NaN in --init"
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; {cause}")
         history.append((loss, norm, time.perf_counter() - start, load, dropped))
         log(cfg, f"step {step + 1}", *history[-1])
         if cfg.validate and (step + 1) % cfg.validate == 0:
@@ -647,10 +662,33 @@ def parse_config() -> Config:
     return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
 
 
+def check_config(cfg: Config, path: Path) -> None:
+    """Exit with one line unless config.json, beside the weights, describes this model where shapes do not show it."""
+    try:
+        config = dict(json.loads(path.read_text()))
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    except (RecursionError, TypeError, ValueError):
+        raise SystemExit(f"--init {cfg.init}: {path} is no JSON of a model's config") from None
+    published = dict(rms_norm_eps=1e-6, rope_theta=1e4, factor=1, sliding_window=None) | config | rope
+    wanted = dict(model_type="mixtral", num_attention_heads=cfg.heads, hidden_act="silu", rms_norm_eps=1e-5)
+    wanted |= dict(num_experts_per_tok=cfg.top_k)
+    wanted |= dict(sliding_window=None, rope_theta=cfg.theta, factor=cfg.rope_factor)
+    if cfg.rope_factor != 1:
+        wanted |= dict(rope_type="llama3", low_freq_factor=1, high_freq_factor=4)
+        wanted |= dict(original_max_position_embeddings=8192)
+    for name, value in wanted.items():
+        if published.get(name) != value:
+            raise SystemExit(f"--init {cfg.init}: {path} has {name} {published.get(name)}, this model has {value}")
+    if cfg.vocab > 256 and not cfg.data.endswith(".bin"):
+        raise SystemExit(f"--data {cfg.data}: must be a .bin file, of ids by the tokenizer beside {path}")
+
+
 def check_init(cfg: Config) -> None:
     """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
-    shapes = tensor_shapes(cfg)
-    for path in init_files(cfg):
+    files, shapes = init_files(cfg), tensor_shapes(cfg)
+    if not files:
+        raise SystemExit(f"--init {cfg.init}: must be a .safetensors file, or 'FOLDER/*.safetensors' in quotes")
+    for path in files:
         try:
             file = safe_open(path, "pt")
         except (OSError, SafetensorError):
@@ -658,11 +696,14 @@ def check_init(cfg: Config) -> None:
         for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
             tensor = file.get_slice(name)
             kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
-            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "none, or another file has it, too"
             if f"{kind} {tensor.get_shape()}" != wanted:
                 raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
     if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
         raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
+    published = Path(files[0]).with_name("config.json")
+    if published.is_file():
+        check_config(cfg, published)
 
 
 def check(cfg: Config, world: int) -> None:
@@ -672,8 +713,9 @@ def check(cfg: Config, world: int) -> None:
         if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
             raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
-    least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40  # bytes
+    dense = replace(cfg, seq=0, top_k=cfg.experts)  # every weight takes part
+    least = 4 * flops_per_token(dense) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
     large = max("layers dim ffn vocab batch seq experts".split(), key=lambda flag: getattr(cfg, flag))
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
@@ -690,8 +732,8 @@ def check(cfg: Config, world: int) -> None:
             cfg.dtype == "bfloat16" and cfg.device == "cuda" and math.gcd(cfg.dim, cfg.ffn) % 8,
             f"--ffn {cfg.ffn}: it and --dim {cfg.dim} must be multiples of 8, for matmuls of bfloat16",
         ),
-        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
-        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (least > host * world, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and not os.access(f"{Path(cfg.save).resolve().parent}/", os.W_OK), f"--save {cfg.save}: no folder"),
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]

@@ -223,9 +223,22 @@ def test_flags():
     assert refusal(bias, 8, "--device cpu --bias_rate 0 --microbatches 2") is None
     line = refusal(bias, 8, "--device cpu --batch 8")
     assert line and "--microbatches 2" in line and "1 sequences" in line
+    for module in bias, load("07_expert/node_limited.py"):
+        assert refusal(module, 1, "--device cpu --bias_rate 1e300").startswith("--bias_rate 1e+300: must be at most 1")
 
 
 # ------------------------------------------------------------------------------------------------------------- balance
+@pytest.mark.parametrize("name", ["bias_balancing", "node_limited"])
+def test_scores_that_are_all_0(name):
+    """Biases may choose experts whose scores underflow: gates of 0, where 0 / 0 would be NaN."""
+    module = load(f"07_expert/{name}.py")
+    router = module.Router(module.Config(dim=4))
+    with torch.no_grad():
+        router.weight.fill_(-50)[0] = 0
+        router.bias[0] = -2
+    assert not router(torch.ones(3, 4))[0].any()
+
+
 @pytest.mark.parametrize("name", ["bias_balancing", "node_limited"])
 def test_biases_in_16_bits_are_noticed(name):
     """A trainer that casts the whole model takes the biases along: steps of 0.003 would be lost near 1."""

@@ -7,7 +7,7 @@ import equivalence
 import pytest
 import torch
 from equivalence import GRADIENT, MOE, TRAINING
-from launch import launch, once
+from launch import RankFailed, launch, once
 from probes import all_to_alls, evaluated, together
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -98,6 +98,23 @@ def test_drops_what_the_reference_drops():
 )
 def test_drops_what_the_reference_drops_on_other_sizes(world, flags, capacity):
     check_scarce(CAPACITY, world, flags, capacity, modes=[GRADIENT])
+
+
+def evaluates_three_sequences(module):
+    """A probe: a validation that two ranks cannot share."""
+    step = module.train_step
+
+    def evaluated(cfg, model, optimizer, *batch):
+        module.evaluate(cfg, model, *(x[:3] for x in batch))
+        return step(cfg, model, optimizer, *batch)
+
+    module.train_step = evaluated
+
+
+@pytest.mark.parametrize("recipe", [CAPACITY, pytest.param("07_expert/slots.py", marks=pytest.mark.thorough)])
+def test_unequal_batches_are_refused(recipe):
+    with pytest.raises(RankFailed, match="3 sequences: must be divisible by the 2 ranks"):
+        launch(recipe, 2, SMALL, probe=evaluates_three_sequences, save=False)
 
 
 # ----------------------------------------------------------------------------------------------- a step, from inside

@@ -14,10 +14,16 @@ variable below: without it, new ranks look for the addresses of dead ones (pytor
 Parent:   08_4d/train.py
 Lesson:   Config, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, pieces, snapshot, whole, chosen,
           run_and_name, training_of, key_of, write_files, write, resume, train
-Plumbing: check
+Plumbing: check_folder, check
 Copy:     placement, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, pieces, snapshot, whole, chosen,
-          run_and_name, training_of, key_of, write_files, write, resume (train shows their calls; parameter_names is
-          yours: the name of each parameter in the whole model)
+          run_and_name, training_of, key_of, write_files, write, resume
+Use:      1. Write parameter_names(model): the name in the whole model of each parameter of this rank. Train with units
+             of 03_zero (model.units) and AdamW: no other optimizer's state is stored.
+          2. Call resume before the first step, and write after one, as train does. The attributes of cfg are stored as
+             JSON.
+Mind:     The scheduler, the order of the data and random states are yours: derive them from the step that resume
+          returns, or store them beside it.
+Together: Without tensor parallelism: SPLIT = {}, VOCABULARY = (), and model.tp a group of this rank alone.
 Needs:    cfg.checkpoint, cfg.device, cfg.keep, cfg.kv_heads, cfg.resume, cfg.vocab, model.tp, model.units, "k_proj",
           "v_proj", VOCABULARY, SPLIT, parameter_names
 Run:      torchrun --nproc_per_node 8 08_4d/checkpoint.py --checkpoint checkpoints
@@ -175,7 +181,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     G/4 to G/2 times the bytes of an fp32 ring.
     """
     if unit.matrices.grad is not None:
-        raise RuntimeError("a unit has a .grad: only the last micro-batch reduces, then zero_grad(set_to_none=True)")
+        raise RuntimeError("a unit has a .grad already: reduce once per step, in or after its last backward (see Use)")
     gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
@@ -805,7 +811,8 @@ class Model(nn.Module):
 
 def init_files(cfg: Config) -> list[str]:
     """Return the path of --init, or all paths that match it."""
-    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+    paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+    return [path for path in paths if os.path.isfile(path)]
 
 
 def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
@@ -956,7 +963,7 @@ def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """
     path = Path(cfg.data)
     files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+    if unreadable := [file for file in files if not (file.is_file() and os.access(file, os.R_OK))]:
         raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
     if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
         ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
@@ -967,9 +974,9 @@ def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         documents = [np.fromfile(file, np.uint8) for file in files]
         ids = np.concatenate([np.zeros(0, np.uint8), *documents])
         starts = np.cumsum([0, *map(len, documents[:-1])])
-        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+        wrong = not ids.all()  # text has no byte 0, other files have
     if wrong:
-        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
+        raise SystemExit(f"--data {cfg.data}: must be text, or one .bin file: ids.astype(np.uint32).tofile(FILE)")
     if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
         raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
     if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
@@ -991,6 +998,8 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
     if (largest := window.max()) >= cfg.vocab:
         raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
     unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    if unrelated.all():
+        raise SystemExit(f"--data {cfg.data}: a batch without a target: each token starts a document")
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
@@ -1059,6 +1068,8 @@ def run_schedule(
             if model.stage == model.stages - 1:
                 output = output / tokens
                 total += output.detach()
+            elif (output.dtype, output.shape) != (dtype, shape):  # the next stage would read memory that nobody wrote
+                raise ValueError(f"forward must return {dtype} {list(shape)}, not {output.dtype} {list(output.shape)}")
             work = send(model, op, output.detach())
             if torch.is_grad_enabled():
                 saved[i, chunk] = x, output, work
@@ -1092,8 +1103,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     for unit in model.units:
         gather(unit, model.gathers)  # later stages do it while they wait for activations
     operations = schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches)
-    inputs, targets = inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)  # b/dp/m s/cp
-    total = run_schedule(cfg, model.chunks, operations, inputs, targets, tokens)
+    micro = (x.tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/dp/m s/cp
+    total = run_schedule(cfg, model.chunks, operations, *micro, tokens)
     if model.stream:
         torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
     model.sending.clear()
@@ -1191,9 +1202,18 @@ def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
     return weights
 
 
+def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[float, ...]]) -> None:
+    """Write full weights for transformers; the metadata holds config and the numbers of each step."""
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise SystemExit(f"--save {cfg.save}: not written, weights are inf or NaN; try a lower --lr or more --warmup")
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+    part.write_bytes(to_bytes(weights, metadata))
+    part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     mine, weights = unshard(cfg, model), {}
     shapes = [None] * model.pp.size()
     # names and shapes; everyone waits
@@ -1205,9 +1225,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
-        part = Path(f"{os.path.realpath(cfg.save)}.tmp")
-        part.write_bytes(to_bytes(weights, metadata))
-        part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+        write_weights(cfg, weights, history)
 
 
 class SaveSlices(dcp.DefaultSavePlanner):
@@ -1270,11 +1288,15 @@ class LoadSlices(dcp.DefaultLoadPlanner):
             # those of one checkpoint do not overlap: all are there if each is there once, and their sizes add up
             once = len({chunk.offsets for chunk in chunks}) == len(chunks)
             if not once or sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(place.size):
-                raise ValueError(
-                    f"the checkpoint has not each row of {name} once: a file is missing, or is there twice"
-                )
+                raise ValueError(f"the checkpoint has not each row of {name} once: a file is missing or doubled")
             items += create_read_items_for_chunk_list(name, stored[name], [place.chunk])
         return LoadPlan(items)
+
+    def create_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        read = {item.dest_index.fqn for plan in plans for item in plan.items}
+        if unread := self.metadata.state_dict_metadata.keys() - read:
+            raise ValueError(f"the checkpoint has {min(unread)}, the model has not")
+        return plans
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn]
@@ -1285,6 +1307,8 @@ def verify(folder: str, key: int, writers: dist.ProcessGroup) -> None:
     damaged, found = "", [""] * writers.size()
     for file in sorted(Path(folder).glob("*.safetensors"))[writers.rank() :: writers.size()]:
         try:
+            if not file.is_file():  # a pipe would be waited for
+                raise OSError
             with safe_open(file, "pt") as stored:
                 offsets, sums = (json.loads(stored.metadata()[of]) for of in ("DCP_SHARDING_INFO", "checksums"))
                 for name in stored.keys():
@@ -1377,11 +1401,12 @@ def chosen(cfg: Config) -> list[Path]:
 def training_of(folder: Path | str) -> dict:
     """Return step, config, history and key of a checkpoint; exit with one line if they are not those of this folder."""
     try:
-        training = json.loads(Path(folder, "training.json").read_text())
+        file = Path(folder, "training.json")
+        training = json.loads(file.read_text() if file.is_file() else "null")  # a pipe would be waited for
         content = {name: training[name] for name in ("step", "config", "history")}
         if training["key"] == key_of(content) and Path(folder).name == f"step-{training['step']}":
             return training
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, RecursionError, ValueError, KeyError, TypeError):
         pass
     raise SystemExit(f"{folder}/training.json is damaged, or of another step; --resume names an older checkpoint")
 
@@ -1426,9 +1451,13 @@ def write(
     Call it once per step, and not before the first; steps that were skipped do not count. torch's async_save would copy
     the state once more before its thread starts.
     """
+    finite = torch.tensor(int(all(unit.shard.isfinite().all() for unit in model.units)))
+    dist.all_reduce(finite, dist.ReduceOp.MIN, group=writers)  # one element; everyone waits
+    if not finite:
+        raise SystemExit(f"--checkpoint {cfg.checkpoint}: step {step} is not written, weights are inf or NaN")
     folder = Path(cfg.checkpoint, f"step-{step}")
     state, places = snapshot(cfg, model, optimizer)
-    training = {"step": step, "config": asdict(cfg), "history": history}
+    training = {"step": step, "config": vars(cfg), "history": history}
     key = [key_of(training)]
     if writers.rank() == 0:
         folder.with_suffix(".writing").mkdir(parents=True)
@@ -1466,9 +1495,8 @@ def resume(
                     places[name], state[name] = where, torch.empty(where.chunk.sizes, dtype=where.properties.dtype)
                     parts.append((part, state[name].flatten()[first - rows.start * width :][: len(part)]))
         for key, shard in moments.items():
-            optimizer.state[unit.matrices][key], optimizer.state[unit.vectors][key] = shard.split(
-                [len(unit.matrices), len(unit.vectors)]
-            )
+            matrices, vectors = shard.split([len(unit.matrices), len(unit.vectors)])
+            optimizer.state[unit.matrices][key], optimizer.state[unit.vectors][key] = matrices, vectors
         for p in (unit.matrices, unit.vectors):
             optimizer.state[p]["step"] = torch.tensor(float(step), dtype=torch.float32, device=cfg.device)
     reader = dcp.HuggingFaceStorageReader(found[0])
@@ -1505,7 +1533,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         if not math.isfinite(loss + norm):
-            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
+            cause = "try a lower --lr or more --warmup" if step or not cfg.init else "look for NaN in --init"
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; {cause}")
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
         if cfg.validate and (step + 1) % cfg.validate == 0:
@@ -1532,6 +1561,20 @@ def show(cfg: Config) -> None:
         print(f"{axis:>8}  {'  '.join(','.join(map(str, ranks)) for ranks in groups)}")
 
 
+def check_folder(cfg: Config) -> None:
+    """Exit with one line unless --checkpoint is a folder, or can be made one, in which resume and write can work."""
+    folder = Path(cfg.checkpoint)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"--checkpoint {folder}: is no folder: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise SystemExit(f"--checkpoint {folder}: no folder to write to")
+    for path in folder.glob("step-*.*ing"):  # .writing or .removing: resume removes these folders
+        if path.is_symlink() or not path.is_dir():
+            raise SystemExit(f"--checkpoint {folder}: {path.name} must be a folder, no file or link: move it away")
+
+
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
     parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
@@ -1544,10 +1587,32 @@ def parse_config() -> Config:
     return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
 
 
+def check_config(cfg: Config, path: Path) -> None:
+    """Exit with one line unless config.json, beside the weights, describes this model where shapes do not show it."""
+    try:
+        config = dict(json.loads(path.read_text()))
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    except (RecursionError, TypeError, ValueError):
+        raise SystemExit(f"--init {cfg.init}: {path} is no JSON of a model's config") from None
+    published = dict(rms_norm_eps=1e-6, rope_theta=1e4, factor=1, sliding_window=None) | config | rope
+    wanted = dict(model_type="llama", num_attention_heads=cfg.heads, hidden_act="silu", rms_norm_eps=1e-5)
+    wanted |= dict(sliding_window=None, rope_theta=cfg.theta, factor=cfg.rope_factor)
+    if cfg.rope_factor != 1:
+        wanted |= dict(rope_type="llama3", low_freq_factor=1, high_freq_factor=4)
+        wanted |= dict(original_max_position_embeddings=8192)
+    for name, value in wanted.items():
+        if published.get(name) != value:
+            raise SystemExit(f"--init {cfg.init}: {path} has {name} {published.get(name)}, this model has {value}")
+    if cfg.vocab > 256 and not cfg.data.endswith(".bin"):
+        raise SystemExit(f"--data {cfg.data}: must be a .bin file, of ids by the tokenizer beside {path}")
+
+
 def check_init(cfg: Config) -> None:
     """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
-    shapes = tensor_shapes(cfg)
-    for path in init_files(cfg):
+    files, shapes = init_files(cfg), tensor_shapes(cfg)
+    if not files:
+        raise SystemExit(f"--init {cfg.init}: must be a .safetensors file, or 'FOLDER/*.safetensors' in quotes")
+    for path in files:
         try:
             file = safe_open(path, "pt")
         except (OSError, SafetensorError):
@@ -1555,11 +1620,14 @@ def check_init(cfg: Config) -> None:
         for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
             tensor = file.get_slice(name)
             kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
-            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "none, or another file has it, too"
             if f"{kind} {tensor.get_shape()}" != wanted:
                 raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
     if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
         raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
+    published = Path(files[0]).with_name("config.json")
+    if published.is_file():
+        check_config(cfg, published)
 
 
 def check(cfg: Config, world: int) -> None:
@@ -1568,23 +1636,21 @@ def check(cfg: Config, world: int) -> None:
     for flag, value in asdict(cfg).items():
         if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
             raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
+    if cfg.checkpoint:
+        check_folder(cfg)
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     tp, parts, layout = cfg.tp, cfg.dp * cfg.microbatches, f"--dp {cfg.dp} --cp {cfg.cp} --tp {cfg.tp} --pp {cfg.pp}"
     mesh, stages = cfg.dp * cfg.cp * tp * cfg.pp, cfg.pp * cfg.chunks
     uneven = cfg.chunks > 1 and cfg.microbatches % cfg.pp
     tokens = cfg.batch // parts * cfg.seq // cfg.cp  # that a rank has of a micro-batch
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40  # bytes
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
     large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
-    folder = Path(cfg.checkpoint).absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())  # which would hold it
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node {mesh} {os.path.relpath(__file__)} {layout}"),
         (mesh != world, f"{layout}: {mesh} ranks, must be the number of processes, {world}"),
         (cfg.batch % parts, f"--batch {cfg.batch}: must be divisible by {parts}, --dp times --microbatches"),
-        (cfg.checkpoint and not existing.is_dir(), f"--checkpoint {cfg.checkpoint}: {existing} is no folder"),
-        (cfg.checkpoint and not os.access(existing, os.W_OK), f"--checkpoint {cfg.checkpoint}: no folder to write to"),
         (
             cfg.resume and restarts and os.environ["TORCHELASTIC_RUN_ID"] == "none",
             f"--resume {cfg.resume}: --max_restarts needs torchrun's --standalone, or an --rdzv_id for each run",
@@ -1602,8 +1668,8 @@ def check(cfg: Config, world: int) -> None:
         ),
         (cfg.ffn % tp, f"--ffn {cfg.ffn}: must be divisible by --tp {tp}"),
         (tokens % tp, f"--tp {tp}: must divide the {tokens} tokens of a micro-batch"),
-        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
-        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (least > host * world, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and not os.access(f"{Path(cfg.save).resolve().parent}/", os.W_OK), f"--save {cfg.save}: no folder"),
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]

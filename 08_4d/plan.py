@@ -19,13 +19,13 @@ Source:   Ultra-Scale Playbook, "Finding the best training configuration"; Llama
 import argparse
 import bisect
 import csv
+import functools
 import itertools
 import json
 import math
 import os
 import statistics
 import sys
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -70,8 +70,7 @@ FULL = 7.6e10
 FRAGMENTS = 3e8
 HELD = {1: 45, 2: 0}
 COPIES = 9
-# The playbook's models (8.5): no grouped queries; the first two tie their embedding and head.
-TIED = "1.34B", "3.57B"
+# The playbook's models (8.5): no grouped queries.
 BOOK = {
     "1.34B": dict(layers=16, dim=2048, heads=32, kv_heads=32, ffn=8192),
     "3.57B": dict(layers=28, dim=3072, heads=32, kv_heads=32, ffn=8192),
@@ -93,11 +92,19 @@ CELLS = """
 32   80B 64.21   4  4 16  64 1 1   594 | 64   80B 53.46  32 16  1   4 2 1   343"""
 # Llama 3 405B, table 4: dp, cp, tp, pp, sequences per dp rank, tokens of one, MFU in %.
 LLAMA = [(64, 1, 8, 16, 32, 8192, 43), (128, 1, 8, 16, 16, 8192, 41), (8, 16, 8, 16, 16, 131072, 38)]
-LLAMA_RUNS = dict(zero=2, recompute="selective")
 CHUNKS = 1, 2, 4  # stages per rank that are tried
-KINDS = {1: "1F1B", 2: "Interleaved1F1B", 3: "ZBVZeroBubble"}  # torchtitan's names
-ERROR = 0.05  # of predicted speeds on one host: most that was measured is within it, all within 8 %
+RULES = (  # of layouts, as cuts tries them
+    "tp must divide --heads and --ffn, and divide --kv_heads or be its multiple; twice cp must divide --seq; pp times "
+    "--chunks must be at most --layers; --shard must divide dp; ZeRO-2 and 3 need dp above 1"
+)
+# Of predicted speeds on one host, with 8,192 tokens or more per GPU and micro-batch: most that was measured is within
+# it, all within 8 %. With 4,096, layouts of SmolLM-1.7B were off by 25 and 33 %.
+ERROR = 0.05
+MODEL = "layers dim heads kv_heads ffn vocab experts top_k seq".split()  # flags on which the FLOPs of a token depend
 RECOMPUTE = "none", "selective", "full"  # as 01_single_gpu/train.py, selective_ and activation_checkpointing.py
+# Megatron-LM's flags. Its selective recomputation differs: it runs the MLP again, torchtitan's every second matmul.
+SELECTIVE = {"granularity": "selective", "modules": "layernorm mlp"}
+KINDS = {"none": {}, "selective": SELECTIVE, "full": {"granularity": "full", "method": "uniform", "num-layers": 1}}
 AXES = dict(dp="data", cp="context", tp="tensor", pp="pipeline")
 SCALE = 8, 64, 512, 2048, 8192, 16384  # GPUs of --scale
 # of pictures: texts and axes are legible on white and on black, and nobody needs the colors
@@ -142,17 +149,28 @@ class Machine:
 # Experts' matmuls: suite expert_layer. Not measured: the network, 400 Gb/s of which NCCL reaches about 80 %, and its
 # latency.
 ATTENTION = {64: (440e12, 390e12), 128: (590e12, 510e12)}
-LINKS = dict(nvlink=349e9, pair=135e9, network=40e9, hop=15e-6)
-HOPPER = dict(peak=989.5e12, matmuls=720e12, grouped=585e12, attention=ATTENTION, **LINKS)
+H100 = Machine(
+    peak=989.5e12,
+    usable=74,
+    bandwidth=2.4e12,
+    matmuls=720e12,
+    grouped=585e12,
+    attention=ATTENTION,
+    nvlink=349e9,
+    pair=135e9,
+    network=40e9,
+    hop=15e-6,
+)
 MACHINES = {
-    "H100": Machine(usable=74, bandwidth=2.4e12, **HOPPER),
-    "H200": Machine(usable=132, bandwidth=3.4e12, **HOPPER),
+    "H100": H100,
+    "H200": replace(H100, usable=132, bandwidth=3.4e12),
     # AWS, where the playbook was measured (5.1): all-gathers of 256 MB take 1.0 ms on 8 ranks and 23 on 512, which is
     # 511 hops and the bytes
-    "H100-EFA": Machine(usable=74, bandwidth=2.4e12, **{**HOPPER, "hop": 43e-6}),
+    "H100-EFA": replace(H100, hop=43e-6),
     # Llama 3's (3.3.1): pods of 3,072 GPUs, between which the network is oversubscribed 1:7.
-    "H100-pods": Machine(usable=74, bandwidth=2.4e12, **HOPPER, pod=384, oversubscribed=7),
-    # 80 GB and 200 Gb/s. Nothing was measured here: each is the share of the specification that an H100 reaches.
+    "H100-pods": replace(H100, pod=384, oversubscribed=7),
+    # Nothing was measured of the next two: each number is the share of the specification that an H100 reaches. 80 GB,
+    # NVLink, 200 Gb/s between nodes; and 24 GB, PCIe 4.0, 10 Gb/s.
     "A100": Machine(
         peak=312e12,
         usable=74,
@@ -163,6 +181,18 @@ MACHINES = {
         nvlink=233e9,
         pair=90e9,
         network=20e9,
+        hop=15e-6,
+    ),
+    "RTX4090": Machine(
+        peak=165e12,
+        usable=21,
+        bandwidth=0.72e12,
+        matmuls=120e12,
+        grouped=98e12,
+        attention={64: (73e12, 65e12), 128: (98e12, 85e12)},
+        nvlink=24e9,
+        pair=9.5e9,
+        network=1e9,
         hop=15e-6,
     ),
 }
@@ -187,6 +217,7 @@ class Config:
     gpus_per_node: int = 8
     machine: Literal[tuple(MACHINES)] = "H100"
     memory: float = 0.0  # GiB per GPU that tensors may take; 0: what this machine has
+    tflops: float = 0.0  # bf16 TFLOP/s of a GPU by its specification; 0: what this machine has
     dp: int = 0  # ranks that split the batch; 0 here and below: whatever is best
     cp: int = 0  # ranks that split every sequence
     tp: int = 0  # ranks that split every block
@@ -194,7 +225,7 @@ class Config:
     ep: int = 0  # neighbours among the dp·cp ranks that split the experts; dp·cp/ep ranks hold the same ones
     chunks: int = 0  # stages per rank of pp: 1 is 1F1B, more are interleaved
     zbv: bool = False  # plan only zero-bubble pipelines in a V, as 06_pipeline/zbv.py: backward split in B and W
-    zero: int = 0  # 1: dp·cp ranks share AdamW's state; 2: summed gradients, too; 3: weights, too
+    zero: Literal[0, 1, 2, 3] = 0  # 1: dp·cp ranks share AdamW's state; 2: summed gradients, too; 3: weights, too
     shard: int = 0  # ranks that share the weights with ZeRO-3; fewer than dp: HSDP
     microbatches: int = 0  # parts of a rank's batch that go through the pipeline one after another
     recompute: Literal[("any", *RECOMPUTE)] = "any"  # what backward computes again; any: the least that fits
@@ -303,6 +334,13 @@ def equal_shares(cfg: Config, stages: int) -> list[range]:
     return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
 
 
+@functools.cache
+def layers_of(stages: int, shares: bool, **model: int) -> list[int]:
+    """How many layers each stage has, the same for all layouts with as many stages."""
+    split = equal_shares if shares else split_layers
+    return [len(layers) for layers in split(Config(**model), stages)]
+
+
 def has_ends(cfg: Config, rank: int) -> tuple[bool, bool]:
     """Return whether a rank of pp has the embedding, and whether it has the head."""
     return rank == 0, rank == (0 if cfg.zbv else cfg.pp - 1)
@@ -316,7 +354,7 @@ def stages(cfg: Config, by: Trainer) -> list[list[int]]:
     table, block, p = -(-cfg.vocab // cfg.tp) * cfg.dim, matrices(cfg) + 2 * cfg.dim, cfg.pp
     head = cfg.dim + table * (cfg.pp > 1 or not by.tied)
     chunks = cfg.chunks if cfg.pp * cfg.chunks <= cfg.layers else 1  # Llama 3's first and last chunk have no block
-    counts = [len(layers) for layers in (equal_shares if by.shares else split_layers)(cfg, cfg.pp * chunks)]
+    counts = layers_of(p * chunks, by.shares, **{name: getattr(cfg, name) for name in MODEL})
     found = []
     for rank, (first, last) in enumerate(has_ends(cfg, rank) for rank in range(p)):
         mine = counts[rank] + counts[2 * p - 1 - rank] if cfg.zbv else sum(counts[rank::p])
@@ -595,11 +633,10 @@ def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[
 
 def times_of(cfg: Config, by: Trainer, parts: list[list[int]]) -> list[dict[str, list[float]]]:
     """The times of all stages; those between the ends that have as many layers are alike."""
-    alike = {}
-    for stage, units in enumerate(parts):
-        alike.setdefault((*has_ends(cfg, stage), len(units)), stage)
-    found = {key: stage_times(cfg, by, stage, parts[stage]) for key, stage in alike.items()}
-    return [found[(*has_ends(cfg, stage), len(units))] for stage, units in enumerate(parts)]
+    kinds = [(*has_ends(cfg, stage), len(units)) for stage, units in enumerate(parts)]
+    alike = {kind: stage for stage, kind in enumerate(kinds)}
+    found = {kind: stage_times(cfg, by, stage, parts[stage]) for kind, stage in alike.items()}
+    return [found[kind] for kind in kinds]
 
 
 def share_of_weights(cfg: Config, by: Trainer) -> float:
@@ -746,7 +783,8 @@ def predict(cfg: Config, by: Trainer) -> Plan:
     """Predict a layout's memory, step and speed."""
     step = step_time(cfg, by)
     each = cfg.batch * cfg.seq / step.total() / (cfg.dp * cfg.cp * cfg.tp * cfg.pp)
-    return Plan(cfg, most_memory(cfg, by), step, each, each * flops_per_token(cfg) / MACHINES[cfg.machine].peak)
+    peak = 1e12 * cfg.tflops or MACHINES[cfg.machine].peak
+    return Plan(cfg, most_memory(cfg, by), step, each, each * flops_per_token(cfg) / peak)
 
 
 def divisors(n: int) -> list[int]:
@@ -755,28 +793,22 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // i for i in small)})
 
 
-def expert_cuts(cfg: Config, shards: int) -> list[int]:
-    """Sizes ep of groups of neighbouring dp·cp ranks that can split the experts."""
-    if not cfg.experts:
-        return [1]
-    return [ep for ep in divisors(shards) if cfg.experts % ep == 0 and cfg.ep in (0, ep)]
-
-
 def cuts(cfg: Config) -> list[Config]:
     """Ways to cut the model over the GPUs, with one sequence per micro-batch; ZeRO-3 and HSDP without cp and pp."""
     found = []
     for tp, cp, pp in itertools.product(divisors(cfg.gpus), repeat=3):
         dp, left = divmod(cfg.gpus, tp * cp * pp)
-        uneven = cfg.heads % tp or (cfg.kv_heads % tp and tp % cfg.kv_heads) or cfg.ffn % tp or cfg.seq // cp % tp
+        m = max(1, cfg.batch // max(1, dp))
+        uneven = cfg.heads % tp or (cfg.kv_heads % tp and tp % cfg.kv_heads) or cfg.ffn % tp or m * cfg.seq // cp % tp
         uneven = uneven or (cp > 1 and cfg.seq % (2 * cp)) or pp > cfg.layers or left
+        uneven = uneven or (cfg.experts and math.gcd(cfg.dim, cfg.ffn // tp) % 8)  # for grouped matmuls in bf16
         given = all(want in (0, size) for want, size in ((cfg.dp, dp), (cfg.cp, cp), (cfg.tp, tp), (cfg.pp, pp)))
         if not uneven and given:
-            m = max(1, cfg.batch // dp)
             sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, microbatches=m, batch=m * dp)
-            shards = {1, dp, min(dp, max(1, cfg.gpus_per_node // tp))} if cp == pp == 1 else {1}
-            shards = {1} if cfg.experts else shards if cfg.shard == 0 else shards | {cfg.shard}
+            shards = {1} if cfg.experts else {1, dp, min(dp, max(1, cfg.gpus_per_node // tp)), cfg.shard or 1}
             chunks = [2] if cfg.zbv else [cfg.chunks] if cfg.chunks else [1] if pp == 1 else CHUNKS
-            for shard, stages, ep in itertools.product(shards, chunks, expert_cuts(cfg, dp * cp)):
+            cuts_of_experts = [ep for ep in divisors(dp * cp) if (cfg.experts or 1) % ep == 0 and cfg.ep in (0, ep)]
+            for shard, stages, ep in itertools.product(shards, chunks, cuts_of_experts):
                 zero = 3 if shard > 1 else cfg.zero
                 asked = cfg.shard in (0, shard) and cfg.zero in (0, zero) and (zero == 3) == (shard > 1)
                 possible = dp % shard == 0 and (shard == 1 or cp == pp == 1) and (zero != 2 or dp * cp > 1)
@@ -787,13 +819,17 @@ def cuts(cfg: Config) -> list[Config]:
 
 def needs(cfg: Config) -> str:
     """Return what a layout needs that no recipe here has with it."""
-    alone = cfg.cp == cfg.tp == cfg.pp == 1
     missing = ["ZBV"] * cfg.zbv + ["recomputation"] * (cfg.recompute != "none")
-    missing += [f"ZeRO-{cfg.zero}"] * (cfg.zero > 1 and not alone)
+    missing += [f"ZeRO-{cfg.zero}"] * (cfg.zero > 1 and max(cfg.cp, cfg.tp, cfg.pp) > 1)
     return " and ".join(missing)
 
 
-def fitting(cfg: Config, by: Trainer, limit: float) -> list[Config]:
+def usable(cfg: Config) -> float:
+    """GiB of a GPU that tensors may take."""
+    return cfg.memory or MACHINES[cfg.machine].usable
+
+
+def fitting(cfg: Config, by: Trainer) -> list[Config]:
     """Return the layout as it fits: with the least recomputation, and with ZeRO-2 if that recomputes less.
 
     ZeRO-0 and AFAB are not tried: they send as much, idle as long, and have more in memory than ZeRO-1 and 1F1B. With
@@ -805,7 +841,7 @@ def fitting(cfg: Config, by: Trainer, limit: float) -> list[Config]:
             one = replace(cfg, zero=zero, recompute=recompute)
             if found and found[0].recompute == recompute:
                 break
-            if not (cfg.ours and needs(one)) and most_memory(one, by) <= limit:
+            if not (cfg.ours and needs(one)) and most_memory(one, by) <= usable(cfg):
                 found.append(one)
                 break
     return found
@@ -818,29 +854,68 @@ def least(cfg: Config, by: Trainer) -> float:
     return max(before + cfg.microbatches * own for before, own in zip(passed, busy))
 
 
+def progress(text: str) -> None:
+    """Say on a terminal what is being done, in place of what was."""
+    if sys.stderr.isatty():
+        print(f"{text:60}", end="\r", file=sys.stderr, flush=True)
+
+
+def fits(one: Config, by: Trainer) -> bool:
+    """Whether a cut fits with one sequence per micro-batch, or with all at once, which needs no fp32 sums."""
+    return any(fitting(replace(one, microbatches=m), by) for m in {one.microbatches, 1})
+
+
+def low_memory(cfg: Config) -> float:
+    """GiB of 10_mixed_precision/low_memory.py: 2 bytes of weights, 4 of moments and, after the loss, 2 of gradients."""
+    one = replace(cfg, dp=1, cp=1, tp=1, pp=1, chunks=1, zero=1, microbatches=1, recompute="selective")
+    n, elements, width = tokens(one), sum(stages(one, Trainer())[0]), cfg.dim // cfg.heads
+    loss = cfg.layers * kept(one) + n * (10 * cfg.dim + 4 + 4 * cfg.vocab)
+    always = 6 * elements + 16 * n + 8 * cfg.seq * width + 2**26
+    return (always + max(loss, 2 * elements + kept(one) + widest(one))) / GIB
+
+
+def would_fit(cfg: Config, by: Trainer) -> str:
+    """Name what would help where nothing fits: other sizes, more GPUs, fewer flags, on one GPU another recipe."""
+    layouts, node, ways = cuts(cfg), cfg.gpus_per_node, []
+    if not layouts:
+        return f". {RULES}"
+    if sizes := sorted({one.dp for one in layouts if fits(one, by)}):
+        if any(cfg.batch % dp == 0 for dp in sizes):
+            return ""  # the choice of micro-batches leaves none: the counts before this say it
+        return f". --batch {cfg.batch}: must be divisible by dp, {' or '.join(map(str, sizes))}"
+    if cfg.gpus == 1 and not cfg.experts and low_memory(cfg) <= usable(cfg):
+        ways.append(f"with 10_mixed_precision/low_memory.py ({low_memory(cfg):.1f} GiB)")
+    dropped = " and ".join(["without --ours"] * cfg.ours + ["with --recompute any"] * (cfg.recompute != "any"))
+    for gpus in (cfg.gpus * 2**i for i in range(14)):
+        gpus = gpus if gpus <= node else math.ceil(gpus / node) * node  # whole nodes
+        asked = replace(cfg, gpus=gpus)
+        for flags, one in ("", asked), (dropped, replace(asked, ours=False, recompute="any")):
+            if any(cfg.batch % cut.dp == 0 and fits(cut, by) for cut in cuts(one)):
+                more = f"with {gpus:,} GPUs" if gpus > cfg.gpus else ""
+                return f". It would fit {' or '.join([*ways, f'{more} {flags}'.strip()])}"
+    return f". It would fit {' or '.join(ways) or 'with nothing that is planned here'}"
+
+
 def plans(cfg: Config, by: Trainer, keep: int = 0) -> tuple[list[Plan], str]:
     """Take the playbook's three steps: what fits, what makes the batch, what is fastest. Return the fastest first.
 
     keep: skip layouts whose lower bound is above the keep-th best; 0: none.
     """
-    limit, every, rows, totals = cfg.memory or MACHINES[cfg.machine].usable, cuts(cfg), [], []
-    # with one sequence per micro-batch, or all at once, which needs no fp32 sums
-    least_memory = ((one, [replace(one, microbatches=m) for m in {one.microbatches, 1}]) for one in every)
-    fit = [one for one, some in least_memory if any(fitting(each, by, limit) for each in some)]
+    every, rows, totals = cuts(cfg), [], []
+    progress(f"{len(every):,} layouts on {cfg.gpus:,} GPUs: which fit?")
+    fit = [one for one in every if fits(one, by)]
     reach = [replace(one, batch=cfg.batch) for one in fit if cfg.batch % one.dp == 0]
     wanted = [m for m in divisors(cfg.batch) if cfg.microbatches in (0, m)]
     found = [replace(one, microbatches=m) for one in reach for m in wanted if cfg.batch // one.dp % m == 0]
     found = [one for one in found if one.chunks == 1 or one.zbv or one.microbatches % one.pp == 0]
-    found = [some for one in found if tokens(one) % one.tp == 0 for some in fitting(one, by, limit)]
-    begun, watched = time.monotonic(), sys.stderr.isatty()
+    found = [some for one in found if tokens(one) % one.tp == 0 for some in fitting(one, by)]
     for done, (floor, _, one) in enumerate(sorted((keep and least(one, by), i, one) for i, one in enumerate(found))):
         if not keep or len(totals) < keep or floor < totals[keep - 1]:
             rows.append(predict(one, by))
             bisect.insort(totals, rows[-1].step.total())
-            if watched and time.monotonic() - begun > 2:
-                print(f"{done:,} of {len(found):,} layouts on {cfg.gpus:,} GPUs", end="\r", file=sys.stderr)
-    steps = f"{len(every)} layouts have the sizes asked for. 1: {len(fit)} fit in {limit:g} GiB. 2: "
-    steps += f"{len(reach)} make the batch, with {len(found)} choices of micro-batches that fit"
+            progress(f"{done:,} of {len(found):,} layouts on {cfg.gpus:,} GPUs")
+    steps = f"layouts of these sizes: {len(every)}, fit in {usable(cfg):g} GiB: {len(fit)}, make the batch: "
+    steps += f"{len(reach)}, choices of micro-batches that fit: {len(found)}"
     return sorted(rows, key=lambda row: row.step.total()), steps
 
 
@@ -848,7 +923,7 @@ def nanotron(zero: int, model: str = "") -> Trainer:
     """The playbook's program, with one of its models: eager, fp32 gradients, async tp, rings, ZeRO-1 beside nothing."""
     by = Trainer(SPEED, bool(zero), accumulates=True, sent=4, all_to_all=False, async_tp=True, eager=True)
     by = replace(by, launch=LAUNCH, crowded=CROWDED, stall=STALL, hidden=not zero)
-    return replace(by, tied=model in TIED, shares=True, held=True)
+    return replace(by, tied=model in ("1.34B", "3.57B"), shares=True, held=True)
 
 
 def runs_of(file: str) -> list[dict[str, str]]:
@@ -944,10 +1019,8 @@ def cells() -> list[tuple[Plan, int, Plan, int, str, float, float]]:
 
 def playbook() -> str:
     """The playbook's best configurations beside ours: dp tp pp micro-batches ZeRO. Gain: ours over its, predicted."""
-    head = " dp tp pp   m"
-    lines = [
-        f"nodes model {head + ', book':21}| {head + ', ours':19}| tokens/s/GPU, predicted {'':7}|  GB, predicted | gain"
-    ]
+    head, cut = "nodes model {:21}| {:19}| tokens/s/GPU, predicted        |  GB, predicted | gain", " dp tp pp   m, "
+    lines = [head.format(f"{cut}book", f"{cut}ours")]
     rows, same, cut, near = cells(), 0, 0, 0
     for ours, our_zero, book, zero, name, gb, measured in rows:
         a, b = ((c.dp, c.tp, c.pp, c.microbatches, z) for c, z in ((book.cfg, zero), (ours.cfg, our_zero)))
@@ -958,14 +1031,10 @@ def playbook() -> str:
         same, cut, near = same + (a == b), cut + (a[:3] == b[:3]), near + (ours.tokens < 1.05 * book.tokens)
     errors = sorted(abs(row[2].tokens / row[6] - 1) for row in rows)
     half, most = errors[len(rows) // 2], errors[int(0.9 * len(rows))]
-    lines += [
-        f"Of {len(rows)} choices {same} are the same, {cut} have the same dp, tp and pp; {near} of the book's are"
-    ]
-    lines += [
-        f"within 5 % of ours as we predict both. The book's are predicted within {half:.0%} of what it measured in"
-    ]
-    lines += [f"half of the cells, and within {most:.0%} in 90 %. --measured FILE compares other runs."]
-    return "\n".join(lines)
+    end = f"""Of {len(rows)} choices {same} are the same, {cut} have the same dp, tp and pp; {near} of the book's are
+within 5 % of ours as we predict both. The book's are predicted within {half:.0%} of what it measured in
+half of the cells, and within {most:.0%} in 90 %. --measured FILE compares other runs."""
+    return "\n".join([*lines, end])
 
 
 def llama() -> list[tuple[Plan, float, int]]:
@@ -977,8 +1046,8 @@ def llama() -> list[tuple[Plan, float, int]]:
     """
     found, by = [], Trainer(all_to_all=False, sent=4, gathers_keys=True)
     for dp, cp, tp, pp, m, seq, mfu in LLAMA:
-        layout = dict(dp=dp, cp=cp, tp=tp, pp=pp, ep=1, chunks=8, microbatches=m)
-        sizes = dict(preset="llama3_405b", gpus=dp * cp * tp * pp, batch=dp * m, seq=seq, **LLAMA_RUNS)
+        layout = dict(dp=dp, cp=cp, tp=tp, pp=pp, ep=1, chunks=8, microbatches=m, zero=2, recompute="selective")
+        sizes = dict(preset="llama3_405b", gpus=dp * cp * tp * pp, batch=dp * m, seq=seq)
         plan = predict(Config(**PRESETS["llama3_405b"], **sizes, **layout), by)
         masked = 6 * plan.cfg.layers * plan.cfg.dim * seq
         found.append((plan, plan.mfu * (1 + masked / flops_per_token(plan.cfg)), mfu))
@@ -1051,7 +1120,8 @@ def reason(rows: list[Plan]) -> str:
             break
     text += " Experts count as equally busy." * (best.cfg.experts > 0)
     if len(near := ties(rows)) > 1:
-        text += f" The first {len(near)} are within {ERROR:.0%}, the error of such predictions; "
+        text += f" The first {len(near)} are within {ERROR:.0%}, the error of most predictions on one host with 8,192"
+        text += " tokens per GPU and micro-batch; "
         text += f"cut along the fewest axes is {shape(simplest(rows).cfg)}."
     return text
 
@@ -1071,7 +1141,7 @@ def simplest(rows: list[Plan]) -> Plan:
 def command(cfg: Config) -> str:
     """The line that trains with this layout."""
     nodes, each = max(1, cfg.gpus // cfg.gpus_per_node), min(cfg.gpus, cfg.gpus_per_node)
-    several = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500 " if nodes > 1 else ""
+    several = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_id run1 --rdzv_endpoint HOST:29500 " if nodes > 1 else ""
     given = {f.name: getattr(cfg, f.name) for f in fields(Config)[1:9]}  # the model's sizes
     preset = "llama3_8b" if cfg.preset in ("llama3_70b", "llama3_405b") else cfg.preset  # train.py has none for these
     known = {**asdict(Config()), **PRESETS[preset]}
@@ -1086,24 +1156,10 @@ def command(cfg: Config) -> str:
     return f"torchrun {several}--nproc_per_node {each} {file} {model} {layout} --dtype bfloat16 --compile"
 
 
-def flags_of_experts(cfg: Config) -> tuple[dict[str, object], dict[str, object]]:
-    """Flags of Megatron-LM and of torchtitan for experts; torchtitan's ep must be a multiple of cp."""
-    megatron = {"num-experts": cfg.experts, "moe-router-topk": cfg.top_k, "expert-model-parallel-size": cfg.ep}
-    megatron |= {"moe-token-dispatcher-type": "alltoall", "moe-grouped-gemm": True}
-    titan = {"parallelism.expert_parallel_degree": cfg.ep}
-    titan["parallelism.expert_tensor_parallel_degree"] = min(cfg.tp, cfg.ep) > 1 and cfg.tp
-    return megatron, titan
-
-
 def elsewhere(cfg: Config) -> list[str]:
-    """The nearest flags of Megatron-LM and torchtitan, and settings of nanotron, of those that can do it.
-
-    Selective recomputation differs: Megatron-LM's runs the MLP again, torchtitan's every second matmul.
-    """
-    each, one, shard = cfg.batch // cfg.dp, cfg.batch // cfg.dp // cfg.microbatches, max(cfg.shard, 1)
-    experts = flags_of_experts(cfg) if cfg.experts else ({}, {})
-    kinds = {"none": {}, "selective": {"granularity": "selective", "modules": "layernorm mlp"}}
-    kinds["full"] = {"granularity": "full", "method": "uniform", "num-layers": 1}
+    """The nearest flags of Megatron-LM and torchtitan, and settings of nanotron, of those that can do it."""
+    each, one = cfg.batch // cfg.dp, cfg.batch // cfg.dp // cfg.microbatches
+    shard, experts = max(cfg.shard, 1), cfg.experts > 0
     stages, fsdp = split_layers(cfg, cfg.pp * cfg.chunks), cfg.zero > 1 and cfg.pp == 1  # its FSDP has no pipelines
     layout = "|".join("E" * (i == 0) + f"t*{len(stage)}" for i, stage in enumerate(stages)) + "L"
     megatron = {
@@ -1112,7 +1168,11 @@ def elsewhere(cfg: Config) -> list[str]:
         "context-parallel-size": cfg.cp,
         "pipeline-model-parallel-size": cfg.pp,
         "pipeline-model-parallel-layout": cfg.pp > 1 and f"'{layout}'",
-        **experts[0],
+        "num-experts": experts and cfg.experts,
+        "moe-router-topk": experts and cfg.top_k,
+        "expert-model-parallel-size": experts and cfg.ep,
+        "moe-token-dispatcher-type": experts and "alltoall",
+        "moe-grouped-gemm": experts,
         "use-distributed-optimizer": True,
         "overlap-grad-reduce": True,
         "overlap-param-gather": True,
@@ -1124,9 +1184,10 @@ def elsewhere(cfg: Config) -> list[str]:
         "global-batch-size": cfg.batch,
         "seq-length": cfg.seq,
         "bf16": True,
-        **{f"recompute-{name}": value for name, value in kinds[cfg.recompute].items()},
+        **{f"recompute-{name}": value for name, value in KINDS[cfg.recompute].items()},
     }
-    # torchtitan cuts stages of equal size, and may count embedding and head as a layer each
+    # torchtitan cuts stages of equal size, and may count embedding and head as a layer each; its ep is a multiple of cp
+    kind = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")[min(cfg.chunks, 2) + cfg.zbv - 1]
     sizes = [(-(-(cfg.layers + 2 * ends) // len(stages)), ends) for ends in (1, 0)]
     size, ends = next(((n, e) for n, e in sizes if -(-(cfg.layers + 2 * e) // n) == len(stages)), (0, 0))
     titan = {
@@ -1135,9 +1196,10 @@ def elsewhere(cfg: Config) -> list[str]:
         "parallelism.fsdp_reshard_after_forward": "always" if cfg.zero == 3 else "never",
         "parallelism.context_parallel_degree": cfg.cp,
         "parallelism.tensor_parallel_degree": cfg.tp,
-        **experts[1],
+        "parallelism.expert_parallel_degree": experts and cfg.ep,
+        "parallelism.expert_tensor_parallel_degree": experts and min(cfg.tp, cfg.ep) > 1 and cfg.tp,
         "parallelism.pipeline_parallel_degree": cfg.pp,
-        "parallelism.pipeline_parallel_schedule": KINDS[min(cfg.chunks, 2) + cfg.zbv],
+        "parallelism.pipeline_parallel_schedule": kind,
         "parallelism.pipeline_parallel_layers_per_stage": size,
         "parallelism.pipeline_parallel_first_stage_less_layers": ends,
         "parallelism.pipeline_parallel_last_stage_less_layers": ends,
@@ -1188,10 +1250,8 @@ def draw_plans(rows: list[Plan], upper: pyplot.Axes, lower: pyplot.Axes) -> None
     upper.set(xlabel="GiB of the fullest stage", ylabel="tokens/s/GPU, predicted", ylim=(0, 1.1 * rows[0].tokens))
     upper.legend(loc="upper left", ncol=2, columnspacing=0.8, handletextpad=0)
     title = "{preset}, {gpus} x {machine}, {batch} x {seq} tokens: the fastest of each dp, cp, tp, pp{and_ep}\n"
-    upper.set_title(
-        title.format(and_ep=", ep" * (rows[0].cfg.experts > 0), **asdict(rows[0].cfg))
-        + "open marks: no recipe here trains it; circle: the fastest"
-    )
+    title += "open marks: no recipe here trains it; circle: the fastest"
+    upper.set_title(title.format(and_ep=", ep" * (rows[0].cfg.experts > 0), **asdict(rows[0].cfg)))
     shown = list(best.values())[:12]
     for place, row in enumerate(shown):
         start = 0
@@ -1208,22 +1268,23 @@ def draw_plans(rows: list[Plan], upper: pyplot.Axes, lower: pyplot.Axes) -> None
 
 
 def draw_scale(ours: list[Plan], axes: pyplot.Axes) -> None:
-    """MFU of the best layout by GPUs and model, with its tp, cp and pp below, and Llama 3's published values."""
+    """MFU of the best layout by GPUs and model, with its tp, cp and pp below; Llama 3's published values."""
     ticks = [f"{n:,}" for n in SCALE]
     for (color, mark), preset in zip(MARKS, dict.fromkeys(plan.cfg.preset for plan in ours)):
         rows = {SCALE.index(plan.cfg.gpus): plan for plan in ours if plan.cfg.preset == preset}
         mfus = [100 * row.mfu for row in rows.values()]
         axes.plot([*rows], mfus, f"{mark}-", color=color)
-        axes.text(max(rows) + 0.15, mfus[-1] - 1, preset, color=color)
+        axes.text(max(rows) + 0.6, mfus[-1] - 1, preset, color=color)
         cuts = {place: f"{row.cfg.tp}·{row.cfg.cp}·{row.cfg.pp}" for place, row in rows.items()}
         ticks = [f"{tick}\n{cuts.get(place, '-')}" for place, tick in enumerate(ticks)]
     places, published, predicted = zip(*((SCALE.index(p.cfg.gpus), mfu, 100 * theirs) for p, theirs, mfu in llama()))
-    axes.plot(places, published, "x", color=INK, ms=9, mew=2, label="405B, published; the lowest: 131,072 tokens")
-    style = dict(color=INK, mfc="none", ms=11, mew=1.5, label="the same, predicted; both by the paper's formula")
-    axes.plot(places, predicted, "s", **style)
+    places = [place + 0.2 * (1 + places[:i].count(place)) for i, place in enumerate(places)]
+    axes.vlines(places, published, predicted, color=INK, lw=1)
+    axes.plot(places, published, "x", color=INK, mew=2, label="405B, published; the lowest: 131,072 tokens")
+    axes.plot(places, predicted, "_", color=INK, mew=2, label="the same, predicted; both by the paper's formula")
     axes.set_xticks([-0.7, *range(len(SCALE))], ["H100s\n8b\n70b\n405b", *ticks])
     axes.tick_params(length=0)
-    axes.set(xlabel="tp·cp·pp of the best layout", ylabel="MFU, %", ylim=0, xlim=(-0.9, 6.2))
+    axes.set(xlabel="tp·cp·pp of the best layout", ylabel="MFU, %", ylim=0, xlim=(-0.9, 6.9))
     axes.set_title("Predicted MFU of the best layout, sequences of 8,192 tokens")
     axes.legend(loc="lower left")
 
@@ -1260,21 +1321,24 @@ def draw(rows: list, file: str, how: Callable[..., None], height: float, *grid: 
 
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
-    parser = argparse.ArgumentParser(description=__doc__, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.formatter_class, parser.usage = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
     for f in fields(Config):
         takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
         parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
     given = vars(parser.parse_args())
+    alone = next((flag for flag in ("measured", "playbook", "scale") if given.get(flag)), None)
+    if alone and (others := sorted(given.keys() - {alone, alone != "playbook" and "draw"})):
+        raise SystemExit(f"--{others[0]}: not beside --{alone}, which has layouts of its own")
     return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
 
 
 def check(cfg: Config) -> None:
     """Exit with one line that names the invalid flag, its value, and what would work."""
     for flag, value in asdict(cfg).items():
-        least = 0 if flag in ("memory", "chunks", "zero", "shard", "microbatches", "experts", "ep", *AXES) else 1
-        if type(value) in (int, float) and not value >= least:
-            raise SystemExit(f"--{flag} {value}: must be at least {least}")
+        least = min(1, getattr(Config, flag)) if type(value) in (int, float) else 0
+        if type(value) in (int, float) and not least <= value < 1e12:
+            raise SystemExit(f"--{flag} {value}: must be at least {least}, and below 1e12")
     gpus, each, sizes = cfg.gpus, cfg.gpus_per_node, [(axis, getattr(cfg, axis)) for axis in AXES]
     product, sharded = math.prod(size or 1 for _, size in sizes), cfg.zero == 3 or cfg.shard > 1
     problems = [
@@ -1283,7 +1347,6 @@ def check(cfg: Config) -> None:
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (gpus > each and gpus % each, f"--gpus {gpus}: must be a multiple of --gpus_per_node {each}"),
         (cfg.shard and gpus % cfg.shard, f"--shard {cfg.shard}: must divide --gpus {gpus}"),
-        (cfg.zero > 3, f"--zero {cfg.zero}: must be 1, 2 or 3, or 0 for whatever is best"),
         (cfg.shard > 1 and cfg.zero not in (0, 3), f"--shard {cfg.shard}: --zero must be 3"),
         (cfg.experts and cfg.top_k > cfg.experts, f"--top_k {cfg.top_k}: must be at most --experts {cfg.experts}"),
         (not cfg.experts and cfg.top_k > 1, f"--top_k {cfg.top_k}: --experts must be above 0"),
@@ -1296,19 +1359,20 @@ def check(cfg: Config) -> None:
         (cfg.zbv and (1 in (gpus, cfg.pp) or cfg.zero > 1), "--zbv: --gpus and --pp must be above 1, and --zero 1"),
         (cfg.zbv and cfg.recompute not in ("any", "none"), "--zbv: --recompute must be none"),
         (cfg.zbv and cfg.chunks not in (0, 2), f"--chunks {cfg.chunks}: --zbv has 2"),
+        (cfg.ours and (cfg.zbv or cfg.recompute in RECOMPUTE[1:]), "--ours: must go without --zbv and --recompute"),
         (cfg.zero == 3 and 1 in (cfg.dp, cfg.shard), "--zero 3: --dp and --shard must be above 1"),
         (sharded and max(cfg.cp, cfg.pp) > 1, "--zero 3: must go without --cp and --pp, and so must --shard"),
         (gpus % product, f"--gpus {gpus}: must be divisible by {product}, the product of --dp, --cp, --tp and --pp"),
         (cfg.batch % max(1, cfg.microbatches), f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
-        (bool(cfg.measured) + cfg.playbook + cfg.scale > 1, "--measured, --playbook, --scale: one at a time"),
+        (cfg.experts and math.gcd(cfg.dim, cfg.ffn) % 8, f"--ffn {cfg.ffn}, --dim {cfg.dim}: must be multiples of 8"),
         (cfg.layers > 10_000, f"--layers {cfg.layers}: must be at most 10000"),
         (cfg.draw and not cfg.draw.endswith(".svg"), f"--draw {cfg.draw}: must end in .svg"),
         (not os.path.isdir(os.path.dirname(cfg.draw) or "."), f"--draw {cfg.draw}: there is no such folder"),
-        (cfg.draw and cfg.playbook, f"--draw {cfg.draw}: --playbook has no picture"),
+        (os.path.exists(cfg.draw) and not os.path.isfile(cfg.draw), f"--draw {cfg.draw}: is no file"),
+        (cfg.measured and not os.path.isfile(cfg.measured), f"--measured {cfg.measured}: cannot be read as .csv"),
     ]
-    for wrong, problem in problems:
-        if wrong:
-            raise SystemExit(problem)
+    if found := [problem for wrong, problem in problems if wrong]:
+        raise SystemExit(found[0])
 
 
 def main() -> None:
@@ -1322,10 +1386,11 @@ def main() -> None:
         text, rows = scale()
         print(text)
         return draw(rows, cfg.draw, draw_scale, 4) if cfg.draw else None
-    rows, steps = plans(cfg, Trainer(), 0 if cfg.draw else max(cfg.top, 12))
+    by = Trainer(1e12 * cfg.tflops / MACHINES[cfg.machine].peak or 1)
+    rows, steps = plans(cfg, by, 0 if cfg.draw else max(cfg.top, 12))
     if not rows:
-        raise SystemExit(f"--gpus {cfg.gpus}: {steps}")
-    print(f"{cfg.preset}, {cfg.gpus} x {cfg.machine}, {cfg.batch} sequences of {cfg.seq} tokens: {steps}.")
+        raise SystemExit(f"--gpus {cfg.gpus}: {steps}{would_fit(cfg, by)}")
+    print(f"{cfg.preset}, {cfg.gpus} x {cfg.machine}, {cfg.batch} x {cfg.seq} tokens; {steps}.")
     print(table(rows[: cfg.top]), reason(rows), sep="\n")
     best, simple = rows[0].cfg, simplest(rows).cfg
     ours = [one for one in dict.fromkeys((best, simple)) if not needs(one)]

@@ -10,6 +10,7 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import compare
 import contract
@@ -227,13 +228,13 @@ def test_no_checkpoint_of_a_training_that_has_diverged(tmp_path, file=CHECKPOINT
 
 
 def test_the_step_is_an_argument(tmp_path, file=CHECKPOINT):
-    """... and not the length of the history: a trainer may log every second step, or none."""
+    """... and not the length of the history: a trainer may log every second step. Its cfg may be any object."""
 
     def logs_every_second_step(module):
         write = module.write
 
         def thinned(cfg, model, optimizer, step, history, *others):
-            return write(cfg, model, optimizer, step, history[1::2], *others)
+            return write(SimpleNamespace(**vars(cfg)), model, optimizer, step, history[1::2], *others)
 
         module.write = thinned
 
@@ -267,14 +268,36 @@ def test_another_model_is_refused():
     assert refused(f"{more} --checkpoint {folder}") is None
 
 
+def test_a_smaller_model_is_refused(tmp_path):
+    """... by resume itself: a trainer that pastes it has no check of the stored config."""
+    folder, *_ = uninterrupted(2, TWO, 4)
+
+    def unchecked(module):
+        module.check = lambda *_: None
+
+    with pytest.raises(RankFailed, match="has .* model.layers.2.*, the model has not; --resume"):
+        launch(CHECKPOINT, 2, f"{FLAGS} --layers 2 {TWO} --steps 5 --checkpoint {folder}", probe=unchecked, save=False)
+
+
+def test_weights_that_are_infinite_are_not_written(tmp_path):
+    """... by any rank, although the loss and the gradient of the last step are finite."""
+    flags = f"{FLAGS} {TWO} --dtype float32 --steps 1 --warmup 0 --lr 1e39 --clip inf --checkpoint {tmp_path}/new"
+    with pytest.raises(RankFailed, match="step 1 is not written, weights are inf or NaN"):
+        launch(CHECKPOINT, 2, flags, save=False)
+    assert not [*(tmp_path / "new").iterdir()]
+
+
 def test_what_cannot_be_a_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "step-7").mkdir()
     (tmp_path / "step-7-backup").mkdir()  # is none of ours
     assert "is no folder" in refused(f"--checkpoint {tmp_path}/file")
     assert "is no folder" in refused(f"--checkpoint {tmp_path}/file/inside")
+    assert "is no folder" in refused(f"--checkpoint {tmp_path}/{'long' * 99}")
     line = refused(f"--checkpoint {tmp_path}")
     assert "is damaged" in line and "step-7/training.json" in line and "--resume" in line
+    (tmp_path / "step-9.writing").write_text("")
+    assert "step-9.writing must be a folder" in refused(f"--checkpoint {tmp_path}")
 
 
 HEAD, QUERY = "weight lm_head.weight", "weight model.layers.0.self_attn.q_proj.weight"
@@ -299,6 +322,11 @@ def move_a_row_up(tensors, metadata) -> None:
     metadata["DCP_SHARDING_INFO"] = json.dumps(offsets)
 
 
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
 def history_twice(folder: Path) -> None:
     training = json.loads((folder / "training.json").read_text())
     training["history"] *= 2
@@ -321,6 +349,9 @@ DAMAGE = {
     "history": history_twice,
     "a list": lambda folder: (folder / "training.json").write_text("[]"),
     "no JSON": lambda folder: (folder / "training.json").write_text("{"),
+    "deep JSON": lambda folder: (folder / "training.json").write_text(10**5 * "["),
+    "a pipe": lambda folder: pipe(folder / "training.json"),
+    "a pipe for a file": lambda folder: pipe(folder / "rank-1.safetensors"),
     "another number": lambda folder: folder.rename(folder.parent / "step-99"),
 }
 PLAIN = "flip", "move", "no file", "history"

@@ -1,6 +1,7 @@
 """What plan.py predicts, against what was measured, published, and what memory.py and the simulated schedules say."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import json
@@ -12,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import schedules
+import torch
 from launch import ROOT, load
 from test_lineage import FAMILY
 
@@ -121,7 +123,16 @@ def test_sharded_weights():
 
 def test_memory_is_what_memory_py_says():
     """Alone and together: within 2 %, and up to two units more, a reduction's copies that memory.py leaves out."""
-    sizes = [(1, 1, 1, 1), (8, 1, 1, 1), (1, 2, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (2, 2, 2, 2), (1, 1, 4, 2)]
+    sizes = [
+        (1, 1, 16, 1),
+        (1, 1, 1, 1),
+        (8, 1, 1, 1),
+        (1, 2, 1, 1),
+        (1, 1, 4, 1),
+        (1, 1, 1, 4),
+        (2, 2, 2, 2),
+        (1, 1, 4, 2),
+    ]
     models = [
         ("smollm_1_7b", 2048, (2, "none")),
         ("llama3_8b", 8192, (1, "selective")),
@@ -286,6 +297,13 @@ def test_zero_between_nodes(monkeypatch):
     assert gather == reduce == pytest.approx(len(units) * 15e-6 + sum(units) / 40e9)
 
 
+def test_groups_of_hsdp_on_two_nodes():
+    """Each is on one node: their all-reduce alone leaves it, and costs more than on one large node."""
+    sizes = dict(PLAN.PRESETS["llama3_1b"], seq=4096, batch=16, microbatches=1, gpus=16, dp=16, shard=8, chunks=1)
+    far, near = (PLAN.Config(**sizes, cp=1, tp=1, pp=1, gpus_per_node=n) for n in (8, 16))
+    assert PLAN.predict(far, TRAIN).step.dp > 1.05 * PLAN.predict(near, TRAIN).step.dp
+
+
 def test_more_ranks_than_key_heads():
     """Each of 32 ranks of tp has one of 8 key heads, which is 128 wide, and 1/32 of all other matrices."""
     cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], tp=32)
@@ -306,24 +324,63 @@ def test_finds_the_best(monkeypatch, capsys):
     PLAN.main()
     head, *lines = capsys.readouterr().out.splitlines()
     launcher, own = next(line for line in lines if "torchrun" in line).split(" 08_4d/train.py ")
-    assert f"{len(rows)} choices" in head and f"Best: {PLAN.shape(best)}." in "\n".join(lines)
-    assert launcher.startswith("  torchrun --nnodes 2 ") and launcher.endswith("--nproc_per_node 8")
+    assert f"that fit: {len(rows)}." in head and f"Best: {PLAN.shape(best)}." in "\n".join(lines)
+    assert (
+        launcher.startswith("  torchrun --nnodes 2 ")
+        and " --rdzv_id " in launcher
+        and launcher.endswith("--nproc_per_node 8")
+    )
     train = loaded("08_4d/train.py")
     cfg = typed(train, f"train.py {own} --device cpu")
     train.check(cfg, 16)
     assert all(getattr(cfg, size) == getattr(best, size) for size in (*PLAN.AXES, "chunks", "microbatches"))
-    # every layout, not the best alone; of the second, fewer layers than GPUs
-    files, experts = set(), PLAN.Config(gpus=8, batch=8, experts=12, top_k=3)
-    fewer, zero2 = PLAN.Config(gpus=16, batch=16, ffn=72, seq=24), PLAN.Config(gpus=8, batch=32, zero=2)
-    for wanted in (PLAN.Config(gpus=8, batch=8), fewer, experts, zero2):
-        for row in PLAN.plans(PLAN.replace(wanted, ours=True), TRAIN)[0]:
-            module, line = recipe_of(row.cfg)
-            cfg = typed(module, line)
-            assert all(getattr(cfg, name) == getattr(wanted, name) for name in ("dim", "ffn", "vocab", "seq", "batch"))
-            assert not wanted.experts or (cfg.experts, cfg.top_k, cfg.ep) == (12, 3, row.cfg.ep)
-            module.check(PLAN.replace(cfg, device="cpu"), wanted.gpus)
-            files.add(line.split()[0])
-    assert len(files) == 5
+
+
+LAYOUT = "dp", "cp", "tp", "pp", "chunks", "microbatches"
+QUESTIONS = [  # what only some layouts can do
+    dict(gpus=1, batch=6),
+    dict(gpus=8, batch=8),  # a layer per stage
+    dict(gpus=16, gpus_per_node=16, batch=16, ffn=72, seq=24),  # fewer layers than GPUs
+    dict(gpus=8, batch=4, seq=20, ffn=100),  # tp divides the tokens of several sequences
+    dict(gpus=8, batch=7, seq=8, layers=3),
+    dict(gpus=6, batch=12, dim=48, heads=6, kv_heads=2, vocab=257, seq=36),
+    dict(gpus=12, gpus_per_node=12, batch=6, dim=96, heads=12, kv_heads=3, layers=12),
+    dict(gpus=8, batch=8, experts=12, top_k=3),
+    dict(gpus=8, batch=6, experts=2, ffn=72, seq=12, layers=5),  # half an expert is no multiple of 8
+    dict(gpus=4, batch=2, experts=6, heads=2, kv_heads=1, seq=8, layers=1),
+    dict(gpus=8, batch=32, zero=2),
+    dict(gpus=8, batch=16, zero=3),
+]
+
+
+def accepted(wanted):
+    """The layouts with which train.py, or moe.py, trains this model, of the numbers of chunks that are tried."""
+    module, found = loaded(f"08_4d/{'moe' if wanted.experts else 'train'}.py"), set()
+    names = [f.name for f in PLAN.fields(module.Config) if hasattr(wanted, f.name) and f.name not in LAYOUT]
+    given = {name: getattr(wanted, name) for name in names} | dict(device="cuda", dtype="bfloat16")
+    sizes = itertools.product(*[PLAN.divisors(wanted.gpus)] * 4, PLAN.CHUNKS, PLAN.divisors(wanted.batch))
+    for size, ep in itertools.product(sizes, PLAN.divisors(wanted.gpus) if wanted.experts else [1]):
+        layout = dict(zip(LAYOUT, size)) | ({"ep": ep} if wanted.experts else {})
+        if math.prod(size[:4]) == wanted.gpus and (size[3] > 1 or size[4] == 1):
+            with contextlib.suppress(SystemExit):
+                module.check(module.Config(**{**given, **layout}), wanted.gpus)
+                found.add((*size, ep))
+    return found
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=str)
+def test_layouts_that_the_recipes_accept(monkeypatch, question):
+    """All of these are found, and no others; the printed line has the sizes."""
+    wanted = PLAN.Config(**question, ours=True, memory=1e6)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 16)
+    rows = [row.cfg for row in PLAN.plans(wanted, TRAIN)[0]]
+    for one in rows:
+        module, line = recipe_of(one)
+        cfg = typed(module, f"{line} --device cuda")
+        assert all(getattr(cfg, name) == getattr(wanted, name) for name in ("dim", "ffn", "vocab", "seq", "batch"))
+        module.check(cfg, wanted.gpus)
+    found = {(*(getattr(one, name) for name in LAYOUT), one.ep) for one in rows if one.zero < 2}
+    assert found == (set() if wanted.zero else accepted(wanted)) and rows
 
 
 def recipe_of(cfg):
@@ -346,6 +403,9 @@ def test_the_printed_line_has_the_model():
         rope = {"llama3_1b": 32.0, "llama3_8b": 8.0, "llama3_70b": 8.0, "llama3_405b": 8.0}.get(preset, 1.0)
         rates = (3e-3, 10) if preset == "tiny" else ({"llama3_70b": 1.5e-4, "llama3_405b": 8e-5}.get(preset, 3e-4), 100)
         assert (cfg.rope_factor, cfg.lr, cfg.warmup) == (rope, *rates), preset
+    chosen = dict(experts=16, top_k=5, dp=1, cp=1, tp=1, pp=1, chunks=1, microbatches=1)
+    cfg = typed(*recipe_of(PLAN.Config(**chosen)))
+    assert (cfg.experts, cfg.top_k) == (16, 5)
 
 
 def test_best_only_finds_the_same():
@@ -383,10 +443,11 @@ def test_least_recomputation():
     """
     cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], gpus=64, batch=512, seq=8192, dp=64, cp=1, tp=1, pp=1, chunks=1)
     one = PLAN.replace(cfg, shard=1, microbatches=8)
-    found = {gib: [(c.zero, c.recompute) for c in PLAN.fitting(one, TRAIN, gib)] for gib in (100, 74, 60, 45, 25)}
+    fits = {gib: PLAN.fitting(PLAN.replace(one, memory=gib), TRAIN) for gib in (100, 74, 60, 45, 25)}
+    found = {gib: [(c.zero, c.recompute) for c in some] for gib, some in fits.items()}
     other, both = [(1, "full"), (2, "none")], [(2, "selective")]
     assert found == {100: [(1, "none")], 74: [(1, "selective"), (2, "none")], 60: other, 45: both, 25: [(2, "full")]}
-    assert PLAN.fitting(PLAN.replace(one, ours=True), TRAIN, 25) == []
+    assert PLAN.fitting(PLAN.replace(one, ours=True, memory=25), TRAIN) == []
     rows = PLAN.plans(PLAN.replace(cfg, ours=True), TRAIN)[0]
     assert rows and all(row.cfg.recompute == "none" for row in rows)
 
@@ -429,6 +490,41 @@ def test_machines():
     assert PLAN.ring(pods, gib, 6144, 1) == PLAN.ring(PLAN.Config(), gib, 6144, 1)
     assert PLAN.message(pods, gib, 2, 3072) == pytest.approx(15e-6 + 7 * gib / 40e9)
     assert PLAN.message(pods, gib, 2, 1536) == pytest.approx(15e-6 + gib / 40e9)
+
+
+def test_another_card(monkeypatch, capsys):
+    """A tenth of the FLOPs: compute takes ten times as long, for the same share of the peak, beside the same memory."""
+    found = []
+    for flags in ("", "--tflops 98.95"):
+        words = f"plan.py --preset smollm_1_7b --gpus 1 --batch 2 --seq 4096 --microbatches 2 {flags}"
+        monkeypatch.setattr(sys, "argv", words.split())
+        PLAN.main()
+        _, gib, times, speed = capsys.readouterr().out.splitlines()[2].replace(",", "").split("|")
+        found.append((float(gib), float(times.split()[1]), float(speed.split()[1].rstrip("%"))))
+    (gib, compute, mfu), (same, slower, other_mfu) = found
+    assert gib == same and slower == pytest.approx(10 * compute, rel=0.01) and mfu < other_mfu < 1.25 * mfu
+
+
+def test_what_would_fit(monkeypatch):
+    """Where nothing does: recomputation, more GPUs, and low_memory.py, as large as memory.py says."""
+    one = "--preset llama3_8b --gpus 1 --seq 8192 --batch 1"
+    for flags, words in (
+        (one, "with 10_mixed_precision/low_memory.py (72.2 GiB) or with 2 GPUs"),
+        (f"{one} --memory 72", "with 2 GPUs"),
+        ("--preset llama3_8b --seq 8192 --batch 8 --memory 20 --recompute none", "with --recompute any"),
+        ("--preset llama3_8b --seq 8192 --batch 8 --memory 20 --ours", "without --ours"),
+        ("--preset llama3_70b --gpus 8 --batch 64 --seq 8192 --ours", "with 16 GPUs without --ours"),
+        ("--preset mixtral_8x7b --gpus 6 --batch 24 --seq 4096", "with 16 GPUs"),  # whole nodes
+        ("--memory 0.01", "with nothing that is planned here"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
+        with pytest.raises(SystemExit) as stop:
+            PLAN.main()
+        assert stop.value.code.endswith(f". It would fit {words}")
+    for preset, seq in (("llama3_8b", 8192), ("llama3_8b", 1024), ("smollm_1_7b", 4096)):
+        same = dict(PLAN.PRESETS[preset], seq=seq, batch=1, recompute="selective")
+        theirs = MEMORY.peak(MEMORY.Config(**same, dtype="bfloat16", compile=True, precision="stochastic"))[1]
+        assert PLAN.low_memory(PLAN.Config(**same)) * 2**30 == pytest.approx(sum(theirs.values()), rel=0.01)
 
 
 def test_taken_from_moe_py():
@@ -579,21 +675,22 @@ def test_experts_are_cut_by_tp():
     [
         ("--tp 3", "--tp 3: must divide --gpus 8"),
         ("--gpus 12", "--gpus 12: must be a multiple of --gpus_per_node 8"),
-        ("--batch 0", "--batch 0: must be at least 1"),
+        ("--batch 0", "--batch 0: must be at least 1, and below 1e12"),
         ("--draw plan.png", "--draw plan.png: must end in .svg"),
         ("--measured none.csv", "--measured none.csv: cannot be read as .csv"),
+        ("--measured /dev/zero", "--measured /dev/zero: cannot be read as .csv"),
         ("--shard 3", "--shard 3: must divide --gpus 8"),
         ("--draw none/x.svg", "--draw none/x.svg: there is no such folder"),
         ("--heads 7", "--heads 7: --dim 128 must be an even multiple of it"),
         (
             "--preset llama3_405b --batch 8",
-            "--gpus 8: 43 layouts have the sizes asked for. 1: 0 fit in 74 GiB. 2: 0 make the batch, with 0 choices of "
-            "micro-batches that fit",
+            "--gpus 8: layouts of these sizes: 43, fit in 74 GiB: 0, make the batch: 0, choices of micro-batches that "
+            "fit: 0. It would fit with 128 GPUs",
         ),
-        ("--zero 4", "--zero 4: must be 1, 2 or 3, or 0 for whatever is best"),
         ("--zbv --pp 1", "--zbv: --gpus and --pp must be above 1, and --zero 1"),
         ("--zbv --recompute full", "--zbv: --recompute must be none"),
         ("--zbv --chunks 4", "--chunks 4: --zbv has 2"),
+        ("--ours --recompute full", "--ours: must go without --zbv and --recompute"),
         ("--experts 4 --top_k 5", "--top_k 5: must be at most --experts 4"),
         ("--top_k 2", "--top_k 2: --experts must be above 0"),
         ("--ep 2", "--ep 2: --experts must be above 0"),
@@ -606,7 +703,9 @@ def test_experts_are_cut_by_tp():
         ("--shard 2 --pp 2", "--zero 3: must go without --cp and --pp, and so must --shard"),
         ("--tp 8 --dp 8", "--gpus 8: must be divisible by 64, the product of --dp, --cp, --tp and --pp"),
         ("--microbatches 3", "--microbatches 3: must divide --batch 16"),
-        ("--playbook --scale", "--measured, --playbook, --scale: one at a time"),
+        ("--playbook --scale", "--scale: not beside --playbook, which has layouts of its own"),
+        ("--scale --gpus 8", "--gpus: not beside --scale, which has layouts of its own"),
+        ("--experts 4 --ffn 100", "--ffn 100, --dim 128: must be multiples of 8"),
     ],
 )
 def test_bad_input(monkeypatch, flags, problem):

@@ -17,14 +17,17 @@ import argparse
 import os
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+if find_spec("triton") is None:
+    raise SystemExit("the kernels of this file need Triton, which requirements.txt installs on Linux")
 import triton
 import triton.language as tl
 
@@ -112,8 +115,8 @@ class Slot:
     mean: Tensor  # of its gradients
     square: Tensor  # mean of their squares
     group: dict
-    version: int  # p._version when the master was last rounded into it; writes through p.data go unnoticed
     form: tuple  # dtype and device of the parameter
+    version: int = -1  # p._version when the master was last rounded into it; writes through p.data go unnoticed
     steps: int = 0  # in which it had a gradient
 
     def check(self) -> None:
@@ -121,7 +124,7 @@ class Slot:
         p = self.parameter
         if self.form != (p.dtype, p.device) or not p.is_contiguous():
             raise ValueError("a parameter has changed its dtype, device or layout: make a new optimizer for it")
-        if self.version != p._version and not torch.equal(p, self.master.to(p.dtype)):
+        if self.version != p._version and not torch.allclose(p, self.master.to(p.dtype), 0, 0, equal_nan=True):
             raise ValueError("a parameter is not its rounded master: load weights into slots[i].master, too")
 
 
@@ -141,17 +144,18 @@ class Launch:
 class AdamW:
     """AdamW that clips, keeps fp32 masters of bf16 and fp16 parameters, and goes through memory once.
 
-    It computes what torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW do. `groups` are dicts with `params`, and
-    their own `lr` and `weight_decay` if they need them; `param_groups` are copies of these, in which a schedule changes
-    lr. Masters begin as copies of the parameters: who has these in fp32 copies them over `slots[i].master`. Parameters
-    without a gradient are left alone. The norm is that of this process. State is in `slots`; there is no state_dict.
+    It computes what torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW do. `params` are parameters, pairs of name and
+    parameter, or dicts with `params` of these kinds, and their own `lr` and `weight_decay` if they need them;
+    `param_groups` are copies of the dicts, in which a schedule changes lr. Masters begin as copies of the parameters:
+    who has these in fp32 copies them over `slots[i].master`. Parameters without a gradient are left alone. The norm is
+    that of this process. State is in `slots`; there is no state_dict.
     Raises ValueError for parameters that are not contiguous, on several devices, given twice, without memory of
     their own (as DTensors), and in a step for those that were moved, cast or loaded without masters.
     """
 
     def __init__(
         self,
-        groups: list[dict],
+        params: Iterable[Tensor | tuple[str, Tensor] | dict],
         lr: float,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -159,16 +163,22 @@ class AdamW:
         clip: float = float("inf"),
     ):
         self.betas, self.eps, self.clip = betas, eps, clip
+        entries = [params] if isinstance(params, Tensor) else list(params)
+        groups = entries if all(isinstance(entry, dict) for entry in entries) else [dict(params=entries)]
         self.param_groups = [dict(lr=lr, weight_decay=weight_decay) | group for group in groups]
         if any(group.keys() & {"betas", "eps", "clip"} for group in self.param_groups):
             raise ValueError("betas, eps and clip are the same for all groups: give them to AdamW")
         self.slots = []
         for group in self.param_groups:
-            for p in [params] if isinstance(params := group["params"], Tensor) else params:
+            entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+            group["params"] = [entry if isinstance(entry, Tensor) else entry[1] for entry in entries]
+            for p in group["params"]:
                 master = p if p.dtype.itemsize >= 4 else p.detach().float()
                 mean, square = torch.zeros_like(master), torch.zeros_like(master)
-                self.slots.append(Slot(p, master, mean, square, group, p._version, (p.dtype, p.device)))
+                self.slots.append(Slot(p, master, mean, square, group, (p.dtype, p.device)))
         parameters = [slot.parameter for slot in self.slots]
+        if not parameters:
+            raise ValueError("AdamW got no parameters: was params a generator that is used up?")
         if not all(p.is_contiguous() for p in parameters):
             raise ValueError("parameters must be contiguous")
         if any(p.numel() and not p.data_ptr() for p in parameters):  # as a DTensor: the kernels take addresses

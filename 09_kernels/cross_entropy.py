@@ -12,7 +12,7 @@ the weight is added up over the chunks in fp32. No matmul runs twice. What backw
 gradient of the loss.
 
 Parent:   none
-Copy:     IGNORE, place, check_free, loss_kernel, gradient_kernel, scale_kernel, losses, write_gradient, rescale,
+Copy:     IGNORE, tile_indices, check_free, loss_kernel, gradient_kernel, scale_kernel, losses, write_gradient, rescale,
           CrossEntropy, cross_entropy_sum, add_product, LinearCrossEntropy, linear_cross_entropy_sum (call
           cross_entropy_sum or linear_cross_entropy_sum: unlike torch's, they return a sum, not a mean, and the logits
           are overwritten by their gradient)
@@ -26,11 +26,14 @@ import random
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+if find_spec("triton") is None:
+    raise SystemExit("the kernels of this file need Triton, which requirements.txt installs on Linux")
 import triton
 import triton.language as tl
 
@@ -41,7 +44,7 @@ IGNORE = -100  # target of a token that must not be predicted: the first one of 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 @triton.jit
-def place(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def tile_indices(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows and columns of this program's tile. Neighbouring programs have neighbouring tiles of the same rows."""
     tiles = tl.cdiv(columns, COLUMNS)  # of a row
     program = tl.program_id(0).to(tl.int64)  # 64 bits: a tensor may have more than 2^31 elements
@@ -120,7 +123,7 @@ def gradient_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write scale·(softmax - one_hot) for one tile of the logits [n, v]; rows without a target get zeros."""
-    row, column = place(v, ROWS, COLUMNS)
+    row, column = tile_indices(v, ROWS, COLUMNS)
     inside = (row < n) & (column < v)
     target = tl.load(target_ptr + row, row < n, IGNORED)
     top, log = tl.load(top_ptr + row, row < n, 0), tl.load(log_ptr + row, row < n, 0)

@@ -37,6 +37,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+if find_spec("triton") is None:
+    raise SystemExit("the kernels of this file need Triton, which requirements.txt installs on Linux")
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor

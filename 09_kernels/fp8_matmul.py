@@ -6,7 +6,7 @@ outlier costs the others; the smaller, the more work has the matmul:
     tensorwise   one scale per tensor                             C = scale_a scale_b (A8 B8ᵀ)
     rowwise      one per row of A and of B                        C_ij = scale_ai scale_bj (A8 B8ᵀ)_ij
     blockwise    one per 128 elements of a row, or per 128 x 128  C = Σ over blocks of 128 of k of scaled products
-In fp8 tensor cores take both operands with k contiguous: C [m, n] = A [m, k] B [n, k]ᵀ. A linear y = x wᵀ, and both its
+Hopper takes both operands in fp8 with k contiguous: C [m, n] = A [m, k] B [n, k]ᵀ. A linear y = x wᵀ, and both its
 gradients dx = dy w and dw = dyᵀ x, therefore read each operand as it is and transposed. A kernel writes both while it
 holds a tile. Tensorwise and rowwise need amax first, so they read x twice; blockwise reads it once.
 
@@ -40,11 +40,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+if find_spec("triton") is None:
+    raise SystemExit("the kernels of this file need Triton, which requirements.txt installs on Linux")
 import triton
 import triton.language as tl
 from triton.experimental import gluon

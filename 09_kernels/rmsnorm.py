@@ -7,7 +7,8 @@ one row of partial sums, which are then added in a fixed order. No atomics: two 
 
 Parent:   none
 Copy:     LONGEST_ROW, widen, rms_norm_forward, rms_norm_backward, elements, rows_of, normalize, normalize_backward,
-          Norm, AddNorm, check_norm, rms_norm, add_rms_norm (call rms_norm or add_rms_norm)
+          Norm, AddNorm, check_norm, rms_norm, add_rms_norm (call rms_norm or add_rms_norm, with the eps of
+          your model: 1e-5, as in Llama 3, if you give none)
 Run:      python 09_kernels/rmsnorm.py
 Source:   Zhang and Sennrich 2019, arXiv:1910.07467
 """
@@ -17,11 +18,14 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+if find_spec("triton") is None:
+    raise SystemExit("the kernels of this file need Triton, which requirements.txt installs on Linux")
 import triton
 import triton.language as tl
 

@@ -16,6 +16,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import torch
 from einops import rearrange
@@ -23,6 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+if find_spec("triton") is None:
+    raise SystemExit("the kernels of this file need Triton, which requirements.txt installs on Linux")
 import triton
 import triton.language as tl
 

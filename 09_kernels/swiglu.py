@@ -7,9 +7,9 @@ product need not be kept, either: the backward kernel writes it, too (6 passes),
 From forward to backward that is 2·n·f elements instead of 3·n·f, in the largest tensors of a block.
 
 Parent:   none
-Copy:     widen, rows_of, place, silu_mul_forward, silu_mul_backward, sigmoid, tile, silu_mul_rows, silu_mul_gradients,
-          SiluMul, SwiGLU, check_free, check_swiglu, silu_mul, swiglu (call silu_mul, or swiglu with the weight of the
-          matmul)
+Copy:     widen, rows_of, tile_indices, silu_mul_forward, silu_mul_backward, sigmoid, tile, silu_mul_rows,
+          silu_mul_gradients, SiluMul, SwiGLU, check_free, check_swiglu, silu_mul, swiglu (call silu_mul, or swiglu with
+          the weight of the matmul)
 Run:      python 09_kernels/swiglu.py
 Source:   Shazeer 2020, arXiv:2002.05202
 """
@@ -19,11 +19,14 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+if find_spec("triton") is None:
+    raise SystemExit("the kernels of this file need Triton, which requirements.txt installs on Linux")
 import triton
 import triton.language as tl
 
@@ -45,7 +48,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def place(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def tile_indices(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows and columns of this program's tile. Neighbouring programs have neighbouring tiles of the same rows."""
     tiles = tl.cdiv(columns, COLUMNS)  # of a row
     program = tl.program_id(0).to(tl.int64)  # 64 bits: a tensor may have more than 2^31 elements
@@ -58,7 +61,7 @@ def silu_mul_forward(
     gate_ptr, up_ptr, h_ptr, n, f, gate_stride, up_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Write h = silu(gate)·up [n, f] for one tile of ROWS x COLUMNS elements."""
-    row, column = place(f, ROWS, COLUMNS)
+    row, column = tile_indices(f, ROWS, COLUMNS)
     inside = (row < n) & (column < f)
     gate = widen(tl.load(gate_ptr + row * gate_stride + column, inside, 0))
     up = widen(tl.load(up_ptr + row * up_stride + column, inside, 0))
@@ -73,7 +76,7 @@ def silu_mul_backward(
     RECOMPUTE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of one tile of gate and up [n, f], which may be written over them; and h over dh."""
-    row, column = place(f, ROWS, COLUMNS)
+    row, column = tile_indices(f, ROWS, COLUMNS)
     inside = (row < n) & (column < f)
     dh = widen(tl.load(dh_ptr + row * dh_stride + column, inside, 0))
     gate = widen(tl.load(gate_ptr + row * gate_stride + column, inside, 0))

@@ -153,6 +153,9 @@ def test_other_strides_are_right(file=None):
         found = torch.autograd.grad(module.flash_attention(*low).sum(), low)
         exact = torch.autograd.grad(module.reference(*wide)[0].sum(), wide)
         assert all(module.relative_error(x, y) < limit for x, y in zip(found, exact)), "an expanded gradient"
+        found = torch.autograd.grad(module.flash_attention_with_lse(*low)[1].sum(), low[:2])
+        exact = torch.autograd.grad(module.reference(*wide)[1].sum(), wide[:2])
+        assert all(module.relative_error(x, y) < limit for x, y in zip(found, exact)), "of the log-sum-exp"
         for cut in lambda x: x[:, :, 1::2], lambda x: x[..., 1:33], lambda x: x[..., ::2], lambda x: x.mT[..., :16]:
             found = torch.autograd.grad(module.flash_attention(*map(cut, low)).square().sum(), low)
             exact = torch.autograd.grad(module.reference(*map(cut, wide))[0].square().sum(), wide)

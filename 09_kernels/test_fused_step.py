@@ -105,24 +105,38 @@ def test_masters(file=None):
 
 @in_a_fork
 def test_loaded_weights_are_not_undone(file=None):
-    """In fp32 they are what is trained; of bf16 a step asks for the masters, and takes them."""
+    """In fp32 they are what is trained; of bf16 a step asks for the masters, and takes them.
+
+    Before the first step, what raises no version counts, too: a broadcast.
+    """
     module = load(file or ADAMW)
     layers = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).bfloat16()
     for layer in layers:
-        optimizer = module.AdamW([dict(params=list(layer.parameters()))], lr=0.1, weight_decay=0.0)
-        layer.load_state_dict({"weight": torch.full((4, 4), 3.0)}, assign=False)
-        layer.weight.data = layer.weight.data.clone()  # elsewhere, as Module.to does
-        layer.weight.grad = torch.ones_like(layer.weight)
-        if layer.weight.dtype == torch.bfloat16:
-            layer.weight.detach().copy_(layer.weight.clone())
-            layer.weight.grad, gradient = None, layer.weight.grad
+        optimizer = module.AdamW(layer.parameters(), lr=0.1, weight_decay=0.0)
+        for value in 3.0, 5.0:
+            if value == 5:
+                layer.load_state_dict({"weight": torch.full((4, 4), value)}, assign=False)
+            layer.weight.data = torch.full_like(layer.weight, value)  # elsewhere, as Module.to does
+            if layer.weight.dtype == torch.bfloat16:
+                optimizer.step()  # without a gradient
+                layer.weight.grad = torch.ones_like(layer.weight)
+                with pytest.raises(ValueError, match="not its rounded master"):
+                    optimizer.step()
+                optimizer.slots[0].master.fill_(value)
+            layer.weight.grad = torch.ones_like(layer.weight)
             optimizer.step()
-            layer.weight.grad = gradient
-            with pytest.raises(ValueError, match="not its rounded master"):
-                optimizer.step()
-            optimizer.slots[0].master.fill_(3.0)
-        optimizer.step()
-        assert torch.allclose(layer.weight.float(), torch.tensor(2.9), rtol=0.01), layer.weight
+            assert torch.allclose(layer.weight.float(), torch.tensor(value - 0.1), rtol=0.01), layer.weight
+            optimizer.zero_grad()
+
+
+@in_a_fork
+def test_takes_parameters_as_torch_does():
+    """As they are, with their names, or in dicts; and from generators."""
+    AdamW, layer = load(ADAMW).AdamW, nn.Linear(3, 2)
+    for params in [layer.weight, layer.bias], layer.parameters(), layer.named_parameters():
+        assert AdamW(params, lr=0.1).param_groups[0]["params"] == [layer.weight, layer.bias]
+    groups = AdamW([dict(params=layer.weight), dict(params=iter([("bias", layer.bias)]))], lr=0.1).param_groups
+    assert [group["params"] for group in groups] == [[layer.weight], [layer.bias]]
 
 
 @in_a_fork
@@ -143,6 +157,8 @@ def test_what_the_optimizer_cannot_step(file=None):
             optimizer.step()
     with pytest.raises(ValueError, match="memory"):
         AdamW([dict(params=[nn.Parameter(torch.ones(4, device="meta"))])], lr=0.1)
+    with pytest.raises(ValueError, match="no parameters"):
+        AdamW([], lr=1e-3)
     with pytest.raises(ValueError, match="betas, eps and clip"):
         AdamW([dict(params=[nn.Parameter(torch.ones(4))], betas=(0.9, 0.95))], lr=0.1)
 

@@ -510,20 +510,23 @@ def test_linear_cross_entropy_without_gradients(file=None):
 
 @in_a_fork
 def test_linear_cross_entropy_adds_up_in_float32(file=None):
-    """In bfloat16, over 64 chunks: the gradient of an fp32 weight is off by the roundings of the logits alone."""
+    """In bfloat16, over 64 chunks: a weight's gradient is off by the roundings of the logits, and one of its own."""
     module = load(file or CROSS_ENTROPY)
     n, d, v = 1024, 16, 30
     x, weight, targets = random(n, d, dtype=torch.bfloat16) + 1, random(v, d).bfloat16().float(), torch.arange(n) % v
 
-    def error(chunk: int) -> float:
-        leaf = weight.clone().requires_grad_()
+    def error(chunk: int, dtype: torch.dtype) -> float:
+        leaf = weight.to(dtype).requires_grad_()
         (found,) = torch.autograd.grad(module.linear_cross_entropy_sum(x, leaf, targets, chunk), leaf)
-        assert found.dtype == torch.float32
+        assert found.dtype == dtype
         return module.relative_error(found, exact)
 
     wide = weight.double().requires_grad_()
     (exact,) = torch.autograd.grad(module.linear_reference(x.double(), wide, targets), wide)
-    assert error(16) <= 1.1 * error(n) <= 2**-8, "sums over chunks are rounded"
+    for dtype in torch.float32, torch.bfloat16:
+        assert error(16, dtype) <= 1.1 * error(n, dtype) <= 2**-8, (
+            f"sums over chunks are rounded, as the weight: {dtype}"
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- as a user

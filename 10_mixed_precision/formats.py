@@ -350,7 +350,8 @@ def show(title: str, rows: list[list[str]]) -> None:
 
 def parse_config() -> Config:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for field in fields(Config):
         parser.add_argument(f"--{field.name}", type=field.type, default=field.default, help=f"default: {field.default}")
     return Config(**vars(parser.parse_args()))

@@ -13,8 +13,10 @@ Lesson:   cast_kernel, cast, shapes_of_cast, quantize, Multiply, Linear, quantiz
           train_step
 Plumbing: Config
 Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
-          quantize_weights, shift_histories (call both after each optimizer step, and quantize_weights before the first
-          forward, too; all linears are on one device; otherwise as fp8_tensorwise.py says)
+          check_weight, register_check, quantize_weights, shift_histories (call the last two after each optimizer step,
+          and quantize_weights before the first forward, too; all linears are on one device; otherwise as
+          fp8_tensorwise.py says)
+Mind:     A checkpoint holds linear.past of each Linear, too.
 Needs:    cfg.history
 Run:      python 10_mixed_precision/fp8_delayed_scaling.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; Transformer Engine's DelayedScaling
@@ -26,11 +28,14 @@ import json
 import math
 import os
 import time
+import weakref
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from glob import glob
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
@@ -42,6 +47,8 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))  # read when triton is imported
+if find_spec("triton") is None:
+    raise SystemExit("the kernels of this file need Triton, which requirements.txt installs on Linux")
 import triton
 import triton.language as tl
 
@@ -228,7 +235,8 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Linear(inputs, outputs, bias=False).weight  # initialised, for a trainer that does not
         self.quantized: tuple[Tensor, ...] = ()  # by quantize; no buffers, whose dtype Model.to would change
-        self.version = 0, -1  # which weight is in fp8, and its version; writes through .data go unnoticed
+        self.version = 0, -1  # which weight is in fp8, and its version
+        self.diagonal: Tensor | None = None  # of that weight, as bits, if backward checks it
         self.amax: tuple[Tensor, ...] = ()  # of x and of dy in this step, each []
         self.past: tuple[Tensor | None, ...] = (None, None)  # in earlier ones, each [n]
 
@@ -328,7 +336,8 @@ class Model(nn.Module):
 
 def init_files(cfg: Config) -> list[str]:
     """Return the path of --init, or all paths that match it."""
-    return [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+    paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+    return [path for path in paths if os.path.isfile(path)]
 
 
 def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
@@ -395,7 +404,7 @@ def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """
     path = Path(cfg.data)
     files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-    if unreadable := [file for file in files if not os.access(file, os.R_OK)]:
+    if unreadable := [file for file in files if not (file.is_file() and os.access(file, os.R_OK))]:
         raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
     if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
         ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
@@ -406,9 +415,9 @@ def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         documents = [np.fromfile(file, np.uint8) for file in files]
         ids = np.concatenate([np.zeros(0, np.uint8), *documents])
         starts = np.cumsum([0, *map(len, documents[:-1])])
-        wrong = any(file.suffix in (".bin", ".npy") for file in files)
+        wrong = not ids.all()  # text has no byte 0, other files have
     if wrong:
-        raise SystemExit(f"--data {cfg.data}: token ids must be one .bin file, by ids.astype(np.uint32).tofile(FILE)")
+        raise SystemExit(f"--data {cfg.data}: must be text, or one .bin file: ids.astype(np.uint32).tofile(FILE)")
     if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
         raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
     if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
@@ -430,6 +439,8 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
     if (largest := window.max()) >= cfg.vocab:
         raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
     unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    if unrelated.all():
+        raise SystemExit(f"--data {cfg.data}: a batch without a target: each token starts a document")
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
@@ -479,9 +490,12 @@ class AdamW:
     def gradients(self) -> list[Tensor]:
         """Those of one micro-batch, or the sums of several, in the order of the slots; None where there is none."""
         for s in self.slots:
-            if s.parameter is not s.master and s.parameter.grad is not None and s.master.grad is not None:
+            p, master = s.parameter, s.master
+            if p is master:
+                continue
+            if p.grad is not None and master.grad is not None:
                 raise RuntimeError("weight and master have a .grad: call accumulate_gradients after each backward")
-            if s.version != s.parameter._version and not torch.equal(s.parameter, s.master.to(s.parameter.dtype)):
+            if s.version != p._version and not torch.allclose(p, master.to(p.dtype), 0, 0, equal_nan=True):
                 raise RuntimeError("a weight is not its rounded master: load weights into model.masters, too")
         return [s.master.grad if s.parameter.grad is None else s.parameter.grad for s in self.slots]
 
@@ -574,10 +588,38 @@ def gradient_norm(optimizer: AdamW) -> Tensor:
     return torch.stack(norms).norm()
 
 
+def check_weight(owner: weakref.ref[Linear], equal: Tensor, gradient: Tensor) -> None:
+    """Raise if a weight is not what quantize_weights has read: a hook, which backward calls with the gradient of it.
+
+    The version of a weight is not enough: fused optimizers, collectives, writes through .data and compiled code leave
+    it as it was. On a GPU the answer is read in the next backward, so that nobody waits for it.
+    """
+    linear = owner()
+    if linear is not None and linear.weight.dtype == torch.bfloat16:
+        diagonal = linear.weight.detach().diagonal().view(torch.int16)  # bits: NaN equals NaN
+        equal.copy_((diagonal == linear.diagonal).all(), non_blocking=True)
+        if not equal:
+            raise RuntimeError(
+                "a weight has changed: call quantize_weights(model) after each optimizer step, and ZeRO's gathers"
+            )
+
+
+def register_check(linears: list[Linear]) -> None:
+    """Let each backward check the last weight that is trained, which stands for all."""
+    trained = [m for m in linears if m.weight.requires_grad]
+    for linear in [m for m in trained if m.diagonal is not None] or trained[-1:]:
+        if linear.diagonal is None or linear.version[0] != id(linear.weight):  # else the weight has its hook
+            equal = torch.ones((), dtype=torch.bool, pin_memory=torch.cuda.is_available())
+            # a weak reference: torch never frees a cycle through a hook
+            linear.weight.register_hook(partial(check_weight, weakref.ref(linear), equal))
+        linear.diagonal = linear.weight.detach().diagonal().view(torch.int16).clone()
+
+
 @torch.no_grad()
 def quantize_weights(model: nn.Module) -> None:
     """Write the weights of the linears in fp8, as they are and transposed: for all micro-batches of the next step."""
     linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16]
+    register_check(linears)
     if linears:
         unused = torch.zeros((), device=linears[0].weight.device)  # where cast notes the amax
         for linear, amax in zip(linears, torch._foreach_norm([m.weight for m in linears], math.inf)):
@@ -647,12 +689,19 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
     print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
 
 
-def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
-    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[float, ...]]) -> None:
+    """Write full weights for transformers; the metadata holds config and the numbers of each step."""
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise SystemExit(f"--save {cfg.save}: not written, weights are inf or NaN; try a lower --lr or more --warmup")
     metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
     part = Path(f"{os.path.realpath(cfg.save)}.tmp")
-    part.write_bytes(to_bytes({name: master.detach() for name, master in model.masters.items()}, metadata))
+    part.write_bytes(to_bytes(weights, metadata))
     part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    write_weights(cfg, {name: master.detach() for name, master in model.masters.items()}, history)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
@@ -669,7 +718,8 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         if not math.isfinite(loss + norm):
-            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
+            cause = "try a lower --lr or more --warmup" if step or not cfg.init else "look for NaN in --init"
+            raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; {cause}")
         history.append((loss, norm, time.perf_counter() - start))
         log(cfg, f"step {step + 1}", *history[-1])
         if cfg.validate and (step + 1) % cfg.validate == 0:
@@ -693,10 +743,32 @@ def parse_config() -> Config:
     return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
 
 
+def check_config(cfg: Config, path: Path) -> None:
+    """Exit with one line unless config.json, beside the weights, describes this model where shapes do not show it."""
+    try:
+        config = dict(json.loads(path.read_text()))
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    except (RecursionError, TypeError, ValueError):
+        raise SystemExit(f"--init {cfg.init}: {path} is no JSON of a model's config") from None
+    published = dict(rms_norm_eps=1e-6, rope_theta=1e4, factor=1, sliding_window=None) | config | rope
+    wanted = dict(model_type="llama", num_attention_heads=cfg.heads, hidden_act="silu", rms_norm_eps=1e-5)
+    wanted |= dict(sliding_window=None, rope_theta=cfg.theta, factor=cfg.rope_factor)
+    if cfg.rope_factor != 1:
+        wanted |= dict(rope_type="llama3", low_freq_factor=1, high_freq_factor=4)
+        wanted |= dict(original_max_position_embeddings=8192)
+    for name, value in wanted.items():
+        if published.get(name) != value:
+            raise SystemExit(f"--init {cfg.init}: {path} has {name} {published.get(name)}, this model has {value}")
+    if cfg.vocab > 256 and not cfg.data.endswith(".bin"):
+        raise SystemExit(f"--data {cfg.data}: must be a .bin file, of ids by the tokenizer beside {path}")
+
+
 def check_init(cfg: Config) -> None:
     """Exit with one line unless the files of --init hold every tensor of the model once, and no other."""
-    shapes = tensor_shapes(cfg)
-    for path in init_files(cfg):
+    files, shapes = init_files(cfg), tensor_shapes(cfg)
+    if not files:
+        raise SystemExit(f"--init {cfg.init}: must be a .safetensors file, or 'FOLDER/*.safetensors' in quotes")
+    for path in files:
         try:
             file = safe_open(path, "pt")
         except (OSError, SafetensorError):
@@ -704,11 +776,14 @@ def check_init(cfg: Config) -> None:
         for name in (name for name in file.keys() if "rotary_emb" not in name):  # tables of older versions
             tensor = file.get_slice(name)
             kind = "floats" if tensor.get_dtype() in ("F64", "F32", "F16", "BF16") else tensor.get_dtype()
-            wanted = f"floats {shapes.pop(name)}" if name in shapes else "no such tensor, or has it already"
+            wanted = f"floats {shapes.pop(name)}" if name in shapes else "none, or another file has it, too"
             if f"{kind} {tensor.get_shape()}" != wanted:
                 raise SystemExit(f"--init {path}: {name} is {kind} {tensor.get_shape()}, the model has {wanted}")
     if missing := shapes.keys() - {"lm_head.weight"}:  # a tied head is stored as the embedding
         raise SystemExit(f"--init {cfg.init}: no file holds {min(missing)}")
+    published = Path(files[0]).with_name("config.json")
+    if published.is_file():
+        check_config(cfg, published)
 
 
 def check(cfg: Config, world: int) -> None:
@@ -718,7 +793,7 @@ def check(cfg: Config, world: int) -> None:
         if isinstance(value, int | float) and not (0 < value < math.inf or value == edge.get(flag)):
             raise SystemExit(f"--{flag} {value}: must be > 0 and finite{f', or {edge[flag]}' if flag in edge else ''}")
     local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * max(1, world)  # if each rank had a host
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40  # bytes
     least = 4 * flops_per_token(replace(cfg, seq=0)) / 6 + 8 * cfg.batch * cfg.seq  # bytes of weights and token ids
     large = max("layers dim ffn vocab batch seq".split(), key=lambda flag: getattr(cfg, flag))
     kv = cfg.dim // cfg.heads * cfg.kv_heads
@@ -731,8 +806,8 @@ def check(cfg: Config, world: int) -> None:
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
         (odd, f"--{odd} {odd and getattr(cfg, odd)}: fp8 matmuls take multiples of 16, not {sizes.get(odd)}"),
-        (least > memory, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
-        (cfg.save and not os.access(Path(cfg.save).resolve().parent, os.W_OK), f"--save {cfg.save}: no folder for it"),
+        (least > host * world, f"--{large} {getattr(cfg, large)}: would need more than {least:.0e} bytes of memory"),
+        (cfg.save and not os.access(f"{Path(cfg.save).resolve().parent}/", os.W_OK), f"--save {cfg.save}: no folder"),
         (cfg.save and not Path(cfg.save).is_file() and Path(cfg.save).exists(), f"--save {cfg.save}: is no file"),
         (cfg.device == "cuda" and local > gpus, f"--device cuda: {gpus} GPUs for {local} processes, use --device cpu"),
     ]

@@ -7,6 +7,7 @@ Tests that have a parameter `file` run it in place of the recipe: tests/test_bug
 import math
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -68,6 +69,17 @@ def test_scale_falls_to_1(capsys):
             module.train(cfg, *module.load_data(cfg))
         assert model.scaling.scale == 1
     assert capsys.readouterr().out.count("step 3") == 1
+
+
+@in_a_fork
+def test_no_scale_helps_weights_that_are_not_finite():
+    """One line says where to look, and not that the masters are others."""
+    module, (cfg, model, _), _ = start(None, "--dtype float16 --steps 1")
+    for weight in model.lm_head.weight, model.masters["lm_head.weight"]:
+        weight.data[0, 0] = math.nan
+    module.build_model = lambda cfg: model
+    with pytest.raises(SystemExit, match="look for NaN in --init"):
+        module.train(replace(cfg, init="weights"), *module.load_data(cfg))
 
 
 @in_a_fork

@@ -6,6 +6,7 @@ changed is the contract's: in float64 nothing is in fp8, and the recipes equal t
 Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
+import copy
 import dataclasses
 import sys
 import weakref
@@ -157,7 +158,7 @@ def test_forward_has_the_newest_weights(recipe, file=None):
             assert all(same), f"weights in fp8 are not those of the weights: {same}"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, LOW])
 @in_a_fork
 def test_a_layer_that_would_not_be_in_fp8_is_noticed(recipe):
     """It starts as nn.Linear does, and refuses fp32 weights under autocast, and weights that are not those in fp8."""
@@ -167,6 +168,8 @@ def test_a_layer_that_would_not_be_in_fp8_is_noticed(recipe):
     linear(x.float())  # fp32, as the whole model is
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="needs bfloat16 weights"):
         linear(x.float())
+    if recipe == LOW:  # casts weights at each use
+        return
     linear.bfloat16()
     module.quantize_weights(linear)
     linear(x), linear(x)  # of two micro-batches
@@ -178,11 +181,45 @@ def test_a_layer_that_would_not_be_in_fp8_is_noticed(recipe):
         module.Linear(32, 16).bfloat16()(x)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@in_a_fork
+def test_a_forgotten_call_is_noticed(recipe, file=None):
+    """By the next backward, after an optimizer that raises no version; and nothing else is taken for it.
+
+    Gradients of two micro-batches are added up, or taken away; the model is a copy, whose last weight is frozen.
+    """
+    module, x = load(file or recipe), uneven(16, 32, 0)
+    model = nn.Sequential(*(module.Linear(32, 32) for _ in range(3))).bfloat16()
+    module.quantize_weights(model)
+    model = copy.deepcopy(model)
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for takes in False, True, False:
+        module.quantize_weights(model)
+        model(x).sum().backward()
+        if takes:
+            optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"quantize_weights\(model\) after each optimizer step"):
+        model(x).sum().backward()
+    model[1].weight = nn.Parameter(model[1].weight.detach())  # as when it is loaded with assign=True
+    module.quantize_weights(model)
+    with torch.no_grad():
+        model[1].weight.data.mul_(2)  # raises no version
+    with pytest.raises(RuntimeError, match=r"quantize_weights\(model\) after each optimizer step"):
+        model(x).sum().backward()
+    weight = weakref.ref(model[1].weight)
+    del model, optimizer
+    assert weight() is None, "its hook keeps a weight alive"
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
 @in_a_fork
 def test_the_check_is_not_compiled(recipe):
-    """One graph, which serves the weights of all steps."""
+    """One graph, which serves the weights of all steps; backward, which is not compiled, checks them."""
     module = load(recipe)
     linear, x = quantized_linear(module, uneven(16, 32, 1)), uneven(16, 32, 0)
     compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
@@ -192,6 +229,10 @@ def test_the_check_is_not_compiled(recipe):
             with torch.no_grad():
                 linear.weight.mul_(2)
             module.quantize_weights(linear)
+        with torch.no_grad():
+            linear.weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"quantize_weights\(model\)"):
+            compiled(x).sum().backward()
 
 
 def linears(module: ModuleType, model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -358,6 +399,16 @@ def pretend_to_be_a_gpu() -> list[bool]:
 
     torch._scaled_mm, Tensor.is_cuda = scaled_mm, property(lambda self: True)
     return fast
+
+
+@in_a_fork
+def test_a_transposed_copy_of_more_than_2_31_elements(file=DELAYED):
+    """A tile of a tensor [2^30, 8], of which only the first rows are there: no other page takes memory."""
+    module, x = load(file), uneven(16, 8, 0)
+    kernel, amax, scale = module.cast_kernel, torch.zeros(()), torch.ones(())
+    y, t = (torch.empty(size, dtype=torch.float8_e4m3fn) for size in (128, 8 * 2**30))
+    kernel[(1,)](x, scale, amax, y, t, 2**30, 8, ROWS=16, COLUMNS=8)
+    assert torch.equal(t.view(8, -1)[:, :16].T.float(), y.view(16, 8).float()), "it lies elsewhere"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -2,8 +2,9 @@
 
     python tests/bench.py [SUITE ...] [--rounds 2]      all suites that fit the GPUs, or those named
 
-Each line is a run of its own, with a warm-up that does not count; the lines of a suite take turns in random order, for
-as many rounds as asked, so that a GPU that grows warm slows all of them. What is measured is stored after every round.
+Each line is a run of its own, with a warm-up that does not count; the lines of a suite take turns, for as many rounds
+as asked, in an order drawn from the number of the round: over several, a GPU that grows warm slows all of them. What is
+measured is stored after every round.
 A recipe of one process in a suite for several GPUs runs on each of them at once, and the slowest counts: what ranks
 that wait for each other cannot surpass.
 
@@ -46,7 +47,7 @@ from types import SimpleNamespace
 import numpy as np
 import schedules
 import torch
-from launch import ROOT, isolated, launch, load
+from launch import ROOT, isolated, launch, load, own_folder
 
 RESULTS = ROOT / "tests" / "results" / "speed.json"
 KERNELS, KERNEL_STEPS = (RESULTS.parent / name for name in ("kernels.json", "kernel_steps.json"))
@@ -57,10 +58,10 @@ MOE = "07_expert/moe.py"
 # one long sequence; the warm-up is short because a step is long
 LONG = "--preset llama3_8b --layers 8 --batch 1 --dtype bfloat16 --compile --warmup 2 --steps 8"
 # random ids and no learning, so that experts are about equally busy, and stay so
-RANDOM_IDS = Path(tempfile.gettempdir(), "random_ids.bin")
+RANDOM_IDS = own_folder() / "random_ids.bin"
 EXPERTS = f"--preset olmoe_1b_7b --layers 4 --seq 4096 --dtype bfloat16 --compile --steps 10 --lr 0 --data {RANDOM_IDS}"
 # random ids, too; one in a thousand ends a document, by --eos 0
-DOCUMENTS = Path(tempfile.gettempdir(), "random_documents.bin")
+DOCUMENTS = own_folder() / "random_documents.bin"
 LLAMAS = {  # one GPU, with matmuls large enough that the CPU is ahead of the GPU
     "smollm_1_7b": "--preset smollm_1_7b --seq 4096 --batch 4 --dtype bfloat16 --steps 20",
     "llama3_1b": "--preset llama3_1b --seq 8192 --batch 4 --dtype bfloat16 --steps 15",
@@ -890,7 +891,7 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
     for row in [row for row in rows if Path(row["file"]).stem in PROFILED.get(suite, "").split()]:
         file, timelines = row["file"], TIMELINES / suite if suite in ("zero_stages", "expert") else TIMELINES
         if suite.startswith(("layouts", "fp8", "olmoe")):  # these draw nothing
-            timelines = Path(tempfile.gettempdir())
+            timelines = own_folder()
         row["profile"] = profiled(file, re.sub(r"--steps \d+", "", row["flags"]), gpus, timelines)
         for rank, ms in enumerate(row["profile"]):
             print(f"profile  {file:35} rank {rank}", *(f"{key} {value:.1f}" for key, value in ms.items()), flush=True)
@@ -903,8 +904,28 @@ def named(suite: str, gpu: str, stored: dict[str, dict]) -> str:
     return suite if first.split()[3] == gpu.split()[3] else f"{suite} on {gpu.split()[3]}"
 
 
+def check(args: argparse.Namespace, present: int) -> None:
+    """Exit with one line that names what cannot be measured, and what would work; `present`: GPUs of this machine."""
+    known = [*SUITES, "collectives"]
+    if len(args.suites) == 1:  # these run alone
+        known += ["context_attention", "expert_layer", "pipeline_parts", "memory", "kernel_steps"]
+    if args.suites[:1] != ["kernels"] and (unknown := [suite for suite in args.suites if suite not in known]):
+        raise SystemExit(f"{unknown[0]}: must be of {', '.join(known)}, or kernels")
+    if args.rounds < 1:
+        raise SystemExit(f"--rounds {args.rounds}: must be at least 1")
+    if args.suites == ["memory"]:
+        return
+    if not present:
+        raise SystemExit("torch finds no GPU: only the suite memory needs none")
+    for suite in args.suites:
+        gpus = args.gpus or SUITES.get(suite, [1])[0]
+        if not 1 <= gpus <= present:
+            raise SystemExit(f"{suite}: {gpus} GPUs are wanted, here are {present}: see --gpus")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "suites",
         nargs="*",
@@ -916,13 +937,14 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, help="other than the number that a suite is made for")
     parser.add_argument("--brief", action="store_true", help="speed and memory alone, no profiles, idle shares, blocks")
     args = parser.parse_args()
+    present = torch.cuda.device_count()
+    check(args, present)
     os.chdir(ROOT)  # where the names of recipes are paths
     RESULTS.parent.mkdir(exist_ok=True)
     if args.suites[:1] == ["kernels"]:
         raise SystemExit(not kernels(args.suites[1:], args.rounds))
     if args.suites == ["kernel_steps"]:
         return kernel_steps()
-    present = torch.cuda.device_count()
     suites = args.suites or [name for name, (gpus, *_) in SUITES.items() if gpus <= present]
     suites += ["collectives"] if present > 1 and not args.suites else []
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

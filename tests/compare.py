@@ -9,6 +9,8 @@ Ends with exit code 1, and the name of the worst tensor, if any error is above t
 
 import argparse
 import json
+import math
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,12 +25,16 @@ def relative_errors(ours: Weights, reference: Weights, start: Weights | None = N
     NaN, which no tolerance admits, where the reference has not moved from start: such a tensor would prove nothing. But
     an expert to which no token went must not have moved, and does not count; nor do biases that balance experts which
     are balanced, and, with LoRA, which moves projections alone, the other tensors.
-    Raises AssertionError if the two differ in names or shapes.
+    Raises AssertionError if they differ in names or shapes.
     """
+    start = start or {}
     shapes = [{name: tuple(tensor.shape) for name, tensor in weights.items()} for weights in (ours, reference)]
     assert shapes[0] == shapes[1], f"names or shapes differ: {dict(shapes[0].items() ^ shapes[1].items())}"
-    errors, start = {}, start or {}
-    moved = {name: (theirs.double() - start.get(name, 0)).norm() for name, theirs in reference.items()}
+    for name in start.keys() & reference.keys():
+        assert start[name].shape == reference[name].shape, f"{name} has another shape before training"
+    errors = {}
+    before = {name: start[name].double() if name in start else 0 for name in reference}
+    moved = {name: (theirs.double() - before[name]).norm() for name, theirs in reference.items()}
     lora = all(("_proj." in name) == (distance > 0) for name, distance in moved.items())
     for name, theirs in reference.items():
         difference = (ours[name].double() - theirs.double()).norm()
@@ -37,6 +43,7 @@ def relative_errors(ours: Weights, reference: Weights, start: Weights | None = N
         if may_stay and moved[name] == 0 == difference:
             continue
         errors[name] = (difference / moved[name]).item() if moved[name] > 0 else float("nan")
+    assert errors, "there is no tensor to compare"
     return errors
 
 
@@ -45,13 +52,20 @@ def worst(errors: dict[str, float]) -> tuple[str, float]:
     return max(errors.items(), key=lambda item: (item[1] != item[1], item[1]))
 
 
+def relative(ours: float, reference: float) -> float:
+    """The relative difference of two numbers."""
+    if reference == 0:
+        return 0.0 if ours == 0 else math.inf
+    return abs(ours / reference - 1)
+
+
 def history_errors(ours: list[list[float]], reference: list[list[float]]) -> dict[str, float]:
     """Relative errors of loss and gradient norm of every step."""
     assert len(ours) == len(reference), f"{len(ours)} steps against {len(reference)}"
     errors = {}
     for step, (mine, theirs) in enumerate(zip(ours, reference, strict=True), 1):
-        errors[f"loss of step {step}"] = abs(mine[0] / theirs[0] - 1)
-        errors[f"gradient norm of step {step}"] = abs(mine[1] / theirs[1] - 1)
+        errors[f"loss of step {step}"] = relative(mine[0], theirs[0])
+        errors[f"gradient norm of step {step}"] = relative(mine[1], theirs[1])
     return errors
 
 
@@ -64,12 +78,21 @@ def assert_close(errors: dict[str, float], tolerance: float, what: str) -> float
 
 def read(path: str) -> tuple[Weights, list[list[float]]]:
     """Weights and [loss, gradient norm, seconds] per step of a file that --save wrote."""
-    with safe_open(path, "pt") as file:
-        return load_file(path), json.loads((file.metadata() or {}).get("history", "[]"))
+    if not Path(path).is_file():  # who opens a pipe waits for its writer
+        raise FileNotFoundError(f"{path}: is not a file")
+    try:
+        with safe_open(path, "pt") as file:
+            history = json.loads((file.metadata() or {}).get("history", "[]"))
+        return load_file(path), [[float(loss), float(norm), *rest] for loss, norm, *rest in history]
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        raise ValueError(f"{path}: its history must be a list of [loss, gradient norm, seconds]") from None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("ours")
     parser.add_argument("reference")
     parser.add_argument("--start", help="the weights before training")
@@ -78,10 +101,11 @@ def main() -> None:
     try:
         (ours, history), (reference, reference_history) = read(args.ours), read(args.reference)
         start = read(args.start)[0] if args.start else None
+        assert start is None or start.keys() & reference.keys(), f"{args.start}: has none of the tensors"
         errors = relative_errors(ours, reference, start) | history_errors(history, reference_history)
         error = assert_close(errors, args.tolerance, args.ours)
         print(f"{len(errors)} tensors, losses and norms agree: the worst, {worst(errors)[0]}, is off by {error:.1e}")
-    except (AssertionError, OSError, SafetensorError) as problem:
+    except (AssertionError, OSError, ValueError) as problem:
         raise SystemExit(str(problem)) from None
 
 

@@ -405,7 +405,10 @@ def check_failure(recipe: str, file: str | None = None) -> None:
 
 
 def check_divergence(recipe: str, file: str | None = None) -> None:
-    """A loss that is no number ends the run: on every rank, in the same step, with one line, and nothing is saved."""
+    """A loss that is no number ends the run: on every rank, in the same step, with one line, and nothing is saved.
+
+    Nor are the weights that the last step makes infinite.
+    """
     world, flags = SMALLEST[recipe]
     flags += " --layers 1" * (recipe == equivalence.KERNELS)  # they are interpreted
     probe = probes.together(probes.saves, probes.ends_early)
@@ -413,8 +416,14 @@ def check_divergence(recipe: str, file: str | None = None) -> None:
     lines = {line for _, line in run.probes}
     assert len(lines) == 1, lines
     line = lines.pop()
-    assert line and line.startswith("step ") and "\n" not in line and ("nan" in line or "inf" in line), line
+    assert line and re.fullmatch(r"step \d+: .*(nan|inf).* --lr .*", line), line
     assert not any(saves for saves, _ in run.probes)
+    try:
+        launch(file or recipe, world, f"{SMALL} {flags} --steps 1 --lr 1e39 --warmup 0 --clip inf")
+    except RankFailed as failure:
+        assert failure.code == 1 and "weights are inf or NaN" in failure.output, failure.output
+    else:
+        raise AssertionError("the last step makes weights infinite, and they are saved")
 
 
 SIZES = dict(layers=16, dim=16, heads=8, kv_heads=8, ffn=16)  # every recipe takes them
@@ -431,6 +440,11 @@ def bad_inputs(recipe: str, folder: Path) -> list[tuple[str, list[str]]]:
     np.full(500, 300, np.uint16).tofile(folder / "ids.bin")
     np.arange(1, 500, dtype=np.int64).tofile(folder / "int64.bin")
     np.save(folder / "ids.npy", np.arange(500, dtype=np.uint16))
+    np.savez(folder / "ids.npz", np.arange(500, dtype=np.uint16))
+    os.mkfifo(folder / "fifo")
+    (folder / "bytes").mkdir(exist_ok=True)
+    for i in range(40):
+        (folder / "bytes" / f"{i}.txt").write_text("x")
     for name in "empty", "of_ids":
         (folder / name).mkdir(exist_ok=True)
     np.arange(500, dtype=np.uint16).tofile(folder / "of_ids" / "part-0.bin")
@@ -451,8 +465,10 @@ def bad_inputs(recipe: str, folder: Path) -> list[tuple[str, list[str]]]:
         save_file(tensors, folder / f"{name}.safetensors")
     init = f"{sizes} --init {folder}"
     own = [("--momentum 1", ["--momentum 1.0", "below 1"])] * (equivalence.root_of(recipe) == equivalence.MUON)
-    large = {"layers", "batch", "experts", "lora_rank"} & vars(load(recipe).Config()).keys()
-    own += [(f"--{flag} {48 * 10**12}", [f"--{flag} {48 * 10**12}", "memory"]) for flag in sorted(large)]
+    flags = vars(load(recipe).Config())
+    large = {"layers": 48 * 10**12, "batch": 48 * 10**12, "experts": 4 * 10**6}  # some 20 TB
+    own += [(f"--{flag} {n}", [f"--{flag} {n}", "memory"]) for flag, n in large.items() if flag in flags]
+    own += [("--lora_rank 129", ["--lora_rank 129", "--dim 128"])] * ("lora_rank" in flags)
     return own + [
         ("--heads 7", ["--heads 7", "--dim 128"]),
         ("--heads 128", ["--heads 128", "--dim 128", "even"]),
@@ -475,19 +491,24 @@ def bad_inputs(recipe: str, folder: Path) -> list[tuple[str, list[str]]]:
         (f"--data {folder}/ids.bin", ["--vocab 256", "300", "uint16"]),
         (f"--data {folder}/int64.bin", ["--data", "int64.bin", "astype(np.uint32)"]),
         (f"--data {folder}/ids.npy", ["--data", "ids.npy", "astype(np.uint32)"]),
+        (f"--data {folder}/ids.npz", ["--data", "ids.npz", "must be text"]),
+        (f"--data {folder}/fifo", ["--data", "fifo", "cannot read"]),
         (f"--data {folder}/of_ids", ["--data", "of_ids", "one .bin file"]),
+        (f"--data {folder}/bytes --seq 16", ["--data", "bytes", "without a target"]),
         ("--vocab 100", ["--vocab 100", "must be above"]),
-        ("--init nowhere.safetensors", ["--init nowhere.safetensors", "no file holds"]),
+        ("--init nowhere.safetensors", ["--init nowhere.safetensors", "must be a .safetensors file"]),
         (f"--init {folder}/text.safetensors", ["--init", "text.safetensors", "no .safetensors file"]),
-        (f"--init {folder}", ["--init", "no .safetensors file"]),
-        (f"{init}/deep.safetensors", ["--init", "deep.safetensors", "layers.16.", "no such tensor"]),
-        (f"{init}/bias.safetensors", ["--init", "bias.safetensors", "q_proj.bias", "no such tensor"]),
+        (f"--init {folder}", ["--init", "FOLDER/*.safetensors"]),
+        (f"--init {folder}/fifo", ["--init", "fifo", "must be a .safetensors file"]),
+        (f"{init}/deep.safetensors", ["--init", "deep.safetensors", "layers.16.", "the model has none"]),
+        (f"{init}/bias.safetensors", ["--init", "bias.safetensors", "q_proj.bias", "the model has none"]),
         (f"{init}/wide.safetensors", ["--init", "wide.safetensors", f"{norm} is floats [32]", "floats [16]"]),
         (f"{init}/lacking.safetensors", ["--init", "lacking.safetensors", f"no file holds {norm}"]),
         (f"{init}/int64.safetensors", ["--init", f"{norm} is I64 [16]", "floats [16]"]),
         (f"{init}/bool.safetensors", ["--init", f"{norm} is BOOL [16]", "floats [16]"]),
-        (f"{init}/twice-*.safetensors", ["--init", "twice-", norm, "has it already"]),
+        (f"{init}/twice-*.safetensors", ["--init", "twice-", norm, "another file has it, too"]),
         ("--save nowhere/out.safetensors", ["--save nowhere/out.safetensors", "no folder"]),
+        (f"--save {folder}/text.safetensors/out", ["--save", "text.safetensors/out", "no folder"]),
         (f"--save {folder}", [f"--save {folder}", "is no file"]),
         ("--save /dev/null", ["--save /dev/null", "is no file"]),
         ("--device cuda", ["--device cuda", f"{torch.cuda.device_count()} GPUs for"]),
@@ -534,7 +555,7 @@ def check_bad_input(recipe: str, file: str | None = None) -> None:
 def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
     """(ranks, flags) at the edge of what is possible, for a recipe."""
     sizes = " ".join(f"--{flag} {size}" for flag, size in SIZES.items())
-    (folder / "window.txt").write_bytes(bytes(range(17)))
+    (folder / "window.txt").write_bytes(bytes(range(1, 18)))
     np.arange(1, 1001, dtype=np.uint16).tofile(folder / "ids.bin")
     (np.arange(1000, dtype=np.uint32) + 70000).tofile(folder / "wide.bin")
     weights = {name: tensor.half() for name, tensor in small_weights(recipe).items()}
@@ -542,7 +563,7 @@ def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)  # of older versions
     save_file(weights, folder / "tied[1].safetensors")
     everywhere = [
-        f"--seq 16 --vocab 17 --data {folder}/window.txt",  # one window, every id of the vocabulary
+        f"--seq 16 --vocab 18 --data {folder}/window.txt",  # one window, the largest id of the vocabulary
         f"--vocab 1001 --data {folder}/ids.bin",
         f"--vocab 71000 --data {folder}/wide.bin",
         f"{sizes} --init {folder}/tied[1].safetensors --save {folder}/out.safetensors",
@@ -609,9 +630,10 @@ def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
 
 
 def check_valid_input(recipe: str, file: str | None = None) -> None:
-    """What works is not refused: every size at the edge of what is possible."""
+    """What works is not refused: every size at the edge of what is possible, also where os has no sysconf (Windows)."""
     module = load(file or recipe)
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), patch.object(os, "sysconf"):
+        del os.sysconf
         for world, flags in valid_inputs(recipe, Path(folder)):
             line = refusal(module, world, f"--device cpu {flags}")
             assert line is None, f"{recipe} on {world} ranks refuses {flags}: {line}"

@@ -36,7 +36,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
-from launch import ROOT, isolated
+from launch import ROOT, isolated, own_folder
 
 RESULTS = {"formats": "curves.json", "optimizers": "optimizers.json", "time": "time.json"}
 MODEL = "--layers 8 --dim 512 --heads 8 --kv_heads 8 --ffn 1536 --seq 512 --batch 16 --lr 1e-3 --compile"
@@ -88,8 +88,8 @@ def output(recipe: str, change: tuple[str, ...], flags: str) -> str:
             run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         finally:
             GPUS.put(gpu)
-    if run.returncode and "try a lower --lr" not in run.stderr:
-        raise RuntimeError(f"{recipe} {flags} failed:\n{run.stderr[-3000:]}")
+    if run.returncode and "gradient norm" not in run.stderr:
+        raise SystemExit(f"{recipe} {flags} failed:\n{run.stderr[-3000:]}")
     return run.stdout
 
 
@@ -110,7 +110,7 @@ def timed(label: str, recipe: str, dtype: str, change: tuple[str, ...], flags: s
     flags += f" --dtype {dtype} --seed {seed} --validate {EACH}"
     lines = output(recipe, change, flags + " --microbatches 1" * recipe.startswith(FOLDER))
     if not (median := re.search(r"median .*tokens/s/GPU ([\d,]+)", lines)):
-        raise RuntimeError(f"{label}, seed {seed}: the loss is not finite")
+        raise SystemExit(f"{label}, seed {seed}: the loss is not finite")
     speed = float(median[1].replace(",", ""))
     losses = [float(loss) for loss in re.findall(r"validation loss (\S+)", lines)]
     print(f"{label:28} seed {seed}, {speed:,.0f} tokens/s, loss {losses[-1]}", flush=True)
@@ -191,13 +191,16 @@ def over_time(flags: str, jobs: ThreadPoolExecutor, seeds: list[int], file: Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("what", nargs="?", choices=RESULTS, default="formats")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--flags", help="what is trained")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of time")
     parser.add_argument("--at_once", type=int, default=6, help="runs that share a GPU, but not in time")
     args = parser.parse_args()
+    if few := [flag for flag in ("steps", "at_once") if getattr(args, flag) < 1]:
+        raise SystemExit(f"--{few[0]} {getattr(args, few[0])}: must be at least 1")
     timing, file = args.what == "time", ROOT / "tests/results" / RESULTS[args.what]
     flags = f"{args.flags or (WIDE if timing else MODEL)} --steps {args.steps}"
     gpus = isolated(lambda: [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])
@@ -208,7 +211,7 @@ def main() -> None:
     about |= {"command": f"python tests/curves.py {args.what} --steps {args.steps}", "flags": flags, "each": EACH}
     with ThreadPoolExecutor(GPUS.qsize()) as jobs:
         if timing:
-            over_time(flags, jobs, args.seeds, file if gpus else Path(tempfile.gettempdir(), file.name), about)
+            over_time(flags, jobs, args.seeds, file if gpus else own_folder() / file.name, about)
         else:
             runs = list((of_formats if args.what == "formats" else of_optimizers)(flags, jobs))
             if gpus:

@@ -483,12 +483,15 @@ def measured(case: tuple[str, int, str], device: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="all if none is given")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, nargs="*", help="cases of so many ranks; all if none is given")
     parser.add_argument("--jobs", type=int, default=1, help="cases that are checked at the same time")
     args = parser.parse_args()
+    if args.jobs < 1:
+        raise SystemExit(f"--jobs {args.jobs}: must be at least 1")
     if unknown := {*args.recipes} - {recipe for recipe, *_ in CASES}:
         raise SystemExit(f"{' '.join(sorted(unknown))}: must be recipes that are compared with their root")
     most = torch.cuda.device_count() if args.device == "cuda" else math.inf

@@ -22,6 +22,7 @@ import random
 import re
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -45,10 +46,21 @@ import torch.distributed
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+
+def own_folder() -> Path:
+    """Return a folder of this user alone: what lies in it is run and unpickled, so others must not write into it."""
+    folder = Path(tempfile.gettempdir(), f"recipes-of-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()  # of a link itself, which anybody can put there
+    if not stat.S_ISDIR(about.st_mode) or (about.st_uid, about.st_mode & 0o777) != (os.getuid(), 0o700):
+        raise PermissionError(f"{folder} must be a folder of this user alone: remove it, or set TMPDIR")
+    return folder
+
+
 # Inductor's cache of graphs does not know the CPU's capability: code that was generated for AVX2 (ATEN_CPU_CAPABILITY)
 # and is compiled again for AVX-512 writes past the end of its tensors. So each capability has its own.
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{CAPABILITY}"
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{own_folder()}/torchinductor_{CAPABILITY}"
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPATIENT = False  # whether a launch ends as soon as all its ranks wait for each other, for seeded bugs that hang
@@ -87,10 +99,8 @@ class RankFailed(Exception):
 @functools.cache
 def run_folder() -> Path:
     """Return a folder that the workers of one run of pytest share; the last of them removes it."""
-    folder = Path(tempfile.gettempdir(), f"recipes-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if (folder.stat().st_uid, folder.stat().st_mode & 0o777) != (os.getuid(), 0o700):  # what is in it is unpickled
-        raise PermissionError(f"{folder} is not a folder of this user alone")
+    folder = own_folder() / os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    folder.mkdir(exist_ok=True)
     users = open(folder / "users", "w")
     fcntl.flock(users, fcntl.LOCK_SH)
 

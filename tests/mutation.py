@@ -254,11 +254,17 @@ def tier(bug: Bug) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folders", nargs="*", metavar="FOLDER")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--tier", action="store_true")
     args = parser.parse_args()
+    if args.jobs < 1:
+        raise SystemExit(f"--jobs {args.jobs}: must be at least 1")
+    known = dict.fromkeys(bug.recipe.split("/")[0] for bug in bugs())
+    if unknown := [folder for folder in args.folders if folder not in known]:
+        raise SystemExit(f"{unknown[0]}: must be of {', '.join(known)}")
     chosen = [bug for bug in bugs() if not args.folders or bug.recipe.split("/")[0] in args.folders]
     launching.IMPATIENT = True  # in the pool, too
     run_folder()  # of this process, for those of the pool

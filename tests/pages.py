@@ -147,7 +147,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: a sentence
     "single": "One GPU, against the Llama of `transformers`, compiled, with the same AdamW.",
     "chunked": "Llama-3.2-1B, four sequences of 8,192 tokens: logits of 128,256 columns.",
     "documents": "Llama-3.2-1B, rows of 8,192 tokens. With `--eos 0` a document has 1,000 on average, without it a "
-    "row is one.",
+    "row is one. MFU counts scores between documents, too.",
     "muon": "SmolLM-1.7B, 16,384 tokens per step: too few for Newton-Schulz to be cheap.",
     "lora": "Llama-3.1-8B, frozen in bf16, and adapters of rank 16.",
     "data_parallel": "Enough work per GPU to hide communication: four sequences each.",
@@ -168,7 +168,7 @@ SUITES = {  # of tests/results/speed.json, in the order of the pages: a sentence
     "context_64k": "One sequence of 65,536 tokens.",
     "context_128k": "One sequence of 131,072 tokens, and half as many layers.",
     "context_documents": "One sequence of 65,536 tokens. `--eos 0`: documents of 1,000 on average; MFU counts scores "
-    "between them.",
+    "between them, which are not computed, so it is too high.",
     "context_four": "One sequence of 32,768 tokens for four GPUs.",
     "context_million": "A million tokens: one layer and a small vocabulary, so that they fit.",
     "pipeline": "The schedules, against torch's 1F1B, whole model, 16 micro-batches of one sequence.",
@@ -209,8 +209,16 @@ BASELINES = {  # where no library trains the same: what speed is over
     "10_mixed_precision": "01_single_gpu/train.py",
     "10_mixed_precision/fp8_zero3.py": "03_zero/zero3.py",
 }
-TWINS = {"10_mixed_precision": "tests/torchao_linears.py"}  # that stand in no numbered folder
-LIBRARIES = "torch_", "accelerate_"  # how the names of library twins start
+SAME = {  # recipes of which a library has the very technique, its twin, and what README.md calls it
+    "02_data_parallel/bucketed.py": ("02_data_parallel/torch_ddp.py", "DDP"),
+    "03_zero/zero3.py": ("03_zero/torch_fsdp.py", "FSDP2"),
+    "04_tensor_sequence/sequence_parallel.py": ("04_tensor_sequence/torch_dtensor.py", "DTensor"),
+    "05_context_ring/zigzag.py": ("05_context_ring/torch_context_parallel.py", "`context_parallel`"),
+    "06_pipeline/1f1b.py": ("06_pipeline/torch_pipelining.py", "torch's 1F1B"),
+    "10_mixed_precision/fp8_tensorwise.py": ("tests/torchao_linears.py", "torchao"),
+    "10_mixed_precision/fp8_zero3.py": ("tests/torchao_fsdp.py", "torchao"),
+}
+ROUNDING = "10_mixed_precision"  # in float64, where errors are compared, what its files teach is off
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
 NOTHING = 1e-10  # a difference below is rounding
 WIDE = 84  # characters of a line that a page shows as a whole
@@ -270,7 +278,8 @@ KEPT = re.compile(r"(`[^`]*`|\]\([^)]*\))")  # of a cell, that somebody may copy
 # what no line may end within, as GitHub breaks lines at spaces and behind hyphens
 HYPHEN = re.compile(r"(?<![\w.])-(?=\d)|(?<=\de)-(?=\d)|(?<=micro)-(?=batch)")
 SPACE = re.compile(
-    rf" (?=[−†‡])|(?<=\d) (?=(?:{UNIT}|layers|chunks|micro.batches)(?!\w))|(?<=[dctp]p) (?=\d)|(?<=×) "
+    rf" (?=[−†‡])|(?<=\d) (?=to \d)|(?<=\d to) (?=\d)|(?<=\d) (?=(?:{UNIT}|layers|chunks|micro.batches)(?!\w))"
+    r"|(?<=[dctp]p) (?=\d)|(?<=×) "
     r"|(?<=[\d*%]) (?=[·+(])|(?<=[·+]) (?=[\d*])"
 )
 
@@ -387,37 +396,62 @@ def recipes_of(folder: str) -> list[str]:
 
 
 def all_folders() -> str:
-    """A row per folder: its recipes, the largest of their errors, and the best of their speeds."""
+    """A row per folder: its recipes, the largest of their errors, and the speed of the library's technique."""
     rows = []
     for folder, idea in FOLDERS.items():
-        paths, best = recipes_of(folder), best_speed(folder)
+        paths = recipes_of(folder)
         links = ", ".join(f"[`{Path(path).stem}`]({path})" for path in paths)
-        rows.append([f"[`{folder}`]({folder}/README.md)", f"{idea}: {links}", worst_error(paths), best])
+        rows.append([f"[`{folder}`]({folder}/README.md)", f"{idea}: {links}", worst_error(paths), like_for_like(paths)])
     return table(["folder", "idea, and its recipes in reading order", "error", "speed"], rows)
 
 
 def facts() -> str:
-    """Three claims, with their numbers: training is equal, tests can fail, recipes are fast."""
-    errors = [e for e in results("equivalence.json") if e["device"] == "cpu"]
-    worst, found = max(error for e in errors for error in e["errors"].values()), results("bugs.json")
-    wrong = [bug for bug in found if (bug["gradient"] or 0) > 0.01]
-    hidden, files = sum(map(hides, wrong)), len({e["recipe"] for e in errors})
-    transformers, fsdp, pipelining = map(best_speed, ("01_single_gpu", "03_zero", "06_pipeline"))
-    return f"""
-* **Equal.** {files} files train as one GPU does: over all layouts, sizes and numbers of ranks, the worst gradient or
-  weight is off by {tied(f"{worst:.0e}")} in float64.
-* **Tested.** Each of {len(found)} [seeded bugs](tests/BUGS.md) turns a test red. Of the {len(wrong)} that change the
-  gradient by more than 1 %, {hidden} move AdamW's loss curve by less than that. Find one: `python tests/puzzle.py`
-* **Fast.** On the same GPUs up to {transformers} times as fast as `transformers`, {fsdp} as FSDP2, {pipelining} as
-  `torch.distributed.pipelining`.
-""".strip()
+    """Three claims, each from stored rows alone: training is equal, tests can fail, and how fast recipes are.
+
+    The error is that of gradients; losses after four steps of AdamW are in the table. Speeds are of equal techniques.
+    """
+    entries = results("equivalence.json")
+    entries = [e for e in entries if e["device"] == "cpu" and not e["recipe"].startswith(ROUNDING)]
+    ranks = {path: max(e["ranks"] for e in entries if e["recipe"] == path) for path in {e["recipe"] for e in entries}}
+    error, found = max(e["errors"]["gradient"] for e in entries), results("bugs.json")
+    wrong = [bug for bug in found if mistrains(bug)]
+    equal = f"""* **Equal.** {len(ranks)} files against training in one process: in {len(entries)} cases of tiny models,
+        in float64, on up to {max(ranks.values())} ranks ({list(ranks.values()).count(1)} files on one), the worst
+        gradient is off by {error:.1e}."""
+    tested = f"""* **Tested.** Each of {len(found)} [seeded bugs](tests/BUGS.md) turns a test red. {len(wrong)}
+        train with a gradient or update wrong by more than 1 %; {sum(map(hides, wrong))} of these move AdamW's loss
+        curve by less than 1 %, in 20 steps of a tiny model."""
+    rows = [row for stored in results("speed.json").values() for row in stored.get("rows", []) if "rounds" in row]
+    names = dict.fromkeys(name for _, name in SAME.values())
+    speeds = {name: like_for_like([path for path in SAME if SAME[path][1] == name]) for name in names}
+    speeds["FSDP2"] += " (it sends fp32 gradients, `zero3.py` bf16)"
+    speeds["torchao"] += f" at {like_for_like(list(SAME)[-2:], 'memory')} times the memory"
+    fast = f"""* **Speed.** Tokens/s over those of a library's same technique on the same GPUs:
+        {", ".join(map(" ".join, speeds.items()))}. ZBV, another schedule, over torch's 1F1B:
+        {spread(ratios("06_pipeline/zbv.py", SAME["06_pipeline/1f1b.py"][0]))}. A row that was stored twice
+        differs by up to {100 * repeats():.0f} %, the rounds of a row by {100 * max(map(apart, rows)):.0f} %."""
+    fill = functools.partial(textwrap.fill, width=118, subsequent_indent="  ", break_on_hyphens=False)
+    equal, tested, fast = (fill(tied(re.sub(r"\s+", " ", fact))) for fact in (equal, tested, fast))
+    return f"{equal}\n{tested}\n  Find one: `python tests/puzzle.py`\n{fast}"
 
 
-def best_speed(folder: str) -> str:
-    """The largest ratio of a folder's recipes to its library twin."""
-    own = [path for path in recipes_of(folder) if not Path(path).name.startswith(LIBRARIES)]
-    speeds = [ratio(path, TWINS.get(folder)) for path in own]
-    return max(filter(None, speeds), key=float, default="")
+def like_for_like(paths: list[str], key: str = "tokens") -> str:
+    """Speed (or memory) over that of the library's same technique, in all stored suites."""
+    return spread([ratio for path in paths if path in SAME for ratio in ratios(path, SAME[path][0], key)])
+
+
+def spread(found: list[float]) -> str:
+    """The least and the largest of these."""
+    return " to ".join(sorted({f"{pick(found):.2f}" for pick in (min, max)})) if found else ""
+
+
+def repeats() -> float:
+    """How far apart the medians of a row are that two suites have, of the same file and flags on the same GPUs."""
+    medians = defaultdict(list)
+    for stored in results("speed.json").values():
+        for row in [row for row in stored.get("rows", []) if "rounds" in row]:
+            medians[row["file"], row["flags"], stored["gpu"]].append(statistics.median(measured(row, "tokens")))
+    return max(max(tokens) / min(tokens) - 1 for tokens in medians.values())
 
 
 def folder_table(folder: str) -> str:
@@ -426,7 +460,7 @@ def folder_table(folder: str) -> str:
     for path in recipes_of(folder):
         parent, name = first_parent(path), Path(path).name
         diff = f"[{size(path).removesuffix(' lines') if parent else size(path)}](#{anchor(name)})"
-        ours = ratio(path) or gain(path) or kernel_gain(path)
+        ours = ratio(path) or gain(path) or spread(kernel_gains(path))
         rows.append([f"[`{name}`]({name})", IDEAS[path], diff, worst_error([path]), ours])
     return table(["file", "idea", "diff", "error", "speed"], rows)
 
@@ -441,6 +475,7 @@ def way(folder: str) -> str:
 
 def worst_error(paths: list[str]) -> str:
     """The largest relative error of any tensor, loss or norm, in float64 on CPUs, over all cases of these recipes."""
+    paths = [path for path in paths if not path.startswith(ROUNDING)]
     entries = [e for e in results("equivalence.json") if e["recipe"] in paths and e["device"] == "cpu"]
     errors = [(error, entry["recipe"]) for entry in entries for error in entry["errors"].values()]
     if not errors:
@@ -462,25 +497,31 @@ def suites(folder: str) -> dict[str, dict]:
 
 
 def ratio(path: str, base: str | None = None) -> str:
-    """Tokens/s over those of base, or of the library twin, at best settings, from a suite in which both took turns.
+    """Speed over that of base, or of the library twin, in the suites of the folder's page."""
+    return "" if path in NOT_COMPARED else spread(ratios(path, base, stored=suites(path.split("/")[0])))
 
-    Accelerate, which wraps the twin, is compared with the twin at the same settings.
+
+def ratios(path: str, base: str | None = None, key: str = "tokens", stored: dict | None = None) -> list[float]:
+    """Tokens/s (or memory) over those of base, or of the library twin, at best settings, where both took turns.
+
+    A number for each suite. Accelerate, which wraps the twin, is compared with the twin at the same settings.
     """
-    if path in NOT_COMPARED:
-        return ""
-    for suite in suites(path.split("/")[0]).values():
-        alike = suite["rows"][: suite["alike"]]
-        other = base or alike[0]["file"]
+    found = []
+    for suite in (stored or results("speed.json")).values():
+        alike = suite.get("rows", [])[: suite.get("alike", 0)]
+        other = base or (alike[0]["file"] if alike else "")
         ours, theirs = ([row for row in alike if row["file"] == file] for file in (path, other))
         if Path(path).name.startswith("accelerate_"):
             theirs = [row for row in theirs if row["flags"] in [mine["flags"] for mine in ours]]
         if ours and theirs and (base or Path(other).name.startswith(("torch_", "library"))):
-            return f"{best_tokens(ours) / best_tokens(theirs):.2f}"
-    return ""
+            found.append(best(ours, key) / best(theirs, key))
+    return found
 
 
-def best_tokens(rows: list[dict]) -> float:
-    return max(statistics.median(measured(row, "tokens")) for row in rows)
+def best(rows: list[dict], key: str) -> float:
+    """The median of the fastest row."""
+    row = max(rows, key=lambda row: statistics.median(measured(row, "tokens")))
+    return statistics.median(measured(row, key))
 
 
 def gain(path: str) -> str:
@@ -521,6 +562,11 @@ def kernel_gain(path: str, card: str = "") -> str:
         return f"{statistics.geometric_mean(their / our for their, our in pairs):.2f}"
     their, our = map(sum, zip(*pairs))
     return f"{their / our:.2f}"
+
+
+def kernel_gains(path: str) -> list[float]:
+    """The gains on an H200 and an H100, where they are measured."""
+    return [float(text) for text in (kernel_gain(path), kernel_gain(path, " on H100")) if text]
 
 
 def measured_rows(name: str) -> list[dict]:
@@ -673,8 +719,8 @@ def bugs(folder: str, everything: bool = False) -> str:
     order = list(IDEAS)
     ours = [bug for bug in results("bugs.json") if bug["recipe"].startswith(f"{folder}/")]
     ours.sort(key=lambda bug: (without_effect(bug), order.index(bug["recipe"])))
-    wrong = [bug for bug in ours if (bug["gradient"] or 0) > 0.01]
-    summary = f"{len(ours)} bugs; {len(wrong)} of them change the gradient by more than 1 %; "
+    wrong = [bug for bug in ours if mistrains(bug)]
+    summary = f"{len(ours)} bugs; {len(wrong)} of them train with a gradient or update that is wrong by more than 1 %; "
     summary += f"{sum(map(hides, wrong))} of those move the loss by less than 1 % over 20 steps."
     if everything:
         return f"{summary}\n\n{bugs_table(ours, f'../{folder}/README.md')}"
@@ -692,9 +738,17 @@ def instructive(found: list[dict]) -> list[dict]:
     return sorted(ranked, key=lambda bug: turn[bug["what"]])[:SHOWN]
 
 
+def mistrains(bug: dict) -> bool:
+    """Whether a training goes on with a gradient, or an update, that is wrong by more than 1 %.
+
+    No loss curve: a kernel's output, or a run that ends. Not a bit of it changed: the saved file alone is wrong.
+    """
+    return (bug["gradient"] or 0) > 0.01 and bool(bug["loss"])
+
+
 def hides(bug: dict) -> bool:
-    """Whether the gradient is wrong by more than 1 % and the loss curve shows less than that."""
-    return (bug["gradient"] or 0) > 0.01 and bug["loss"] is not None and bug["loss"] < SEEN[1]
+    """... and the loss curve shows less than that."""
+    return mistrains(bug) and bug["loss"] < SEEN[1]
 
 
 def without_effect(bug: dict) -> bool:
@@ -800,17 +854,27 @@ def cells(suite: dict, folder: str) -> list[list[str]]:
 
 def where(suite: dict) -> str:
     """GPUs, how far rounds are apart, and a note, if there is one."""
-    rounds = [measured(row, "tokens") for row in suite["rows"]]
-    spread = max((max(tokens) - min(tokens)) / statistics.median(tokens) for tokens in rounds)
-    note = f"; rounds differ by at most {tied(f'{100 * spread:.1f} %')}" if spread else ""
+    most = max(map(apart, suite["rows"]))
+    note = f"; rounds differ by at most {tied(f'{100 * most:.1f} %')}" if most else ""
     return suite["gpu"] + note + (f" ({suite['note']})" if "note" in suite else "")
 
 
+def apart(row: dict) -> float:
+    """How far the rounds of a row are apart, as a share of their median."""
+    tokens = measured(row, "tokens")
+    return (max(tokens) - min(tokens)) / statistics.median(tokens)
+
+
 def as_run(suite: dict) -> str:
-    """Versions, the command of all lines, and that of each."""
-    flags = "\n".join(f"{row['file']:42} {row['flags']}" for row in suite["rows"])
-    how = [f"torch {suite['torch']}", suite["date"], *([f"commit {suite['commit']}"] if "commit" in suite else [])]
-    return f"```\n{', '.join(how)}\n{suite['command']}\n\n{flags}\n```"
+    """Versions, the command of all lines, and that of each, with its rounds where the command has another number."""
+    flags = []
+    for row in suite["rows"]:
+        rounds = f"--rounds {len(row['rounds'])}"
+        other = "--rounds" in suite["command"] and rounds not in suite["command"]
+        flags.append(f"{row['file']:42} {row['flags']}" + f"  # {rounds}" * other)
+    how = [f"torch {suite['torch']}", suite["date"]]
+    how += [f"code of commit {suite['commit']} or before"] if "commit" in suite else []
+    return "\n".join(["```", ", ".join(how), suite["command"], "", *flags, "```"])
 
 
 def waiting(pipeline: dict) -> str:
@@ -844,13 +908,12 @@ def predictions() -> str:
 
 
 def layouts() -> str:
-    """What plan.py predicts of every layout that was measured, and what was measured."""
+    """What plan.py predicts of every layout that is stored, and what was measured."""
     tests, rows = load("08_4d/test_plan.py"), []
-    for name, suite in suites("08_4d").items():
-        for row in suite["rows"]:
-            if row["file"] != "08_4d/train.py" or name == "layouts_8b_few_layers":  # of which four GPUs show more
-                continue
-            cfg = tests.config(row["flags"], suite["gpu"])
+    chunks = {"08_4d/train.py": 1, "08_4d/3d.py": load("08_4d/3d.py").Config.chunks}
+    for suite in suites("08_4d").values():
+        for row in [row for row in suite["rows"] if row["file"] in chunks]:
+            cfg = tests.config(row["flags"], suite["gpu"], chunks=chunks[row["file"]])
             found, _, peak = tests.measured(row)
             tokens, memory = tests.PLAN.predict(cfg, tests.TRAIN).tokens, tests.first_rank(cfg)
             words = cfg.preset, f"{cfg.layers}", tests.PLAN.shape(cfg)
@@ -1101,7 +1164,8 @@ def generated(page: Path, kept: tuple[str, ...] = ("first",)) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--first", action="store_true", help="run the first command of README.md")
     kept = () if parser.parse_args().first else ("first",)
     for page in pages():

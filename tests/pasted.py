@@ -9,14 +9,14 @@ After that line stands, recipe by recipe, the glue: what its Copy line leaves to
 # ruff: noqa: F821  the glue calls what is pasted
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 IGNORE = -100
 
@@ -32,6 +32,7 @@ class Config:
     batch: int = 10
     validation_batch: int = 12
     microbatches: int = 4
+    loss_chunks: int = 3
     steps: int = 3
     lr: float = 1e-2
     weight_decay: float = 0.1
@@ -93,11 +94,14 @@ class GPT(nn.Module):
         # in this order backward has the gradient of wte before that of wpe
         return self.wpe(torch.arange(ids.shape[1], device=ids.device)) + self.wte(ids)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def hidden_states(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.ln_f(x))
+        return self.ln_f(x)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.hidden_states(ids))
 
 
 class Llama(nn.Module):
@@ -215,7 +219,7 @@ def lora(cfg: Config):
 
 # ------------------------------------------------------------------------------------------------------- pasted here
 
-# ------------------------------------------------------------------------------------------ 02_data_parallel/bucketed
+# --------------------------------------------------------- 02_data_parallel/bucketed, beside 01_single_gpu/chunked_loss
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -233,109 +237,45 @@ def share(model: GPT, batch: Tensor) -> Tensor:
     return batch.tensor_split(model.dp.size())[model.dp.rank()]
 
 
-def loss_of_share(model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-    return sum_of_losses(model(share(model, ids)), share(model, targets)) / (targets != IGNORE).sum()
+def loss_in_chunks(cfg: Config) -> GPT:
+    model = initialize(cfg, GPT(cfg))
+    model.dp = model.world = dist.group.WORLD
+    model.lm_head = model.head
+    model.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
+    return model
 
 
 def forward_backward_bucketed(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-    loss = loss_of_share(model, ids, targets)
-    backward(model, loss, bucket_mb=0.02)
-    return summed(loss.detach(), model.dp)
+    x = hidden_states(cfg, model, share(model, ids))
+    leaf = x.detach().requires_grad_()
+    loss = backward_in_chunks(cfg, model, leaf, share(model, targets).flatten(), (targets != IGNORE).sum())
+    backward(model, (x * leaf.grad).sum(), bucket_mb=0.02)  # of all but head and loss
+    return summed(loss, model.dp)
 
 
 def bucketed(cfg: Config):
-    model = initialize(cfg, GPT(cfg))
-    model.dp = dist.group.WORLD
+    model = loss_in_chunks(cfg)
     return model, optimizer_of(cfg, model), forward_backward_bucketed, clip, evaluate, tensors
 
 
-# ------------------------------------------------------------------------------------------------------ 03_zero/zero1
+# ------------------------------------------------------------------------------------------------------ 03_zero/zero3
 
 
 def shards(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return [unit.matrices for unit in model.units], [unit.vectors for unit in model.units]
 
 
+def micro_batches(model: nn.Module, ids: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(share(model, ids).tensor_split(2), share(model, targets).tensor_split(2))
+
+
 def losses_of_share(model: nn.Module, ids: Tensor, targets: Tensor) -> Iterator[Tensor]:
     """Yield the losses of two micro-batches, one after another."""
-    for x, y in zip(share(model, ids).tensor_split(2), share(model, targets).tensor_split(2)):
+    for x, y in micro_batches(model, ids, targets):
         yield sum_of_losses(model(x), y) / (targets != IGNORE).sum()
 
 
-def forward_backward_zero1(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-    total = 0
-    for loss in losses_of_share(model, ids, targets):
-        loss.backward()
-        total += loss.detach()
-    for unit in model.units:
-        reduce_scatter(unit)
-    return summed(total, model.dp)
-
-
-def after_step_zero1(model: GPT) -> None:
-    for unit in model.units:
-        gather(unit)
-        unit.gradients.zero_()
-
-
-def tensors_zero1(model: GPT, gradients: bool) -> dict[str, Tensor]:
-    if not gradients:
-        return tensors(model, gradients)
-    names, full = {p: name for name, p in model.named_parameters()}, {}
-    for unit in model.units:
-        whole = torch.cat(parts_of(torch.cat([unit.matrices.grad, unit.vectors.grad]), unit.group))
-        for p in unit.parameters:
-            part, whole = whole.tensor_split([p.numel()])
-            full[names[p]] = part.view(p.shape)
-    return full
-
-
-def zero1(cfg: Config):
-    model = initialize(cfg, GPT(cfg))
-    model.dp, parts = dist.group.WORLD, [model.wte, model.wpe, *model.blocks, model.ln_f]
-    model.units = [make_unit(list(part.parameters()), model.dp) for part in parts]
-    optimizer = make_optimizer(cfg, *shards(model))
-    optimizer.register_step_post_hook(lambda *_: after_step_zero1(model))
-    return model, optimizer, forward_backward_zero1, clip_gradients, evaluate, tensors_zero1
-
-
-# ---------------------------------------------------------------------------------------------- 03_zero/zero1_masters
-
-
-def forward_backward_masters(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-    loss = loss_of_share(model, ids, targets)
-    loss.backward()
-    reduce_scatter(model.units[0], take_gradients(model.units[0]))
-    return summed(loss.detach(), model.dp)
-
-
-def zero1_masters(cfg: Config):
-    model = initialize(cfg, GPT(cfg))
-    start, model.dp, dtype = tensors(model, gradients=False), dist.group.WORLD, getattr(torch, cfg.dtype)
-    model.units = [make_unit(list(model.named_parameters()), lambda name, _: start[name], model.dp, cfg.device, dtype)]
-    check_units(model)
-    gather(model.units[0])
-    optimizer = make_optimizer(cfg, *shards(model))
-    optimizer.register_step_post_hook(lambda *_: gather(model.units[0]))
-    return model, optimizer, forward_backward_masters, clip_gradients, evaluate, tensors_zero1
-
-
-# ------------------------------------------------------------------------------------------------------ 03_zero/zero3
-
-
-class ShardedGPT(GPT):
-    def forward(self, ids: Tensor) -> Tensor:
-        before_forward(self, 0, ids)
-        x = self.embed(ids)
-        for i, block in enumerate(self.blocks, 1):
-            before_forward(self, i, x)
-            x = block(x)
-            after_forward(self, i)
-        before_forward(self, len(self.units) - 1, x)
-        return self.head(self.ln_f(x))
-
-
-def after_step(model: ShardedGPT) -> None:
+def after_step(model: nn.Module) -> None:
     for unit in model.units:
         unit.gathering = None
 
@@ -351,57 +291,89 @@ def forward_backward_zero3(cfg: Config, model: nn.Module, ids: Tensor, targets: 
     return summed(total, model.dp)
 
 
-def tensors_zero3(model: ShardedGPT, gradients: bool) -> dict[str, Tensor]:
+def tensors_of_units(model: nn.Module, gradients: bool) -> dict[str, Tensor]:
     names, full = {p: name for name, p in model.named_parameters()}, {}
     for unit in model.units:
-        whole = torch.empty_like(unit.full, dtype=unit.shard.dtype)
-        dist.all_gather(
-            list(whole.chunk(unit.group.size())), unit.gradient if gradients else unit.shard, group=unit.group
-        )
-        for p, part in zip(unit.parameters, whole.split(unit.sizes)):
+        shard = torch.cat([unit.matrices.grad, unit.vectors.grad]) if gradients else unit.shard
+        for p, part in zip(unit.parameters, torch.cat(parts_of(shard, unit.group)).split(unit.sizes)):
             full[names[p]] = part.view(p.shape)
     return full
 
 
-def in_units(cfg: Config, model: nn.Module, units: list[tuple[str, ...]]):
-    """Shard what is trained; the units are given by how the names of their parameters begin."""
+Parts = dict[tuple[str, ...], nn.Module]  # how the names of a unit's parameters begin -> what needs the unit first
+
+
+def parts_of_gpt(model: GPT) -> Parts:
+    blocks = {(f"blocks.{i}.",): block for i, block in enumerate(model.blocks)}
+    return {("wte.", "wpe."): model.wpe, **blocks, ("ln_f.",): model.ln_f}
+
+
+def parts_of_llama(model: Llama) -> Parts:
+    """Where nothing is trained, no unit begins. Frozen parameters are in no unit: they stay whole on all ranks."""
+    lm = model.lm.model
+    blocks = {(f"lm.model.layers.{i}.",): block for i, block in enumerate(lm.layers)}
+    parts = {("lm.model.embed_tokens.",): lm.embed_tokens, **blocks, ("lm.model.norm.", "lm.lm_head."): lm.norm}
+    return {names: part for names, part in parts.items() if part and any(p.requires_grad for p in part.parameters())}
+
+
+def make_units(cfg: Config, model: nn.Module, parts: Parts, *first: dist.ProcessGroup) -> torch.optim.Optimizer:
+    """Shard what is trained over dp, the first units over other groups; return the optimizer of the shards."""
     start = tensors(model, gradients=False)
-    model.dp, model.units, model.sending, model.gathers, model.stream = dist.group.WORLD, [], [], None, None
-    for names in units:
+    model.units, model.sending, model.gathers, model.stream = [], [], None, None
+    groups = [*first, *[model.dp] * len(parts)]
+    for i, (names, part) in enumerate(parts.items()):
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and name.startswith(names)]
-        unit = make_unit(named, lambda name, _: start[name], model.dp, cfg.device, getattr(torch, cfg.dtype))
-        free(unit)
+        unit = make_unit(named, lambda name, _: start[name], groups[i], cfg.device, getattr(torch, cfg.dtype))
         model.units.append(unit)
+        part.register_forward_pre_hook(lambda _, inputs, i=i: before_forward(model, i, inputs[0]))
+    check_units(model)
     optimizer = make_optimizer(cfg, *shards(model))
     optimizer.register_step_post_hook(lambda *_: after_step(model))
-    return model, optimizer, forward_backward_zero3, clip_gradients, evaluate, tensors_zero3
+    return optimizer
+
+
+def in_freed_units(cfg: Config, model: nn.Module, parts: Parts):
+    model.dp = model.world = dist.group.WORLD
+    optimizer = make_units(cfg, model, parts)
+    for i, (unit, part) in enumerate(zip(model.units, parts.values())):
+        free(unit)
+        if i > 0:  # unit 0 stays: nothing would gather it again for its backward
+            part.register_forward_hook(lambda *_, i=i: after_forward(model, i))
+    return model, optimizer, forward_backward_zero3, clip_gradients, evaluate, tensors_of_units
 
 
 def zero3(cfg: Config):
-    units = [("wte.", "wpe."), *((f"blocks.{i}.",) for i in range(cfg.layers)), ("ln_f.",)]
-    return in_units(cfg, initialize(cfg, ShardedGPT(cfg)), units)
-
-
-def call_around(model: Llama, parts: list[nn.Module]) -> None:
-    """Unit i begins where parts[i] does. Unit 0 is not freed: nothing would gather it again for its backward."""
-    for i, part in enumerate(parts):
-        part.register_forward_pre_hook(lambda _, inputs, i=i: before_forward(model, i, inputs[0]))
-        if i > 0:
-            part.register_forward_hook(lambda *_, i=i: after_forward(model, i))
+    model = initialize(cfg, GPT(cfg))
+    return in_freed_units(cfg, model, parts_of_gpt(model))
 
 
 def llama_zero3(cfg: Config):
     model = initialize(cfg, Llama(cfg))
-    call_around(model, [model.lm.model.embed_tokens, *model.lm.model.layers, model.lm.model.norm])
-    blocks = [(f"lm.model.layers.{i}.",) for i in range(cfg.layers)]
-    return in_units(cfg, model, [("lm.model.embed_tokens.",), *blocks, ("lm.model.norm.", "lm.lm_head.")])
+    return in_freed_units(cfg, model, parts_of_llama(model))
 
 
 def lora_zero3(cfg: Config):
-    """Frozen parameters are in no unit: they stay whole on all ranks. As the embedding is frozen, unit 0 is a block."""
     model = freeze(initialize(cfg, Llama(cfg)))
-    call_around(model, model.lm.model.layers)
-    return in_units(cfg, model, [(f"lm.model.layers.{i}.",) for i in range(cfg.layers)])
+    return in_freed_units(cfg, model, parts_of_llama(model))
+
+
+# ------------------------------------------------------------ 03_zero/zero1_overlap, beside 01_single_gpu/chunked_loss
+
+
+def forward_backward_zero1(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    total = 0
+    for i, (x, y) in enumerate(micro_batches(model, ids, targets)):
+        model.requires_gradient_sync = i == 1
+        x = hidden_states(cfg, model, x)
+        total += backward_in_chunks(cfg, model, x, y.flatten(), (targets != IGNORE).sum())
+        reduce(model, 0)  # a hook on the tied matrix would run once per chunk
+    return summed(total, model.dp)
+
+
+def zero1(cfg: Config):
+    model = loss_in_chunks(cfg)
+    optimizer = make_units(cfg, model, parts_of_gpt(model))
+    return model, optimizer, forward_backward_zero1, clip_gradients, evaluate, tensors_of_units
 
 
 # ------------------------------------------------------------------------------ 08_4d/checkpoint, beside 03_zero/zero3
@@ -430,7 +402,7 @@ def checkpoint(cfg: Config):
     return model, optimizer, *functions, first, record
 
 
-# --------------------------------------------------------------------------------------------------- 06_pipeline/1f1b
+# ------------------------------------------------------------- 06_pipeline/1f1b, alone and beside 03_zero/zero1_overlap
 
 
 class Stage(GPT):
@@ -496,12 +468,25 @@ class Elsewhere(nn.Module):
         return x
 
 
+def forward_backward_stage(cfg: Config, model: LlamaStage, ids: Tensor, targets: Tensor) -> Tensor:
+    operations, tokens = schedule(model.stage, model.stages, cfg.microbatches), (targets != IGNORE).sum()
+    micro = (share(model, x).tensor_split(cfg.microbatches) for x in (ids, targets))
+    model.requires_gradient_sync = False  # a schedule does not mark the last micro-batch
+    loss = run_schedule(cfg, model, operations, *micro, tokens)
+    model.requires_gradient_sync = True
+    for i in reversed(range(len(model.units))):
+        reduce(model, i)
+    return summed(loss, model.world)
+
+
 def llama_one_f_one_b(cfg: Config):
     globals()["forward"] = forward_1f1b  # run_schedule calls it by this name
-    pp = dist.group.WORLD
-    model = initialize(cfg, LlamaStage(cfg))
-    model.pp, model.stage, model.stages = pp, pp.rank(), pp.size()
-    model.links, model.tied = connect({"F": pp, "B": dist.new_group()}, [*range(pp.size())], cfg.device), None
+    mesh = init_device_mesh(cfg.device, (2, 2), mesh_dim_names=("pp", "dp"))
+    backwards = init_device_mesh(cfg.device, (2, 2), mesh_dim_names=("pp", "dp")).get_group("pp")
+    model, pp = initialize(cfg, LlamaStage(cfg)), mesh.get_group("pp")
+    model.dp, model.pp, model.world = mesh.get_group("dp"), pp, dist.group.WORLD
+    model.stage, model.stages = pp.rank(), pp.size()
+    model.links = connect({"F": pp, "B": backwards}, [*range(pp.size())], cfg.device)
     own = torch.arange(cfg.layers).tensor_split(model.stages)[model.stage]
     for i in set(range(cfg.layers)) - set(own.tolist()):
         model.lm.model.layers[i] = Elsewhere()
@@ -509,7 +494,8 @@ def llama_one_f_one_b(cfg: Config):
         model.lm.model.embed_tokens = None
     if model.stage < model.stages - 1:
         model.lm.model.norm, model.lm.lm_head = nn.Identity(), None
-    return model, optimizer_of(cfg, model), forward_backward_1f1b, clip_gradients, evaluate, tensors
+    optimizer = make_units(cfg, model, parts_of_llama(model))
+    return model, optimizer, forward_backward_stage, clip_gradients, evaluate, tensors_of_units
 
 
 # ---------------------------------------------------------------------------------------------------- 06_pipeline/zbv
@@ -570,7 +556,7 @@ def zbv(cfg: Config):
     return model, optimizer_of(cfg, model), forward_backward_zbv, clip_gradients, evaluate, tensors
 
 
-# ----------------------------------------------------------------------------------- 04_tensor_sequence/tensor_parallel
+# ------------------------------------------ 04_tensor_sequence/tensor_parallel, alone and beside 03_zero/zero1_overlap
 
 
 class ParallelAttention(Attention):
@@ -592,59 +578,73 @@ def cut(cfg: Config, model: GPT, name: str, full: Tensor) -> Tensor:
     return torch.cat([third.chunk(parts, axis)[model.tp.rank() * parts // model.tp.size()] for third in thirds], axis)
 
 
-def forward_backward_tensor_parallel(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-    loss = loss_of_share(model, ids, targets)
-    loss.backward()
-    for p in model.parameters():
-        dist.all_reduce(p.grad, group=model.dp)
-    return summed(loss.detach(), model.dp)
+def unsplit(local: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    """Join over tp what a function returns of each rank."""
 
+    def full(model: nn.Module, gradients: bool) -> dict[str, Tensor]:
+        joined = {}
+        for name, part in local(model, gradients).items():
+            parts = parts_of(part, model.tp)
+            axis, count = placement(name, model.tp.size(), Config().heads)
+            if count > 1:
+                thirds = zip(*(p.chunk(3) for p in parts)) if ".qkv." in name else [parts]
+                part = torch.cat([torch.cat(third, axis) for third in thirds], axis)
+            joined[name] = part
+        return joined
 
-def tensors_tensor_parallel(model: GPT, gradients: bool) -> dict[str, Tensor]:
-    full = {}
-    for name, part in tensors(model, gradients).items():
-        parts = parts_of(part, model.tp)
-        axis, count = placement(name, model.tp.size(), Config().heads)
-        if count > 1:
-            thirds = zip(*(p.chunk(3) for p in parts)) if ".qkv." in name else [parts]
-            part = torch.cat([torch.cat(third, axis) for third in thirds], axis)
-        full[name] = part
     return full
 
 
-def split(cfg: Config, model: nn.Module, mesh: DeviceMesh):
-    model.dp, model.tp = mesh.get_group("dp"), mesh.get_group("tp")
+def split(cfg: Config, model: nn.Module) -> nn.Module:
     for name, p in initialize(cfg, model).named_parameters():
         p.data = cut(cfg, model, name, p.data).contiguous()
-    functions = forward_backward_tensor_parallel, clip_gradients, mean_loss, tensors_tensor_parallel
-    return model, optimizer_of(cfg, model), *functions
+    return model
+
+
+def forward_backward_tensor_parallel(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    total = 0
+    for i, loss in enumerate(losses_of_share(model, ids, targets)):
+        model.requires_gradient_sync = i == 1
+        loss.backward()
+        for p in model.units[0].parameters:
+            p.grad /= model.tp.size()  # each rank of tp has all of it, and the unit sums over them, too
+        reduce(model, 0)
+        total += loss.detach()
+    return summed(total, model.dp)
 
 
 def tensor_parallel(cfg: Config):
     global SPLIT
     SPLIT = dict(qkv=0, proj=1, up=0, down=1)
-    mesh = init_device_mesh(cfg.device, (2, dist.get_world_size() // 2), mesh_dim_names=("tp", "dp"))
+    mesh = init_device_mesh(cfg.device, (2, 2), mesh_dim_names=("tp", "dp"))
     model = GPT(cfg)
+    model.dp, model.tp, model.world = mesh.get_group("dp"), mesh.get_group("tp"), dist.group.WORLD
     for block in model.blocks:
         block.attn, block.mlp = ParallelAttention(cfg), ParallelFeedForward(cfg)
-        block.attn.tp = block.mlp.tp = mesh.get_group("tp")
-    return split(cfg, model, mesh)
+        block.attn.tp = block.mlp.tp = model.tp
+    count = {name: placement(name, model.tp.size(), cfg.heads)[1] for name, _ in split(cfg, model).named_parameters()}
+    parts = {tuple(name for name in count if count[name] == 1): model.wpe}  # replicated
+    for i, block in enumerate(model.blocks):
+        parts[tuple(name for name in count if f"blocks.{i}." in name and count[name] > 1)] = block
+    optimizer = make_units(cfg, model, parts, model.world)
+    return model, optimizer, forward_backward_tensor_parallel, clip_gradients, evaluate, unsplit(tensors_of_units)
 
 
 def llama_tensor_parallel(cfg: Config):
     global SPLIT
     SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1)
-    mesh = init_device_mesh(cfg.device, (2, dist.get_world_size() // 2), mesh_dim_names=("tp", "dp"))
-    model, tp = Llama(cfg), mesh.get_group("tp")
+    model, tp = Llama(cfg), dist.group.WORLD
     for block in model.lm.model.layers:
         for norm in (block.input_layernorm, block.post_attention_layernorm):
             norm.register_forward_hook(lambda module, inputs, output: CopyToTP.apply(output, tp))
         for linear in (block.self_attn.o_proj, block.mlp.down_proj):
             linear.register_forward_hook(lambda module, inputs, output: ReduceFromTP.apply(output, tp))
-    return split(cfg, model, mesh)
+    model.tp = tp
+    split(cfg, model)
+    return model, optimizer_of(cfg, model), forward_backward, clip_gradients, mean_loss, unsplit(tensors)
 
 
-# ------------------------------------------------------------------ 05_context_ring/zigzag and 05_context_ring/ulysses
+# ----------------------------------------------------------------------------------------------- 05_context_ring/zigzag
 
 
 class SplitAttention(Attention):
@@ -658,28 +658,26 @@ class SplitGPT(GPT):
         return self.wpe(shard(Config(), self.cp)) + self.wte(ids)
 
 
-def loss_of_tokens(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-    held = shard(cfg, model.cp)
-    return sum_of_losses(model(ids[:, held]), targets[:, held]) / (targets != IGNORE).sum()
-
-
 def forward_backward_context(cfg: Config, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-    loss = loss_of_tokens(cfg, model, ids, targets)
-    backward(model, loss)
-    return summed(loss.detach(), model.cp)
+    held, tokens = shard(cfg, model.cp), (targets != IGNORE).sum()
+    loss = sum_of_losses(model(share(model, ids)[:, held]), share(model, targets)[:, held]) / tokens
+    backward_and_sum(model, loss, model.dp_cp)
+    return summed(loss.detach(), model.dp_cp)
+
+
+def on_a_mesh(cfg: Config, model: nn.Module, dp: int) -> nn.Module:
+    mesh = init_device_mesh(cfg.device, (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "cp"))
+    model.dp, model.cp, model.dp_cp = mesh.get_group("dp"), mesh.get_group("cp"), dist.group.WORLD
+    return model
 
 
 def zigzag(cfg: Config):
-    model = SplitGPT(cfg)
-    model.cp = dist.group.WORLD
+    model = on_a_mesh(cfg, SplitGPT(cfg), dp=2)
     for block in model.blocks:
         block.attn = SplitAttention(cfg)
         block.attn.cp = model.cp
     initialize(cfg, model)
     return model, optimizer_of(cfg, model), forward_backward_context, clip, evaluate, tensors
-
-
-ulysses = zigzag
 
 
 class SplitLlama(Llama):
@@ -694,8 +692,7 @@ def llama_zigzag(cfg: Config):
         return attention(q, k, v, model.cp).transpose(1, 2), None
 
     AttentionInterface.register("ring", ring)
-    model = initialize(cfg, SplitLlama(cfg, "ring"))
-    model.cp = dist.group.WORLD
+    model = on_a_mesh(cfg, initialize(cfg, SplitLlama(cfg, "ring")), dp=1)
     return model, optimizer_of(cfg, model), forward_backward_context, clip, evaluate, tensors
 
 

@@ -42,6 +42,7 @@ folder09 3d5a00 b5d46a · folder10 45515e b1bac4 · sum1 e6eef6 1b2733 · sum2 c
 sum4 8bd49c 2a7040 · rank0 b5d4f0 1f4e79 · rank1 fbd3ad 6b4116 · rank2 b9dfb0 2f6b35 · rank3 dcc5f3 5a3a82
 step0 f6dd8c 6b5510 · step1 a6d99a 2c6a34 · step2 86c8de 1b6079 · step3 b9a8ec 55439a · all-gather 94dbd5 17625d
 reduce-scatter f3b9c6 7d2f45 · forward 9cc3e6 2c659c · backward a9d6a0 38733f · optimizer d9c2e9 6b4a8c
+forward2 5e9bd3 1b4068 · backward2 74b868 214a27 · weights f5d595 7a5a1c · weights2 dba23f 4d3a12
 gather 2fa8a0 37b5ac · other f2b661 d08a2a · exposed d64541 ff6b60
 """
 COLORS = {role: (f"#{light}", f"#{dark}") for role, light, dark in re.findall(r"(\S+) (\w{6}) (\w{6})", PALETTE)}
@@ -225,27 +226,100 @@ def draw_family() -> str:
     return canvas.svg(y)
 
 
-# --------------------------------------------------------------------------------------------------------------- look
+# ---------------------------------------------------------------------------------------------------------- schedules
+KINDS, LEFT, ROW = {"F": "forward", "B": "backward", "W": "weights"}, 46, 20
+
+
+def bar(op: str, box: Box) -> Box:
+    """At the foot of a B and at the head of a W, for those who see no colors; F has none."""
+    return Box(box.x, box.y + {"F": 0, "B": 14, "W": 0}[op], box.w, 0 if op == "F" else 3)
+
+
+def draw_slots(canvas: Canvas, slots: list[schedules.Slot], top: float, unit: float, numbers: bool = True) -> float:
+    """A row per rank, and a box per operation, with the number of its micro-batch if wide enough; returns its end."""
+    cells, ranks = defaultdict(list), 1 + max(slot.rank for slot in slots)
+    for rank in range(ranks):
+        canvas.text(LEFT - 6, top + ROW * rank + 13, (f"rank {rank}", "muted"), anchor="end")
+        cells["plain"].append(Box(LEFT, top + ROW * rank, round(unit * schedules.makespan(slots), 1), ROW - 3))
+    for slot in slots:
+        start, end = (round(LEFT + unit * time, 1) for time in (slot.start, slot.end))
+        box = Box(start, top + ROW * slot.rank, round(end - start - 1, 1), ROW - 3)
+        cells[KINDS[slot.op] + "2" * (slot.stage >= ranks)].append(box)
+        cells["muted"].append(bar(slot.op, box))
+    canvas.cells({role: cells[role] for role in sorted(cells, key=lambda role: (role == "muted") - (role == "plain"))})
+    for slot in slots:
+        if numbers and unit * (slot.end - slot.start) > 8:
+            middle = round(LEFT + unit * (slot.start + slot.end) / 2 - 0.5, 1)
+            canvas.text(middle, top + ROW * slot.rank + 12, (f"{slot.i}", "ink"), size=11, anchor="middle")
+    return top + ROW * ranks
+
+
+def draw_keys(canvas: Canvas, y: float, keys: dict[str, str]) -> None:
+    """A legend, of two entries in a line."""
+    for i, (role, words) in enumerate(keys.items()):
+        box = Box(LEFT + 0.4 * canvas.width * (i % 2), y + 20 * (i // 2), 17, 17)
+        op = next((op for op, kind in KINDS.items() if kind == role), "F")
+        canvas.cells({role: [box], "muted": [bar(op, box)]})
+        canvas.text(box.x + 22, box.y + 13, (words, "ink"))
+
+
 def draw_look(ranks: int = 4, microbatches: int = 8) -> str:
-    """Two schedules: a row per rank, and a box per operation with the number of its micro-batch."""
-    canvas, left, row, top = Canvas("afab.py and 1f1b.py: what each rank does", 640), 52, 20, 0
+    """The schedules of afab.py and 1f1b.py, one above the other, narrow enough for a phone."""
+    canvas, top = Canvas("afab.py and 1f1b.py: what each rank does", 400), 0
     for name in "afab", "1f1b":
         line = schedules.pipeline(load(f"06_pipeline/{name}.py"), ranks, microbatches)
-        slots, held = schedules.simulate(line, dict.fromkeys("FBW", 1)), schedules.in_flight(line)
-        unit = (640 - left) / schedules.makespan(slots)
-        words = f"keeps the activations of at most {max(held)} of {microbatches} micro-batches"
-        canvas.text(left, top + 16, (f"{name}.py ", "ink"), (words, "muted"), size=13)
-        for rank in range(ranks):
-            y = top + 24 + row * rank
-            canvas.text(left - 8, y + 13, (f"rank {rank}", "muted"), anchor="end")
-            canvas.box(Box(left, y, 640 - left, row - 3), "plain")
-        for slot in slots:
-            width = unit * (slot.end - slot.start) - 1
-            box = Box(left + unit * slot.start, top + 24 + row * slot.rank, width, row - 3)
-            canvas.box(box, {"F": "forward", "B": "backward"}[slot.op], f"{slot.i}", size=11)
-        top += 24 + row * ranks + 14
-    canvas.legend(left, top + 10, [("forward", "forward"), ("backward", "backward, twice as long"), ("plain", "idle")])
-    return canvas.svg(top + 16)
+        slots, held = schedules.simulate(line), schedules.in_flight(line)
+        words = f"keeps at most {max(held)} of {microbatches} micro-batches"
+        canvas.text(LEFT, top + 16, (f"{name}.py ", "ink"), (words, "muted"))
+        top = draw_slots(canvas, slots, top + 24, (400 - LEFT) / schedules.makespan(slots)) + 8
+    draw_keys(canvas, top, {"forward": "forward", "backward": "backward, twice as long", "plain": "idle"})
+    return canvas.svg(top + 40)
+
+
+def draw_schedule(path: str, ranks: int = 4, microbatches: int = 8) -> str:
+    """Time to the right. Above, all operations of a stage take as long; below, as long as measured.
+
+    The scale below is that of all recipes' pictures.
+    """
+    claim, line = schedules.CLAIMS[path], schedules.pipeline(load(path), ranks, microbatches)
+    canvas, top = Canvas(f"{claim.title}: {ranks} ranks, {microbatches} micro-batches", 500), 18
+    equal = schedules.simulate(line, dict.fromkeys("FBW", claim.size))
+    measured = {other: schedules.predict(other, ranks, microbatches, 24)[0] for other in schedules.CLAIMS}
+    longest = max(map(schedules.makespan, measured.values()))
+    for slots, most in (equal, schedules.makespan(equal)), (measured[path], longest):
+        words = f"smollm_1_7b, as measured: {schedules.makespan(slots):.0f} ms"
+        words = "equal durations" if slots is equal else words
+        canvas.text(LEFT, top - 5, (f"{words}; idle: {schedules.idle_share(slots):.1%}", "ink"))
+        canvas.text(500, top - 5, ("in flight", "muted"), anchor="end")
+        for rank, peak in enumerate(schedules.in_flight(line)):
+            canvas.text(500, top + ROW * rank + 13, (f"{peak * claim.size:g}", "muted"), anchor="end")
+        top = draw_slots(canvas, slots, top, (474 - LEFT) / most, slots is equal) + 24
+    second = "darker: other direction" if line.depth < len(line.place) else "darker: second chunk"
+    backward = "backward" if line.whole else "B: input gradient"
+    keys = {"forward": "forward", "backward": backward} | ({} if line.whole else {"weights": "W: weight gradient"})
+    keys |= {"forward2": second} if len(line.place) > ranks else {}
+    keys["plain"] = "idle"
+    draw_keys(canvas, top - 14, keys)
+    return canvas.svg(top - 14 + 20 * math.ceil(len(keys) / 2))
+
+
+def draw_predicted() -> str:
+    """For each number of ranks a bar per schedule, tokens per second of the whole pipeline."""
+    canvas, left, column, row = Canvas("Predicted tokens per second of each schedule", 440), 104, 170, 20
+    canvas.text(0, 14, ("Thousands of tokens per second, predicted:", "ink"))
+    canvas.text(0, 30, ("4 micro-batches per rank; the line: 2 per rank", "ink"))
+    for place, ranks in enumerate(schedules.PREDICTED_RANKS):
+        x, top = left + column * (place % 2), 68 + 176 * (place // 2)
+        canvas.text(x, top - 8, (f"{ranks} ranks", "ink"))
+        for number, path in enumerate(schedules.CLAIMS):
+            y = top + row * number
+            few, many = (schedules.tokens_per_second(path, ranks, k * ranks)[0] / 1e3 for k in (2, 4))
+            canvas.box(Box(x, y, round(many * 0.6, 1), 16), "forward")
+            canvas.box(Box(round(x + few * 0.6 - 2, 1), y, 2, 16), "ink")
+            canvas.text(round(x + many * 0.6 + 4, 1), y + 12, (f"{many:.0f}", "ink"))
+            if place % 2 == 0:
+                canvas.text(left - 8, y + 12, (Path(path).stem, "muted"), anchor="end")
+    return canvas.svg(68 + 176 + row * len(schedules.CLAIMS))
 
 
 # --------------------------------------------------------------------------------------------------------------- ring
@@ -1190,6 +1264,7 @@ DRAWN = {
     "03_zero": (draw_timeline,),
     "04_tensor_sequence": (draw_blocks,),
     "05_context_ring": (draw_tokens, draw_steps, draw_ulysses, draw_documents),
+    "06_pipeline": (draw_predicted,),
     "07_expert": (draw_balance, draw_experts),
     "08_4d": (draw_mesh,),
     "09_kernels": (draw_step, draw_addresses, draw_roofline, draw_tiles),
@@ -1198,10 +1273,12 @@ DRAWN = {
 PICTURES = {
     f"{folder}/{draw.__name__.removeprefix('draw_')}.svg": draw for folder, found in DRAWN.items() for draw in found
 }
+PICTURES |= {path.replace(".py", ".svg"): functools.partial(draw_schedule, path) for path in schedules.CLAIMS}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--balance", action="store_true")
     if parser.parse_args().balance:
         measure_balance()

@@ -1,7 +1,6 @@
-"""Simulate, check and draw pipeline schedules: what every rank does, in order, as the recipes' `schedule` returns it.
+"""Simulate and check pipeline schedules: what every rank does, in order, as the recipes' `schedule` returns it.
 
-python tests/schedules.py        draw the pictures of 06_pipeline from the recipes' own schedules, with equal durations
-                                  of all operations, and with those that tests/bench.py has measured
+Durations of operations are equal, or those that tests/bench.py has measured. tests/pictures.py draws the result.
 """
 
 import inspect
@@ -26,8 +25,6 @@ UNIT = {"F": 1, "B": 1, "W": 1}
 ATTENTION = {"F": 1, "B": 1.25, "W": 0.75}  # attention costs B more than F, and W nothing
 QUICK = [(p, m) for p in (1, 2, 3, 4, 8, 16) for m in sorted({p, p + 1, 2 * p, 4 * p, 64})]  # (ranks, micro-batches)
 FULL = [(p, m) for p in range(1, 17) for m in sorted({*range(1, 18), 2 * p, 2 * p + 1, 3 * p, 4 * p, 64})]
-FILL = {"F": ("#a9cdee", "#6ca6dd"), "B": ("#b3dcab", "#79bd70"), "W": ("#f5d595", "#dfa94a")}  # by chunk
-INK = "#757d88"  # of texts beside boxes, legible on white and on black
 
 
 class Deadlock(Exception):
@@ -420,85 +417,3 @@ def predict(
     step = makespan(slots) + replicas + max(optimizer)
     busy = sum(slot.end - slot.start for slot in slots) + sum(optimizer)
     return slots, step, busy / (ranks * step)
-
-
-# ----------------------------------------------------------------------------------------------------------- picture
-def rect(x: float, y: float, width: float, height: float, fill: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" fill="{fill}"/>'
-
-
-def text(x: float, y: float, words: str, anchor: str = "start", fill: str = INK) -> str:
-    """Words of an SVG, with their baseline at y."""
-    return f'<text x="{x:.1f}" y="{y:g}" text-anchor="{anchor}" fill="{fill}">{words}</text>'
-
-
-def picture(title: str, height: float, parts: list[str]) -> str:
-    """An SVG of 640 pixels, on no ground."""
-    size = f'width="640" height="{height:g}" viewBox="0 0 640 {height:g}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="sans-serif" font-size="12">'
-    return "\n".join([head, f"<title>{title}</title>", *parts, "</svg>"]) + "\n"
-
-
-def box(x: float, y: float, width: float, op: str, chunk: bool, words: str) -> list[str]:
-    """An operation: B has a bar at its foot and W one at its head, for those who see no colors."""
-    bar = [rect(x, y + {"B": 14, "W": 0}[op], width - 1, 3, "#57606a")] if op != "F" else []
-    return [rect(x, y, width - 1, 17, FILL[op][chunk]), *bar, text(x + width / 2, y + 13, words, "middle", "#1f2328")]
-
-
-def draw(path: str, ranks: int, microbatches: int, longest: float) -> str:
-    """An SVG: time to the right, a row per rank, a box per operation with the number of its micro-batch.
-
-    Above, all operations of a stage of a rank's size take as long; below, as long as predict says for smollm_1_7b. Both
-    scales are those of all recipes' pictures; longest: what the longest takes below, in ms.
-    """
-    claim, line, left, row, top, parts = CLAIMS[path], pipeline(load(path), ranks, microbatches), 50, 20, 18, []
-    equal = simulate(line, dict.fromkeys("FBW", claim.size))
-    measured, *_ = predict(path, ranks, microbatches, 24)
-    for slots, most in (equal, 3 * (microbatches + ranks - 1)), (measured, longest):
-        unit, width = 545 / most, 545 / most * makespan(slots)
-        words = "equal durations" if slots is equal else f"as measured for smollm_1_7b, {makespan(slots):.0f} ms"
-        parts.append(text(left, top - 5, f"{words}; grey: idle, {idle_share(slots):.1%}"))
-        parts.append(text(640, top - 5, "in flight", "end"))
-        for rank, peak in enumerate(in_flight(line)):
-            parts.append(text(left - 6, top + row * rank + 13, f"rank {rank}", "end"))
-            parts.append(rect(left, top + row * rank, width, 17, f'{INK}" fill-opacity="0.25'))
-            parts.append(text(640, top + row * rank + 13, f"{peak * claim.size:g}", "end"))
-        for slot in slots:
-            where = left + unit * slot.start, top + row * slot.rank, unit * (slot.end - slot.start)
-            parts += box(*where, slot.op, slot.stage >= ranks, f"{slot.i}")
-        top += row * ranks + 24
-    names = {"F": "forward", "B": "backward" if line.whole else "B: input gradient", "W": "W: weight gradient"}
-    darker = "other direction" if line.depth < len(line.place) else "second chunk"
-    keys = [(op, False, names[op]) for op in ("FB" if line.whole else "FBW")]
-    for op, chunk, words in keys + [("F", True, f"darker: {darker}")] * (len(line.place) > ranks):
-        parts += [*box(left, top - 8, 17, op, chunk, ""), text(left + 21, top + 5, words)]
-        left += 38 + 6.5 * len(words)
-    return picture(f"{claim.title}: {ranks} ranks, {microbatches} micro-batches", top + 14, parts)
-
-
-def draw_predicted() -> str:
-    """An SVG: for 4, 8, 16 and 64 ranks a bar per schedule, tokens per second of the whole pipeline."""
-    title = "Thousands of tokens per second, predicted: 4 micro-batches per rank; the line: 2 per rank"
-    parts, left, column, row, top = [text(0, 14, title)], 100, 135, 22, 44
-    for place, ranks in enumerate(PREDICTED_RANKS):
-        x = left + column * place
-        parts.append(text(x, top - 8, f"{ranks} ranks"))
-        for number, path in enumerate(CLAIMS):
-            y = top + row * number
-            few, many = (tokens_per_second(path, ranks, k * ranks)[0] / 1e3 for k in (2, 4))
-            parts += [rect(x, y, many / 2, 18, FILL["F"][0]), rect(x + few / 2 - 2, y, 2, 18, "#1f2328")]
-            parts.append(text(x + many / 2 + 4, y + 13, f"{many:.0f}"))
-            parts += [text(left - 8, y + 13, Path(path).stem, "end")] * (place == 0)
-    return picture("Predicted tokens per second", top + row * len(CLAIMS), parts)
-
-
-def pictures() -> dict[Path, str]:
-    ranks, microbatches, folder = 4, 8, ROOT / "06_pipeline"
-    longest = max(makespan(predict(path, ranks, microbatches, 24)[0]) for path in CLAIMS)
-    drawn = {(ROOT / path).with_suffix(".svg"): draw(path, ranks, microbatches, longest) for path in CLAIMS}
-    return drawn | {folder / "predicted.svg": draw_predicted()}
-
-
-if __name__ == "__main__":
-    for file, svg in pictures().items():
-        file.write_text(svg)

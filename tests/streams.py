@@ -10,7 +10,8 @@ numbers of one device, to 1e-10 in float64, no wait is missing that these number
 - Operations on tensors are caught below autograd (`OnStream`), collectives where Python hands them to a process group
   (`COLLECTIVES` says what each one writes). A collective that is missing there is refused: it would not be late.
 - Whatever is started must be waited for before the step ends, by the main stream or by a side stream.
-- A side stream waits for the main one whenever it is given something to read: else it may read too early.
+- A side stream waits for the main one whenever it is given something to read, and right before that: else it may read
+  too early.
 - Memory: what a side stream still reads or writes must belong to somebody else too, else a GPU's allocator gives it
   away (`Loan`). Exempt is what the side stream itself has allocated; a collective keeps what it uses until it is waited
   for.
@@ -83,9 +84,19 @@ class Stream(Queue):
         super().__init__(late)
         self.allocated: dict[int, StorageWeakRef] = {}  # storages that operations of this stream have made
         self.has_waited = False  # for the main stream, before what is put here now
+        self.missed: Missed | None = None  # looks at the main stream since then
 
     def wait_stream(self, main) -> None:
+        if not self.missed:
+            self.missed = Missed(self)
+            self.missed.__enter__()
         self.has_waited = True
+
+    def begin(self) -> None:
+        """End the look at the main stream: from here on, operations are this stream's."""
+        if self.missed:
+            self.missed.__exit__(None, None, None)
+            self.missed = None
 
     def record_event(self) -> Callable[[], None]:
         """Return the wait for all that has been started by now."""
@@ -138,6 +149,19 @@ def writing(tensors: list[torch.Tensor], work: Callable[[], None]) -> Callable[[
             work()
 
     return then
+
+
+class Missed(TorchDispatchMode):
+    """The main stream computes after a side stream has waited for it: that wait does not count."""
+
+    def __init__(self, stream: Stream):
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(not r.alias_info or r.alias_info.is_write for r in function._schema.returns):  # else a view
+            self.stream.has_waited = False
+        return function(*args, **(kwargs or {}))
 
 
 class OnStream(TorchDispatchMode):
@@ -264,6 +288,8 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
         @contextlib.contextmanager
         def on(stream):
             previous, current[0] = current[0], stream
+            if stream:
+                stream.begin()
             with OnStream(stream) if stream and late else contextlib.nullcontext():
                 yield
             current[0] = previous

@@ -24,38 +24,42 @@ from torch import Tensor, nn
 TOLERANCE = 1e-10
 ROUNDED = 2.0**-8  # of bf16: sums in fp32 round a few elements otherwise than those in float64
 TRAINER = ROOT / "tests" / "pasted.py"
-RECIPES = {  # technique: recipe, ranks, what it equals in one process, if it is not `single`: technique, recipe
-    "bucketed": ("02_data_parallel/bucketed.py", 3),
-    "zero1": ("03_zero/zero1.py", 3),
-    "zero1_masters": ("03_zero/zero1_masters.py", 3),
+PIPELINE, CLIP = "06_pipeline/1f1b.py", "03_zero/zero1_overlap.py:clip_gradients"
+RECIPES = {  # technique: recipes, ranks, what it equals in one process, if it is not `single`: technique, recipe
+    "bucketed": ("02_data_parallel/bucketed.py 01_single_gpu/chunked_loss.py 02_data_parallel/bucketed.py:evaluate", 3),
     "zero3": ("03_zero/zero3.py", 4),
     "llama_zero3": ("03_zero/zero3.py", 2, "llama"),
     "lora_zero3": ("03_zero/zero3.py", 2, "lora"),
+    "zero1": ("03_zero/zero1_overlap.py 01_single_gpu/chunked_loss.py 03_zero/zero1_overlap.py:evaluate", 3),
     "checkpoint": ("03_zero/zero3.py 08_4d/checkpoint.py", 2),
-    "one_f_one_b": ("06_pipeline/1f1b.py", 4),
-    "llama_one_f_one_b": ("06_pipeline/1f1b.py", 2, "llama"),
+    "one_f_one_b": (PIPELINE, 4),
+    "llama_one_f_one_b": (f"03_zero/zero1_overlap.py {PIPELINE} {PIPELINE}:evaluate {CLIP}", 4, "llama"),
     "zbv": ("06_pipeline/zbv.py", 2),
-    "tensor_parallel": ("04_tensor_sequence/tensor_parallel.py", 4),
+    "tensor_parallel": (f"04_tensor_sequence/tensor_parallel.py 03_zero/zero1_overlap.py {CLIP}", 4),
     "llama_tensor_parallel": ("04_tensor_sequence/tensor_parallel.py", 2, "llama"),
     "zigzag": ("05_context_ring/zigzag.py", 4),
     "llama_zigzag": ("05_context_ring/zigzag.py", 2, "llama"),
-    "ulysses": ("05_context_ring/ulysses.py", 4),
     "fp8": ("10_mixed_precision/fp8_tensorwise.py", 1, "rounded"),
     "experts": ("07_expert/expert_parallel.py", 4, "moe", "07_expert/moe.py"),
 }
 BUGS = [  # what a reader may get wrong: technique, what stands in the trainer, what would be wrong
-    # each rank divides by its own tokens
-    ("bucketed", "targets)) / (targets != IGNORE).sum()", "targets)) / (share(model, targets) != IGNORE).sum()"),
-    # the trainer keeps its own clip: the shards' gradients are in no .grad of its parameters
-    ("zero3", "forward_backward_zero3, clip_gradients", "forward_backward_zero3, clip"),
+    # a chunked loss runs backward by itself, without the buckets
+    ("bucketed", "backward(model, (x * leaf.grad).sum(), bucket_mb=0.02)", "x.backward(leaf.grad)"),
+    # a tied embedding and head is in the head's unit, which is reduced before backward reaches the lookup
+    ("zero1", '("wte.", "wpe."): model.wpe, **blocks, ("ln_f.",)', '("wpe.",): model.wpe, **blocks, ("ln_f.", "wte.")'),
+    # each stage, each place on tp, clips by a norm of its own
+    ("llama_one_f_one_b", "dist.all_reduce(norm, group=model.world)", "dist.all_reduce(norm, group=model.dp)"),
+    ("tensor_parallel", "dist.all_reduce(norm, group=model.world)", "dist.all_reduce(norm, group=model.dp)"),
+    # each rank of tp has all of a gradient, which is summed over tp, too
+    ("tensor_parallel", "p.grad /= model.tp.size()", "pass"),
     # the gradients of a tied embedding and head are not summed
     ("one_f_one_b", "dist.all_reduce(model.wte.weight.grad, group=model.tied)", "pass"),
     # a row-parallel bias is added before the sum
     ("tensor_parallel", "self.proj.weight), self.tp) + self.proj.bias", "self.proj.weight, self.proj.bias), self.tp)"),
     # position embeddings are those of the first tokens
     ("zigzag", "self.wpe(shard(Config(), self.cp))", "self.wpe(torch.arange(ids.shape[1]))"),
-    # and so are the rotations
-    ("llama_zigzag", "self.lm(ids, position_ids=shard(Config(), self.cp)[None])", "self.lm(ids)"),
+    # replicas beside it go apart
+    ("zigzag", "backward_and_sum(model, loss, model.dp_cp)", "backward_and_sum(model, loss, model.cp)"),
     # weights are not bf16, so that nothing is in fp8
     ("fp8", "child.weight.data = child.weight.bfloat16()", "pass"),
     # the gradient of what the MLP reads is not summed
@@ -68,17 +72,25 @@ BUGS = [  # what a reader may get wrong: technique, what stands in the trainer, 
 
 
 def definitions(*paths: str) -> tuple[str, str]:
-    """Return recipes' imports, and the definitions that their Copy lines list, in their order."""
-    imports, listed = [], []
-    for recipe in map(read, paths):
+    """Return recipes' imports, and the definitions that their Copy lines list, in their order.
+
+    PATH:NAME is one definition, in place of other recipes' of this name. Without it, what two recipes define in two
+    ways is left out: the trainer has its own for both.
+    """
+    imports, listed = [], {}
+    for path, _, name in (path.partition(":") for path in paths):
+        recipe = read(path)
         nodes = parse(recipe.source).body
         imports += [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         found = {named(node): ast.unparse(node) for node in nodes}
         unknown = [name for name in copied(recipe) if name not in found]
         assert not unknown, f"{recipe.path} does not define {unknown}, which its Copy line lists"
-        listed += [found[name] for name in copied(recipe)]
+        if name:
+            listed[name] = found[name]
+        else:
+            listed |= {n: found[n] if listed.get(n, found[n]) == found[n] else "" for n in copied(recipe)}
     imports.sort(key=lambda line: not line.startswith("from __future__"))  # these have to come first
-    return "\n".join(imports), "\n\n\n".join(listed)
+    return "\n".join(imports), "\n\n\n".join(filter(None, listed.values()))
 
 
 def paste(*paths: str) -> str:

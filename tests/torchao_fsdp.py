@@ -2,8 +2,7 @@
 
     torchrun --nproc_per_node 2 tests/torchao_fsdp.py --preset smollm_1_7b --dtype bfloat16 --compile
 
-Only the linears of the blocks differ: fully_shard gathers their weights in fp8. It needs torchao, 0.17 with torch 2.11;
-no other file here does.
+Only the linears of the blocks differ: fully_shard gathers their weights in fp8. It needs torchao, 0.17 with torch 2.11.
 """
 
 import torch
