@@ -147,22 +147,24 @@ def watch(store: dist.Store, timeout: float) -> Callable[[Exception], None]:
 
 def meet(store: dist.Store, name: str, members: tuple[int, ...], number: int, call: str, timeout: float) -> None:
     """Wait until all members of a group are about to make this call, their number-th; give up if one is not."""
-    rank, keys, came = dist.get_rank(), {r: f"{name} {number} {r}" for r in members}, list(members)
+    rank = dist.get_rank()
+    keys = {r: f"{name} {number} {r}" for r in members}
+    callers = list(members)  # unless the time is up
     store.set(keys[rank], call)
     faulthandler.cancel_dump_traceback_later()
-    begun = time.monotonic()
+    start = time.monotonic()
     while not store.check(list(keys.values())):
-        if time.monotonic() - begun > timeout:
-            came = [r for r in members if store.check([keys[r]])]
+        if time.monotonic() - start > timeout:
+            callers = [r for r in members if store.check([keys[r]])]
             break
         time.sleep(0.002)  # store.wait would keep this process's other threads from the store
     calls = dict.fromkeys(members, f"did not come within {timeout:g} s".encode())
-    calls |= zip(came, store.multi_get([keys[r] for r in came]))
+    calls |= zip(callers, store.multi_get([keys[r] for r in callers]))
     if len(set(calls.values())) > 1:
         ranks = {text: [r for r in members if calls[r] == text] for text in calls.values()}
         each = "; ".join(f"ranks {some} {text.decode()}" for text, some in ranks.items())
-        give_up(store, came, f"collective {number}: {each}" * (rank == came[0]))
-    store.delete_key(f"{name} {number - 2} {rank}")  # whoever is here has read it
+        give_up(store, callers, f"collective {number}: {each}" * (rank == callers[0]))
+    store.delete_key(f"{name} {number - 2} {rank}")  # all members have read this key, two calls ago
     faulthandler.dump_traceback_later(timeout)  # prints where this rank is, unless it comes to its next collective
 
 

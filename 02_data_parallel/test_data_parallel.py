@@ -273,7 +273,7 @@ def test_symmetric_memory_is_allocated_in_its_pool(file=COPY_ENGINES):
 
 @pytest.mark.parametrize("file", [*IN_HOOKS, NO_SYNC])
 def test_two_gradients_in_a_backward_are_refused(file):
-    """Of a layer that runs twice in reentrant checkpoints: a bucket would be reduced after the first."""
+    """A layer runs twice in reentrant checkpoints: its bucket would be reduced after the first of its gradients."""
     module, model, flat = load(file), torch.nn.Linear(3, 3), torch.empty(15)
     model.first, x = torch.nn.Parameter(torch.ones(1, 3)), 0  # its gradient comes last
     model.shared = SimpleNamespace(buffers=[flat], sizes=[15], stream=None)

@@ -344,8 +344,8 @@ def document_lengths(targets: Tensor) -> Tensor:
 
 def check_lengths(lengths: Tensor, b: int, s: int) -> None:
     """Raise unless documents of these lengths fill b rows of s tokens, each of which begins with one."""
-    rows = torch.arange(1, b + 1) * s  # where they end; a rank may have none
-    if lengths.sum() != b * s or not torch.isin(rows, lengths.cumsum(0)).all():
+    ends = torch.arange(1, b + 1) * s  # of the rows; a rank may have none
+    if lengths.sum() != b * s or not torch.isin(ends, lengths.cumsum(0)).all():
         raise ValueError(f"document lengths must fill {b} rows of {s} tokens, and be cut where a row ends")
 
 

@@ -97,8 +97,8 @@ RULES = (  # of layouts, as cuts tries them
     "tp must divide --heads and --ffn, and divide --kv_heads or be its multiple; twice cp must divide --seq; pp times "
     "--chunks must be at most --layers; --shard must divide dp; ZeRO-2 and 3 need dp above 1"
 )
-# Of predicted speeds on one host, with 8,192 tokens or more per GPU and micro-batch: most that was measured is within
-# it, all within 8 %. With 4,096, layouts of SmolLM-1.7B were off by 25 and 33 %.
+# Most predicted speeds on one host, with 8,192 tokens or more per GPU and micro-batch, are off by less than this, all
+# by less than 8 %. With 4,096 tokens, layouts of SmolLM-1.7B were off by 25 and 33 %.
 ERROR = 0.05
 MODEL = "layers dim heads kv_heads ffn vocab experts top_k seq".split()  # flags on which the FLOPs of a token depend
 RECOMPUTE = "none", "selective", "full"  # as 01_single_gpu/train.py, selective_ and activation_checkpointing.py

@@ -590,7 +590,7 @@ def check_weight(owner: weakref.ref[Linear], equal: Tensor, gradient: Tensor) ->
 def register_check(linears: list[Linear]) -> None:
     """Let each backward check the last weight that is trained, which stands for all."""
     trained = [m for m in linears if m.weight.requires_grad]
-    for linear in [m for m in trained if m.diagonal is not None] or trained[-1:]:
+    for linear in [m for m in trained if m.diagonal is not None] or trained[-1:]:  # of an earlier call, or the last
         if linear.diagonal is None or linear.version[0] != id(linear.weight):  # else the weight has its hook
             equal = torch.ones((), dtype=torch.bool, pin_memory=torch.cuda.is_available())
             # a weak reference: torch never frees a cycle through a hook

@@ -630,7 +630,7 @@ def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
 
 
 def check_valid_input(recipe: str, file: str | None = None) -> None:
-    """What works is not refused: every size at the edge of what is possible, also where os has no sysconf (Windows)."""
+    """The recipe accepts every size at the edge of what is possible, also where os has no sysconf (Windows)."""
     module = load(file or recipe)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), patch.object(os, "sysconf"):
         del os.sysconf

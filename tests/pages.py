@@ -908,7 +908,7 @@ def predictions() -> str:
 
 
 def layouts() -> str:
-    """What plan.py predicts of every layout that is stored, and what was measured."""
+    """A table of the stored layouts: speed and memory, as measured and as plan.py predicts them."""
     tests, rows = load("08_4d/test_plan.py"), []
     chunks = {"08_4d/train.py": 1, "08_4d/3d.py": load("08_4d/3d.py").Config.chunks}
     for suite in suites("08_4d").values():

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 
 def said(monkeypatch, tool, words: str):
-    """What a tool ends with."""
+    """Run a tool with these flags; return its exit code or last line."""
     monkeypatch.setattr(sys, "argv", [tool.__name__, *words.split()])
     with pytest.raises(SystemExit) as stop:
         tool.main()
@@ -23,7 +23,7 @@ def said(monkeypatch, tool, words: str):
 
 
 def test_folders_of_others(tmp_path, monkeypatch):
-    """What is run or unpickled lies neither behind a link nor where others may write."""
+    """launch.own_folder refuses links, and folders that others may write to: files in it are run and unpickled."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = launch.own_folder()
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
