@@ -236,7 +236,7 @@ def simulated(seconds, m, transfer=0, chunks=1, hidden=True):
 
 @pytest.mark.parametrize("name, chunks", [("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
 def test_simulated_as_the_schedules_are(name, chunks):
-    """The same end as tests/schedules.py, with stages of their own times; and a long pipeline repeats what it does."""
+    """The same end as schedules.py, with stages of their own times; and a long pipeline repeats what it does."""
     recipe = load(f"06_pipeline/{name}.py")
     for p, m in ((1, 3), (2, 6), (4, 4), (4, 8), (8, 16)):
         ranks = [(1 + 0.1 * rank, 2 + 0.3 * (rank == p - 1), 0, 0) for rank in range(p)]

@@ -31,6 +31,23 @@ RESULTS = ROOT / "tests" / "results" / "bugs.json"
 RACES = "waited for", "let go", "does not wait", "changed while"  # what tests/streams.py says of them
 CURVE = "--steps 20 --lr 3e-3 --warmup 5"  # of AdamW, with the default clip: 1
 CHECKPOINT = "08_4d/checkpoint.py"
+CLASSES = (  # of bugs: what kind of mistake each is
+    "dropped collective",
+    "wrong group",
+    "wrong divisor",
+    "wrong formula",
+    "wrong place",  # rows, shards, slices, micro-batches or steps that change places, or are left out
+    "stale buffer",
+    "missing wait",
+    "rounding",
+    "causality",
+    "state not reset",
+    "memory kept",
+    "check too lax",
+    "check too strict",
+    "saved file",
+    "log",
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,7 @@ class Bug:
     where: the file and line that has it.
     """
 
+    kind: str
     what: str
     recipe: str
     old: str
@@ -54,7 +72,8 @@ class Bug:
 
 ENTRY = re.compile(
     r"diff (?P<recipe>.+)\n"
-    r"|@@ (?P<seen>[^|\n]+?)( \| (?P<world>\d+) ranks)?( \| (?P<flags>[^|\n]+))? @@[ \n](?P<what>[^-+ \n].*)\n"
+    rf"|@@ ((?P<kind>{'|'.join(CLASSES)}) \| )?(?P<seen>[^|\n]+?)( \| (?P<world>\d+) ranks)?( \| (?P<flags>[^|\n]+))?"
+    r" @@[ \n](?P<what>[^-+ \n].*)\n"
     r"(?P<lines>([-+ ].*\n)+)"
     r"|(#.*)?\n"
 )
@@ -70,15 +89,16 @@ def bugs_of(path: Path) -> list[Bug]:
 
         diff 02_data_parallel/bucketed.py
 
-        @@ one step | 2 ranks | --bucket_mb 0.05 @@ the last bucket of backward is never all-reduced
+        @@ dropped collective | one step | 2 ranks | --bucket_mb 0.05 @@
+        the last bucket of backward is never all-reduced
         -< len(buckets) and
         +< len(buckets) - 1 and
 
-    `diff` names the recipe of the bugs below it. `@@` opens a bug: what sees it, the number of ranks if it is not 1,
-    its flags if it has any, and what is wrong, in the next line if this one would be too long. Lines with `-` are the
-    old source, lines with `+` the new one; a line with a space is in both. The recipe must contain the old source once.
-    Its first and its last line may be parts of lines; `\\n` behind the last one says that the newline belongs to it.
-    Empty lines, and comments with `#`, mean nothing.
+    `diff` names the recipe of the bugs below it. `@@` opens a bug: its class, what sees it, the number of ranks if it
+    is not 1, its flags if it has any, and what is wrong, in the next line if this one would be too long. Lines with `-`
+    are the old source, lines with `+` the new one; a line with a space is in both. The recipe must contain the old
+    source once. Its first and its last line may be parts of lines; `\\n` behind the last one says that the newline
+    belongs to it. Empty lines, and comments with `#`, mean nothing.
     """
     text, place, recipe, found = path.read_text() + "\n", 0, None, []
     while place < len(text):
@@ -94,7 +114,7 @@ def bugs_of(path: Path) -> list[Bug]:
                 for signs in ("- ", "+ ")
             )
             world, flags = int(entry["world"] or 1), entry["flags"] or ""
-            found.append(Bug(entry["what"], recipe, old, new, world, flags, entry["seen"], where))
+            found.append(Bug(entry["kind"] or "", entry["what"], recipe, old, new, world, flags, entry["seen"], where))
     return found
 
 

@@ -32,7 +32,7 @@ def anchors(page) -> set[str]:
 @pytest.mark.thorough
 @every_page
 def test_generated_parts_are_up_to_date(page):
-    assert page.read_text() == pages.generated(page), "run python tests/pages.py"
+    assert page.read_text() == pages.generated(page), "run python tests/tools/pages.py"
 
 
 @every_page

@@ -31,7 +31,7 @@ def stored(path: str) -> str:
 def test_is_up_to_date(path):
     """By its texts where matplotlib draws: its releases draw the same with other bytes."""
     old, new = stored(path), pictures.PICTURES[path]()
-    assert (texts(old) == texts(new)) if "figure_1" in new else (old == new), "run python tests/pictures.py"
+    assert (texts(old) == texts(new)) if "figure_1" in new else (old == new), "run python tests/tools/pictures.py"
 
 
 @pytest.mark.parametrize("path", sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("*/*.svg")))
@@ -147,7 +147,7 @@ def test_time_to_loss():
 
 
 def test_naive_forms_are_changes_of_the_recipes():
-    """The line that tests/curves.py changes is there once."""
+    """The line that tests/tools/curves.py changes is there once."""
     for label, recipe, _, change in curves.RUNS + curves.TIMED:
         assert not change or (ROOT / recipe).read_text().count(change[0]) == 1, label
 

@@ -1,15 +1,21 @@
 """What the root's speed is compared with: the same training, with transformers' Llama instead of ours.
 
-    python tests/library.py --preset smollm_1_7b --batch 4 --seq 2048 --dtype bfloat16 --compile
+    python tests/tools/library.py --preset smollm_1_7b --batch 4 --seq 2048 --dtype bfloat16 --compile
 
 Data, initial weights, optimizer, clipping, log and flags are the root's; model, attention and loss are the library's,
 compiled whole. In bfloat16 both are autocast over float32 weights; the library's residual stream is then float32.
 """
 
+import sys
+from pathlib import Path
+
 import torch
-from launch import load
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
+
+from launch import load
 
 ROOT_RECIPE = load("01_single_gpu/train.py")
 

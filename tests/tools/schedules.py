@@ -1,18 +1,21 @@
 """Simulate and check pipeline schedules: what every rank does, in order, as the recipes' `schedule` returns it.
 
-Durations of operations are equal, or those that tests/bench.py has measured. tests/pictures.py draws the result.
+Durations of operations are equal, or those that bench.py has measured. pictures.py draws the result.
 """
 
 import inspect
 import itertools
 import json
 import statistics
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
 from launch import ROOT, load, once
 

@@ -1,8 +1,8 @@
 """How far each recipe of mixed precision is from float64, and what formats do to real gradients: stored for the page.
 
-python tests/precision.py, on a CPU, in two minutes. The gradient is that of the second step with a learning rate of 0:
-the weights are those of the first, and delayed scaling has a history. Each tensor's error is relative to its norm; the
-signal-to-noise ratio is that of all tensors together.
+python tests/tools/precision.py, on a CPU, in two minutes. The gradient is that of the second step with a learning rate
+of 0: the weights are those of the first, and delayed scaling has a history. Each tensor's error is relative to its
+norm; the signal-to-noise ratio is that of all tensors together.
 """
 
 import datetime
@@ -10,10 +10,14 @@ import json
 import math
 import platform
 import sys
+from pathlib import Path
 
 import torch
-from launch import ROOT, isolated, load
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
+
+from launch import ROOT, isolated, load
 
 RESULTS = ROOT / "tests/results/precision.json"
 FLAGS = "--device cpu --layers 4 --dim 256 --heads 4 --kv_heads 4 --ffn 512 --seq 128 --batch 4 --lr 0"
@@ -70,7 +74,7 @@ def main() -> None:
     stored = {
         "date": datetime.date.today().isoformat(),
         **versions,
-        "command": "python tests/precision.py",
+        "command": "python tests/tools/precision.py",
         "flags": FLAGS,
         "precision": rows,
         "formats": tables | {"updates": formats.table_of_updates(seen)},

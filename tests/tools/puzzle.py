@@ -1,8 +1,8 @@
 """Find the bug: one line of a recipe is wrong. Here is what a user would see of it.
 
-    python tests/puzzle.py                                             a bug of any recipe
-    python tests/puzzle.py 04_tensor_sequence/tensor_parallel.py       a bug of this one
-    python tests/puzzle.py 04_tensor_sequence/tensor_parallel.py 3     its third
+    python tests/tools/puzzle.py                                             a bug of any recipe
+    python tests/tools/puzzle.py 04_tensor_sequence/tensor_parallel.py       a bug of this one
+    python tests/tools/puzzle.py 04_tensor_sequence/tensor_parallel.py 3     its third
     ... 3 --hint 1       which gradients are wrong
     ... 3 --hint 2       in which definition it is
     ... 3 --reveal       the line, and what is wrong with it
@@ -15,8 +15,11 @@ import argparse
 import difflib
 import json
 import random
+import sys
 import tempfile
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
 import compare
 import equivalence
@@ -90,7 +93,7 @@ def main() -> None:
     number = random.randint(1, len(found)) if args.number is None else args.number
     if not 1 <= number <= len(found):
         raise SystemExit(f"{number}: the bugs of {recipe} are 1 to {len(found)}")
-    bug, again = found[number - 1], f"python tests/puzzle.py {recipe} {number}"
+    bug, again = found[number - 1], f"python tests/tools/puzzle.py {recipe} {number}"
     passing = launching.run_folder()  # is removed at the end
     # the file stays, in a folder of its own: an earlier puzzle is not lost, and nobody else has prepared the place
     folder = passing if args.reveal or args.hint else tempfile.mkdtemp(prefix=f"puzzle-{Path(recipe).parent}-")

@@ -1,15 +1,20 @@
 """The twin of 10_mixed_precision/fp8_tensorwise.py: the root with torchao's fp8 linears in its blocks.
 
-    python tests/torchao_linears.py --preset smollm_1_7b --batch 4 --seq 4096 --dtype bfloat16 --compile
+    python tests/tools/torchao_linears.py --preset smollm_1_7b --batch 4 --seq 4096 --dtype bfloat16 --compile
 
 It needs torchao, 0.17 with torch 2.11.
 """
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import torch
-from launch import load
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
+
+from launch import load
 
 ROOT_RECIPE = load("01_single_gpu/train.py")
 build_in_bf16 = ROOT_RECIPE.build_model

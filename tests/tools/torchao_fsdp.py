@@ -1,13 +1,19 @@
 """The twin of 10_mixed_precision/fp8_zero3.py: 03_zero/torch_fsdp.py with torchao's fp8 linears.
 
-    torchrun --nproc_per_node 2 tests/torchao_fsdp.py --preset smollm_1_7b --dtype bfloat16 --compile
+    torchrun --nproc_per_node 2 tests/tools/torchao_fsdp.py --preset smollm_1_7b --dtype bfloat16 --compile
 
 Only the linears of the blocks differ: fully_shard gathers their weights in fp8. It needs torchao, 0.17 with torch 2.11.
 """
 
+import sys
+from pathlib import Path
+
 import torch
-from launch import load
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
+
+from launch import load
 
 TWIN = load("03_zero/torch_fsdp.py")
 shard, train_step = TWIN.shard, TWIN.train_step

@@ -1,8 +1,8 @@
 """Loss over many steps in every format, from the same start on the same text; of AdamW and Muon; or over time.
 
-    python tests/curves.py [formats]
-    python tests/curves.py optimizers --steps 1000
-    python tests/curves.py time --steps 900 --seeds 0 1 2
+    python tests/tools/curves.py [formats]
+    python tests/tools/curves.py optimizers --steps 1000
+    python tests/tools/curves.py time --steps 900 --seeds 0 1 2
 
 Stored for the page: the mean loss of every 20 steps, and of the last 100. A run ends at its first loss that is not
 finite. In formats and optimizers several runs share a GPU: a loss does not depend on speed.
@@ -36,6 +36,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
+
 from launch import ROOT, isolated, own_folder
 
 RESULTS = {"formats": "curves.json", "optimizers": "optimizers.json", "time": "time.json"}
@@ -208,7 +211,7 @@ def main() -> None:
     for gpu in visible.split(",") * (1 if timing else args.at_once):
         GPUS.put(gpu)
     about = {"date": datetime.date.today().isoformat(), "gpu": (gpus or ["cpu"])[0], "torch": torch.__version__}
-    about |= {"command": f"python tests/curves.py {args.what} --steps {args.steps}", "flags": flags, "each": EACH}
+    about |= {"command": f"python tests/tools/curves.py {args.what} --steps {args.steps}", "flags": flags, "each": EACH}
     with ThreadPoolExecutor(GPUS.qsize()) as jobs:
         if timing:
             over_time(flags, jobs, args.seeds, file if gpus else own_folder() / file.name, about)

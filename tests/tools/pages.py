@@ -1,7 +1,7 @@
 """Write the generated parts of all pages: what stands between <!-- name --> and <!-- /name -->.
 
-    python tests/pages.py            rewrite them from the code and from what tests/results/ holds
-    python tests/pages.py --first    also run the first command of README.md, and show what it prints
+    python tests/tools/pages.py            rewrite them from the code and from what tests/results/ holds
+    python tests/tools/pages.py --first    also run the first command of README.md, and show what it prints
 
 Prose is written by hand, in the pages. A number on a page comes from here.
 """
@@ -19,6 +19,8 @@ import sys
 import textwrap
 from collections import defaultdict
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
 import schedules
 from curves import AUTOCAST, lowest_loss, time_to_loss
@@ -215,8 +217,8 @@ SAME = {  # recipes of which a library has the very technique, its twin, and wha
     "04_tensor_sequence/sequence_parallel.py": ("04_tensor_sequence/torch_dtensor.py", "DTensor"),
     "05_context_ring/zigzag.py": ("05_context_ring/torch_context_parallel.py", "`context_parallel`"),
     "06_pipeline/1f1b.py": ("06_pipeline/torch_pipelining.py", "torch's 1F1B"),
-    "10_mixed_precision/fp8_tensorwise.py": ("tests/torchao_linears.py", "torchao"),
-    "10_mixed_precision/fp8_zero3.py": ("tests/torchao_fsdp.py", "torchao"),
+    "10_mixed_precision/fp8_tensorwise.py": ("tests/tools/torchao_linears.py", "torchao"),
+    "10_mixed_precision/fp8_zero3.py": ("tests/tools/torchao_fsdp.py", "torchao"),
 }
 ROUNDING = "10_mixed_precision"  # in float64, where errors are compared, what its files teach is off
 SEEN = 0.05, 0.01  # difference of the loss curve that everybody sees, and that nobody sees
@@ -432,7 +434,7 @@ def facts() -> str:
         differs by up to {100 * repeats():.0f} %, the rounds of a row by {100 * max(map(apart, rows)):.0f} %."""
     fill = functools.partial(textwrap.fill, width=118, subsequent_indent="  ", break_on_hyphens=False)
     equal, tested, fast = (fill(tied(re.sub(r"\s+", " ", fact))) for fact in (equal, tested, fast))
-    return f"{equal}\n{tested}\n  Find one: `python tests/puzzle.py`\n{fast}"
+    return f"{equal}\n{tested}\n  Find one: `python tests/tools/puzzle.py`\n{fast}"
 
 
 def like_for_like(paths: list[str], key: str = "tokens") -> str:
@@ -1038,7 +1040,7 @@ def formats() -> str:
 
 
 def rounded(name: str) -> str:
-    """A row per format: the error of the gradients of a small root, as tests/precision.py has stored it."""
+    """A row per format: the error of the gradients of a small root, as tests/tools/precision.py has stored it."""
     head, *stored = results("precision.json")["formats"][name]
     found = defaultdict(dict)
     for line in stored:
@@ -1049,7 +1051,7 @@ def rounded(name: str) -> str:
 
 
 def updates() -> str:
-    """How many updates rounding to nearest loses, as tests/precision.py has stored it."""
+    """How many updates rounding to nearest loses, as tests/tools/precision.py has stored it."""
     head, *rows = results("precision.json")["formats"]["updates"]
     return table(head, rows)
 

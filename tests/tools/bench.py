@@ -1,6 +1,6 @@
 """Measure speed on the GPUs at hand, alternating what is compared, and store it for the README.
 
-    python tests/bench.py [SUITE ...] [--rounds 2]      all suites that fit the GPUs, or those named
+    python tests/tools/bench.py [SUITE ...] [--rounds 2]      all suites that fit the GPUs, or those named
 
 Each line is a run of its own, with a warm-up that does not count; the lines of a suite take turns, for as many rounds
 as asked, in an order drawn from the number of the round: over several, a GPU that grows warm slows all of them. What is
@@ -10,7 +10,7 @@ that wait for each other cannot surpass.
 
 `blocks` measures forward and backward of the model's blocks alone, with CUDA events, on what a step gives the first.
 `idle` runs a pipeline recipe with CUDA events around every operation: the share of the time in which a stage computes
-nothing, beside what tests/schedules.py simulates from the measured durations. `pipeline_parts` times every stage of a
+nothing, beside what schedules.py simulates from the measured durations. `pipeline_parts` times every stage of a
 pipeline on one GPU. `profiled` runs 01_single_gpu/profiling.py and keeps the slowest rank's timeline; from these, on
 any machine, `python 01_single_gpu/profiling.py --draw 02_data_parallel/overlap.svg
 tests/results/timelines/{naive,overlap,bucketed}.json` draws the picture.
@@ -45,8 +45,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import schedules
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
+
+import schedules
 from launch import ROOT, isolated, launch, load, own_folder
 
 RESULTS = ROOT / "tests" / "results" / "speed.json"
@@ -83,7 +86,7 @@ LAYOUTS_OF_FOUR = "".join(
 # lines, each with a folder, recipes in it, a line for each of these, and their own flags
 TEXT = f"""
 single: 1, 2, {SMOLLM} --steps 25
-    tests: library --batch 4
+    tests/tools: library --batch 4
     01_single_gpu: train --batch 4
     01_single_gpu: gradient_accumulation --batch 16 --microbatches 4
     01_single_gpu: activation_checkpointing selective_checkpointing --batch 4
@@ -209,7 +212,7 @@ mixed_two: 1, 7, {MIXED} --compile --microbatches 2
     10_mixed_precision: bf16 fp8_tensorwise fp8_delayed_scaling fp8_blockwise
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding
 fp8_torchao: 1, 3, {MIXED} --compile
-    tests: torchao_linears torchao_fsdp
+    tests/tools: torchao_linears torchao_fsdp
     10_mixed_precision: fp8_tensorwise --microbatches 1
 mixed_llama3_8b: 1, 2, {LARGE} --steps 200 --warmup 20 --batch 1 --microbatches 1
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding
@@ -220,17 +223,17 @@ low_memory_7b: 1, 2, {LLAMA_2_7B} --seq 1024 --batch 12 --dtype bfloat16 --compi
 fp8_zero3: 2, 4, --preset smollm_1_7b --seq 4096 --batch 8 --dtype bfloat16 --compile --steps 20
     03_zero: zero3 --microbatches 1
     10_mixed_precision: fp8_zero3 --microbatches 1
-    tests: torchao_fsdp
+    tests/tools: torchao_fsdp
     10_mixed_precision: fp8_tensorwise --batch 4 --microbatches 1
 fp8_zero3_8b: 2, 3, {LARGE} --steps 8 --batch 4 --layers 8
     03_zero: zero3 --microbatches 1
     10_mixed_precision: fp8_zero3 --microbatches 1
-    tests: torchao_fsdp
+    tests/tools: torchao_fsdp
 fp8_zero3_four: 4, 4, {LARGE} --steps 8 --batch 8
     03_zero: zero3 --microbatches 1
     03_zero: torch_fsdp
     10_mixed_precision: fp8_zero3 --microbatches 1
-    tests: torchao_fsdp
+    tests/tools: torchao_fsdp
 layouts_8b: 2, 5, {LARGE} --steps 6 --batch 8
     03_zero: zero1_overlap --microbatches 4{LAYOUTS}
 layouts_8b_few_layers: 2, 4, {LARGE} --steps 8 --batch 8 --layers 8{LAYOUTS}
@@ -780,7 +783,7 @@ def kernels(names: list[str], rounds: int) -> bool:
             continue
         middle = [sorted(same, key=lambda row: row["ms"])[(rounds - 1) // 2] for same in zip(*found, strict=True)]
         about = {**where(1), "triton": importlib.metadata.version("triton")}
-        about["command"] = f"python tests/bench.py kernels {name} --rounds {rounds}"
+        about["command"] = f"python tests/tools/bench.py kernels {name} --rounds {rounds}"
         stored[named(name, about["gpu"], stored)] = {**about, "rows": middle}
         KERNELS.write_text(json.dumps(stored, indent=1) + "\n")
     return not failed
@@ -826,7 +829,7 @@ def kernel_steps() -> None:
 
     Stores after each.
     """
-    stored = {"measured": {**where(1), "command": "python tests/bench.py kernel_steps"}}
+    stored = {"measured": {**where(1), "command": "python tests/tools/bench.py kernel_steps"}}
     for preset, flags in LLAMAS.items():
         runs = {
             "01_single_gpu/train.py": ("01_single_gpu/train.py", f"{flags} --compile"),
@@ -868,7 +871,7 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
     usual, alike, lines = SUITES[suite]
     gpus = gpus or usual
     rows = [{"file": file, "flags": flags, "rounds": []} for file, flags in lines]
-    command = f"python tests/bench.py {suite} --rounds {rounds}" + (f" --gpus {gpus}" if gpus != usual else "")
+    command = f"python tests/tools/bench.py {suite} --rounds {rounds}" + (f" --gpus {gpus}" if gpus != usual else "")
     result = {**where(gpus), "command": command, "alike": alike, "rows": rows}
     if any("torchao" in file for file, _ in lines):
         result["note"] = f"torchao {importlib.metadata.version('torchao')}"
@@ -954,7 +957,8 @@ def main() -> None:
     alone = {"context_attention": partial(context_attention, args.rounds), "pipeline_parts": pipeline_parts}
     alone["expert_layer"] = partial(expert_layer, args.rounds)
     if suites in ([name] for name in alone):  # on one GPU, without a training
-        command = f"python tests/bench.py {suites[0]}" + f" --rounds {args.rounds}" * (suites[0] != "pipeline_parts")
+        rounds = f" --rounds {args.rounds}" if suites[0] != "pipeline_parts" else ""
+        command = f"python tests/tools/bench.py {suites[0]}{rounds}"
         about = {**where(1), "command": command}
         stored[named(suites[0], about["gpu"], stored)] = {**about, **isolated(alone[suites[0]])}
         RESULTS.write_text(json.dumps(stored, indent=1) + "\n")

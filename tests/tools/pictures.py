@@ -1,7 +1,7 @@
 """Draw pictures from the recipes' headers, functions and measured results, as SVG for light and dark pages.
 
-python tests/pictures.py            write all of them; tests/test_pictures.py compares them with the files
-python tests/pictures.py --balance  first train again what balance.svg shows
+python tests/tools/pictures.py            write all of them; tests/test_pictures.py compares them with the files
+python tests/tools/pictures.py --balance  first train again what balance.svg shows
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import math
 import re
 import statistics
+import sys
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -22,12 +23,15 @@ from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 import matplotlib
-import schedules
 import torch
 import torch.distributed as dist
+from matplotlib import pyplot
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
+
+import schedules
 from curves import time_to_loss
 from launch import ROOT, launch, load
-from matplotlib import pyplot
 from pages import RESULTS, contenders, difference, quickest, results
 from test_lineage import FAMILY, TRAINING, lines_of_code, parents
 
@@ -1170,7 +1174,7 @@ def draw_step() -> str:
 
 # ------------------------------------------------------------------------------------------------------------- curves
 def losses_at_end() -> dict[str, float]:
-    """By run of tests/curves.py, the mean loss of the last 200 steps."""
+    """By run of tests/tools/curves.py, the mean loss of the last 200 steps."""
     return {run["label"]: statistics.mean(run["losses"][-10:]) for run in results("curves.json")["runs"]}
 
 
