@@ -24,35 +24,12 @@ import equivalence
 import numpy as np
 import probes
 import torch
-from equivalence import CASES, CONTEXT_TWIN, HARDEST, LORA
 from launch import RankFailed, Run, isolated, launch, load, once
+from recipes import EDGES, HARDEST, LORA, MOE, NODES, SMALLEST, cases_of, keeps, on_one_device, own_flags, root_of
 from safetensors.torch import save_file
 from test_lineage import FAMILY
 
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8"
-SMALLEST = {recipe: (world, flags) for recipe, world, flags in reversed(CASES) if "--compile" not in flags}
-# recipe: (ranks, flags), for what does not depend on the size
-SMALLEST |= equivalence.ROOTS
-SMALLEST |= {recipe: (4, "--dp 1 --cp 1 --tp 2 --pp 2") for recipe in SMALLEST if recipe[:2] == "08"}
-SMALLEST["08_4d/2d.py"] = 4, "--dp 2 --tp 2"
-SMALLEST["08_4d/3d.py"] = 4, "--dp 1 --tp 2 --pp 2"
-SMALLEST["08_4d/moe.py"] = 4, "--dp 2 --cp 1 --tp 2 --pp 1 --ep 2 --microbatches 2"
-DILOCO = "02_data_parallel/diloco.py"
-DTENSOR = "04_tensor_sequence/torch_dtensor.py"  # its loss_parallel does not work in inference mode
-# DTensor's caches hold the group until the end of the process
-KEEP_THE_GROUP = {
-    "03_zero/torch_fsdp.py",
-    "03_zero/accelerate_fsdp.py",
-    "04_tensor_sequence/torch_dtensor.py",
-    "05_context_ring/torch_context_parallel.py",
-}
-# fp32 gradients in one buffer, by design: the header's formulas have them
-KEEP_GRADIENTS = {"03_zero/zero1.py", "03_zero/muon.py", "03_zero/offload.py"}
-PIPELINE_TWIN = "06_pipeline/torch_pipelining.py"
-TWO_CHUNKS = {"06_pipeline/interleaved.py", "06_pipeline/zbv.py"}  # stages per rank
-FIXED = {"04_tensor_sequence/async_tensor_parallel.py"}  # its shared memory is as large as the batch of a step
-EVEN = {f"07_expert/{name}.py" for name in ("capacity", "slots", "symmetric_memory")}  # all ranks have as many slots
-EVEN |= {"06_pipeline/torch_pipelining.py"}  # the library takes equal micro-batches
 FROZEN = "embed_tokens", "norm", "k_proj"  # parts of names
 SLOW = 1000  # seconds by which the clock is put forward in a step
 STEPS = 10
@@ -62,12 +39,10 @@ STEPS = 10
 def hardest(recipe: str, dtype: str, large: bool = False) -> tuple[int, str, str, str]:
     """Ranks of the hardest case, the root's flags for it, the recipe's, and the weights from which both start."""
     world, flags = HARDEST[recipe]
-    fewer = {"08": " --layers 3", "09": " --layers 2"}  # eight ranks on two cores; kernels that are interpreted
-    flags += fewer.get(recipe[:2], "") if "--layers" not in flags else ""
-    if recipe == DILOCO and dtype != "float64":
-        flags = SMALLEST[recipe][1]
-    root = equivalence.root_of(recipe)
-    if dtype == "bfloat16" and root == equivalence.NODES:  # sums of a node are rounded: others may be chosen after them
+    if "--layers" not in flags:
+        flags += f" {own_flags(recipe, 'hardest')}"
+    root = root_of(recipe)
+    if dtype == "bfloat16" and root == NODES:  # sums of a node are rounded: others may be chosen after them
         flags = equivalence.to_all_experts(root, flags)
     init = equivalence.start(root, f"{equivalence.SHAPE} {equivalence.shared(flags)}", large)
     common = f"{equivalence.SHAPE} --device cpu --data {equivalence.documents()} --init {init} --dtype {dtype}"
@@ -82,9 +57,9 @@ def check_gradient(recipe: str, file: str | None = None) -> None:
     world, roots, ours, init = hardest(recipe, "float64")
     probe = probes.together(probes.results_of_steps, probes.waits)
     run = launch(file or recipe, world, f"{ours} {equivalence.GRADIENT}", probe)
-    reference = equivalence.reference(equivalence.root_of(recipe), f"{roots} {equivalence.GRADIENT}")
+    reference = equivalence.reference(root_of(recipe), f"{roots} {equivalence.GRADIENT}")
     errors = compare.relative_errors(run.weights, reference.weights, compare.read(init)[0])
-    if recipe != DILOCO:  # its workers log and clip their own
+    if keeps(recipe, "one log"):
         errors |= compare.history_errors(run.history, reference.history)
         assert all(seen == run.probes[0][0] for seen, _ in run.probes), "ranks differ in the loss, or in the norm"
     compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"{recipe} on {world} ranks, gradient")
@@ -97,28 +72,29 @@ def check_training(recipe: str, file: str | None = None) -> None:
     same to the bit. Whole tensors agree to the bit on all ranks.
     """
     world, roots, ours, _ = hardest(recipe, "float64")
-    if recipe == DILOCO:
-        world = 1  # workers have weights of their own until they meet
+    world = world if keeps(recipe, "one model") else 1
     probe = probes.together(probes.evaluated(*forms_of_evaluation(recipe)), probes.whole_parameters)
     run = launch(file or recipe, world, f"{ours} {equivalence.TRAINING} --steps 3", probe)
     roots += f" {equivalence.TRAINING} --steps 3"
-    reference = root_evaluated(equivalence.root_of(recipe), roots, *forms_of_evaluation(recipe))
+    reference = root_evaluated(root_of(recipe), roots, *forms_of_evaluation(recipe))
     assert min(norm for _, norm, *_ in reference.history) > 0.5, "the clip never acted"
-    errors, lora = compare.relative_errors(run.weights, reference.weights), equivalence.root_of(recipe) == LORA
+    errors = compare.relative_errors(run.weights, reference.weights)
     errors |= compare.history_errors(run.history, reference.history)
     for rank, (losses, parameters) in enumerate(run.probes):
         assert losses[0] == losses[1], f"{recipe}: two evaluations of the same batch differ"
         for i, (mine, theirs) in enumerate(zip(losses, reference.probes[0], strict=True)):
             errors[f"validation loss {i} on rank {rank}"] = abs(mine / theirs - 1)
         for name, bits in parameters.items():
-            one = run.probes[0][1][name] if lora else run.weights[name].numpy().tobytes()  # adapters are saved merged
+            saved = keeps(recipe, "saved as trained")
+            one = run.weights[name].numpy().tobytes() if saved else run.probes[0][1][name]
             assert bits == one, f"{recipe}: {name} is not the same on all ranks"
     compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"{recipe} on {world} ranks, training")
 
 
 def forms_of_evaluation(recipe: str) -> tuple[bool, bool, bool]:
     """Whether a recipe evaluates a larger batch than it trains on, one that divides unevenly, and in inference mode."""
-    return recipe not in FIXED, recipe not in FIXED | EVEN, recipe != DTENSOR
+    other = keeps(recipe, "other batches")
+    return other, other and keeps(recipe, "uneven batches"), keeps(recipe, "inference mode")
 
 
 def check_frozen(recipe: str, file: str | None = None) -> None:
@@ -126,7 +102,7 @@ def check_frozen(recipe: str, file: str | None = None) -> None:
     world, roots, ours, init = hardest(recipe, "float64")
     flags, probe = "--weight_decay 0.1 --lr 0.01 --warmup 0 --clip 0.5 --steps 2", probes.freezes(*FROZEN)
     run = launch(file or recipe, world, f"{ours} {flags}", probe)
-    reference = root_with_frozen(equivalence.root_of(recipe), f"{roots} {flags}")
+    reference = root_with_frozen(root_of(recipe), f"{roots} {flags}")
     errors = compare.relative_errors(run.weights, reference.weights)
     errors |= compare.history_errors(run.history, reference.history)
     compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"{recipe} on {world} ranks, frozen parameters")
@@ -165,7 +141,7 @@ def check_large_values(recipe: str, file: str | None = None) -> None:
     An exponential without its maximum subtracted, or a maximum of the wrong rows, is right only for small numbers.
     """
     world, roots, ours, init = hardest(recipe, "float32", large=True)
-    root, before = equivalence.root_of(recipe), compare.read(init)[0]
+    root, before = root_of(recipe), compare.read(init)[0]
     exact = equivalence.reference(root, f"{roots.replace('float32', 'float64')} {equivalence.LOW_GRADIENT}")
     theirs = equivalence.reference(root, f"{roots} {equivalence.LOW_GRADIENT}")
     run = launch(file or recipe, world, f"{ours} {equivalence.LOW_GRADIENT}")
@@ -175,7 +151,7 @@ def check_large_values(recipe: str, file: str | None = None) -> None:
         name: error / max(roots_errors[name], usual)
         for name, error in compare.relative_errors(run.weights, exact.weights, before).items()
     }
-    if recipe != DILOCO:
+    if keeps(recipe, "one log"):
         errors["loss"] = abs(run.history[0][0] / exact.history[0][0] - 1) / 1e-6
     compare.assert_close(errors, LARGE_ERROR, f"{recipe} on {world} ranks, large values")
 
@@ -185,7 +161,7 @@ LARGE_ERROR = 4  # times the root's own error in float32: sums of as many roundi
 
 def parts_of(recipe: str, world: int, flags: str) -> int | None:
     """Into how many parts the batch is cut, each with a gradient of its own; None where the model is cut otherwise."""
-    if recipe.startswith(("04", "05", "07", "08", "09", "01_single_gpu/chunked_loss")) or recipe == DILOCO:
+    if not keeps(recipe, "cut batch"):
         return None
     default = {f.name: f.default for f in dataclasses.fields(load(recipe).Config)}.get("microbatches", 1)
     given = re.search(r"--microbatches (\d+)", flags)
@@ -201,7 +177,7 @@ def check_bfloat16(recipe: str, file: str | None = None) -> None:
     weights). Matmuls, residual stream and logits have 16 bits, the loss 32.
     """
     world, roots, ours, init = hardest(recipe, "bfloat16")
-    root, low = equivalence.root_of(recipe), recipe in equivalence.LOW_WEIGHTS
+    root, low = root_of(recipe), not keeps(recipe, "autocast")
     probe = probes.together(probes.dtypes, probes.dtypes_of_the_optimizer)
     run = launch(file or recipe, world, f"{ours} {equivalence.LOW_GRADIENT}", probe)
     for seen, optimizer in run.probes:
@@ -215,15 +191,14 @@ def check_bfloat16(recipe: str, file: str | None = None) -> None:
     for what, logged in zip(("loss", "norm"), run.history[0]):
         assert torch.tensor(logged).bfloat16().item() != logged, f"the {what} that is logged has 16 bits"
     before, parts = compare.read(init)[0], parts_of(recipe, *HARDEST[recipe])
-    if recipe != DILOCO and root not in (equivalence.MUON, LORA):  # it logs its first worker's, they move otherwise
+    if keeps(recipe, "norm of the change"):
         changes = [(run.weights[name] - tensor).double() / 100 for name, tensor in before.items()]  # rate 100
         norm = torch.stack([change.norm() for change in changes]).norm().item()
         error = abs(run.history[0][1] / norm - 1)
         assert error < NORM, f"the norm is off by {error:.1e}: it, or what it is of, has 16 bits"
     flags = f"{roots} {equivalence.LOW_GRADIENT}"
     if parts:
-        # zero1_overlap.py sends the sum of its micro-batches, in bf16: the header's formula
-        rounded = parts // world if recipe == "03_zero/zero1_overlap.py" else 0
+        rounded = 0 if keeps(recipe, "exact sums") else parts // world
         exact = in_parts(root, flags, parts, low, rounded)
         errors = compare.relative_errors(run.weights, exact.weights, before)
         errors["loss"] = abs(run.history[0][0] / exact.history[0][0] - 1)  # the log's, too, is a sum in fp32
@@ -271,16 +246,14 @@ def check_run(recipe: str, file: str | None = None) -> None:
     made: each must show in its seconds, from which the published speeds come.
     """
     world, flags = SMALLEST[recipe]
-    # kernels that are interpreted; many small messages (3d.py has four stages)
-    fewer = {"09": " --layers 1", "05": " --layers 1", "08": " --layers 2"} if recipe != "08_4d/3d.py" else {}
-    flags += fewer.get(recipe[:2], "")
+    flags += f" {own_flags(recipe, 'run')}"
     start = time.perf_counter()
     probe = probes.together(
         probes.saves,
         probes.batches,
         probes.slow_steps(4, 6, 7, SLOW),
         probes.things_in_memory,
-        probes.group_is_gone(0 if recipe in KEEP_THE_GROUP else 5),
+        probes.group_is_gone(5 if keeps(recipe, "group is gone") else 0),
     )
     flags += f" --data {equivalence.documents()} --steps {STEPS} --validate 4"
     run = launch(file or recipe, world, f"{SMALL} {flags}", probe=probe)
@@ -294,12 +267,14 @@ def check_run(recipe: str, file: str | None = None) -> None:
         assert 18 * unseen < text < 20 * unseen, "not a twentieth of the text is held out"
         assert made == wanted, "each step has its own batch, each validation the same one, and no other is made"
         growth = {kind: counts[-1] - counts[0] for kind, counts in alive.items()}
-        if recipe in (CONTEXT_TWIN, "05_context_ring/documents.py"):
-            del growth["objects"]  # libraries keep a wrapper per context, and (einops) up to 1,024 shapes
+        if not keeps(recipe, "no objects left"):
+            del growth["objects"]
         assert max(growth.values()) <= 0, f"left by every step: {growth}"
-        assert not alive["gradients"][0] or recipe in KEEP_GRADIENTS, "gradients are held between steps"
+        held = alive["gradients"][0] and keeps(recipe, "no gradients between steps")
+        assert not held, "gradients are held between steps"
         assert not initialised, "the process group is not destroyed"
-        assert threads == 0 or recipe in KEEP_THE_GROUP, "something holds the process group, whose threads go on"
+        left = threads and keeps(recipe, "group is gone")
+        assert not left, "something holds the process group, whose threads go on"
     assert not any(run.output[1:]), "one rank logs"
     history = np.array(run.history)
     seconds = history[:, 2]
@@ -319,7 +294,7 @@ def check_run(recipe: str, file: str | None = None) -> None:
 def check_log_line(recipe: str, file: str | None = None) -> None:
     """MFU, by the formula, of the speed of all ranks; peak memory; a GPU without a known peak has no MFU."""
 
-    experts = equivalence.root_of(recipe) in (equivalence.MOE, equivalence.NODES)
+    experts = root_of(recipe) in (MOE, NODES)
     drops = "dropped" in FAMILY[recipe].definitions["log"]
     preset, of_experts = ("olmoe_1b_7b", (3.14159, 0.0314159)[: 1 + drops]) if experts else ("smollm_1_7b", ())
 
@@ -336,11 +311,11 @@ def check_log_line(recipe: str, file: str | None = None) -> None:
         return out.getvalue().splitlines()
 
     known, unknown = isolated(lines)
-    speed = 16 * 2048 / 0.5 / (1 if equivalence.on_one_device(recipe) else 4)
+    speed = 16 * 2048 / 0.5 / (1 if on_one_device(recipe) else 4)
     layers, d, f, v = (16, 2048, 8 * 1024, 50304) if experts else (24, 2048, 8192, 49152)
-    f += 1024 if recipe == equivalence.NODES else 0  # of the shared expert
+    f += 1024 if recipe == NODES else 0  # of the shared expert
     router = d * 64 if experts else 0
-    lora = equivalence.root_of(recipe) == LORA  # frozen weights have no gradient; adapters have 16 (in + out) elements
+    lora = root_of(recipe) == LORA  # frozen weights have no gradient; adapters have 16 (in + out) elements
     each, adapters = (4, 16 * (11 * d + 3 * f)) if lora else (6, 0)
     flops = each * (layers * (4 * d * d + 3 * d * f + router) + d * v) + 6 * layers * (d * 2048 + adapters)
     wanted = ["loss 1.2346", "gradient norm 0.500", *(["busiest expert 3.14x"] if experts else [])]
@@ -352,10 +327,10 @@ def check_log_line(recipe: str, file: str | None = None) -> None:
 def check_build(recipe: str, file: str | None = None) -> None:
     """Without --init, too, every layout draws the root's weights, on all ranks; --compile compiles blocks and loss."""
     world, flags = SMALLEST[recipe]
-    flags += " --compile" * (recipe != equivalence.KERNELS)
+    flags += " --compile" if keeps(recipe, "compile") else ""
     probe = probes.together(probes.compiled, probes.whole_parameters)
     run = launch(file or recipe, world, f"{SMALL} {flags} --steps 0", probe=probe)
-    theirs = root_built(equivalence.root_of(recipe), f"{SMALL} --steps 0").weights
+    theirs = root_built(root_of(recipe), f"{SMALL} --steps 0").weights
     assert set(run.weights) == set(theirs), "names differ"
     assert all(torch.equal(run.weights[name], tensor) for name, tensor in theirs.items()), "not the root's weights"
     drawn = {}
@@ -376,16 +351,13 @@ def check_activations(recipe: str, file: str | None = None) -> None:
     Whatever else a module or a context holds is invisible to checkpointing and offloading, and may outlive the step.
     Nor does a backward leave anything in its context. Half of one activation of the residual stream is the limit.
     """
-    if recipe[:2] == "01" or recipe.endswith("low_memory.py") or recipe == PIPELINE_TWIN:
-        return  # checkpointing keeps its inputs itself, on purpose; torch's stages call themselves
     world, flags = SMALLEST[recipe]
     limit = 128 * 16 * 32 * 4 // world // 2
-    # of functions with a context; in pipelines a backward does not begin at the loss, and shards have other gradients
-    others = recipe[:2] in ("06", "08") or recipe == equivalence.FP8_ZERO3
-    of_backward = "autograd.Function" in FAMILY[recipe].source and not others
-    probe = probes.together(probes.kept_outside_autograd, *[probes.left_by_backward(limit)] * of_backward)
-    steps = 1 if recipe == equivalence.KERNELS else 2  # the first may make buffers
-    run = launch(file or recipe, world, f"{SMALL} {flags} --batch 128 --steps {steps}", probe=probe)
+    seen = [probes.kept_outside_autograd]
+    if "autograd.Function" in FAMILY[recipe].source and keeps(recipe, "bytes of backward"):
+        seen.append(probes.left_by_backward(limit))
+    flags += " --batch 128 --steps 2"  # the first step may make buffers
+    run = launch(file or recipe, world, f"{SMALL} {flags} {own_flags(recipe, 'activations')}", probes.together(*seen))
     for kept, *left in run.probes:
         assert kept < limit, f"a forward keeps {kept} bytes beside save_for_backward"
         assert sum(left) < limit, f"{left} bytes beside the gradients are in memory until the end of backward"
@@ -410,7 +382,7 @@ def check_divergence(recipe: str, file: str | None = None) -> None:
     Nor are the weights that the last step makes infinite.
     """
     world, flags = SMALLEST[recipe]
-    flags += " --layers 1" * (recipe == equivalence.KERNELS)  # they are interpreted
+    flags += f" {own_flags(recipe, 'divergence')}"
     probe = probes.together(probes.saves, probes.ends_early)
     run = launch(file or recipe, world, f"{SMALL} {flags} --steps 20 --lr 1e6 --warmup 0 --clip inf", probe=probe)
     lines = {line for _, line in run.probes}
@@ -426,17 +398,17 @@ def check_divergence(recipe: str, file: str | None = None) -> None:
         raise AssertionError("the last step makes weights infinite, and they are saved")
 
 
-SIZES = dict(layers=16, dim=16, heads=8, kv_heads=8, ffn=16)  # every recipe takes them
+TINY = dict(layers=16, dim=16, heads=8, kv_heads=8, ffn=16)  # every recipe takes them
 
 
 def small_weights(recipe: str) -> dict[str, torch.Tensor]:
     module = load(recipe)
-    return {name: torch.zeros(shape) for name, shape in module.tensor_shapes(module.Config(**SIZES)).items()}
+    return {name: torch.zeros(shape) for name, shape in module.tensor_shapes(module.Config(**TINY)).items()}
 
 
 def bad_inputs(recipe: str, folder: Path) -> list[tuple[str, list[str]]]:
     """Flags that cannot work, and words that the one line about them must have."""
-    sizes = " ".join(f"--{flag} {size}" for flag, size in SIZES.items())
+    sizes = " ".join(f"--{flag} {size}" for flag, size in TINY.items())
     np.full(500, 300, np.uint16).tofile(folder / "ids.bin")
     np.arange(1, 500, dtype=np.int64).tofile(folder / "int64.bin")
     np.save(folder / "ids.npy", np.arange(500, dtype=np.uint16))
@@ -464,12 +436,11 @@ def bad_inputs(recipe: str, folder: Path) -> list[tuple[str, list[str]]]:
     for name, tensors in wrong.items():
         save_file(tensors, folder / f"{name}.safetensors")
     init = f"{sizes} --init {folder}"
-    own = [("--momentum 1", ["--momentum 1.0", "below 1"])] * (equivalence.root_of(recipe) == equivalence.MUON)
-    flags = vars(load(recipe).Config())
-    large = {"layers": 48 * 10**12, "batch": 48 * 10**12, "experts": 4 * 10**6}  # some 20 TB
-    own += [(f"--{flag} {n}", [f"--{flag} {n}", "memory"]) for flag, n in large.items() if flag in flags]
-    own += [("--lora_rank 129", ["--lora_rank 129", "--dim 128"])] * ("lora_rank" in flags)
-    return own + [
+    large = {"layers": 48 * 10**12, "batch": 48 * 10**12, "experts": 4 * 10**6, "vocab": 10**12}  # some 20 TB
+    bad = [
+        *((f"--{flag} {n}", [f"--{flag} {n}", "memory"]) for flag, n in large.items()),
+        ("--momentum 1", ["--momentum 1.0", "below 1"]),
+        ("--lora_rank 129", ["--lora_rank 129", "--dim 128"]),
         ("--heads 7", ["--heads 7", "--dim 128"]),
         ("--heads 128", ["--heads 128", "--dim 128", "even"]),
         ("--kv_heads 3", ["--kv_heads 3", "--heads 8"]),
@@ -484,7 +455,6 @@ def bad_inputs(recipe: str, folder: Path) -> list[tuple[str, list[str]]]:
         ("--clip 0", ["--clip 0", "> 0 and finite, or inf"]),
         ("--clip -1", ["--clip -1", "> 0"]),
         ("--eps 0", ["--eps 0", "> 0"]),  # a weight without a gradient would be 0/0
-        (f"--vocab {10**12}", [f"--vocab {10**12}", "memory"]),
         ("--data nowhere.txt", ["--data nowhere.txt", "cannot read"]),
         (f"--data {folder}/short.txt", ["--data", "short.txt", "--seq 128", "has 9"]),
         (f"--data {folder}/empty", [f"--data {folder}/empty", "--seq 128", "has 0"]),
@@ -512,7 +482,11 @@ def bad_inputs(recipe: str, folder: Path) -> list[tuple[str, list[str]]]:
         (f"--save {folder}", [f"--save {folder}", "is no file"]),
         ("--save /dev/null", ["--save /dev/null", "is no file"]),
         ("--device cuda", ["--device cuda", f"{torch.cuda.device_count()} GPUs for"]),
+        ("--compile", ["--compile", "needs a GPU"]),
     ]
+    known = vars(load(recipe).Config())
+    bad = [(flags, words) for flags, words in bad if flags.split()[0].removeprefix("--") in known]
+    return [(flags, words) for flags, words in bad if flags != "--compile" or not keeps(recipe, "compile")]
 
 
 def refusal(module: ModuleType, world: int, flags: str) -> str | None:
@@ -532,11 +506,10 @@ def check_bad_input(recipe: str, file: str | None = None) -> None:
     """Every rank ends with one line that names the flag, before there is a process group, with an exit code not 0."""
     module, (world, flags) = load(file or recipe), SMALLEST[recipe]
     with tempfile.TemporaryDirectory() as folder:
-        uncompiled = [("--compile", ["--compile", "needs a GPU"])] if recipe == equivalence.KERNELS else []
-        for bad, words in bad_inputs(file or recipe, Path(folder)) + uncompiled:
+        for bad, words in bad_inputs(recipe, Path(folder)):
             line = refusal(module, world, f"--device cpu {flags} {bad}")
             assert isinstance(line, str) and "\n" not in line and all(word in line for word in words), (bad, line)
-        alone = equivalence.on_one_device(recipe)
+        alone = on_one_device(recipe)
         line = refusal(module, 2 if alone else 0, "--device cpu")
         words = ["--nproc_per_node 2", "1 process"] if alone else ["torchrun --nproc_per_node"]
         assert line and all(word in line for word in words), line
@@ -554,7 +527,7 @@ def check_bad_input(recipe: str, file: str | None = None) -> None:
 
 def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
     """(ranks, flags) at the edge of what is possible, for a recipe."""
-    sizes = " ".join(f"--{flag} {size}" for flag, size in SIZES.items())
+    sizes = " ".join(f"--{flag} {size}" for flag, size in TINY.items())
     (folder / "window.txt").write_bytes(bytes(range(1, 18)))
     np.arange(1, 1001, dtype=np.uint16).tofile(folder / "ids.bin")
     (np.arange(1000, dtype=np.uint32) + 70000).tofile(folder / "wide.bin")
@@ -573,59 +546,11 @@ def valid_inputs(recipe: str, folder: Path) -> list[tuple[int, str]]:
         "--heads 64 --kv_heads 64 --dim 128",  # heads of width 2, as many key heads as query heads
         "--heads 8 --kv_heads 8",
     ]
-    world, own = SMALLEST[recipe]
+    config, (world, own) = FAMILY[recipe].definitions["Config"], SMALLEST[recipe]
     cases = [(world, f"{own} {flags}") for flags in everywhere]
-    if recipe[:2] == "01" or recipe == equivalence.KERNELS:
-        return cases + ([(1, "--microbatches 16")] if "accumulation" in recipe else [])
-    # a sequence per rank and micro-batch, and a single rank
-    if recipe[:2] in ("02", "03") or recipe == equivalence.FP8_ZERO3:
-        micro = "--microbatches 1" if "microbatches" in FAMILY[recipe].definitions["Config"] else ""
-        alone = "--shard 1" if "hsdp" in recipe else ""
-        cases += [(8, f"--batch 8 {micro}"), (1, f"--batch 1 {micro} {alone}")]
-        if micro:
-            cases += [(2, "--batch 8 --microbatches 4")]
-    if "bucket_mb" in FAMILY[recipe].definitions["Config"]:
-        cases += [(2, "--bucket_mb 0 --batch 8" + (" --microbatches 1" if "no_sync" in recipe else ""))]
-    if recipe == DILOCO:
-        cases += [(2, "--inner_steps 100 --steps 5 --outer_momentum 0 --outer_lr 0")]
-    if "hsdp" in recipe:
-        cases += [(8, "--shard 8 --batch 8 --microbatches 1"), (8, "--shard 1 --batch 8 --microbatches 1")]
-    if recipe[:2] == "04":
-        cases += [(8, "--heads 8 --kv_heads 8 --seq 8 --batch 1"), (1, ""), (2, "--ffn 2")]
-        cases += [] if "dtensor" in recipe else [(8, "--heads 8 --kv_heads 4"), (8, "--heads 8 --kv_heads 1")]
-        cases += [(4, "--vocab 257"), (4, "--vocab 259")] if "vocab" in recipe or "sequence_p" in recipe else []
-    if recipe[:2] == "07":
-        micro = "--microbatches 1" if "microbatches" in FAMILY[recipe].definitions["Config"] else ""
-        if recipe == equivalence.NODES:
-            micro += " --groups 1 --top_groups 1"
-        cases += [(1, f"{flags} {micro}") for flags in ("--experts 1 --top_k 1", "--experts 8 --top_k 8", "--batch 1")]
-        if recipe != equivalence.MOE:
-            cases += [(8, f"--experts 8 --batch 8 {micro}"), (3, f"--experts 9 --batch 3 {micro}")]
-            cases += [(8, f"--experts 2 --top_k 2 --edp 4 {micro}")]
-    if recipe == "08_4d/2d.py":
-        cases += [(8, "--dp 1 --tp 8"), (8, "--dp 8 --tp 1 --batch 8 --microbatches 1"), (8, ""), (1, "--dp 1 --tp 1")]
-    elif recipe == "08_4d/3d.py":
-        cases += [(8, "--dp 1 --tp 1 --pp 8 --chunks 1 --microbatches 1"), (8, "--dp 1 --tp 8 --pp 1"), (8, "")]
-        cases += [(8, "--dp 8 --tp 1 --pp 1 --batch 8 --microbatches 1"), (1, "--dp 1 --tp 1 --pp 1")]
-        cases += [(3, "--dp 1 --tp 1 --pp 3 --batch 6 --microbatches 6")]
-    elif recipe[:2] == "08":
-        one = " --ep 1" * ("moe" in recipe)
-        cases += [(8, f"--dp 1 --cp 1 --tp 8 --pp 1{one}"), (8, f"--dp 1 --cp 1 --tp 1 --pp 8 --microbatches 1{one}")]
-        cases += [(8, "--dp 8 --cp 1 --tp 1 --pp 1 --batch 8 --microbatches 1"), (8, "")]
-        cases += [(8, "--dp 1 --cp 8 --tp 1 --pp 1 --seq 16"), (3, f"--dp 1 --cp 1 --tp 1 --pp 3{one}")]
-        cases += [(1, f"--dp 1 --cp 1 --tp 1 --pp 1{one}")]
-    if recipe[:2] == "06":
-        cases += (
-            [(8, "--layers 16"), (2, "--layers 4")] if recipe in TWO_CHUNKS else [(8, "--layers 8"), (2, "--layers 2")]
-        )
-        cases += [(1, "--layers 2"), (3, "--layers 8 --batch 12 --microbatches 12")] if "dual" not in recipe else []
-        if "microbatches" in FAMILY[recipe].definitions["Config"]:
-            cases += [(2, "--batch 16 --microbatches 16"), (8, "--batch 8 --microbatches 8 --layers 16")]
-            few = "--schedule GPipe" * (recipe == PIPELINE_TWIN)  # torch's 1F1B needs a micro-batch per stage
-            few = [(8, f"--microbatches 1 --layers 16 {few}"), (2, f"--microbatches 1 {few}")]
-            cases += few if "interleaved" not in recipe else []
-        else:
-            cases = [(world, flags.replace("--batch 12 --microbatches 12", "")) for world, flags in cases]
+    for _, world, flags in cases_of(EDGES, recipe):
+        pairs = re.findall(r"--(\w+) (\S+)", flags)
+        cases.append((world, " ".join(f"--{flag} {size}" for flag, size in pairs if f" {flag}:" in config)))
     return cases
 
 
@@ -642,7 +567,7 @@ def check_valid_input(recipe: str, file: str | None = None) -> None:
 def check_second_node(recipe: str, file: str | None = None) -> None:
     """Rank 3, which is the second process of the second node, takes its GPU 1, before there is a process group."""
     source = Path(load(file or recipe).__file__).read_text()
-    if equivalence.on_one_device(recipe) or "Accelerator" in source:
+    if on_one_device(recipe) or "Accelerator" in source:
         return  # one process; a library that does it
 
     def chosen() -> list[object]:
@@ -674,11 +599,11 @@ def check_flags(recipe: str, file: str | None = None) -> None:
 
     What is interpreted without a GPU may have smaller batches.
     """
-    files = equivalence.root_of(recipe), file or recipe
+    files = root_of(recipe), file or recipe
     root, ours = ({f.name: f.default for f in dataclasses.fields(load(path).Config)} for path in files)
     assert 0 < ours["steps"] <= root.pop("steps")
-    assert ours["layers"] == root.pop("layers") * (2 if recipe in TWO_CHUNKS else 1)
-    assert recipe != equivalence.KERNELS or ours["batch"] <= root.pop("batch")
+    assert ours["layers"] == root.pop("layers") * (1 if keeps(recipe, "as many layers") else 2)
+    assert keeps(recipe, "as large a batch") or ours["batch"] <= root.pop("batch")
     assert root.items() <= ours.items() and load(file or recipe).PRESETS == load(files[0]).PRESETS
 
 

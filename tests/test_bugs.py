@@ -18,6 +18,7 @@ import mutation
 import probes
 import puzzle
 import pytest
+import recipes
 import schedules
 from equivalence import ROOT_RECIPE
 from launch import RankFailed, launch, load
@@ -36,7 +37,7 @@ def equal(bug: Bug, file: str, modes: tuple[str, ...] = ("gradient",)) -> None:
     Two layers where each takes long, as it is traced or interpreted.
     """
     compiled = bug.seen.startswith("compiled")
-    flags = bug.flags + " --compile" * compiled + " --layers 2" * (compiled or bug.recipe == equivalence.KERNELS)
+    flags = bug.flags + " --compile" * compiled + " --layers 2" * (compiled or bug.recipe == recipes.KERNELS)
     equivalence.check(file, bug.world, flags, equivalence.root_of(bug.recipe), mutation.probe_of(bug), modes)
 
 

@@ -1,62 +1,46 @@
 """Every recipe keeps every promise of tests/contract.py."""
 
+import itertools
 import os
+import re
 import subprocess
 import sys
 
 import contract
 import pytest
-from equivalence import CASES, HARDEST, KERNELS, MOE, ROOT_RECIPE, ROOTS, SHORTER
 from launch import ROOT, free_port
-from test_lineage import FAMILY, TRAINING
+from recipes import CASES, EXCEPTIONS, FLAGS, HARDEST, ROOTS, keeps, matches, rows
+from test_lineage import TRAINING
+
+ASKED = {  # promises that are not asked of all recipes
+    # where attention, matmuls or the loss are cut
+    "large_values": "01_*/train.py 03_*/zero3.py 04_* 05_* 06_*/zbv.py 07_*/moe.py 09_*",
+    "frozen": "02_* 04_* 05_* 06_* 07_*",
+    # the line that ends a run is the same to the letter, except where train is another; each way to sum the loss once
+    "divergence": "01_*/train.py 01_*/lora.py 02_*/naive.py 02_*/diloco.py */accelerate_* 03_*/zero3.py"
+    " 03_*/torch_fsdp.py 04_*/vocab_parallel.py 04_*/torch_dtensor.py 05_*/zigzag.py 06_*/1f1b.py 06_*/zbv.py"
+    " 06_*/torch_pipelining.py 07_*/moe.py 07_*/expert_parallel.py 07_*/capacity.py 07_*/slots.py 08_*/train.py"
+    " 08_*/checkpoint.py 09_*/train.py 10_*/fp16_loss_scaling.py 10_*/fp8_tensorwise.py",
+}
+PLAIN = {  # promises of which the plain run asks these recipes alone, and the thorough run all
+    # the first of a folder, and those that add up in a way of their own
+    "bfloat16": "01_* 02_*/naive.py 03_*/zero1_masters.py 03_*/zero1_overlap.py 03_*/zero3.py 04_*"
+    " 05_*/all_gather_kv.py 05_*/zigzag.py 05_*/usp.py 06_*/1f1b.py 06_*/zbv.py 07_*/moe.py 07_*/expert_parallel.py"
+    " 08_*/train.py 08_*/moe.py 09_* 10_*",
+    "large_values": "01_* 03_* 04_*/[va]*.py 05_*/blockwise.py 05_*/zigzag.py 05_*/usp.py 06_* 07_* 09_*",
+    "run": "0[1-7]_* 08_*/[!23]*.py 10_*",  # 2d.py and 3d.py log and save as train.py, and kernels are interpreted
+}
 
 
 def kept() -> list:
-    """What is tried: each promise of each recipe, but large values only where attention, matmuls or the loss are cut,
-    bfloat16 where nothing is in fewer bits, and divergence once for each way to sum the loss.
-
-    The plain run asks library twins, which start slowly, for gradients alone, and for bfloat16 and large values only
-    the first recipes of a folder, and those that add up in a way of their own.
-    """
-    pairs = [(promise, recipe) for promise in contract.CHECKS for recipe in TRAINING]
-    pairs = [(p, r) for p, r in pairs if p != "large_values" or r[:2] in ("04", "05") or r in LARGE_TOO]
-    pairs = [(p, r) for p, r in pairs if p != "bfloat16" or r not in SHORTER]
-    pairs = [
-        (p, r) for p, r in pairs if p != "frozen" or r[:2] in ("02", "04", "05", "06", "07") and r not in TRAIN_ALL
-    ]
-    # the line that ends a run is the same to the letter, except where train is another; a loss is summed per folder
-    pairs = [(p, r) for p, r in pairs if p != "divergence" or r in DIVERGE or FAMILY[r].lists("train")]
-    low = {"02_data_parallel/naive.py", "03_zero/zero1_overlap.py", "06_pipeline/1f1b.py", "06_pipeline/zbv.py", MOE}
-    low |= {"03_zero/zero1_masters.py", "03_zero/zero3.py", "07_expert/expert_parallel.py"}
-    low |= {f"05_context_ring/{name}.py" for name in ("all_gather_kv", "zigzag", "usp")}
-    low |= {f"08_4d/{name}.py" for name in ("train", "moe")}
-    large = {f"04_tensor_sequence/{name}.py" for name in ("vocab_parallel", "async_tensor_parallel")}
-    large |= {f"05_context_ring/{name}.py" for name in ("blockwise", "zigzag", "usp")}
-    later = [
-        p in contract.THOROUGH
-        or (is_twin(r) and p != "gradient")
-        or (p == "run" and r == KERNELS)  # interpreted
-        or (p == "run" and r in ("08_4d/2d.py", "08_4d/3d.py"))  # they log and save as train.py, which has more axes
-        or (p == "large_values" and r[:2] in ("04", "05") and r not in large)
-        or (p == "bfloat16" and r[:2] in ("02", "03", "05", "06", "07", "08") and r not in low)
-        for p, r in pairs
-    ]
-    return [pytest.param(*pair, marks=pytest.mark.thorough if slow else ()) for pair, slow in zip(pairs, later)]
-
-
-DIVERGE = {ROOT_RECIPE} | {  # one for each way to sum the loss
-    f"{name}.py"
-    for name in """02_data_parallel/naive 03_zero/zero3 03_zero/torch_fsdp 04_tensor_sequence/vocab_parallel
-    04_tensor_sequence/torch_dtensor 05_context_ring/zigzag 06_pipeline/1f1b 06_pipeline/zbv
-    06_pipeline/torch_pipelining 07_expert/expert_parallel 08_4d/train 10_mixed_precision/fp8_tensorwise""".split()
-}
-TRAIN_ALL = {"02_data_parallel/diloco.py"}  # it is not the root
-TRAIN_ALL |= {"04_tensor_sequence/lora.py"}  # all but adapters is frozen
-LARGE_TOO = (ROOT_RECIPE, MOE, KERNELS, "03_zero/zero3.py", "06_pipeline/zbv.py")
-
-
-def is_twin(recipe: str) -> bool:
-    return recipe.split("/")[1].startswith(("torch_", "accelerate_"))
+    """What is tried. The plain run asks library twins, which start slowly, for gradients alone."""
+    parameters = []
+    for promise, recipe in itertools.product(contract.CHECKS, TRAINING):
+        if keeps(recipe, promise) and matches(recipe, ASKED.get(promise, "*")):
+            plain = promise not in contract.THOROUGH and matches(recipe, PLAIN.get(promise, "*"))
+            plain = plain and (promise == "gradient" or not matches(recipe, "*/torch_* */accelerate_*"))
+            parameters.append(pytest.param(promise, recipe, marks=() if plain else pytest.mark.thorough))
+    return parameters
 
 
 @pytest.mark.parametrize("promise, recipe", kept())
@@ -70,6 +54,16 @@ def test_every_recipe_has_a_hardest_case():
     cases = {(recipe, world, flags) for recipe, world, flags in CASES}
     for recipe, case in HARDEST.items():
         assert (recipe, *case) in cases or recipe in ROOTS
+
+
+def test_exceptions_are_of_something():
+    """Each pattern has its recipes, and each promise is one of the contract or is asked for in its code."""
+    source = "".join((ROOT / "tests" / name).read_text() for name in ("contract.py", "equivalence.py", "recipes.py"))
+    asked = {*contract.CHECKS, *re.findall(r"(?:keeps|own_flags)\(.+?, [\"'](.+?)[\"']\)", source)}
+    for patterns, promise, _ in rows(EXCEPTIONS) + rows(FLAGS):
+        assert promise in asked, promise
+        for pattern in patterns.split():
+            assert any(matches(recipe, pattern) for recipe in TRAINING), pattern
 
 
 @pytest.mark.thorough

@@ -12,6 +12,7 @@ from pathlib import Path
 import compare
 import equivalence
 import pytest
+import recipes
 from launch import launch
 from test_lineage import FAMILY
 
@@ -23,7 +24,7 @@ CASES = [
 ]  # which make groups
 CASES += [(recipe, 2) for recipe in FAMILY if recipe[:2] == "07" and not recipe.endswith("moe.py")]
 CASES += [
-    (equivalence.FP8_ZERO3, 2),
+    (recipes.FP8_ZERO3, 2),
     ("03_zero/zero3.py", 4),
     ("04_tensor_sequence/sequence_parallel.py", 4),
     ("04_tensor_sequence/async_tensor_parallel.py", 4),
@@ -57,7 +58,7 @@ def halved(recipe: str) -> str:
         assert recipe[:2] != "07" or build.count(whole) == 1, "build_model makes one mesh of all ranks"
         in_half = in_half.replace(whole, halves)
     for whole, halves in NODES.items():
-        assert recipe != equivalence.NODES or build.count(whole) == 1, "build_model makes one mesh of nodes"
+        assert recipe != recipes.NODES or build.count(whole) == 1, "build_model makes one mesh of nodes"
         in_half = in_half.replace(whole, halves)
     by_half = save.replace("dist.get_rank() == 0", "dist.get_rank() % (dist.get_world_size() // 2) == 0")
     return source.replace(build, in_half).replace(save, by_half)
