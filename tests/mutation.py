@@ -4,14 +4,14 @@ Each folder has its list, `bugs.diff`. tests/test_bugs.py asserts that every one
 does to the gradient and to a loss curve, for tests/BUGS.md.
 
     python tests/mutation.py [--jobs 2] [FOLDER ...]         measure the bugs of all folders, or of these
-    python tests/mutation.py --tier [--jobs 2] [FOLDER ...]  print the promise of all recipes that each breaks, or "--"
-
-After "--" comes what sees a bug that breaks none of them.
+    python tests/mutation.py --list [FOLDER ...]             print all bugs, by class, with what was measured
+    python tests/mutation.py --long [--jobs 2] [FOLDER ...]  train 300 steps with those that tests/BUGS.md shows
 """
 
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import multiprocessing
 import re
@@ -26,10 +26,13 @@ import equivalence
 import launch as launching
 import torch
 from launch import ROOT, RankFailed, Run, isolated, launch, load, once, run_folder
+from recipes import SMALLEST, root_of
 
 RESULTS = ROOT / "tests" / "results" / "bugs.json"
 RACES = "waited for", "let go", "does not wait", "changed while"  # what tests/streams.py says of them
 CURVE = "--steps 20 --lr 3e-3 --warmup 5"  # of AdamW, with the default clip: 1
+LONG_CURVE = CURVE.replace("--steps 20", "--steps 300")
+SHOWN = 60  # bugs of tests/BUGS.md
 CHECKPOINT = "08_4d/checkpoint.py"
 CLASSES = (  # of bugs: what kind of mistake each is
     "dropped collective",
@@ -203,23 +206,27 @@ def measured_kernel(bug: Bug) -> dict[str, object]:
     return entry if entry["gradient"] != float("inf") else {**entry, "gradient": None, "end": "gives NaN"}
 
 
+def dtype_of(bug: Bug) -> str:
+    """What a bug of mixed precision does wrong shows in 16 bits alone, all others in float64."""
+    low = "float16" if "fp16" in bug.recipe else "bfloat16"
+    return low if bug.recipe.startswith("10_mixed_precision/") else "float64"
+
+
 def measured(bug: Bug) -> dict[str, object]:
     """What the bug does: relative error of the worst tensor's gradient, largest relative difference of the loss curve.
 
     Both against the recipe without it. Of DiLoCo, which has no gradient of the whole batch, the gradient is the change
     of the weights; of checkpoints, that of a whole run, which is resumed. "end" says what happens instead where nothing
-    can be measured. In float64; what mixed precision does wrong shows in 16 bits alone, and rounding by chance is no
-    error of a gradient, so that this one is of 32 bits.
+    can be measured. Rounding by chance is no error of a gradient, so that its bugs have one of 32 bits.
     """
     if "def train_step" not in (ROOT / bug.recipe).read_text():
         return measured_kernel(bug)
-    root = equivalence.root_of(bug.recipe)
+    root = root_of(bug.recipe)
     entry = {"recipe": bug.recipe, "what": bug.what, "gradient": None, "loss": None, "end": None}
     flags = bug.flags + (" --compile" if bug.seen.startswith("compiled") else "")
     init = equivalence.start(root, f"{equivalence.SHAPE} {equivalence.shared(flags)}")
-    low = bug.recipe.startswith("10_mixed_precision/")
-    half = "float16" if "fp16" in bug.recipe else "bfloat16"
-    dtype, gradient = (half, equivalence.LOW_GRADIENT) if low else ("float64", equivalence.GRADIENT)
+    dtype = dtype_of(bug)
+    gradient = equivalence.GRADIENT if dtype == "float64" else equivalence.LOW_GRADIENT
     if bug.recipe.endswith(("/stochastic_rounding.py", "/low_memory.py")):
         gradient += " --dtype float32"
     run = launch
@@ -256,21 +263,47 @@ def measured(bug: Bug) -> dict[str, object]:
     return finite if finite == entry else {**finite, "end": "gives NaN"}
 
 
-def tier(bug: Bug) -> str:
-    """The first broken promise of tests/contract.py that the plain run checks; "" if there is none, or of kernels."""
-    import contract
+def measured_long(bug: Bug) -> float | None:
+    """How far the mean loss of the last 50 of 300 steps of AdamW is from that of the recipe without the bug.
 
-    if bug.recipe not in contract.SMALLEST:
-        return ""
+    None if the run does not get there.
+    """
+    init = equivalence.start(root_of(bug.recipe), f"{equivalence.SHAPE} {equivalence.shared(bug.flags)}")
+    flags = f"{equivalence.SHAPE} --device cpu --dtype {dtype_of(bug)} --data {equivalence.documents()} --init {init}"
+    flags += f" {LONG_CURVE} {bug.flags}"
     with tempfile.TemporaryDirectory() as folder:
-        file = mutate(bug, Path(folder))
-        for promise, check in contract.CHECKS.items():
-            if promise not in contract.THOROUGH:
-                try:
-                    check(bug.recipe, file)
-                except (Exception, SystemExit):
-                    return promise
-    return ""
+        try:
+            ours = launch(mutate(bug, Path(folder)), bug.world, flags, probe_of(bug), timeout=600)
+        except (RankFailed, TimeoutError):
+            return None
+    runs = ours, without_bug(bug.recipe, bug.world, flags)
+    ours, theirs = (sum(loss for loss, *_ in run.history[-50:]) for run in runs)
+    return abs(ours / theirs - 1)
+
+
+def mistrains(entry: dict) -> bool:
+    """Whether a training goes on with a gradient, or an update, that is wrong by more than 1 %.
+
+    No loss curve: a kernel's output, or a run that ends. Not a bit of it changed: the saved file alone is wrong.
+    """
+    return (entry["gradient"] or 0) > 0.01 and bool(entry["loss"])
+
+
+def instructive() -> list[Bug]:
+    """The bugs of tests/BUGS.md: of each class in turn the one that hides best.
+
+    First come those that somebody has shipped, then those that train with a wrong gradient while the loss moves least.
+    """
+    stored = {(entry["recipe"], entry["what"]): entry for entry in json.loads(RESULTS.read_text())}
+
+    def rank(bug: Bug) -> tuple[bool, bool, float]:
+        entry = stored[bug.recipe, bug.what]
+        return "shipped" not in bug.what, not mistrains(entry), entry["loss"] or 0
+
+    classes = {kind: sorted([bug for bug in bugs() if bug.kind == kind], key=rank) for kind in CLASSES}
+    turns = itertools.zip_longest(*classes.values())
+    chosen = [bug for turn in turns for bug in turn if bug][:SHOWN]
+    return sorted(chosen, key=lambda bug: CLASSES.index(bug.kind))
 
 
 def main() -> None:
@@ -278,7 +311,8 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folders", nargs="*", metavar="FOLDER")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--tier", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--long", action="store_true")
     args = parser.parse_args()
     if args.jobs < 1:
         raise SystemExit(f"--jobs {args.jobs}: must be at least 1")
@@ -286,22 +320,28 @@ def main() -> None:
     if unknown := [folder for folder in args.folders if folder not in known]:
         raise SystemExit(f"{unknown[0]}: must be of {', '.join(known)}")
     chosen = [bug for bug in bugs() if not args.folders or bug.recipe.split("/")[0] in args.folders]
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    entries = {(entry["recipe"], entry["what"]): entry for entry in kept}
+    if args.list:
+        for bug in sorted(chosen, key=lambda bug: CLASSES.index(bug.kind)):
+            entry = entries.get((bug.recipe, bug.what), {})
+            numbers = f"gradient {entry.get('gradient')}, loss {entry.get('loss')}, {entry.get('end') or 'runs'}"
+            print(f"{bug.kind:18} {bug.recipe:42} {bug.what}\n{'':18} seen by: {bug.seen}; {numbers}")
+        return
     launching.IMPATIENT = True  # in the pool, too
     run_folder()  # of this process, for those of the pool
     load("01_single_gpu/train.py")
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as jobs:
-        if args.tier:
-            for bug, promise in zip(chosen, jobs.map(tier, chosen)):
-                print(f"{promise or '-- ' + bug.seen:25} {bug.recipe:42} {bug.what}", flush=True)
-            return
-        entries = []
-        for entry in jobs.map(measured, chosen):
-            print(entry, flush=True)
-            entries.append(entry)
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    kept = [e for e in kept if args.folders and e["recipe"].split("/")[0] not in args.folders] + entries
-    order = {(bug.recipe, bug.what): i for i, bug in enumerate(bugs())}
-    kept = sorted((e for e in kept if (e["recipe"], e["what"]) in order), key=lambda e: order[e["recipe"], e["what"]])
+        if args.long:
+            chosen = [bug for bug in instructive() if bug in chosen and bug.recipe in SMALLEST]
+            for bug, difference in zip(chosen, jobs.map(measured_long, chosen)):
+                entries[bug.recipe, bug.what]["loss_300"] = difference
+                print(difference, bug.recipe, bug.what, flush=True)
+        else:
+            for bug, entry in zip(chosen, jobs.map(measured, chosen)):
+                entries[bug.recipe, bug.what] = entry
+                print(entry, flush=True)
+    kept = [entries[bug.recipe, bug.what] for bug in bugs() if (bug.recipe, bug.what) in entries]
     RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
 
 
