@@ -11,7 +11,6 @@ import equivalence
 import probes
 import pytest
 import torch
-from contract import refusal
 from launch import Run, isolated, launch, load, once
 from torch import nn
 
@@ -105,39 +104,11 @@ def reference(flags: str, auxiliary: tuple[float, float] | None, rate: float) ->
     return run
 
 
-def watched(module):
-    """A probe: before every step, a validation under no_grad. Reports the biases at the end, if there are any.
-
-    Asserts that the validation changes neither counts nor biases, that a rank counts its own rows alone, and that the
-    counts that are summed over the ranks stay the rank's.
-    """
-    models, train_step, clip = [], module.train_step, module.clip_gradients
-
-    def step(cfg, model, optimizer, inputs, targets):
-        models.append(model)
-        before = [buffer.clone() for buffer in model.buffers()]
-        assert before and module.evaluate(cfg, model, inputs, targets) > 0
-        assert all(map(torch.equal, before, model.buffers())), "a validation has changed counts or biases"
-        return train_step(cfg, model, optimizer, inputs, targets)
-
-    def clipped(cfg, model):
-        own = cfg.batch * cfg.seq * cfg.top_k // model.dp.size()
-        assert all(block.mlp.rows.sum() == own for block in model.model.layers), "counts of other rows than its own"
-        return clip(cfg, model)
-
-    if hasattr(module, "shares_of_rows"):
-        shares_of_rows = module.shares_of_rows
-
-        def shares(counts, dp):
-            before = counts.clone()
-            result = shares_of_rows(counts, dp)
-            assert torch.equal(counts, before), "the caller's counts have changed"
-            return result
-
-        module.shares_of_rows = shares
-
-    module.train_step, module.clip_gradients = step, clipped
-    return lambda: torch.stack([getattr(b.mlp.gate, "bias", torch.zeros(0)) for b in models[0].model.layers]).clone()
+def biases(module):
+    """A probe: the biases of all layers after training, [layers, e]."""
+    models, build_model = [], module.build_model
+    module.build_model = lambda *args: models.append(build_model(*args)) or models[0]
+    return lambda: torch.stack([block.mlp.gate.bias for block in models[0].model.layers])
 
 
 def assert_equal(ours: Run, theirs: Run, what: str, before=None) -> None:
@@ -149,10 +120,10 @@ def assert_equal(ours: Run, theirs: Run, what: str, before=None) -> None:
 
 
 def check_auxiliary_loss(world: int, flags: str, file: str = AUXILIARY, modes=("GRADIENT", "TRAINING")) -> None:
-    """Gradient and training are the root's with the same losses."""
+    """Gradient and training are the root's with the same losses, whatever is validated in between."""
     for mode in modes:
         ours, roots, init = flags_of(flags, getattr(equivalence, mode))
-        probe = equivalence.without_kernels if "--compile" in flags else watched
+        probe = equivalence.without_kernels if "--compile" in flags else probes.evaluated()
         run = launch(file, world, f"{ours} --balance {BALANCE} --z {Z}", probe)
         theirs = reference(roots, (BALANCE, Z), 0.0)
         before = compare.read(init)[0] if mode == "GRADIENT" else None
@@ -160,14 +131,17 @@ def check_auxiliary_loss(world: int, flags: str, file: str = AUXILIARY, modes=("
 
 
 def check_bias(world: int, flags: str, file: str = BIAS, rate: float = RATE) -> None:
-    """Four steps of training, and the biases to the bit, are the root's with biases; all ranks have the same."""
+    """Four steps of training, and the biases to the bit, are the root's with biases; all ranks have the same.
+
+    Whatever is validated in between.
+    """
     ours, roots, _ = flags_of(flags, equivalence.TRAINING)
-    run = launch(file, world, f"{ours} --bias_rate {rate}", watched)
+    run = launch(file, world, f"{ours} --bias_rate {rate}", probes.together(probes.evaluated(), biases))
     theirs = reference(roots, None, rate)
-    biases, changed = theirs.probes[0][0]
-    assert changed > 0.1 and len(biases.unique()) > 3, "the biases change nothing"
+    moved, changed = theirs.probes[0][0]
+    assert changed > 0.1 and len(moved.unique()) > 3, "the biases change nothing"
     assert_equal(run, theirs, f"{file} on {world} ranks")
-    assert all(torch.equal(seen, biases) for seen in run.probes), "biases are not the root's, or not those of all ranks"
+    assert all(torch.equal(seen, moved) for _, seen in run.probes), "biases are not the root's on all ranks"
 
 
 @pytest.mark.parametrize(
@@ -216,17 +190,6 @@ def test_formulas_are_those_of_transformers():
         assert abs(ours / theirs - 1) < 1e-6  # transformers counts in float32
 
 
-def test_flags():
-    """--balance, --z and --bias_rate may be 0. Each process must have a sequence for each micro-batch."""
-    auxiliary, bias = load(AUXILIARY), load(BIAS)
-    assert refusal(auxiliary, 8, "--device cpu --balance 0 --z 0") is None
-    assert refusal(bias, 8, "--device cpu --bias_rate 0 --microbatches 2") is None
-    line = refusal(bias, 8, "--device cpu --batch 8")
-    assert line and "--microbatches 2" in line and "1 sequences" in line
-    for module in bias, load("07_expert/node_limited.py"):
-        assert refusal(module, 1, "--device cpu --bias_rate 1e300").startswith("--bias_rate 1e+300: must be at most 1")
-
-
 # ------------------------------------------------------------------------------------------------------------- balance
 @pytest.mark.parametrize("name", ["bias_balancing", "node_limited"])
 def test_scores_that_are_all_0(name):
@@ -239,10 +202,9 @@ def test_scores_that_are_all_0(name):
     assert not router(torch.ones(3, 4))[0].any()
 
 
-@pytest.mark.parametrize("name", ["bias_balancing", "node_limited"])
-def test_biases_in_16_bits_are_noticed(name):
+def test_biases_in_16_bits_are_noticed():
     """A trainer that casts the whole model takes the biases along: steps of 0.003 would be lost near 1."""
-    module = load(f"07_expert/{name}.py")
+    module = load(BIAS)
     gate = SimpleNamespace(bias=torch.ones(4).bfloat16())
     model = SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(mlp=SimpleNamespace(gate=gate))]))
     with pytest.raises(TypeError, match="keep the biases of Router in float32"):

@@ -3,8 +3,10 @@
 Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
+import compare
 import contract
 import equivalence
 import numpy as np
@@ -12,14 +14,18 @@ import pytest
 import torch
 import witness
 from contract import refusal
-from launch import isolated, launch, load, once
+from launch import isolated, launch, load, run_folder
 from probes import OnGPU, all_to_alls, evaluated, together
+from safetensors.torch import save_file
 from streams import streams
 
 MOE = "07_expert/moe.py"
 PARALLEL = "07_expert/expert_parallel.py"
-LAYERS, D, S, B, E, K = 2, 32, 16, 12, 8, 2
-SHAPE = f"--device cpu --dtype float64 --layers {LAYERS} --dim {D} --heads 4 --kv_heads 2 --ffn 48"
+AUXILIARY, BIAS = "07_expert/auxiliary_loss.py", "07_expert/bias_balancing.py"
+CAPACITY, OVERLAP = "07_expert/capacity.py", "07_expert/overlap.py"
+NODES = equivalence.NODES
+LAYERS, D, S, B, E, K, FFN = 2, 32, 16, 12, 8, 2, 48
+SHAPE = f"--device cpu --dtype float64 --layers {LAYERS} --dim {D} --heads 4 --kv_heads 2 --ffn {FFN}"
 SHAPE += f" --seq {S} --batch {B}"
 SMALL = f"{SHAPE} --experts {E} --top_k {K}"
 
@@ -27,15 +33,10 @@ SMALL = f"{SHAPE} --experts {E} --top_k {K}"
 SIZES = [  # that may fail where the hardest of each recipe, which the contract has, does not
     (PARALLEL, 8, "--experts 56 --top_k 4 --batch 16"),  # more experts than tokens of a rank
     (PARALLEL, 6, "--edp 2 --experts 6"),
-    ("07_expert/bias_balancing.py", 2, "--bias_rate 0 --microbatches 1"),
-    ("07_expert/capacity.py", 3, "--experts 9 --top_k 4 --capacity 2.25"),
-    ("07_expert/overlap.py", 3, "--experts 9 --top_k 4"),
-    ("07_expert/overlap.py", 2, "--batch 2"),  # a sequence on each rank: there are no halves to take turns
+    (NODES, 2, "--nodes 2 --shared 0 --microbatches 1"),
+    (CAPACITY, 3, "--experts 9 --top_k 4 --capacity 2.25"),
+    (OVERLAP, 2, "--batch 2"),  # a sequence on each rank: there are no halves to take turns
     ("07_expert/slots.py", 3, "--experts 9 --top_k 4"),
-    ("07_expert/slots.py", 2, "--slots 1"),  # too few: the step is repeated
-    ("07_expert/slots.py", 8, "--batch 16 --top_k 1 --slots inf"),
-    ("07_expert/symmetric_memory.py", 3, "--experts 9 --top_k 4"),
-    ("07_expert/symmetric_memory.py", 2, "--slots 1"),
     ("07_expert/symmetric_memory.py", 8, "--batch 16 --top_k 1 --slots inf"),  # no more than all rows ever come
 ]
 
@@ -48,23 +49,46 @@ def test_gradient_on_other_sizes(recipe, world, flags, monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "recipe, flags", [(MOE, ""), ("07_expert/capacity.py", "--capacity 4"), ("07_expert/overlap.py", "")]
-)
-def test_compiled(recipe, flags):
+@pytest.mark.parametrize("recipe, world, flags", [(MOE, 1, ""), (CAPACITY, 2, "--capacity 4"), (OVERLAP, 2, "")])
+def test_compiled(recipe, world, flags):
     """Rows in any number, slots, and halves that take turns; what other recipes compile these compile, too."""
-    equivalence.check_quickly(recipe, 1 if recipe == MOE else 2, f"{flags} --compile")
+    equivalence.check(recipe, world, f"{flags} --compile", probe=equivalence.without_kernels)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("when", ["at once", "late"])
-@pytest.mark.parametrize("recipe", [PARALLEL, "07_expert/overlap.py"])
+@pytest.mark.parametrize("recipe", [PARALLEL, OVERLAP])
 def test_whenever_streams_get_to_it(recipe, when):
     """Rows, and their gradients, arrive at some time between the start of their exchange and the wait for it.
 
     A batch of 4 on each of 3 ranks; its halves have different numbers of rows for each expert.
     """
     equivalence.check(recipe, 3, "--experts 9", probe=streams(when))
+
+
+@pytest.mark.parametrize(
+    "recipe, world, flags",
+    [
+        (PARALLEL, 4, ""),
+        (NODES, 4, "--nodes 4 --microbatches 1"),
+        pytest.param("07_expert/symmetric_memory.py", 2, "", marks=pytest.mark.thorough),
+    ],
+)
+def test_ranks_without_rows(recipe, world, flags, file=None):
+    """All scores are equal: every token has the same quarter of the experts, and whoever holds others is idle."""
+    root = equivalence.root_of(recipe)
+    weights = compare.read(equivalence.start(root, equivalence.SHAPE))[0]
+    tied = {name: tensor * (".gate." not in name) for name, tensor in weights.items()}
+    save_file(tied, init := run_folder() / "tied.safetensors")
+    common = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} --init {init}"
+    run, theirs = (
+        launch(path, ranks, f"{common} {equivalence.GRADIENT} {own}")
+        for path, ranks, own in ((file or recipe, world, flags), (root, 1, "--microbatches 1" * (root == NODES)))
+    )
+    assert theirs.history[0][3] == 4, "the busiest expert has not four times the mean"
+    errors = compare.relative_errors(run.weights, theirs.weights, tied)
+    errors |= compare.history_errors(run.history, theirs.history)
+    compare.assert_close(errors, equivalence.TOLERANCE["float64"], f"{recipe} with idle ranks")
 
 
 # -------------------------------------------------------------------------------------------------------- transformers
@@ -80,7 +104,7 @@ def test_computes_what_transformers_computes(rope, top_k):
 
 
 # ----------------------------------------------------------------------------------------- functions, alone
-@pytest.mark.parametrize("recipe", [MOE, "07_expert/capacity.py", "07_expert/node_limited.py", "08_4d/moe.py"])
+@pytest.mark.parametrize("recipe", [MOE, CAPACITY, NODES])
 def test_unpermute_rounds_once(recipe, file=None):
     """In bfloat16 the rows of a token are added in fp32: the error is half a unit."""
 
@@ -96,18 +120,14 @@ def test_unpermute_rounds_once(recipe, file=None):
     assert isolated(error) <= 1.01 * 2**-8, "rows are rounded more than once"
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    "moe expert_parallel auxiliary_loss bias_balancing node_limited capacity overlap slots symmetric_memory".split(),
-)
+@pytest.mark.parametrize("recipe", [PARALLEL, CAPACITY, OVERLAP])
 def test_gates_are_not_rounded(recipe, file=None):
     """Experts multiply their hidden units by gates of fp32, and round the product once."""
-    recipe = f"07_expert/{recipe}.py"
 
     def error():
         module, generator, rows = load(file or recipe), torch.Generator().manual_seed(0), 500
-        alone = () if recipe == MOE else (SimpleNamespace(size=lambda: 1),)
-        experts = module.Experts(module.Config(dim=64, ffn=64, experts=1, top_k=1, device="cpu"), *alone)
+        alone = SimpleNamespace(size=lambda: 1)
+        experts = module.Experts(module.Config(dim=64, ffn=64, experts=1, top_k=1, device="cpu"), alone)
         x, gates = torch.randn(rows, 64, generator=generator).bfloat16(), torch.rand(rows, 1, generator=generator)
         weight = torch.randn(128, 64, generator=generator).bfloat16()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -122,131 +142,67 @@ def test_gates_are_not_rounded(recipe, file=None):
     assert isolated(error) <= 1.01 * 2**-8, "gates are rounded"
 
 
-def test_grouped_matmul(file=None):
-    """Each block by its own matrix. An expert without rows has a gradient: zeros, even where memory was in use."""
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_grouped_matmul(dtype, file=None):
+    """Each block by its own matrix; in bfloat16 by the kernel of GPUs, which rounds once.
 
-    def compute():
-        torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
-        module, generator = load(file or MOE), torch.Generator().manual_seed(2)
-        for sizes in [3, 0, 2, 4], [0, 5, 0, 0], [0, 0, 0, 6], [1], [0, 0], [2, 3, 1]:
-            x = torch.randn(sum(sizes), 5, generator=generator, dtype=torch.float64, requires_grad=True)
-            w = torch.randn(len(sizes), 7, 5, generator=generator, dtype=torch.float64, requires_grad=True)
-            dy = torch.randn(sum(sizes), 7, generator=generator, dtype=torch.float64)
-            y = module.grouped_matmul(x, w, torch.tensor(sizes).cumsum(0).int())
-            expert = [e for e, size in enumerate(sizes) for _ in range(size)]
-            assert y.shape == dy.shape and all((y[i] - w[e] @ x[i]).norm() <= 1e-14 for i, e in enumerate(expert))
-            dx, dw = torch.autograd.grad(y, (x, w), dy)
-            assert all((dx[i] - dy[i] @ w[e]).norm() <= 1e-13 for i, e in enumerate(expert))
-            right = torch.zeros_like(w)
-            for i, e in enumerate(expert):
-                right[e] += torch.outer(dy[i], x[i].detach())
-            assert (dw - right).norm() <= 1e-13
-            assert all(not dw[e].any() for e, size in enumerate(sizes) if size == 0), "garbage in a gradient"
-
-    isolated(compute)
-
-
-def test_grouped_matmul_in_one_kernel():
-    """What GPUs run in bfloat16: rounded once, zeros for an expert without rows, and the gradients' dtypes."""
-
-    def compute():
-        module, generator = load(MOE), torch.Generator().manual_seed(0)
-        for sizes in [24, 0, 16, 40], [0, 8, 0, 0], [3, 5, 1, 0], [0, 0]:
-            x = torch.randn(sum(sizes), 16, generator=generator).bfloat16().requires_grad_()
-            w = torch.randn(len(sizes), 32, 16, generator=generator).requires_grad_()
-            dy, ends = torch.randn(sum(sizes), 32, generator=generator).bfloat16(), torch.tensor(sizes).cumsum(0).int()
-            y = module.grouped_matmul(x.as_subclass(OnGPU), w, ends).as_subclass(torch.Tensor)
-            found = [y, *(g.as_subclass(torch.Tensor) for g in torch.autograd.grad(y, (x, w), dy))]
-            assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32]
-            exact = [t.detach().double().requires_grad_() for t in (x, w.bfloat16())]
-            right = module.one_by_one(*exact, ends)
-            right = [right, *torch.autograd.grad(right, exact, dy.double())]
-            for ours, theirs in zip(found, right):
-                assert ((ours - theirs).abs() <= 2**-8 * theirs.abs() + 1e-5).all(), sizes  # sums are of float32
-
-    isolated(compute)
-
-
-@pytest.mark.parametrize("recipe", [MOE, "07_expert/auxiliary_loss.py", "07_expert/bias_balancing.py", "08_4d/moe.py"])
-def test_router_keeps_close_scores_apart(recipe, file=None):
-    """Under bfloat16's autocast too, scores are those of fp32: in 16 bits experts 2^-10 apart would be equal.
-
-    A model cast to bfloat16 still routes in fp32.
+    An expert without rows has a gradient: zeros, even where memory was in use.
     """
 
     def compute():
-        module = load(file or recipe)
-        router = module.Router(module.Config(dim=64, experts=4, top_k=2, device="cpu"))
-        generator = torch.Generator().manual_seed(0)
+        torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+        module, generator = load(file or MOE), torch.Generator().manual_seed(0)
+        low, wide = getattr(torch, dtype), torch.float32 if dtype == "bfloat16" else torch.float64
+        relative, absolute = (2**-8, 1e-5) if dtype == "bfloat16" else (0, 1e-13)
+        for sizes in [24, 0, 16, 40], [0, 8, 0, 0], [3, 5, 1, 0], [0, 0]:
+            x = torch.randn(sum(sizes), 16, generator=generator).to(low).requires_grad_()
+            w = torch.randn(len(sizes), 32, 16, generator=generator).to(wide).requires_grad_()
+            dy, ends = torch.randn(sum(sizes), 32, generator=generator).to(low), torch.tensor(sizes).cumsum(0).int()
+            y = module.grouped_matmul(x.as_subclass(OnGPU) if dtype == "bfloat16" else x, w, ends)
+            found = [t.as_subclass(torch.Tensor) for t in (y, *torch.autograd.grad(y, (x, w), dy))]
+            assert [t.dtype for t in found] == [low, low, wide]
+            exact = [t.detach().to(low).double().requires_grad_() for t in (x, w)]
+            right = torch.cat([rows @ matrix.T for rows, matrix in zip(exact[0].split(sizes), exact[1])])
+            right = [right, *torch.autograd.grad(right, exact, dy.double())]
+            for ours, theirs in zip(found, right):
+                near = (ours - theirs).abs() <= relative * theirs.abs() + absolute
+                assert near.all(), f"the product of {sizes} is off by more than its rounding"
+
+    isolated(compute)
+
+
+@pytest.mark.parametrize("recipe", [MOE, AUXILIARY, BIAS, NODES])
+def test_router_keeps_close_scores_apart(recipe, file=None):
+    """Under bfloat16's autocast too, scores are those of fp32: in 16 bits experts 2^-10 apart would be equal.
+
+    A model cast to bfloat16 still routes in fp32. The gate of a single expert is its score.
+    """
+
+    def compute(top_k):
+        module, generator = load(file or recipe), torch.Generator().manual_seed(0)
+        groups = dict(groups=4, top_groups=top_k) if recipe == NODES else {}
+        router = module.Router(module.Config(dim=64, experts=4, top_k=top_k, device="cpu", **groups))
         one = torch.randn(64, generator=generator).abs()
         with torch.no_grad():
             router.weight.copy_(torch.stack([one, one * (1 + 2**-10), one * (1 - 2**-10), one / 2]) / 16)
         x = torch.randn(50, 64, generator=generator).abs().bfloat16()
         with torch.autocast("cpu", torch.bfloat16):
             gates, experts, *_ = router(x)
-        exact = (x.double() @ router.weight.double().T).softmax(-1)
-        highest, order = exact.topk(2)
+        logits = x.double() @ router.weight.double().T
+        best, order = (logits.sigmoid() if recipe == NODES else logits.softmax(-1)).topk(top_k)
         assert torch.equal(experts, order), "close scores are confused"
-        assert order.tolist() == [[1, 0]] * 50 and gates.dtype == torch.float32
-        assert (gates / (highest / highest.sum(-1, keepdim=True)) - 1).abs().max() <= 1e-5
-        assert (gates[:, 0] > gates[:, 1]).all()
+        assert order.tolist() == [[1, 0][:top_k]] * 50 and gates.dtype == torch.float32
+        wanted = best / best.sum(-1, keepdim=True) if top_k > 1 else best
+        scale = 2.5 if recipe == NODES else 1
+        assert (gates / (scale * wanted) - 1).abs().max() <= 1e-5, "gates are others"
+        assert top_k == 1 or (gates[:, 0] > gates[:, 1]).all()
         assert router.bfloat16()(x)[0].dtype == torch.float32
 
-    isolated(compute)
+    for top_k in 2, 1:
+        isolated(partial(compute, top_k))
 
 
-# -------------------------------------------------------------------------------------------------- dispatch, combine
-ROUTES = [  # rows of ranks 0, 1, 2 for experts 0 to 5: ranks hold two each
-    [[0, 0, 5, 2, 0, 0], [1, 0, 2, 0, 4, 1], [3, 1, 0, 0, 0, 0]],  # 0 and 2 send to one other rank, nothing to itself
-    [[0, 0, 0, 0, 0, 0], [2, 2, 2, 2, 2, 2], [0, 0, 0, 0, 0, 7]],  # rank 0 has no rows
-    [[0, 0, 0, 1, 0, 0], [0, 0, 1, 2, 0, 0], [0, 0, 4, 0, 0, 0]],  # all go to one rank
-    [[0, 0, 0, 0, 0, 0]] * 3,
-]
-
-
-def there_and_back(module):
-    """A probe: instead of training, send rows through dispatch, multiply them by their gates, and combine.
-
-    A row is [rank, number, expert]: every rank knows what may come to it. Reports what is wrong.
-    """
-    wrong = []
-
-    def exchange(cfg, *data):
-        ep = module.dist.group.WORLD
-        for number, route in enumerate(ROUTES):
-            counts = torch.tensor(route[ep.rank()])
-            experts = torch.arange(6).repeat_interleave(counts)
-            n = len(experts)
-            x = torch.stack([torch.full((n,), ep.rank()), torch.arange(n), experts], 1).double().requires_grad_()
-            gates = (100.0 * ep.rank() + torch.arange(n)).double()[:, None].requires_grad_()
-            rows, their_gates, ends, way = module.dispatch(x, gates, counts.cumsum(0).int(), ep)
-            here = [sum(counts[expert] for counts in route) for expert in (2 * ep.rank(), 2 * ep.rank() + 1)]
-            found = {
-                "ends": ends.tolist() == [here[0], sum(here)],
-                "experts": rows[:, 2].tolist() == [2 * ep.rank()] * here[0] + [2 * ep.rank() + 1] * here[1],
-                "gates": torch.equal(their_gates[:, 0], 100 * rows[:, 0] + rows[:, 1]),
-                "rows": len({tuple(row) for row in rows.tolist()}) == len(rows) == sum(here),
-                "order": torch.equal(module.combine(rows, way, ep), x),
-            }
-            weight = torch.arange(3.0 * n, dtype=torch.float64).view(n, 3) + ep.rank()
-            y = module.combine(rows * their_gates, way, ep)
-            found["products"] = torch.equal(y, x * gates)
-            y.backward(weight)
-            found["gradients of rows"] = torch.equal(x.grad, weight * gates)
-            found["gradients of gates"] = torch.equal(gates.grad, (weight * x).sum(1, keepdim=True))
-            wrong.extend(f"{name} of route {number}" for name, right in found.items() if not right)
-
-    module.train = exchange
-    return lambda: wrong
-
-
-def test_rows_go_to_their_experts_and_back(file=None):
-    """With their gates; and gradients go the way back. Ranks may have no rows: for others, for themselves, at all."""
-    flags = f"{SHAPE} --experts 6"
-    assert launch(file or PARALLEL, 3, flags, probe=there_and_back, save=False).probes == [[]] * 3
-
-
-# --------------------------------------------------------------------------------------------------------------- bytes
+# ------------------------------------------------------------------------------------------------------- bytes, memory
 def balanced(module):
     """A probe: token i goes to experts i, i + 1, ... whatever the router says; gates stay differentiable."""
 
@@ -261,63 +217,32 @@ def balanced(module):
     return lambda: None
 
 
-def test_bytes_sent():
-    """Two all-to-alls of rows in forward and two in backward, per layer; of gates one and one. Nothing else.
-
-    With balanced experts a rank sends, and gets, (ep-1)/ep·t·top_k·d elements in each.
-    """
-    rows = B * S // 4 * K // 2  # of 4 ranks, each in a pair that shares out the experts
-
-    flags = f"{SHAPE} --experts {E} --top_k {K} --steps 1 --edp 2"
-    each = ("forward", D), ("forward", 1), ("forward", D), ("backward", D), ("backward", D), ("backward", 1)
-    wanted = [(phase, width, rows, rows, 8 * width * rows) for phase, width in each]
-    for _, exchanges in launch(PARALLEL, 4, flags, probe=together(balanced, all_to_alls)).probes:
-        assert sorted(exchanges) == sorted(wanted * LAYERS)
-
-
-# -------------------------------------------------------------------------------------------------------------- memory
 def experts_here(module):
-    """A probe: what this rank holds of the experts after training: its place among those that share them, tensors."""
+    """A probe: what this rank holds of the experts after training, by name."""
     models, build_model = [], module.build_model
     module.build_model = lambda *args: models.append(build_model(*args)) or models[0]
-
-    def report():
-        held = {name: p.detach().numpy() for name, p in models[0].named_parameters() if ".experts." in name}
-        return models[0].ep.size(), models[0].ep.rank(), held
-
-    return report
+    return lambda: {name: p.detach().numpy() for name, p in models[0].named_parameters() if ".experts." in name}
 
 
-def in_one_tensor(weights, name):
-    """All experts of a layer in one tensor, as they are in memory, from the file."""
-    folder, part = name.replace(".mlp.", ".block_sparse_moe.").rsplit(".", 1)
-    names = [f"{folder}.{i}" for i in range(E)]
-    if part == "down_proj":
-        return torch.stack([weights[f"{expert}.w2.weight"] for expert in names])
-    return torch.stack([torch.cat([weights[f"{expert}.{w}.weight"] for w in ("w1", "w3")]) for expert in names])
+def test_bytes_sent_and_held(world=4, edp=2, file=None):
+    """Two all-to-alls of rows in forward and two in backward, per layer; of gates one and one. Nothing else.
 
-
-def test_each_rank_holds_its_share(world=4, edp=2, file=None):
-    """e/ep experts on each rank; copies agree to the bit after training, and the file has every expert once."""
+    With balanced experts a rank sends, and gets, (ep-1)/ep·t·top_k·d elements in each. It holds e/ep experts, of which
+    copies agree to the bit.
+    """
     ep = world // edp
-    run = launch(file or PARALLEL, world, f"{SMALL} --edp {edp} --steps 2 --warmup 0", probe=experts_here)
-    root = root_built(f"{SMALL} --steps 0")
-    assert {name: t.shape for name, t in run.weights.items()} == {name: t.shape for name, t in root.items()}
-    for size, rank, held in run.probes:
-        assert size == ep, f"{size} ranks share the experts"
-        assert len(held) == 2 * LAYERS
-        for name, mine in held.items():
-            whole = in_one_tensor(run.weights, name)
-            assert mine.nbytes == whole.nbytes // ep, f"{name} is not 1/{ep} of the experts"
-            assert mine.tobytes() == whole.chunk(ep)[rank].numpy().tobytes(), f"copies of {name} differ"
-            assert not np.array_equal(mine, in_one_tensor(root, name).chunk(ep)[rank]), f"{name} was not trained"
-    assert sorted(rank for _, rank, _ in run.probes) == sorted([*range(ep)] * edp)
-
-
-@once
-def root_built(flags):
-    """The root's weights."""
-    return launch(MOE, 1, flags).weights
+    rows = B * S // world * K * (ep - 1) // ep
+    each = ("forward", D), ("forward", 1), ("forward", D), ("backward", D), ("backward", D), ("backward", 1)
+    wanted = [(phase, width, rows, rows, 8 * width * rows) for phase, width in each]
+    probe = together(balanced, all_to_alls, experts_here)
+    probes = launch(file or PARALLEL, world, f"{SMALL} --steps 1 --edp {edp}", probe=probe, save=False).probes
+    for rank, (_, exchanges, held) in enumerate(probes):
+        assert sorted(exchanges) == sorted(wanted * LAYERS), "other rows are sent"
+        assert sum(p.size for p in held.values()) == LAYERS * E // ep * 3 * D * FFN, (
+            "a rank holds not 1/ep of the experts"
+        )
+        for name, tensor in held.items():
+            assert np.array_equal(tensor, probes[rank % ep][2][name]), f"copies of {name} differ"
 
 
 # ---------------------------------------------------------------------------------------------------------------- load
@@ -345,45 +270,39 @@ def unwritten(module):
     return lambda: None
 
 
-LOADS = f"{SMALL} --steps 3 --lr 1e-1 --warmup 0"
-
-
-def test_busiest_expert(recipe=PARALLEL, world=4, flags="--edp 2", file=None):
-    """The root's load: of the step, with the rows of all ranks, and without those of validations around it."""
-    run = launch(file or recipe, world, f"{LOADS} {flags}", probe=together(unwritten, evaluated()))
-    logged = [busiest for *_, busiest in run.history]
-    assert logged == roots_loads(), f"the root's load is {roots_loads()}, not {logged}"
-
-
-@once
-def roots_loads():
-    """The loads that the root logs: the rows of the busiest expert over the mean, in the worst layer."""
-    run = launch(MOE, 1, LOADS, probe=together(unwritten, rows_of_experts, evaluated()))
-    logged, rows = [busiest for *_, busiest in run.history], np.array(run.probes[0][1])  # steps layers e
+@pytest.mark.parametrize("recipe, world, flags", [(MOE, 1, ""), (PARALLEL, 4, "--edp 2")])
+def test_busiest_expert(recipe, world, flags, file=None):
+    """Its rows over the mean, in the worst layer: of the step, of all ranks, without those of validations around it."""
+    flags = f"{SMALL} --steps 3 --lr 1e-1 --warmup 0 {flags}"
+    run = launch(file or recipe, world, flags, probe=together(unwritten, rows_of_experts, evaluated()))
+    rows = np.sum([rows for _, rows, _ in run.probes], axis=0)  # steps layers e
     assert rows.shape == (3, LAYERS, E) and (rows.sum(-1) == B * S * K).all()
     wanted = (rows.max(-1) / rows.mean(-1)).max(-1)
-    assert logged == pytest.approx(wanted, rel=1e-6) and len(set(logged)) == 3  # float32
-    return logged
+    logged = [busiest for *_, busiest in run.history]
+    assert logged == pytest.approx(wanted, rel=1e-6) and len(set(logged)) == 3, f"the load is {wanted}, not {logged}"
 
 
 # --------------------------------------------------------------------------------------------------------------- sizes
-REFUSED = [  # recipes, ranks, flags, what the one line must have
-    ((MOE, PARALLEL), 1, "--top_k 9", ["--top_k 9", "at most", "--experts 8"]),
-    ((MOE, PARALLEL), 1, "--device cuda --dtype bfloat16 --ffn 100", ["--ffn 100", "--dim 128", "multiples of 8"]),
-    ((PARALLEL,), 4, "--edp 3", ["--edp 3", "divide", "4"]),
-    ((PARALLEL,), 8, "--experts 6 --edp 2", ["--experts 6", "divisible", "4"]),
-    ((PARALLEL,), 8, "--batch 12", ["--batch 12", "8"]),
-]
-
-
-@pytest.mark.parametrize("recipe", [MOE, PARALLEL])
-def test_sizes(recipe, file=None):
-    """Experts that cannot be shared out end with one line that names the flag and what would work."""
-    module = load(file or recipe)
-    for recipes, world, flags, words in REFUSED:
-        if recipe in recipes:
-            line = refusal(module, world, f"--device cpu {flags}")
-            assert isinstance(line, str) and "\n" not in line and all(word in line for word in words), (flags, line)
+@pytest.mark.parametrize(
+    "recipe, world, flags, line",
+    [
+        (MOE, 1, "--top_k 9", "--top_k 9: must be at most --experts 8"),
+        (MOE, 1, "--device cuda --dtype bfloat16 --ffn 100", "--ffn 100: it and --dim 128 must be multiples of 8"),
+        (PARALLEL, 4, "--edp 3", "--edp 3: must divide the number of processes, 4"),
+        (PARALLEL, 8, "--experts 6 --edp 2", "--experts 6: must be divisible by the ranks that share them, 4"),
+        (PARALLEL, 8, "--batch 12", "--batch 12: must be divisible by the number of processes, 8"),
+        (BIAS, 8, "--batch 8", "--microbatches 2: "),
+        (BIAS, 1, "--bias_rate 1e300", "--bias_rate 1e+300: must be at most 1"),
+        (NODES, 8, "--nodes 3", "--nodes 3: must divide both the 8 ranks that share the experts and --groups 4"),
+        (NODES, 8, "--groups 3", "--groups 3: must divide --experts 16"),
+        (NODES, 8, "--top_groups 5", "--top_groups 5: must be at most --groups 4"),
+        (NODES, 8, "--top_k 9", "--top_k 9: --top_groups 2 have 8 experts"),
+    ],
+)
+def test_sizes(recipe, world, flags, line):
+    """What cannot be shared out ends with one line that names the flag and what would work."""
+    said = refusal(load(recipe), world, f"--device cpu {flags}")
+    assert said and said.startswith(line) and "\n" not in said, said
 
 
 @pytest.mark.parametrize("recipe", ["06_pipeline/split_backward.py", "10_mixed_precision/fp8_tensorwise.py", MOE])

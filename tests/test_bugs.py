@@ -27,7 +27,7 @@ from test_lineage import FAMILY, TRAINING
 
 BUGS = bugs()
 ON_GPUS = {"09_kernels/flash_attention_gluon.py"}  # has no interpreter: its check runs on GPUs alone
-BALANCED = "is off by|the load differs|biases are not|counts have changed|counts of other rows|a validation has changed"
+BALANCED = "is off by|the load differs|biases are not"
 pytestmark = pytest.mark.thorough
 
 
@@ -71,7 +71,6 @@ SEES: dict[str, Check] = {
     "compiled, at once": (equal, "is off by"),
     "freed": (equal, "storage of size 0|has no attribute 'wait'"),
     "sizes of halves": (equal, "is off by|shape|[sS]plit|has no attribute 'wait'"),
-    "wrong slots": (equal, "is off by|IndexError|out of bounds"),
     "held": (held, "weights are held"),
     "in flight": (in_flight, "gradients are held"),
     "schedule": (right_schedule, ""),
@@ -176,36 +175,21 @@ IN_FILES = {
     "07_expert/test_expert.py": {
         "router": ("test_router_keeps_close_scores_apart", "close scores are confused"),
         "rounding": ("test_unpermute_rounds_once", "rounded more than once"),
-        "gates": ("test_gates_are_not_rounded", "gates are rounded", {"recipe": "expert_parallel"}),
-        "empty experts": ("test_grouped_matmul", "right|garbage"),
-        "dispatch": ("test_rows_go_to_their_experts_and_back", ""),
-        "share": ("test_each_rank_holds_its_share", "share the experts|is not 1/|differ", {"edp": 2}),
-        "load": ("test_busiest_expert", "the root's load is"),
-        "refusals": ("test_sizes", "None"),
+        "gates": ("test_gates_are_not_rounded", "gates are rounded"),
+        "empty experts": ("test_grouped_matmul", "is off by", {"dtype": "float64"}),
+        "share": ("test_bytes_sent_and_held", "other rows are sent|not 1/ep", {"edp": 1}),
+        "load": ("test_busiest_expert", "the load is"),
     },
     "07_expert/test_node_limited.py": {
         "DeepSeek's layer": ("test_computes_what_transformers_computes", "is off by", {"shared": 1}),
-        "router alone": ("test_router_alone", "others are chosen|scale", {"top_k": 1}),
         "once per node": ("test_a_token_crosses_once_per_node", "other (rows|gradients) cross|gates are rounded"),
-        "two best": ("test_groups_count_by_their_two_best", "another group is kept"),
         "compiled": ("test_no_all_to_all_is_compiled", "would be compiled", {"name": "node_limited"}),
     },
     "07_expert/test_overlap.py": {
-        "turns": ("test_halves_take_turns", "transfers without computation", {"layers": 3}),
+        "turns": ("test_halves_take_turns", "transfers without computation"),
         "late ranks": ("check_late_ranks", "is off by|IndexError|out of bounds|No such file|Connection closed by peer"),
-        "slots": ("test_every_row_has_its_slot", "case|split_with_sizes"),
-        "too few slots": ("check_too_few_slots", "is off by|out of bounds|IndexError"),
-        "one rank lacks slots": ("test_one_rank_has_too_few_slots", "do not grow alike"),
-        "worst layer": ("test_the_worst_layer_counts", "begins with"),
-        "other sizes": (
-            "test_validation_of_another_size",
-            "allocated in steps|still held|must match the size|out of bounds",
-        ),
-        "bytes written": (
-            "test_bytes_written",
-            "the CPU waits for",
-            {"world": 3, "edp": 1, "experts": 6, "forced": False},
-        ),
+        "too few slots": ("test_too_few_slots", "is off by|out of bounds|IndexError"),
+        "bytes written": ("test_bytes_written", "old memory is still held"),
         "kernel": ("test_kernel", "the kernel has"),
     },
     "08_4d/test_checkpoint.py": {
