@@ -160,10 +160,11 @@ IN_FILES = {
     },
     "06_pipeline/test_pipeline.py": {
         "communicators": ("test_communicators", ""),
-        "leftovers": ("test_a_step_leaves_nothing_but_weights", ""),
-        "operands": ("test_weight_gradients_keep_their_operands_alone", ""),
-        "activations in memory": ("test_activations_in_memory", "activations are held"),
-        "messages": ("test_messages", "gradients are held|a message of an evaluation"),
+        "casts": ("test_casts_are_those_of_the_newest_weights", "the loss is"),
+        "memory": (
+            "test_memory_and_messages",
+            "gradients are held|a message of an evaluation|more than the operands",
+        ),
     },
     "07_expert/test_balance.py": {
         "auxiliary": ("check_auxiliary_loss", BALANCED, {"modes": ["GRADIENT"]}),
