@@ -13,7 +13,6 @@ Run:      python 09_kernels/adamw.py
 Source:   Loshchilov and Hutter 2017, arXiv:1711.05101; many tensors at once as in NVIDIA Apex, multi_tensor_apply
 """
 
-import argparse
 import os
 import random
 import statistics
@@ -299,11 +298,10 @@ def trained(optimizer: Callable, dtype: torch.dtype, precision: torch.dtype, dev
 # ----------------------------------------------------------------------------------------------------------- measure
 def relative_error(actual: Tensor, exact: Tensor) -> float:
     """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
-    actual = actual.double()
-    if not torch.equal(actual.isfinite(), exact.isfinite()):
+    finite = exact.isfinite()
+    if not torch.equal(actual.isfinite(), finite):
         return float("inf")
-    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
-    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+    return ((actual - exact)[finite].norm() / exact[finite].norm().clamp_min(1e-300)).item()
 
 
 def check(device: str) -> None:
@@ -325,30 +323,24 @@ def check(device: str) -> None:
                 raise SystemExit(f"the error is {mine / max(theirs, 5e-13):.1f} times PyTorch's")
 
 
-def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in random order. No CUDA graph: a step reads addresses from the CPU's memory."""
-    times = {name: [] for name in contenders}
-    for turn in range(rounds):
-        for name in random.Random(turn).sample(list(contenders), len(contenders)):
-            times[name].append(triton.testing.do_bench(contenders[name], return_mode="median"))
-    return {name: statistics.median(found) for name, found in times.items()}
+def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
+    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+    times, rows = {by: [] for by in runs}, []
+    for turn in range(3):
+        for by in random.Random(turn).sample(list(runs), len(runs)):
+            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+    for by in runs:
+        ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
+        rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate, "unit": unit, "share": share})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate:7.2f} {unit:8}  {share:4.0%}", flush=True)
+    return rows
 
 
 def copy_rate() -> float:
     """Bytes per second, read and written, of a copy of 2 GiB: the limit of what only moves bytes."""
-    x = torch.randn(2**29, device="cuda")
-    y = torch.empty_like(x)
+    x, y = torch.randn(2, 2**29, device="cuda")
     return 2 * x.nbytes / triton.testing.do_bench(lambda: y.copy_(x), return_mode="median") * 1e3
-
-
-def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
-    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
-    rows = []
-    for by, ms in times.items():
-        rate = amount / ms * 1e3
-        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
-        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
-    return rows
 
 
 def measure() -> list[dict]:
@@ -363,18 +355,15 @@ def measure() -> list[dict]:
         ours, plain = AdamW([dict(params=parameters)], **options), reference([dict(params=parameters)], **options)
         n = sum(p.numel() for p in parameters)
         by = "cast, clip_grad_norm_, AdamW, copy" if low else "clip_grad_norm_, AdamW"
-        times = milliseconds({by: plain, "ours": ours.step})
         what = f"{n:,} parameters, {'bf16 and fp32 masters' if low else 'fp32'}"
-        rows += compare(what, times, cost(n, precision, low), limit)
+        rows += compare(what, {by: plain, "ours": ours.step}, cost(n, precision, low), limit)
     return rows
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    check(device)
-    if device == "cuda":
+    check("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
         measure()
 
 

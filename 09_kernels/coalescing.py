@@ -20,12 +20,13 @@ Run:      python 09_kernels/coalescing.py
 Source:   NVIDIA, CUDA C++ Best Practices Guide, "Coalesced Access to Global Memory"
 """
 
-import argparse
 import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -193,22 +194,21 @@ def cost(n: int, dtype: torch.dtype) -> int:
     return 2 * n * dtype.itemsize
 
 
-def cases(kernel: Callable, dtype: torch.dtype, device: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what is tried, and x: whole numbers that every dtype holds exactly."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randint(1, 250, shape, dtype=dtype, device=device, generator=generator)
-
-    huge = device == "cuda" and dtype == torch.uint8  # beyond 2^31 elements: millions of programs
-    if kernel in COPIES:
-        shapes = [(1,), (0,), (1000,), (4096,), (70001,), (3, 5, 700), *([(2**31 + 2**20,)] if huge else [])]
-    else:
-        shapes = [(1, 1), (5, 0), (0, 5), (64, 128), (3, 2000), (130, 65), *([(2**16 + 1, 2**15)] if huge else [])]
-    for shape in shapes:
-        yield " x ".join(map(str, shape)), random(*shape)
-    yield "strided", random(40, 90)[::2, 1:-2]
-    yield "transposed", random(70, 50).T
+def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
+    """Yield what is tried, ours, plain PyTorch's, and x: whole numbers that every dtype holds exactly."""
+    torch.manual_seed(0)
+    for kernel, dtype in product((*COPIES, *TRANSPOSES), DTYPES):
+        huge = device == "cuda" and dtype == torch.uint8  # beyond 2^31 elements: millions of programs
+        if kernel in COPIES:
+            ours, shapes = copy, [(1,), (0,), (1000,), (4096,), (70001,), (3, 5, 700), *[(2**31 + 2**20,)] * huge]
+        else:
+            ours, shapes = transpose, [(1, 1), (5, 0), (0, 5), (64, 128), (3, 2000), (130, 65)]
+            shapes += [(2**16 + 1, 2**15)] * huge
+        random = partial(torch.randint, 1, 250, dtype=dtype, device=device)
+        tried = {f"{shape}": random(shape) for shape in shapes}
+        tried |= {"strided": random((40, 90))[::2, 1:-2], "transposed": random((70, 50)).T}
+        for what, x in tried.items():
+            yield f"{kernel.__name__}, {dtype}, {what}", partial(ours, kernel), partial(reference, kernel), [x]
 
 
 # ----------------------------------------------------------------------------------------------------------- measure
@@ -234,42 +234,32 @@ def check_addresses(kernel: Callable, device: str) -> None:
 
 def check(device: str) -> None:
     """Compare with PyTorch, to the bit, and the formulas of the addresses with what the kernels touch; else exit."""
+    for what, ours, plain, inputs in cases(device):
+        if not torch.equal(ours(*inputs), plain(*inputs)):
+            raise SystemExit(f"{what}: differs from PyTorch's")
     for kernel in (*COPIES, *TRANSPOSES):
-        tried = 0
-        for dtype in DTYPES:
-            for what, x in cases(kernel, dtype, device):
-                ours = copy(kernel, x) if kernel in COPIES else transpose(kernel, x)
-                if not torch.equal(ours, reference(kernel, x)):
-                    raise SystemExit(f"{kernel.__name__}: {what} of {dtype} differs from PyTorch's")
-                tried += 1
         check_addresses(kernel, device)
-        print(f"{kernel.__name__:16} equal to the bit in {tried} cases, addresses as computed", flush=True)
+        print(f"{kernel.__name__:16} equal to the bit, addresses as computed", flush=True)
 
 
-def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
-    times = {name: [] for name in contenders}
-    for turn in range(rounds):
-        for name in random.Random(turn).sample(list(contenders), len(contenders)):
-            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
-    return {name: statistics.median(found) for name, found in times.items()}
+def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
+    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+    times, rows = {by: [] for by in runs}, []
+    for turn in range(3):
+        for by in random.Random(turn).sample(list(runs), len(runs)):
+            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+    for by in runs:
+        ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
+        rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate, "unit": unit, "share": share})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate:7.2f} {unit:8}  {share:4.0%}", flush=True)
+    return rows
 
 
 def copy_rate() -> float:
     """Bytes per second, read and written, of a copy of 2 GiB: the limit of what only moves bytes."""
-    x = torch.randn(2**29, device="cuda")
-    y = torch.empty_like(x)
+    x, y = torch.randn(2, 2**29, device="cuda")
     return 2 * x.nbytes / triton.testing.do_bench(lambda: y.copy_(x), return_mode="median") * 1e3
-
-
-def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
-    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
-    rows = []
-    for by, ms in times.items():
-        rate = amount / ms * 1e3
-        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
-        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
-    return rows
 
 
 def measure() -> list[dict]:
@@ -289,19 +279,17 @@ def measure() -> list[dict]:
         x = torch.randn(2**30 // dtype.itemsize, device="cuda").to(dtype)
         square = x.view(2**14, -1)
         runs = {name(k, x): lambda k=k, x=x: copy(k, x) for k in COPIES}
-        rows += compare(f"copy, {str(dtype)[6:]}", milliseconds(runs), cost(x.numel(), dtype), limit)
+        rows += compare(f"copy, {str(dtype)[6:]}", runs, cost(x.numel(), dtype), limit)
         runs = {"x.T.contiguous()": lambda x=square: x.T.contiguous(), "torch.compile": lambda x=square: compiled(x)}
         runs |= {name(k, square): lambda k=k, x=square: transpose(k, x) for k in TRANSPOSES}
-        rows += compare(f"transpose, {str(dtype)[6:]}", milliseconds(runs), cost(x.numel(), dtype), limit)
+        rows += compare(f"transpose, {str(dtype)[6:]}", runs, cost(x.numel(), dtype), limit)
     return rows
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    check(device)
-    if device == "cuda":
+    check("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
         measure()
 
 

@@ -20,7 +20,6 @@ Run:      python 09_kernels/cross_entropy.py
 Source:   online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867; in chunks, Hsu et al. 2024, arXiv:2410.10989
 """
 
-import argparse
 import os
 import random
 import statistics
@@ -306,20 +305,16 @@ def cost(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[int, int]:
 
 def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
     """Yield what is tried, ours, plain PyTorch's, and the inputs, in float64."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator)
+    torch.manual_seed(0)
+    random = partial(torch.randn, dtype=torch.float64, device=device)
 
     def some(n: int, v: int) -> Tensor:
-        targets = torch.randint(v, (n,), device=device, generator=generator)
-        return targets.masked_fill(torch.arange(n, device=device) % 5 == 1, IGNORE)
+        return torch.randint(v, (n,), device=device).masked_fill(torch.arange(n, device=device) % 5 == 1, IGNORE)
 
     def ours(logits: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy_sum(logits * 1, targets)  # a leaf must not be written over
 
-    sizes = [(7, 1000), (130, 37), (3, 20011), (0, 9), *([(4096, 128256)] if device == "cuda" else [])]
-    for n, v in sizes:
+    for n, v in (7, 1000), (130, 37), (3, 20011), (0, 9), *([(4096, 128256)] if device == "cuda" else []):
         yield f"{n} x {v}", ours, reference, [3 * random(n, v), some(n, v)]
     falling = -torch.arange(9000, dtype=torch.float64, device=device)[None] * torch.tensor([[1], [-1]], device=device)
     yield "maximum first, and last", ours, reference, [falling / 50, some(2, 9000)]
@@ -338,45 +333,37 @@ def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]
 
 
 # ----------------------------------------------------------------------------------------------------------- measure
-def outputs_and_gradients(function: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Call function on copies of the inputs; return its outputs, and the gradients of a random sum of them."""
-    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    found = function(*leaves)
-    outputs = found if isinstance(found, tuple) else (found,)
-    generator = torch.Generator(inputs[0].device).manual_seed(1)
-    gradients = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
-    torch.autograd.backward(outputs, gradients)
-    return [x.detach() for x in outputs] + [x.grad for x in leaves if x.requires_grad]
-
-
 def relative_error(actual: Tensor, exact: Tensor) -> float:
     """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
-    actual = actual.double()
-    if not torch.equal(actual.isfinite(), exact.isfinite()):
+    finite = exact.isfinite()
+    if not torch.equal(actual.isfinite(), finite):
         return float("inf")
-    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
-    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+    return ((actual - exact)[finite].norm() / exact[finite].norm().clamp_min(1e-300)).item()
 
 
 def errors(ours: Callable, plain: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[tuple[float, float]]:
     """Errors of every output and gradient against float64: of ours, and of plain PyTorch in the same dtype."""
-    low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
-    exact = outputs_and_gradients(plain, [x.double() if x.is_floating_point() else x for x in low], dtype)
-    pairs = zip(outputs_and_gradients(ours, low, dtype), outputs_and_gradients(plain, low, dtype), exact, strict=True)
-    return [(relative_error(mine, right), relative_error(theirs, right)) for mine, theirs, right in pairs]
+    results = []
+    for function, precision in (ours, dtype), (plain, dtype), (plain, torch.float64):
+        low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+        leaves = [x.to(precision, copy=True).requires_grad_() if x.is_floating_point() else x for x in low]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        generator = torch.Generator(outputs[0].device).manual_seed(1)
+        dys = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
+        torch.autograd.backward(outputs, dys)
+        results.append([*outputs, *(x.grad for x in leaves if x.requires_grad)])
+    return [tuple(relative_error(x, exact) for x in pair) for *pair, exact in zip(*results, strict=True)]
 
 
 def check(device: str) -> None:
-    """Compare with float64; exit if an error is above twice PyTorch's own, or two roundings if that is more.
-
-    PyTorch's float64 is what all is compared with: ours may differ from it by 1e-12.
-    """
+    """Exit if an error against float64 is above twice PyTorch's own, or two roundings (1e-12 in float64)."""
     for dtype in DTYPES:
         if dtype == torch.bfloat16 and device == "cpu":
             continue  # Triton's interpreter cuts bits off instead of rounding
-        least, worst = 5e-13 if dtype == torch.float64 else torch.finfo(dtype).eps / 4, (0.0, 0.0, 0.0, "")
-        for what, ours, plain, inputs in cases(device):
-            for mine, theirs in errors(ours, plain, inputs, dtype):
+        least, worst = max(torch.finfo(dtype).eps / 4, 5e-13), (0.0, 0.0, 0.0, "")
+        for what, *case in cases(device):
+            for mine, theirs in errors(*case, dtype):
                 worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
         ratio, mine, theirs, what = worst
         print(f"{str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
@@ -384,30 +371,24 @@ def check(device: str) -> None:
             raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
 
 
-def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
-    times = {name: [] for name in contenders}
-    for turn in range(rounds):
-        for name in random.Random(turn).sample(list(contenders), len(contenders)):
-            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
-    return {name: statistics.median(found) for name, found in times.items()}
+def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
+    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+    times, rows = {by: [] for by in runs}, []
+    for turn in range(3):
+        for by in random.Random(turn).sample(list(runs), len(runs)):
+            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+    for by in runs:
+        ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
+        rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate, "unit": unit, "share": share})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate:7.2f} {unit:8}  {share:4.0%}", flush=True)
+    return rows
 
 
 def copy_rate() -> float:
     """Bytes per second, read and written, of a copy of 2 GiB: the limit of what only moves bytes."""
-    x = torch.randn(2**29, device="cuda")
-    y = torch.empty_like(x)
+    x, y = torch.randn(2, 2**29, device="cuda")
     return 2 * x.nbytes / triton.testing.do_bench(lambda: y.copy_(x), return_mode="median") * 1e3
-
-
-def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
-    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
-    rows = []
-    for by, ms in times.items():
-        rate = amount / ms * 1e3
-        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
-        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
-    return rows
 
 
 def add_peaks(rows: list[dict], runs: dict[str, Callable[[], object]]) -> None:
@@ -438,7 +419,7 @@ def measure() -> list[dict]:
 
     runs = {"eager": step(reference, logits), "torch.compile": step(torch.compile(reference), logits)}
     runs["ours"] = partial(ours, free)  # to other memory, so that every repeat reads the same logits
-    rows = compare(f"{n} x {v}, forward and backward", milliseconds(runs), moved, limit)
+    rows = compare(f"{n} x {v}, forward and backward", runs, moved, limit)
     runs["ours"] = partial(ours, logits.detach())  # where it belongs
     add_peaks(rows, runs)
     del logits, free, runs, ours
@@ -447,17 +428,15 @@ def measure() -> list[dict]:
     compiled = torch.compile(reference)
     runs = {"matmul, then torch.compile": step(lambda x, w, t: compiled(x @ w.T, t), x, weight)}
     runs["ours"] = step(linear_cross_entropy_sum, x, weight)
-    fused = compare("with the head, forward and backward", milliseconds(runs), flops, 989.5e12, "TFLOP/s")
+    fused = compare("with the head, forward and backward", runs, flops, 989.5e12, "TFLOP/s")
     add_peaks(fused, runs)
     return rows + fused
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    check(device)
-    if device == "cuda":
+    check("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
         measure()
 
 

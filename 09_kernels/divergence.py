@@ -25,12 +25,13 @@ Run:      python 09_kernels/divergence.py
 Source:   NVIDIA, CUDA C++ Programming Guide, "SIMT Architecture"
 """
 
-import argparse
 import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -220,83 +221,71 @@ def break_even(share: float, itemsize: int, bandwidth: float) -> float:
     return STEP_RATE * max(first + second, first / (1 - share))
 
 
-def cases(device: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what is tried, and x in float64."""
+def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
+    """Yield what is tried, ours, plain PyTorch's, and x, in float64."""
+    steps = STEPS if device == "cuda" else 16  # the interpreter is slow
+    torch.manual_seed(0)
+    x = torch.randn(40, 90, dtype=torch.float64, device=device)
+    tried = {"both signs": x, "strided": x[::2, 1:-2], "transposed": x.T, "0 elements": x[:0]}
+    tried |= {"1 element": torch.full_like(x[0, :1], CALM.value), "NaN": torch.where(x > 2, float("nan"), x)}
     for share, together in (0, False), (1 / 1024, False), (1 / 8, False), (1 / 8, True), (1, True):
         how = "together" if together else "at random"
-        yield f"share {share:.4f} {how}", make_input(5000, share, together, device).double()
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(40, 90, dtype=torch.float64, device=device, generator=generator)
-    yield "both signs", x
-    yield "strided", x[::2, 1:-2]
-    yield "transposed", x.T
-    yield "1 element", torch.full_like(x[0, :1], CALM.value)
-    yield "0 elements", x[:0]
-    yield "NaN", torch.where(x > 2, float("nan"), x)
+        tried[f"share {share:.4f} {how}"] = make_input(5000, share, together, device).double()
+    for way, (what, x) in product(WAYS, tried.items()):
+        yield f"{way.__name__}, {what}", partial(way, steps=steps), partial(reference, steps=steps), [x]
 
 
 # ----------------------------------------------------------------------------------------------------------- measure
 def relative_error(actual: Tensor, exact: Tensor) -> float:
     """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
-    actual = actual.double()
-    if not torch.equal(actual.isfinite(), exact.isfinite()):
+    finite = exact.isfinite()
+    if not torch.equal(actual.isfinite(), finite):
         return float("inf")
-    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
-    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+    return ((actual - exact)[finite].norm() / exact[finite].norm().clamp_min(1e-300)).item()
 
 
 def check(device: str) -> None:
     """Compare with float64; exit if an error is above twice PyTorch's own, or two roundings if that is more."""
-    steps = STEPS if device == "cuda" else 16  # the interpreter is slow
     for dtype in DTYPES:
         if dtype == torch.bfloat16 and device == "cpu":
             continue  # Triton's interpreter cuts bits off instead of rounding
-        least, worst = 5e-13 if dtype == torch.float64 else torch.finfo(dtype).eps / 4, (0.0, 0.0, 0.0, "")
-        for what, x in cases(device):
-            x = x.to(dtype)
-            exact = reference(x.double(), steps)
-            theirs = relative_error(reference(x, steps), exact)
-            for way in WAYS:
-                mine = relative_error(way(x, steps), exact)
-                worst = max(worst, (mine / max(theirs, least), mine, theirs, f"{way.__name__}, {what}"))
+        least, worst = max(torch.finfo(dtype).eps / 4, 5e-13), (0.0, 0.0, 0.0, "")
+        for what, ours, plain, (x,) in cases(device):
+            low = x.to(dtype)
+            mine, theirs = (relative_error(f(low), plain(low.double())) for f in (ours, plain))
+            worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
         ratio, mine, theirs, what = worst
         print(f"{str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
         if not ratio <= 2:
             raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
 
 
-def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
-    times = {name: [] for name in contenders}
-    for turn in range(rounds):
-        for name in random.Random(turn).sample(list(contenders), len(contenders)):
-            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
-    return {name: statistics.median(found) for name, found in times.items()}
+def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
+    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+    times, rows = {by: [] for by in runs}, []
+    for turn in range(3):
+        for by in random.Random(turn).sample(list(runs), len(runs)):
+            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+    for by in runs:
+        ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
+        rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate, "unit": unit, "share": share})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate:7.2f} {unit:8}  {share:4.0%}", flush=True)
+    return rows
 
 
 def copy_rate() -> float:
     """Bytes per second, read and written, of a copy of 2 GiB: the limit of what only moves bytes."""
-    x = torch.randn(2**29, device="cuda")
-    y = torch.empty_like(x)
+    x, y = torch.randn(2, 2**29, device="cuda")
     return 2 * x.nbytes / triton.testing.do_bench(lambda: y.copy_(x), return_mode="median") * 1e3
-
-
-def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
-    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
-    rows = []
-    for by, ms in times.items():
-        rate = amount / ms * 1e3
-        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
-        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
-    return rows
 
 
 def compare_ways(what: str, x: Tensor, steps: int, bandwidth: float) -> list[dict]:
     """Rows of the three ways: useful TFLOP/s, and the share of what the memory or the arithmetic units allow."""
     bytes_needed, flops = cost(x, steps)
     names = {way: f"{way.__name__}, {steps_taken(way, x, steps) * FLOPS / flops:.2f}x the steps" for way in WAYS}
-    times = milliseconds({names[way]: lambda way=way: way(x, steps) for way in WAYS})
-    return compare(what, times, flops, min(STEP_RATE * FLOPS, bandwidth * flops / bytes_needed), "TFLOP/s")
+    runs = {names[way]: partial(way, x, steps) for way in WAYS}
+    return compare(what, runs, flops, min(STEP_RATE * FLOPS, bandwidth * flops / bytes_needed), "TFLOP/s")
 
 
 def measure() -> list[dict]:
@@ -319,10 +308,8 @@ def measure() -> list[dict]:
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    check(device)
-    if device == "cuda":
+    check("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
         measure()
 
 

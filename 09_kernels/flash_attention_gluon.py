@@ -29,7 +29,7 @@ Lesson:   SIDE, COPY_IN, COPY_OUT, add_in, ADD_IN, SYNC, make_barriers, wait_unt
           halves, row_max, row_sum, attend_block, attend_rows, attend_kernel, spread, load_backward,
           differentiate_block, differentiate, add_queries, backward_kernel, prepare_kernel, finish_kernel, blocks_of,
           vectors_of, attend, attend_backward
-Plumbing: DTYPES, BARRIER, flash_attention_with_lse, flash_attention, cost, cases, check, burst, measure
+Plumbing: DTYPES, BARRIER, flash_attention_with_lse, flash_attention, cost, cases, check, measure
 Copy:     LOG2_E, SIDE, DTYPES, COPY_IN, COPY_OUT, add_in, ADD_IN, SYNC, BARRIER, make_barriers, wait_until_added,
           find_block, load_forward, halves, row_max, row_sum, attend_block, attend_rows, attend_kernel, spread,
           load_backward, differentiate_block, differentiate, add_queries, backward_kernel, prepare_kernel,
@@ -41,14 +41,14 @@ Run:      python 09_kernels/flash_attention_gluon.py
 Source:   Shah et al. 2024, FlashAttention-3, arXiv:2407.08608
 """
 
-import argparse
 import math
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -703,63 +703,45 @@ def cost(b: int, h: int, kv_heads: int, s: int, k: int, causal: bool, dtype: tor
 
 def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
     """Yield what is tried, ours, PyTorch's, and the inputs q [b, h, s, k], k, v [b, kv heads, s, k], in float64."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator)
+    torch.manual_seed(0)
+    random = partial(torch.randn, dtype=torch.float64, device=device)
 
     def inputs(b: int, h: int, kv_heads: int, s: int, k: int) -> list[Tensor]:
         return [random(b, s, heads, k).transpose(1, 2) for heads in (h, kv_heads, kv_heads)]
 
     # each number of heads is a compilation of its own, so there are few; 9 and 10 heads of keys are more than SIDE
     shapes = (2, 8, 2, 1999, 128), (3, 6, 3, 1025, 64), (1, 6, 3, 2048, 64), (5, 8, 2, 192, 128), (3, 6, 3, 1, 64)
-    for shape in shapes:
-        for causal in True, False:
-            ours = lambda q, k, v, causal=causal: flash_attention_with_lse(q, k, v, causal)  # noqa: E731
-            plain = lambda q, k, v, causal=causal: library(q, k, v, causal)  # noqa: E731
-            yield "{} {} {} {} {}, ".format(*shape) + ("causal" if causal else "full"), ours, plain, inputs(*shape)
-    scaled = lambda attention: lambda q, k, v: attention(q, k, v, True, 0.3)  # noqa: E731
-    yield "scale", scaled(flash_attention_with_lse), scaled(library), inputs(1, 2, 2, 300, 64)
+    for shape, causal in product(shapes, (True, False)):
+        what = "{} {} {} {} {}, ".format(*shape) + ("causal" if causal else "full")
+        yield what, partial(flash_attention_with_lse, causal=causal), partial(library, causal=causal), inputs(*shape)
+    scaled = partial(flash_attention_with_lse, scale=0.3), partial(library, scale=0.3)
+    yield "scale", *scaled, inputs(1, 2, 2, 300, 64)
     yield "contiguous", flash_attention_with_lse, library, [x.contiguous() for x in inputs(1, 8, 2, 300, 128)]
     yield "no queries", flash_attention_with_lse, library, inputs(1, 6, 3, 0, 64)
 
 
 # ----------------------------------------------------------------------------------------------------------- measure
-def outputs_and_gradients(function: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Call function on copies of the inputs; return its outputs, and the gradients of a random sum of them."""
-    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    found = function(*leaves)
-    outputs = found if isinstance(found, tuple) else (found,)
-    generator = torch.Generator(inputs[0].device).manual_seed(1)
-    gradients = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
-    torch.autograd.backward(outputs, gradients)
-    return [x.detach() for x in outputs] + [x.grad for x in leaves if x.requires_grad]
-
-
 def relative_error(actual: Tensor, exact: Tensor) -> float:
     """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
-    actual = actual.double()
-    if not torch.equal(actual.isfinite(), exact.isfinite()):
+    finite = exact.isfinite()
+    if not torch.equal(actual.isfinite(), finite):
         return float("inf")
-    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
-    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+    return ((actual - exact)[finite].norm() / exact[finite].norm().clamp_min(1e-300)).item()
 
 
 def errors(ours: Callable, plain: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[tuple[float, float]]:
     """Errors of every output and gradient against float64: of ours, and of plain PyTorch in the same dtype."""
-    low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
-    exact = outputs_and_gradients(plain, [x.double() if x.is_floating_point() else x for x in low], dtype)
-    pairs = zip(outputs_and_gradients(ours, low, dtype), outputs_and_gradients(plain, low, dtype), exact, strict=True)
-    return [(relative_error(mine, right), relative_error(theirs, right)) for mine, theirs, right in pairs]
-
-
-def check_repeats(what: str, run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> None:
-    """Exit if a result differs in any bit from the first: two threads would have raced for it."""
-    first = run()
-    for _ in range(times):
-        if not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)):
-            raise SystemExit(f"{what}: two runs on the same input differ")
-    print(f"{what}: {times} repeats are identical to the bit", flush=True)
+    results = []
+    for function, precision in (ours, dtype), (plain, dtype), (plain, torch.float64):
+        low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+        leaves = [x.to(precision, copy=True).requires_grad_() if x.is_floating_point() else x for x in low]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        generator = torch.Generator(outputs[0].device).manual_seed(1)
+        dys = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
+        torch.autograd.backward(outputs, dys)
+        results.append([*outputs, *(x.grad for x in leaves if x.requires_grad)])
+    return [tuple(relative_error(x, exact) for x in pair) for *pair, exact in zip(*results, strict=True)]
 
 
 def check(device: str) -> None:
@@ -768,8 +750,8 @@ def check(device: str) -> None:
         return print("Gluon has no interpreter, and this is for an H100 or H200: nothing is checked.")
     for dtype in DTYPES:
         least, worst = torch.finfo(dtype).eps / 4, (0.0, 0.0, 0.0, "")
-        for what, ours, plain, inputs in cases(device):
-            for mine, theirs in errors(ours, plain, inputs, dtype):
+        for what, *case in cases(device):
+            for mine, theirs in errors(*case, dtype):
                 worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
         ratio, mine, theirs, what = worst
         print(f"{str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
@@ -778,78 +760,29 @@ def check(device: str) -> None:
     for k in 64, 128:
         inputs = inputs_of(1, 8, 2, 4096, k)
         do = torch.randn_like(inputs[0])
-
-        def gradients(inputs: list[Tensor] = inputs, do: Tensor = do) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(flash_attention(*inputs), inputs, do)
-
-        check_repeats(f"heads of {k}, forward", lambda inputs=inputs: flash_attention_with_lse(*inputs))
-        check_repeats(f"heads of {k}, backward", gradients)
-
-
-def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
-    times = {name: [] for name in contenders}
-    for turn in range(rounds):
-        for name in random.Random(turn).sample(list(contenders), len(contenders)):
-            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def sustained(items: dict[str, dict[str, Callable[[], object]]], seconds: float = 30) -> dict[str, dict[str, float]]:
-    """Median milliseconds of each contender for each item while the GPU is busy for `seconds`. All take turns.
-
-    At its power limit a GPU lowers its clocks, which bursts do not show. How far depends on what ran just before. So
-    each runs for a while before it is timed, and the order changes. The first turns warm up, and do not count.
-    """
-    times, turns = {item: {by: [] for by in runs} for item, runs in items.items()}, 0
-    start, order = time.perf_counter(), [(item, by) for item, runs in items.items() for by in runs]
-    while turns < 3 or time.perf_counter() - start < seconds:
-        for item, by in random.Random(turns).sample(order, len(order)):
-            run, begin, end = items[item][by], *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-            settled = time.perf_counter() + 0.1
-            while time.perf_counter() < settled:
-                run()
-                torch.cuda.synchronize()  # or the CPU would run far ahead of the clock
-            run()  # the CPU is ahead from here on
-            begin.record()
-            for _ in range(10):
-                run()
-            end.record()
-            end.synchronize()  # its time is read below
-            if turns:
-                times[item][by].append(begin.elapsed_time(end) / 10)
-        turns += 1
-    return {item: {by: statistics.median(found) for by, found in runs.items()} for item, runs in times.items()}
-
-
-def forward_and_backward(
-    contenders: dict[str, Callable[[], tuple[Tensor, ...]]], inputs: list[Tensor]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Times of forward, and of backward: what is left when forward is taken from both."""
-
-    def both(run: Callable[[], tuple[Tensor, ...]], gradients: list[Tensor]) -> None:
-        torch.autograd.grad(run(), inputs, gradients)
-
-    gradients = [torch.randn_like(y) for y in next(iter(contenders.values()))()]
-    forward = milliseconds(contenders)
-    whole = milliseconds({name: lambda run=run: both(run, gradients) for name, run in contenders.items()})
-    return forward, {name: whole[name] - forward[name] for name in contenders}
-
-
-def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
-    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
-    rows = []
-    for by, ms in times.items():
-        rate = amount / ms * 1e3
-        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
-        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
-    return rows
+        forward, backward = flash_attention_with_lse, lambda *x, do=do: torch.autograd.grad(flash_attention(*x), x, do)
+        if differing(partial(forward, *inputs)) or differing(partial(backward, *inputs)):
+            raise SystemExit(f"heads of {k}: runs on the same input differ")
 
 
 def differing(run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> int:
-    """Count the repeats whose results differ in any bit from the first."""
+    """Count the repeats whose results differ in any bit from the first: threads have raced for them."""
     first = run()
     return sum(not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)) for _ in range(times))
+
+
+def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
+    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+    times, rows = {by: [] for by in runs}, []
+    for turn in range(3):
+        for by in random.Random(turn).sample(list(runs), len(runs)):
+            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+    for by in runs:
+        ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
+        rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate, "unit": unit, "share": share})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate:7.2f} {unit:8}  {share:4.0%}", flush=True)
+    return rows
 
 
 def contenders(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], tuple[Tensor]]]:
@@ -874,53 +807,32 @@ def inputs_of(b: int, h: int, kv_heads: int, s: int, k: int) -> list[Tensor]:
     return [x.requires_grad_() for x in made]
 
 
-def burst(b: int, h: int, kv_heads: int, s: int, k: int) -> list[dict]:
-    """Time all contenders, forward and backward; count repeats of backward that differ, of the first."""
-    inputs = inputs_of(b, h, kv_heads, s, k)
-    runs = contenders(*inputs)
-    forward, backward = forward_and_backward(runs, inputs)
-    _, flops, _, flops_backward = cost(b, h, kv_heads, s, k, True, torch.bfloat16)
-    what = f"{b} x {h}/{kv_heads} heads, {s} x {k}"
-    rows = compare(f"{what}, forward", forward, flops, PEAK, "TFLOP/s")
-    found = compare(f"{what}, backward", backward, flops_backward, PEAK, "TFLOP/s")
-    for row in found:
-        if row["by"] in ("cuDNN", "ours"):
-            (o,) = runs[row["by"]]()
-            do = torch.randn_like(o)
-            row["differ"] = differing(lambda o=o, do=do: torch.autograd.grad(o, inputs, do, retain_graph=True))
-            print(f"{what}: {row['differ']} of 100 repeats of the backward of {row['by']} differ", flush=True)
-    return rows + found
-
-
 def measure() -> list[dict]:
-    """Time causal attention of an 8B and a 1.7B model in bfloat16, with 16,384 tokens, in bursts and sustained."""
-    shapes = (2, 32, 8, 8192, 128), (2, 32, 32, 8192, 64), (4, 32, 8, 4096, 128), (4, 32, 32, 4096, 64)
-    rows, items = [row for shape in shapes for row in burst(*shape)], {}
-    for shape in shapes:
-        inputs = inputs_of(*shape)
+    """Time causal attention of an 8B and a 1.7B model in bfloat16, with 16,384 tokens, in bursts and sustained.
+
+    The second time, the GPU has long been at its power limit, and has lowered its clocks.
+    """
+    shapes, rows = ((2, 32, 8, 8192, 128), (2, 32, 32, 8192, 64), (4, 32, 8, 4096, 128), (4, 32, 32, 4096, 64)), []
+    for sustained, (b, h, kv_heads, s, k) in product((False, True), shapes):
+        what = f"{b} x {h}/{kv_heads} heads, {s} x {k}, " + "{}" + ", sustained" * sustained
+        inputs = inputs_of(b, h, kv_heads, s, k)
+        do = torch.randn_like(inputs[0])
         runs = contenders(*inputs)
-        do = torch.randn_like(runs["ours"]()[0])
-        items[shape, "forward"] = runs
-        items[shape, "whole"] = {
-            by: lambda run=run, inputs=inputs, do=do: torch.autograd.grad(run(), inputs, do) for by, run in runs.items()
-        }
-    times = sustained(items)
-    for b, h, kv_heads, s, k in shapes:
-        forward, whole = times[(b, h, kv_heads, s, k), "forward"], times[(b, h, kv_heads, s, k), "whole"]
+        both = {by: lambda run=run, x=inputs, do=do: torch.autograd.grad(run(), x, do) for by, run in runs.items()}
         _, flops, _, flops_backward = cost(b, h, kv_heads, s, k, True, torch.bfloat16)
-        what = f"{b} x {h}/{kv_heads} heads, {s} x {k}"
-        backward = {by: whole[by] - forward[by] for by in whole}
-        rows += compare(f"{what}, forward, sustained", forward, flops, PEAK, "TFLOP/s")
-        rows += compare(f"{what}, backward, sustained", backward, flops_backward, PEAK, "TFLOP/s")
+        forward = compare(what.format("forward"), runs, flops, PEAK, "TFLOP/s")
+        backward = compare(what.format("backward"), both, flops_backward, PEAK, "TFLOP/s", before=forward)
+        for row in backward[:3:2] if not sustained else ():  # of cuDNN and ours
+            row["differ"] = differing(both[row["by"]])
+            print(f"{row['what']}: {row['differ']} of 100 repeats by {row['by']} differ", flush=True)
+        rows += forward + backward
     return rows
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    check(device)
-    if device == "cuda":
+    check("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
         measure()
 
 

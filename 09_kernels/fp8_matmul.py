@@ -32,14 +32,11 @@ Run:      python 09_kernels/fp8_matmul.py
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; DeepSeek-AI 2024, arXiv:2412.19437, section 3.3 (3.3.2: 14 bits)
 """
 
-import argparse
-import functools
-import math
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -666,11 +663,10 @@ def cases(device: str) -> Iterator[tuple[str, Tensor, Tensor, torch.dtype]]:
 # ----------------------------------------------------------------------------------------------------------- measure
 def relative_error(actual: Tensor, exact: Tensor) -> float:
     """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
-    actual = actual.double()
-    if not torch.equal(actual.isfinite(), exact.isfinite()):
+    finite = exact.isfinite()
+    if not torch.equal(actual.isfinite(), finite):
         return float("inf")
-    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
-    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+    return ((actual - exact)[finite].norm() / exact[finite].norm().clamp_min(1e-300)).item()
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -718,65 +714,29 @@ def check_matmul(name: str, dtype: torch.dtype, device: str) -> None:
         raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
 
 
-def check_repeats(what: str, run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> None:
-    """Exit if a result differs in any bit from the first: two threads would have raced for it."""
+def differing(run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> int:
+    """Count the repeats whose results differ in any bit from the first: threads have raced for them."""
     first = run()
-    for _ in range(times):
-        if not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)):
-            raise SystemExit(f"{what}: two runs on the same input differ")
-    print(f"{what}: {times} repeats are identical to the bit", flush=True)
+    return sum(not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)) for _ in range(times))
 
 
-def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
-    times = {name: [] for name in contenders}
-    for turn in range(rounds):
-        for name in random.Random(turn).sample(list(contenders), len(contenders)):
-            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def sustained(items: dict[str, dict[str, Callable[[], object]]], seconds: float = 30) -> dict[str, dict[str, float]]:
-    """Median milliseconds of each contender for each item while the GPU is busy for `seconds`. All take turns.
-
-    At its power limit a GPU lowers its clocks, which bursts do not show. How far depends on what ran just before. So
-    each runs for a while before it is timed, and the order changes. The first turns warm up, and do not count.
-    """
-    times, turns = {item: {by: [] for by in runs} for item, runs in items.items()}, 0
-    start, order = time.perf_counter(), [(item, by) for item, runs in items.items() for by in runs]
-    while turns < 3 or time.perf_counter() - start < seconds:
-        for item, by in random.Random(turns).sample(order, len(order)):
-            run, begin, end = items[item][by], *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-            settled = time.perf_counter() + 0.1
-            while time.perf_counter() < settled:
-                run()
-                torch.cuda.synchronize()  # or the CPU would run far ahead of the clock
-            run()  # the CPU is ahead from here on
-            begin.record()
-            for _ in range(10):
-                run()
-            end.record()
-            end.synchronize()  # its time is read below
-            if turns:
-                times[item][by].append(begin.elapsed_time(end) / 10)
-        turns += 1
-    return {item: {by: statistics.median(found) for by, found in runs.items()} for item, runs in times.items()}
-
-
-def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
-    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
-    rows = []
-    for by, ms in times.items():
-        rate = amount / ms * 1e3
-        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
-        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
+def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
+    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+    times, rows = {by: [] for by in runs}, []
+    for turn in range(3):
+        for by in random.Random(turn).sample(list(runs), len(runs)):
+            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+    for by in runs:
+        ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
+        rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate, "unit": unit, "share": share})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate:7.2f} {unit:8}  {share:4.0%}", flush=True)
     return rows
 
 
 def copy_rate() -> float:
     """Bytes per second, read and written, of a copy of 2 GiB: the limit of what only moves bytes."""
-    x = torch.randn(2**29, device="cuda")
-    y = torch.empty_like(x)
+    x, y = torch.randn(2, 2**29, device="cuda")
     return 2 * x.nbytes / triton.testing.do_bench(lambda: y.copy_(x), return_mode="median") * 1e3
 
 
@@ -787,12 +747,14 @@ def check(device: str) -> None:
         for dtype in OUTPUTS if device != "cpu" else OUTPUTS[1:]:  # the interpreter cuts bits of bfloat16 off
             check_matmul(name, dtype, device)
     if device == "cuda":
-        x, w = torch.randn(4096, 4096, device=device).bfloat16(), torch.randn(4096, 4096, device=device).bfloat16()
+        x, w = torch.randn(2, 4096, 4096, device=device).bfloat16()
         for kind, run in quantizers().items():
-            check_repeats(f"quantize {kind}", lambda run=run: tuple(y.float() for y in run(x)))
+            if differing(lambda run=run: tuple(y.float() for y in run(x))):
+                raise SystemExit(f"quantize {kind}: runs on the same input differ")
         for name, (run, *kinds) in ladder().items():
             operands = [y for z, kind in zip((x, w), kinds) for y in quantizers()[kind](z)[:2]]
-            check_repeats(name, lambda run=run, operands=operands: (run(*operands),))
+            if differing(lambda run=run, operands=operands: (run(*operands),)):
+                raise SystemExit(f"{name}: runs on the same input differ")
             if "blockwise" in name and not torch.equal(run(*operands), matmul_blockwise_triton(*operands)):
                 raise SystemExit(f"{name}: the kernels in Gluon and in Triton differ")
 
@@ -809,12 +771,8 @@ def contenders(kind: str, operands: list[Tensor]) -> dict[str, Callable[[], Tens
 
 def measure_matmul(m: int, n: int, k: int) -> dict[str, dict[str, Callable[[], Tensor]]]:
     """What is timed for y [m, n] = x [m, k] w [n, k]ᵀ: the product, and blockwise also the gradient of w."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    x, w, dy = (
-        torch.randn(*shape, device="cuda", generator=generator).bfloat16() for shape in ((m, k), (n, k), (m, n))
-    )
-    ours, found = quantizers(), {}
-    found["bfloat16"] = {"torch.matmul": lambda: x @ w.T}
+    x, w, dy = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((m, k), (n, k), (m, n)))
+    ours, found = quantizers(), {"bfloat16": {"torch.matmul": lambda: x @ w.T}}
     for kind, left, right in (
         ("tensorwise", "tensor", "tensor"),
         ("rowwise", "rows", "rows"),
@@ -831,33 +789,30 @@ def measure_quantizers(m: int, k: int) -> list[dict]:
     for kind, ours in quantizers().items():
         plain = lambda x, kind=kind: quantize_reference(x, kind)  # noqa: E731
         runs = {"eager": plain, "torch.compile": torch.compile(plain, dynamic=False), "ours": ours}
-        times = milliseconds({by: functools.partial(f, x) for by, f in runs.items()})
+        runs = {by: partial(f, x) for by, f in runs.items()}
         passes = 4 if kind in ("lines", "blocks") else 6  # bytes per element
-        rows += compare(f"{m} x {k}, quantize {kind}", times, passes * m * k, limit)
+        rows += compare(f"{m} x {k}, quantize {kind}", runs, passes * m * k, limit)
     return rows
 
 
 def measure() -> list[dict]:
-    """Time the linears of Llama 3 8B for 16,384 tokens, and the quantization of their activations."""
-    rows, items = [], {}
-    for n, k in (4096, 4096), (14336, 4096), (4096, 14336):
-        items |= measure_matmul(16384, n, k)
-    flops = {what: 2 * math.prod(int(size) for size in what.split(",")[0].split(" x ")) for what in items}
-    for what, runs in items.items():
-        limit, burst = PEAK / (2 if "bfloat16" in what else 1), milliseconds(runs)
-        rows += compare(what, burst, flops[what], limit, "TFLOP/s")
-    for what, times in sustained(items).items():
-        limit = PEAK / (2 if "bfloat16" in what else 1)
-        rows += compare(what + ", sustained", times, flops[what], limit, "TFLOP/s")
-    return rows + measure_quantizers(16384, 4096) + measure_quantizers(16384, 14336)
+    """Time the linears of Llama 3 8B for 16,384 tokens, and the quantization of their activations.
+
+    The second time, the GPU has long been at its power limit, and has lowered its clocks.
+    """
+    rows, m = [], 16384
+    for suffix in "", ", sustained":
+        for n, k in (4096, 4096), (14336, 4096), (4096, 14336):
+            for what, runs in measure_matmul(m, n, k).items():
+                limit = PEAK / (2 if "bfloat16" in what else 1)
+                rows += compare(what + suffix, runs, cost(m, n, k, torch.bfloat16)[1], limit, "TFLOP/s")
+    return rows + measure_quantizers(m, 4096) + measure_quantizers(m, 14336)
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    check(device)
-    if device == "cuda":
+    check("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
         measure()
 
 

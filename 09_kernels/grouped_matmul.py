@@ -25,13 +25,13 @@ Run:      python 09_kernels/grouped_matmul.py
 Source:   Gale et al. 2022, arXiv:2211.15841
 """
 
-import argparse
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
+from itertools import islice, product
 
 import torch
 from torch import Tensor, nn
@@ -315,54 +315,41 @@ def place_rows(sizes: list[int], device: str) -> Tensor:
 
 def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
     """Yield what is tried, ours, plain PyTorch's, and the inputs: x, weight and offsets, in float64."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator)
-
+    torch.manual_seed(0)
+    random = partial(torch.randn, dtype=torch.float64, device=device)
     large = [([700, 0, 1, 3000, 63, 64, 65, 399], 1000, 520)] if device == "cuda" else []
     several, sparse = [70, 0, 1, 130, 63], [0, 0, 5, 0]
     for sizes, n, k in *large, (several, 136, 72), (sparse, 16, 24), ([0, 0], 8, 16), ([40], 264, 16), ([3] * 40, 8, 8):
-        what = f"{len(sizes)} experts, {sum(sizes)} x {n} x {k}"
         inputs = [random(sum(sizes), k), random(len(sizes), n, k), place_rows(sizes, device)]
-        yield what, grouped_linear, reference, inputs
-    x, weight, offsets = random(80, 100), random(3, 40, 48), place_rows([30, 49, 1], device)
-    for what, view in ("views", lambda x: x[:, 8:48]), ("views off by 3", lambda x: x[:, 3:43]):
-        yield (
-            what,
-            lambda x, w, o, view=view: grouped_linear(view(x), w.mT[:, :, :40], o),
-            lambda x, w, o, view=view: reference(view(x), w.mT[:, :, :40], o),
-            [x, weight, offsets],
-        )
+        yield f"{len(sizes)} experts, {sum(sizes)} x {n} x {k}", grouped_linear, reference, inputs
+    inputs = [random(80, 100), random(3, 40, 48), place_rows([30, 49, 1], device)]
+    for what, start in ("views", 8), ("views off by 3", 3):
+        view = lambda function, start=start: lambda x, w, o: function(x[:, start : start + 40], w.mT[:, :, :40], o)  # noqa: E731
+        yield what, view(grouped_linear), view(reference), inputs
 
 
 # ----------------------------------------------------------------------------------------------------------- measure
-def outputs_and_gradients(function: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Call function on copies of the inputs; return its outputs, and the gradients of a random sum of them."""
-    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    found = function(*leaves)
-    outputs = found if isinstance(found, tuple) else (found,)
-    generator = torch.Generator(inputs[0].device).manual_seed(1)
-    gradients = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
-    torch.autograd.backward(outputs, gradients)
-    return [x.detach() for x in outputs] + [x.grad for x in leaves if x.requires_grad]
-
-
 def relative_error(actual: Tensor, exact: Tensor) -> float:
     """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
-    actual = actual.double()
-    if not torch.equal(actual.isfinite(), exact.isfinite()):
+    finite = exact.isfinite()
+    if not torch.equal(actual.isfinite(), finite):
         return float("inf")
-    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
-    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+    return ((actual - exact)[finite].norm() / exact[finite].norm().clamp_min(1e-300)).item()
 
 
 def errors(ours: Callable, plain: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[tuple[float, float]]:
     """Errors of every output and gradient against float64: of ours, and of plain PyTorch in the same dtype."""
-    low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
-    exact = outputs_and_gradients(plain, [x.double() if x.is_floating_point() else x for x in low], dtype)
-    pairs = zip(outputs_and_gradients(ours, low, dtype), outputs_and_gradients(plain, low, dtype), exact, strict=True)
-    return [(relative_error(mine, right), relative_error(theirs, right)) for mine, theirs, right in pairs]
+    results = []
+    for function, precision in (ours, dtype), (plain, dtype), (plain, torch.float64):
+        low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+        leaves = [x.to(precision, copy=True).requires_grad_() if x.is_floating_point() else x for x in low]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        generator = torch.Generator(outputs[0].device).manual_seed(1)
+        dys = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
+        torch.autograd.backward(outputs, dys)
+        results.append([*outputs, *(x.grad for x in leaves if x.requires_grad)])
+    return [tuple(relative_error(x, exact) for x in pair) for *pair, exact in zip(*results, strict=True)]
 
 
 def floor(k: int, dtype: torch.dtype) -> float:
@@ -377,73 +364,41 @@ def check(device: str) -> None:
     """
     dtypes = [x for x in DTYPES if x != torch.bfloat16 or device != "cpu"]  # which is integers to the interpreter
     for dtype in dtypes:
-        worst = dict.fromkeys(("y", "dx", "dw"), (0.0, 0.0, 0.0, ""))
-        for what, ours, plain, inputs in list(cases(device))[: None if dtype == dtypes[0] else 3]:
+        worst = (0.0, 0.0, 0.0, "")
+        for what, ours, plain, inputs in islice(cases(device), None if dtype == dtypes[0] else 3):
             least = floor(max(max(x.shape) for x in inputs), dtype)
-            for name, (mine, theirs) in zip(worst, errors(ours, plain, inputs, dtype)):
-                worst[name] = max(worst[name], (mine / max(theirs, least), mine, theirs, what))
-        for name, (ratio, mine, theirs, what) in worst.items():
-            print(f"{name:2} {str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
-            if not ratio <= 2:
-                raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
+            for mine, theirs in errors(ours, plain, inputs, dtype):
+                worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
+        ratio, mine, theirs, what = worst
+        print(f"{str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
+        if not ratio <= 2:
+            raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
     if device == "cuda":
         offsets = place_rows(loads(64, 16384, "skewed"), device)
-        x, w = (torch.randn(*s, device=device).bfloat16() for s in ((16384, 1024), (64, 1024, 1024)))
-        check_repeats("grouped_linear", lambda: outputs_and_gradients(grouped_linear, [x, w, offsets], x.dtype))
+        shapes = (16384, 1024), (64, 1024, 1024), (16384, 1024)
+        x, w, dy = (torch.randn(s, dtype=torch.bfloat16, device=device, requires_grad=True) for s in shapes)
+        run = partial(grouped_linear, x, w, offsets)
+        if differing(lambda: (run(), *torch.autograd.grad(run(), (x, w), dy))):
+            raise SystemExit("grouped_linear: runs on the same input differ")
 
 
-def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
-    times = {name: [] for name in contenders}
-    for turn in range(rounds):
-        for name in random.Random(turn).sample(list(contenders), len(contenders)):
-            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def sustained(items: dict[str, dict[str, Callable[[], object]]], seconds: float = 30) -> dict[str, dict[str, float]]:
-    """Median milliseconds of each contender for each item while the GPU is busy for `seconds`. All take turns.
-
-    At its power limit a GPU lowers its clocks, which bursts do not show. How far depends on what ran just before. So
-    each runs for a while before it is timed, and the order changes. The first turns warm up, and do not count.
-    """
-    times, turns = {item: {by: [] for by in runs} for item, runs in items.items()}, 0
-    start, order = time.perf_counter(), [(item, by) for item, runs in items.items() for by in runs]
-    while turns < 3 or time.perf_counter() - start < seconds:
-        for item, by in random.Random(turns).sample(order, len(order)):
-            run, begin, end = items[item][by], *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-            settled = time.perf_counter() + 0.1
-            while time.perf_counter() < settled:
-                run()
-                torch.cuda.synchronize()  # or the CPU would run far ahead of the clock
-            run()  # the CPU is ahead from here on
-            begin.record()
-            for _ in range(10):
-                run()
-            end.record()
-            end.synchronize()  # its time is read below
-            if turns:
-                times[item][by].append(begin.elapsed_time(end) / 10)
-        turns += 1
-    return {item: {by: statistics.median(found) for by, found in runs.items()} for item, runs in times.items()}
-
-
-def check_repeats(what: str, run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> None:
-    """Exit if a result differs in any bit from the first: two threads would have raced for it."""
+def differing(run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> int:
+    """Count the repeats whose results differ in any bit from the first: threads have raced for them."""
     first = run()
-    for _ in range(times):
-        if not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)):
-            raise SystemExit(f"{what}: two runs on the same input differ")
-    print(f"{what}: {times} repeats are identical to the bit", flush=True)
+    return sum(not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)) for _ in range(times))
 
 
-def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
-    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
-    rows = []
-    for by, ms in times.items():
-        rate = amount / ms * 1e3
-        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
-        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
+def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
+    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+    times, rows = {by: [] for by in runs}, []
+    for turn in range(3):
+        for by in random.Random(turn).sample(list(runs), len(runs)):
+            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+    for by in runs:
+        ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
+        rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate, "unit": unit, "share": share})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate:7.2f} {unit:8}  {share:4.0%}", flush=True)
     return rows
 
 
@@ -476,29 +431,24 @@ def products(t: int, n: int, k: int, sizes: list[int]) -> dict[str, dict[str, Ca
 
 
 def measure() -> list[dict]:
-    """Time 16,384 tokens, each on 8 experts, by torch's grouped_mm and by ours, in bursts and sustained."""
-    t, dtype, rows, amount, items = 131072, torch.bfloat16, [], {}, {}
-    for model, (experts, d, f) in MODELS.items():
-        for load in "balanced", "skewed":
-            for part, n, k in ("gate and up", 2 * f, d), ("down", d, f):
-                for product, runs in products(t, n, k, loads(experts, t, load)).items():
-                    what = f"{model}, {load}, {part}, {product}"
-                    items[what], amount[what] = runs, cost(t, experts, n, k, dtype)[1]
-                    rows += compare(what, milliseconds(runs), amount[what], PEAK[dtype], "TFLOP/s")
-    gains = []
-    for what, times in sustained(items).items():
-        rows += compare(f"{what}, sustained", times, amount[what], PEAK[dtype], "TFLOP/s")
-        gains.append(times["torch grouped_mm"] / times["ours"])
-    print(f"sustained, {statistics.geometric_mean(gains):.3f} times as fast as grouped_mm (geometric mean)", flush=True)
+    """Time 16,384 tokens, each on 8 experts, by torch's grouped_mm and by ours, in bursts and sustained.
+
+    The second time, the GPU has long been at its power limit, and has lowered its clocks.
+    """
+    t, dtype, rows = 131072, torch.bfloat16, []
+    for sustained, model, load in product((False, True), MODELS, ("balanced", "skewed")):
+        experts, d, f = MODELS[model]
+        for part, n, k in ("gate and up", 2 * f, d), ("down", d, f):
+            for what, runs in products(t, n, k, loads(experts, t, load)).items():
+                what = f"{model}, {load}, {part}, {what}" + ", sustained" * sustained
+                rows += compare(what, runs, cost(t, experts, n, k, dtype)[1], PEAK[dtype], "TFLOP/s")
     return rows
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    check(device)
-    if device == "cuda":
+    check("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
         measure()
 
 

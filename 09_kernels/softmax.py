@@ -20,11 +20,11 @@ Run:      python 09_kernels/softmax.py
 Source:   Milakov and Gimelshein 2018, arXiv:1805.02867
 """
 
-import argparse
 import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -206,24 +206,20 @@ def cost(n: int, d: int, passes: int, dtype: torch.dtype) -> int:
 
 def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
     """Yield what is tried, ours, plain PyTorch's, and the inputs, in float64."""
-    # the interpreter computes with numpy, which warns of the inf and NaN that are tried here
-    np.seterr(all="ignore")
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator)
-
+    np.seterr(all="ignore")  # the interpreter computes with numpy, which warns of the inf and NaN that are tried here
+    torch.manual_seed(0)
+    random = partial(torch.randn, dtype=torch.float64, device=device)
     large = [(16384, 4096), (600, 128256)] if device == "cuda" else []
     for n, d in (7, 512), (300, 1000), (1, 1), (0, 5), (5, 0), (8, LONGEST_BLOCK), (8, 20001), *large:
         yield f"{n} x {d}", softmax, reference, [random(n, d)]
     yield "strided", lambda x: softmax(x[:, ::2, 1:-2]), lambda x: reference(x[:, ::2, 1:-2]), [random(3, 40, 20)]
     yield "transposed", lambda x: softmax(x.T), lambda x: reference(x.T), [random(20, 30)]
     for what, d in ("short", 300), ("long", 2 * BLOCK + 10):
-        lines = torch.linspace(-20, 20, d, dtype=torch.float64, device=device)
-        rising = lines * torch.linspace(-1, 1, 8, dtype=torch.float64, device=device)[:, None]
+        slopes = torch.linspace(-1, 1, 8, dtype=torch.float64, device=device)
+        rising = torch.outer(slopes, torch.linspace(-20, 20, d, dtype=torch.float64, device=device))
         yield f"{what}, rising and falling", softmax, reference, [rising]
-        x = random(8, d) * torch.tensor([1e30, -1e30, 1e-30, *[3] * 5], device=device)[:, None]
-        yield f"{what}, large and small", softmax, reference, [x]
+        scales = torch.tensor([1e30, -1e30, 1e-30, *[3] * 5], device=device)
+        yield f"{what}, large and small", softmax, reference, [random(8, d) * scales[:, None]]
         x = random(8, d).masked_fill(random(8, d) > 0, float("-inf"))
         x[0], x[1, : d // 2], x[2, 1:] = float("-inf"), float("-inf"), float("-inf")
         yield f"{what}, masked", softmax, reference, [x]
@@ -232,45 +228,37 @@ def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]
 
 
 # ----------------------------------------------------------------------------------------------------------- measure
-def outputs_and_gradients(function: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Call function on copies of the inputs; return its outputs, and the gradients of a random sum of them."""
-    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    found = function(*leaves)
-    outputs = found if isinstance(found, tuple) else (found,)
-    generator = torch.Generator(inputs[0].device).manual_seed(1)
-    gradients = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
-    torch.autograd.backward(outputs, gradients)
-    return [x.detach() for x in outputs] + [x.grad for x in leaves if x.requires_grad]
-
-
 def relative_error(actual: Tensor, exact: Tensor) -> float:
     """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
-    actual = actual.double()
-    if not torch.equal(actual.isfinite(), exact.isfinite()):
+    finite = exact.isfinite()
+    if not torch.equal(actual.isfinite(), finite):
         return float("inf")
-    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
-    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+    return ((actual - exact)[finite].norm() / exact[finite].norm().clamp_min(1e-300)).item()
 
 
 def errors(ours: Callable, plain: Callable, inputs: list[Tensor], dtype: torch.dtype) -> list[tuple[float, float]]:
     """Errors of every output and gradient against float64: of ours, and of plain PyTorch in the same dtype."""
-    low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
-    exact = outputs_and_gradients(plain, [x.double() if x.is_floating_point() else x for x in low], dtype)
-    pairs = zip(outputs_and_gradients(ours, low, dtype), outputs_and_gradients(plain, low, dtype), exact, strict=True)
-    return [(relative_error(mine, right), relative_error(theirs, right)) for mine, theirs, right in pairs]
+    results = []
+    for function, precision in (ours, dtype), (plain, dtype), (plain, torch.float64):
+        low = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+        leaves = [x.to(precision, copy=True).requires_grad_() if x.is_floating_point() else x for x in low]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        generator = torch.Generator(outputs[0].device).manual_seed(1)
+        dys = [torch.randn(y.shape, device=y.device, generator=generator).to(dtype).to(y.dtype) for y in outputs]
+        torch.autograd.backward(outputs, dys)
+        results.append([*outputs, *(x.grad for x in leaves if x.requires_grad)])
+    return [tuple(relative_error(x, exact) for x in pair) for *pair, exact in zip(*results, strict=True)]
 
 
 def check(device: str) -> None:
-    """Compare with float64; exit if an error is above twice PyTorch's own, or two roundings if that is more.
-
-    PyTorch's float64 is what all is compared with: ours may differ from it by 1e-12.
-    """
+    """Exit if an error against float64 is above twice PyTorch's own, or two roundings (1e-12 in float64)."""
     for dtype in DTYPES:
         if dtype == torch.bfloat16 and device == "cpu":
             continue  # Triton's interpreter cuts bits off instead of rounding
-        least, worst = 5e-13 if dtype == torch.float64 else torch.finfo(dtype).eps / 4, (0.0, 0.0, 0.0, "")
-        for what, ours, plain, inputs in cases(device):
-            for mine, theirs in errors(ours, plain, inputs, dtype):
+        least, worst = max(torch.finfo(dtype).eps / 4, 5e-13), (0.0, 0.0, 0.0, "")
+        for what, *case in cases(device):
+            for mine, theirs in errors(*case, dtype):
                 worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
         ratio, mine, theirs, what = worst
         print(f"{str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
@@ -278,65 +266,44 @@ def check(device: str) -> None:
             raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
 
 
-def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
-    times = {name: [] for name in contenders}
-    for turn in range(rounds):
-        for name in random.Random(turn).sample(list(contenders), len(contenders)):
-            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def forward_and_backward(
-    contenders: dict[str, Callable[[], tuple[Tensor, ...]]], inputs: list[Tensor]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Times of forward, and of backward: what is left when forward is taken from both."""
-
-    def both(run: Callable[[], tuple[Tensor, ...]], gradients: list[Tensor]) -> None:
-        torch.autograd.grad(run(), inputs, gradients)
-
-    gradients = [torch.randn_like(y) for y in next(iter(contenders.values()))()]
-    forward = milliseconds(contenders)
-    whole = milliseconds({name: lambda run=run: both(run, gradients) for name, run in contenders.items()})
-    return forward, {name: whole[name] - forward[name] for name in contenders}
+def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
+    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+    times, rows = {by: [] for by in runs}, []
+    for turn in range(3):
+        for by in random.Random(turn).sample(list(runs), len(runs)):
+            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+    for by in runs:
+        ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
+        rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate, "unit": unit, "share": share})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate:7.2f} {unit:8}  {share:4.0%}", flush=True)
+    return rows
 
 
 def copy_rate() -> float:
     """Bytes per second, read and written, of a copy of 2 GiB: the limit of what only moves bytes."""
-    x = torch.randn(2**29, device="cuda")
-    y = torch.empty_like(x)
+    x, y = torch.randn(2, 2**29, device="cuda")
     return 2 * x.nbytes / triton.testing.do_bench(lambda: y.copy_(x), return_mode="median") * 1e3
-
-
-def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
-    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
-    rows = []
-    for by, ms in times.items():
-        rate = amount / ms * 1e3
-        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
-        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
-    return rows
 
 
 def measure() -> list[dict]:
     """Time rows of 4,096 and of 128,256 elements in bfloat16 by eager, torch.compile and ours."""
     rows, dtype, limit = [], torch.bfloat16, copy_rate()
+    functions = {"eager": reference, "torch.compile": torch.compile(reference, dynamic=False), "ours": softmax}
     for n, d in (16384, 4096), (4096, 128256):
         x = torch.randn(n, d, dtype=dtype, device="cuda", requires_grad=True)
-        functions = {"eager": reference, "torch.compile": torch.compile(reference, dynamic=False), "ours": softmax}
-        runs = {by: lambda f=f, x=x: (f(x),) for by, f in functions.items()}
-        forward, backward = forward_and_backward(runs, [x])
-        rows += compare(f"{n} x {d}, forward", forward, cost(n, d, 2, dtype), limit)
-        rows += compare(f"{n} x {d}, backward", backward, cost(n, d, 3, dtype), limit)
+        dy = torch.randn_like(x)
+        runs = {by: partial(f, x) for by, f in functions.items()}
+        both = {by: lambda f=f, x=x, dy=dy: torch.autograd.grad(f(x), x, dy) for by, f in functions.items()}
+        forward = compare(f"{n} x {d}, forward", runs, cost(n, d, 2, dtype), limit)
+        rows += forward + compare(f"{n} x {d}, backward", both, cost(n, d, 3, dtype), limit, before=forward)
     return rows
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    check(device)
-    if device == "cuda":
+    check("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
         measure()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 ADAMW = "09_kernels/adamw.py"
 OPTIONS = dict(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-FORMS = ["plain", "misaligned", "gradients strided", "no gradient", "lr changes"]
+FORMS = ["plain", "misaligned", "gradients strided", "no gradient", "lr changes", "one NaN", "one inf"]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -38,6 +38,8 @@ def gradient(form: str, p: Tensor, step: int, i: int) -> Tensor | None:
     if form == "no gradient" and (i == 2 or i == step):
         return None
     dy = random(*p.shape, seed=7 * step + 1).to(p.dtype) * (3 if step % 2 else 1e-3)
+    if form.startswith("one") and i == step == 1:
+        dy[7] = float(form[4:])  # under a clip all weights become NaN: the next loss shows it
     return dy.mT.contiguous().mT if form == "gradients strided" and dy.ndim > 1 else dy
 
 
@@ -97,10 +99,6 @@ def test_masters(file=None):
         optimizer.step()
         assert torch.equal(p, slot.master.bfloat16()), "the parameter is not its master, rounded"
     assert ((slot.master - (1 - 30e-4)).abs() < 1e-5).all() and (p < 1).all()
-    slot.master.fill_(3)  # as who has weights in fp32 does
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert (p.float() - 3).abs().max() < 0.02
 
 
 @in_a_fork
@@ -155,12 +153,18 @@ def test_what_the_optimizer_cannot_step(file=None):
         p.grad = torch.ones_like(p)
         with pytest.raises(ValueError, match="dtype, device or layout"):
             optimizer.step()
-    with pytest.raises(ValueError, match="memory"):
-        AdamW([dict(params=[nn.Parameter(torch.ones(4, device="meta"))])], lr=0.1)
-    with pytest.raises(ValueError, match="no parameters"):
-        AdamW([], lr=1e-3)
-    with pytest.raises(ValueError, match="betas, eps and clip"):
-        AdamW([dict(params=[nn.Parameter(torch.ones(4))], betas=(0.9, 0.95))], lr=0.1)
+    p = nn.Parameter(torch.ones(4))
+    for words, *groups in [
+        ("memory", dict(params=[nn.Parameter(torch.ones(4, device="meta"))])),
+        ("no parameters",),
+        ("betas, eps and clip", dict(params=[p], betas=(0.9, 0.95))),
+        ("contiguous", dict(params=[nn.Parameter(random(3, 4).T)])),
+        ("one group each", dict(params=[p]), dict(params=[p])),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            AdamW(groups, lr=0.1)
+    optimizer, before = AdamW([dict(params=[p])], lr=0.1), p.detach().clone()
+    assert optimizer.step() == 0 and torch.equal(p, before), "a step without gradients changes weights"
 
 
 def test_training_starts_from_what_is_not_rounded(file=None):
@@ -187,37 +191,6 @@ def test_dtypes_side_by_side(file=None):
         assert module.relative_error(optimizer.step(), take().detach()) <= 1e-6, "the norm is another"
     for slot, q in zip(optimizer.slots, wide):
         assert module.relative_error(slot.master, q.detach()) <= 1e-6, "differs from torch's"
-
-
-@in_a_fork
-def test_one_bad_gradient():
-    """... makes all weights NaN under a clip, as it does in torch: the next loss shows it."""
-    module = load(ADAMW)
-    for bad in float("nan"), float("inf"):
-        weights = [nn.Parameter(random(40)), nn.Parameter(random(3, 4))]
-        others = [nn.Parameter(p.detach().clone()) for p in weights]
-        for ps in weights, others:
-            for p in ps:
-                p.grad = torch.ones_like(p)
-            ps[0].grad[7] = bad
-        mine = module.AdamW([dict(params=weights)], lr=0.01, clip=1.0).step()
-        theirs = plain([dict(params=others)], others, 1.0)[0]()
-        assert mine.isfinite() == theirs.isfinite() and mine.isnan() == theirs.isnan()
-        assert all(torch.equal(p.isnan(), q.isnan()) for p, q in zip(weights, others))
-
-
-@in_a_fork
-def test_a_step_without_gradients_changes_nothing():
-    """... and parameters that are not contiguous, or given twice, are refused."""
-    module = load(ADAMW)
-    p = nn.Parameter(random(5))
-    optimizer = module.AdamW([dict(params=[p])], lr=0.1)
-    before = p.detach().clone()
-    assert optimizer.step() == 0 and torch.equal(p, before)
-    with pytest.raises(ValueError, match="contiguous"):
-        module.AdamW([dict(params=[nn.Parameter(random(3, 4).T)])], lr=0.1)
-    with pytest.raises(ValueError, match="one group each"):
-        module.AdamW([dict(params=[p]), dict(params=[p])], lr=0.1)
 
 
 @in_a_fork

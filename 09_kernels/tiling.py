@@ -19,12 +19,13 @@ Run:      python 09_kernels/tiling.py
 Source:   Lam, Rothberg and Wolf 1991, doi:10.1145/106972.106981
 """
 
-import argparse
 import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -171,35 +172,30 @@ def ladder(dtype: torch.dtype) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     return {"rows": rows, "tiles": tiles, "dot": dot} if dtype == torch.float32 else {"dot": dot}
 
 
-def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield what is tried, a [m, k] and b [k, n]."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, device=device, generator=generator).to(dtype)
-
-    def surrounded(*shape: int) -> Tensor:
-        """View every other row of a larger tensor: what lies between and around is NaN."""
-        view = torch.full((2 * shape[0], shape[1] + 200), float("nan"), dtype=dtype, device=device)
-        view = view[::2, 3 : 3 + shape[1]]
-        return view.copy_(random(*shape))
-
+def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
+    """Yield what is tried, ours, plain PyTorch's, and the inputs, a [m, k] and b [k, n]."""
+    torch.manual_seed(0)
     large = [(1000, 1500, 2000), (4096, 4096, 4096)] if device == "cuda" else []
-    for m, n, k in (19, 150, 70), (1, 1, 1), (130, 3, 5), (1, 257, 35), (0, 5, 4), (4, 5, 0), *large:
-        yield f"{m} x {n} x {k}", random(m, k), random(k, n)
-    yield "strided", surrounded(30, 37), surrounded(37, 79)
-    yield "transposed", random(40, 30).T, random(70, 40).T
-    yield "large and small", random(20, 40) * 1e30, random(40, 20) * 1e-30
+    sizes = (19, 150, 70), (1, 1, 1), (130, 3, 5), (1, 257, 35), (0, 5, 4), (4, 5, 0), *large
+    for dtype in PEAK if device == "cuda" else (torch.float32,):  # see dot
+        random = partial(torch.randn, dtype=dtype, device=device)
+        tried = {f"{m} x {n} x {k}": [random(m, k), random(k, n)] for m, n, k in sizes}
+        larger = [torch.full(size, float("nan"), dtype=dtype, device=device) for size in ((60, 237), (74, 279))]
+        views = [x[::2, 3:-197] for x in larger]  # what lies between and around is NaN
+        tried["strided"] = [view.copy_(random(view.shape)) for view in views]
+        tried["transposed"] = [random(40, 30).T, random(70, 40).T]
+        tried["large and small"] = [random(20, 40) * 1e30, random(40, 20) * 1e-30]
+        for (rung, ours), (what, inputs) in product(ladder(dtype).items(), tried.items()):
+            yield f"{rung}, {str(dtype)[6:]}, {what}", ours, reference, inputs
 
 
 # ----------------------------------------------------------------------------------------------------------- measure
 def relative_error(actual: Tensor, exact: Tensor) -> float:
     """Norm of the difference over the norm of the exact tensor; inf where one has NaN or inf and the other has not."""
-    actual = actual.double()
-    if not torch.equal(actual.isfinite(), exact.isfinite()):
+    finite = exact.isfinite()
+    if not torch.equal(actual.isfinite(), finite):
         return float("inf")
-    difference = torch.where(exact.isfinite(), actual - exact, 0).norm()
-    return (difference / exact[exact.isfinite()].norm().clamp_min(1e-300)).item()
+    return ((actual - exact)[finite].norm() / exact[finite].norm().clamp_min(1e-300)).item()
 
 
 def check(device: str) -> None:
@@ -207,36 +203,30 @@ def check(device: str) -> None:
 
     A sum of k terms has k roundings, in whichever order; they add up to about √k of them.
     """
-    for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):  # see dot
-        for rung, ours in ladder(dtype).items():
-            worst = (0.0, 0.0, 0.0, "")
-            for what, a, b in cases(device, dtype):
-                exact = reference(a.double(), b.double())
-                mine, theirs = (relative_error(f(a, b), exact) for f in (ours, reference))
-                least = max(torch.finfo(dtype).eps, a.shape[1] ** 0.5 * torch.finfo(torch.float32).eps) / 4
-                worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
-            ratio, mine, theirs, what = worst
-            print(f"{rung:6} {str(dtype)[6:]:10} worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
-            if not ratio <= 2:
-                raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
+    worst = (0.0, 0.0, 0.0, "")
+    for what, ours, plain, inputs in cases(device):
+        exact = plain(*(x.double() for x in inputs))
+        mine, theirs = (relative_error(f(*inputs), exact) for f in (ours, plain))
+        (_, k), eps = inputs[0].shape, torch.finfo(inputs[0].dtype).eps
+        least = max(eps, k**0.5 * torch.finfo(torch.float32).eps) / 4
+        worst = max(worst, (mine / max(theirs, least), mine, theirs, what))
+    ratio, mine, theirs, what = worst
+    print(f"worst error {mine:.1e}, PyTorch's {theirs:.1e}  ({what})", flush=True)
+    if not ratio <= 2:
+        raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
 
 
-def milliseconds(contenders: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median time of each on the GPU, in CUDA graphs: the CPU plays no part. They take turns, in random order."""
-    times = {name: [] for name in contenders}
-    for turn in range(rounds):
-        for name in random.Random(turn).sample(list(contenders), len(contenders)):
-            times[name].append(triton.testing.do_bench_cudagraph(contenders[name], rep=20, return_mode="median"))
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def compare(what: str, times: dict[str, float], amount: float, limit: float, unit: str = "TB/s") -> list[dict]:
-    """Rows of the table: bytes (FLOPs) that the problem needs per second, and their share of the limit."""
-    rows = []
-    for by, ms in times.items():
-        rate = amount / ms * 1e3
-        rows.append({"what": what, "by": by, "ms": ms, "rate": rate / 1e12, "unit": unit, "share": rate / limit})
-        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate / 1e12:7.2f} {unit:8}  {rate / limit:4.0%}", flush=True)
+def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
+    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+    times, rows = {by: [] for by in runs}, []
+    for turn in range(3):
+        for by in random.Random(turn).sample(list(runs), len(runs)):
+            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+    for by in runs:
+        ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
+        rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
+        rows.append({"what": what, "by": by, "ms": ms, "rate": rate, "unit": unit, "share": share})
+        print(f"{what:45} {by:30} {ms:8.3f} ms  {rate:7.2f} {unit:8}  {share:4.0%}", flush=True)
     return rows
 
 
@@ -244,9 +234,9 @@ def climb(m: int, n: int, k: int, dtype: torch.dtype) -> list[dict]:
     """Time cuBLAS and each rung, print the bytes that each rung loads; return the rows of the table."""
     a, b = torch.randn(m, k, device="cuda").to(dtype), torch.randn(k, n, device="cuda").to(dtype)
     contenders = {"torch.matmul": reference} | ladder(dtype)
-    times = milliseconds({by: lambda f=f: f(a, b) for by, f in contenders.items()})
+    runs = {by: partial(f, a, b) for by, f in contenders.items()}
     (_, flops), least = cost(m, n, k, dtype), reads(m, n, k, m, n, dtype)
-    found = compare(f"{m} x {n} x {k}, {str(dtype)[6:]}", times, flops, PEAK[dtype], "TFLOP/s")
+    found = compare(f"{m} x {n} x {k}, {str(dtype)[6:]}", runs, flops, PEAK[dtype], "TFLOP/s")
     for row in found:
         if row["by"] in TILES:
             row["loaded"] = reads(m, n, k, *TILES[row["by"]], dtype)
@@ -263,10 +253,8 @@ def measure() -> list[dict]:
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    check(device)
-    if device == "cuda":
+    check("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
         measure()
 
 
