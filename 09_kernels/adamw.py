@@ -13,6 +13,7 @@ Run:      python 09_kernels/adamw.py
 Source:   Loshchilov and Hutter 2017, arXiv:1711.05101; many tensors at once as in NVIDIA Apex, multi_tensor_apply
 """
 
+import argparse
 import os
 import random
 import statistics
@@ -323,12 +324,20 @@ def check(device: str) -> None:
                 raise SystemExit(f"the error is {mine / max(theirs, 5e-13):.1f} times PyTorch's")
 
 
-def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
-    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+def compare(
+    what: str,
+    runs: dict[str, Callable[[], object]],
+    amount: float,
+    limit: float,
+    unit: str = "TB/s",
+    before: Iterable[dict] = (),
+    bench: Callable[..., float] = triton.testing.do_bench_cudagraph,
+) -> list[dict]:
+    """Time runs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
     times, rows = {by: [] for by in runs}, []
     for turn in range(3):
         for by in random.Random(turn).sample(list(runs), len(runs)):
-            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+            times[by].append(bench(runs[by], return_mode="median"))
     for by in runs:
         ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
         rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
@@ -346,7 +355,7 @@ def copy_rate() -> float:
 def measure() -> list[dict]:
     """Time a step of 415 million parameters, in matrices and vectors as a Llama has them."""
     limit, shapes = copy_rate(), [(4096, 4096), (14336, 4096), (4096, 14336), (4096,), (1024, 4096), (4096,)] * 3
-    rows = []
+    rows, bench = [], triton.testing.do_bench  # no CUDA graph: a step reads addresses from the CPU's memory
     for low, precision in (True, torch.bfloat16), (False, torch.float32):
         parameters = [nn.Parameter(torch.randn(shape, device="cuda").to(precision)) for shape in shapes]
         for p in parameters:
@@ -356,12 +365,13 @@ def measure() -> list[dict]:
         n = sum(p.numel() for p in parameters)
         by = "cast, clip_grad_norm_, AdamW, copy" if low else "clip_grad_norm_, AdamW"
         what = f"{n:,} parameters, {'bf16 and fp32 masters' if low else 'fp32'}"
-        rows += compare(what, {by: plain, "ours": ours.step}, cost(n, precision, low), limit)
+        rows += compare(what, {by: plain, "ours": ours.step}, cost(n, precision, low), limit, bench=bench)
     return rows
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     check("cuda" if torch.cuda.is_available() else "cpu")
     if torch.cuda.is_available():
         measure()

@@ -17,10 +17,11 @@ Run:      python 09_kernels/coarsening.py
 Source:   Volkov 2010, "Better performance at lower occupancy" (GTC)
 """
 
+import argparse
 import os
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -165,12 +166,20 @@ def check(device: str) -> None:
         raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
 
 
-def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
-    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+def compare(
+    what: str,
+    runs: dict[str, Callable[[], object]],
+    amount: float,
+    limit: float,
+    unit: str = "TB/s",
+    before: Iterable[dict] = (),
+    bench: Callable[..., float] = triton.testing.do_bench_cudagraph,
+) -> list[dict]:
+    """Time runs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
     times, rows = {by: [] for by in runs}, []
     for turn in range(3):
         for by in random.Random(turn).sample(list(runs), len(runs)):
-            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+            times[by].append(bench(runs[by], return_mode="median"))
     for by in runs:
         ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
         rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
@@ -216,6 +225,7 @@ def measure() -> list[dict]:
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     check("cuda" if torch.cuda.is_available() else "cpu")
     if torch.cuda.is_available():
         measure()

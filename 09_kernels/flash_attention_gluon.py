@@ -41,11 +41,12 @@ Run:      python 09_kernels/flash_attention_gluon.py
 Source:   Shah et al. 2024, FlashAttention-3, arXiv:2407.08608
 """
 
+import argparse
 import math
 import os
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -74,6 +75,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 # ------------------------------------------------------------------------------------------------------------ config
 DTYPES = torch.bfloat16, torch.float16
 PEAK = 989.5e12  # FLOP/s of an H100 or H200's tensor cores in bf16
+BENCHES = {  # in bursts, and after 100 ms of the same: at its power limit a GPU lowers its clocks
+    "": triton.testing.do_bench_cudagraph,
+    ", sustained": partial(triton.testing.do_bench, warmup=100, rep=100),
+}
 LOG2_E = math.log2(math.e)
 SIDE = 8  # heads of keys that are finished before others begin: what they read stays in the L2
 
@@ -771,12 +776,20 @@ def differing(run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> int:
     return sum(not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)) for _ in range(times))
 
 
-def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
-    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+def compare(
+    what: str,
+    runs: dict[str, Callable[[], object]],
+    amount: float,
+    limit: float,
+    unit: str = "TB/s",
+    before: Iterable[dict] = (),
+    bench: Callable[..., float] = triton.testing.do_bench_cudagraph,
+) -> list[dict]:
+    """Time runs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
     times, rows = {by: [] for by in runs}, []
     for turn in range(3):
         for by in random.Random(turn).sample(list(runs), len(runs)):
-            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+            times[by].append(bench(runs[by], return_mode="median"))
     for by in runs:
         ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
         rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
@@ -808,21 +821,19 @@ def inputs_of(b: int, h: int, kv_heads: int, s: int, k: int) -> list[Tensor]:
 
 
 def measure() -> list[dict]:
-    """Time causal attention of an 8B and a 1.7B model in bfloat16, with 16,384 tokens, in bursts and sustained.
-
-    The second time, the GPU has long been at its power limit, and has lowered its clocks.
-    """
+    """Time causal attention of an 8B and a 1.7B model in bfloat16, with 16,384 tokens, in bursts and sustained."""
     shapes, rows = ((2, 32, 8, 8192, 128), (2, 32, 32, 8192, 64), (4, 32, 8, 4096, 128), (4, 32, 32, 4096, 64)), []
-    for sustained, (b, h, kv_heads, s, k) in product((False, True), shapes):
-        what = f"{b} x {h}/{kv_heads} heads, {s} x {k}, " + "{}" + ", sustained" * sustained
+    for (suffix, bench), (b, h, kv_heads, s, k) in product(BENCHES.items(), shapes):
+        what = f"{b} x {h}/{kv_heads} heads, {s} x {k}"
         inputs = inputs_of(b, h, kv_heads, s, k)
         do = torch.randn_like(inputs[0])
         runs = contenders(*inputs)
         both = {by: lambda run=run, x=inputs, do=do: torch.autograd.grad(run(), x, do) for by, run in runs.items()}
         _, flops, _, flops_backward = cost(b, h, kv_heads, s, k, True, torch.bfloat16)
-        forward = compare(what.format("forward"), runs, flops, PEAK, "TFLOP/s")
-        backward = compare(what.format("backward"), both, flops_backward, PEAK, "TFLOP/s", before=forward)
-        for row in backward[:3:2] if not sustained else ():  # of cuDNN and ours
+        forward = compare(f"{what}, forward{suffix}", runs, flops, PEAK, "TFLOP/s", bench=bench)
+        what = f"{what}, backward{suffix}"
+        backward = compare(what, both, flops_backward, PEAK, "TFLOP/s", forward, bench)
+        for row in backward[:3:2] if not suffix else ():  # of cuDNN and ours
             row["differ"] = differing(both[row["by"]])
             print(f"{row['what']}: {row['differ']} of 100 repeats by {row['by']} differ", flush=True)
         rows += forward + backward
@@ -831,6 +842,7 @@ def measure() -> list[dict]:
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     check("cuda" if torch.cuda.is_available() else "cpu")
     if torch.cuda.is_available():
         measure()

@@ -32,10 +32,11 @@ Run:      python 09_kernels/fp8_matmul.py
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; DeepSeek-AI 2024, arXiv:2412.19437, section 3.3 (3.3.2: 14 bits)
 """
 
+import argparse
 import os
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
 
@@ -68,6 +69,10 @@ LEAST = 2.0**-100  # amax counts as at least that: its inverse stays finite
 TILE = 128, 256, 128  # rows, columns of c that a program computes, and how many of k it multiplies at a time
 GROUP = 8  # rows of tiles that programs of one time share
 PEAK = 1979e12  # FLOP/s of an H100 or H200 in fp8
+BENCHES = {  # in bursts, and after 100 ms of the same: at its power limit a GPU lowers its clocks
+    "": triton.testing.do_bench_cudagraph,
+    ", sustained": partial(triton.testing.do_bench, warmup=100, rep=100),
+}
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
@@ -720,12 +725,20 @@ def differing(run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> int:
     return sum(not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)) for _ in range(times))
 
 
-def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
-    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+def compare(
+    what: str,
+    runs: dict[str, Callable[[], object]],
+    amount: float,
+    limit: float,
+    unit: str = "TB/s",
+    before: Iterable[dict] = (),
+    bench: Callable[..., float] = triton.testing.do_bench_cudagraph,
+) -> list[dict]:
+    """Time runs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
     times, rows = {by: [] for by in runs}, []
     for turn in range(3):
         for by in random.Random(turn).sample(list(runs), len(runs)):
-            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+            times[by].append(bench(runs[by], return_mode="median"))
     for by in runs:
         ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
         rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
@@ -796,21 +809,20 @@ def measure_quantizers(m: int, k: int) -> list[dict]:
 
 
 def measure() -> list[dict]:
-    """Time the linears of Llama 3 8B for 16,384 tokens, and the quantization of their activations.
-
-    The second time, the GPU has long been at its power limit, and has lowered its clocks.
-    """
+    """Time the linears of Llama 3 8B for 16,384 tokens, and the quantization of their activations."""
     rows, m = [], 16384
-    for suffix in "", ", sustained":
+    for suffix, bench in BENCHES.items():
         for n, k in (4096, 4096), (14336, 4096), (4096, 14336):
             for what, runs in measure_matmul(m, n, k).items():
                 limit = PEAK / (2 if "bfloat16" in what else 1)
-                rows += compare(what + suffix, runs, cost(m, n, k, torch.bfloat16)[1], limit, "TFLOP/s")
+                flops = cost(m, n, k, torch.bfloat16)[1]
+                rows += compare(what + suffix, runs, flops, limit, "TFLOP/s", bench=bench)
     return rows + measure_quantizers(m, 4096) + measure_quantizers(m, 14336)
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     check("cuda" if torch.cuda.is_available() else "cpu")
     if torch.cuda.is_available():
         measure()

@@ -25,10 +25,11 @@ Run:      python 09_kernels/grouped_matmul.py
 Source:   Gale et al. 2022, arXiv:2211.15841
 """
 
+import argparse
 import os
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice, product
@@ -46,6 +47,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # ------------------------------------------------------------------------------------------------------------ config
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 PEAK = {torch.bfloat16: 989.5e12}  # FLOP/s of an H100's or H200's tensor cores
+BENCHES = {  # in bursts, and after 100 ms of the same: at its power limit a GPU lowers its clocks
+    "": triton.testing.do_bench_cudagraph,
+    ", sustained": partial(triton.testing.do_bench, warmup=100, rep=100),
+}
 MODELS = {"OLMoE": (64, 2048, 1024), "Qwen3-30B-A3B": (128, 2048, 768)}  # experts, width, width of an expert
 
 
@@ -388,12 +393,20 @@ def differing(run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> int:
     return sum(not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)) for _ in range(times))
 
 
-def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
-    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+def compare(
+    what: str,
+    runs: dict[str, Callable[[], object]],
+    amount: float,
+    limit: float,
+    unit: str = "TB/s",
+    before: Iterable[dict] = (),
+    bench: Callable[..., float] = triton.testing.do_bench_cudagraph,
+) -> list[dict]:
+    """Time runs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
     times, rows = {by: [] for by in runs}, []
     for turn in range(3):
         for by in random.Random(turn).sample(list(runs), len(runs)):
-            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+            times[by].append(bench(runs[by], return_mode="median"))
     for by in runs:
         ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
         rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
@@ -431,22 +444,20 @@ def products(t: int, n: int, k: int, sizes: list[int]) -> dict[str, dict[str, Ca
 
 
 def measure() -> list[dict]:
-    """Time 16,384 tokens, each on 8 experts, by torch's grouped_mm and by ours, in bursts and sustained.
-
-    The second time, the GPU has long been at its power limit, and has lowered its clocks.
-    """
+    """Time 16,384 tokens, each on 8 experts, by torch's grouped_mm and by ours, in bursts and sustained."""
     t, dtype, rows = 131072, torch.bfloat16, []
-    for sustained, model, load in product((False, True), MODELS, ("balanced", "skewed")):
+    for (suffix, bench), model, load in product(BENCHES.items(), MODELS, ("balanced", "skewed")):
         experts, d, f = MODELS[model]
         for part, n, k in ("gate and up", 2 * f, d), ("down", d, f):
             for what, runs in products(t, n, k, loads(experts, t, load)).items():
-                what = f"{model}, {load}, {part}, {what}" + ", sustained" * sustained
-                rows += compare(what, runs, cost(t, experts, n, k, dtype)[1], PEAK[dtype], "TFLOP/s")
+                what = f"{model}, {load}, {part}, {what}{suffix}"
+                rows += compare(what, runs, cost(t, experts, n, k, dtype)[1], PEAK[dtype], "TFLOP/s", bench=bench)
     return rows
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     check("cuda" if torch.cuda.is_available() else "cpu")
     if torch.cuda.is_available():
         measure()

@@ -35,11 +35,12 @@ Run:      python 09_kernels/matmul.py
 Source:   Thakkar et al. 2023, CUTLASS 3, github.com/NVIDIA/cutlass; Tillet et al. 2019, doi:10.1145/3315508.3329973
 """
 
+import argparse
 import math
 import os
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -57,6 +58,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # ------------------------------------------------------------------------------------------------------------ config
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 PEAK = {torch.bfloat16: 989.5e12}  # FLOP/s of an H100's or H200's tensor cores
+BENCHES = {  # in bursts, and after 100 ms of the same: at its power limit a GPU lowers its clocks
+    "": triton.testing.do_bench_cudagraph,
+    ", sustained": partial(triton.testing.do_bench, warmup=100, rep=100),
+}
 # a few of what might be fastest: each takes seconds to compile
 CHOICES = [
     triton.Config(dict(BLOCK_M=128, BLOCK_N=columns, GROUP=group), num_warps=8, num_stages=3)
@@ -456,12 +461,20 @@ def differing(run: Callable[[], tuple[Tensor, ...]], times: int = 100) -> int:
     return sum(not all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)) for _ in range(times))
 
 
-def compare(what: str, runs: dict, amount: float, limit: float, unit: str = "TB/s", before: list = ()) -> list[dict]:
-    """Time runs in CUDA graphs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
+def compare(
+    what: str,
+    runs: dict[str, Callable[[], object]],
+    amount: float,
+    limit: float,
+    unit: str = "TB/s",
+    before: Iterable[dict] = (),
+    bench: Callable[..., float] = triton.testing.do_bench_cudagraph,
+) -> list[dict]:
+    """Time runs, in random order, less the rows before; return rows with bytes or FLOPs per second."""
     times, rows = {by: [] for by in runs}, []
     for turn in range(3):
         for by in random.Random(turn).sample(list(runs), len(runs)):
-            times[by].append(triton.testing.do_bench_cudagraph(runs[by], rep=20, return_mode="median"))
+            times[by].append(bench(runs[by], return_mode="median"))
     for by in runs:
         ms = statistics.median(times[by]) - sum(row["ms"] for row in before if row["by"] == by)
         rate, share = amount / ms / 1e9, amount / ms * 1e3 / limit
@@ -478,25 +491,23 @@ def products(t: int, n: int, k: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def measure() -> list[dict]:
-    """Time the rungs at one size, then cuBLAS and the last rung at the sizes of Llama 3 8B, in bursts and sustained.
-
-    The second time, the GPU has long been at its power limit, and has lowered its clocks.
-    """
+    """Time the rungs at one size, then cuBLAS and the last rung at the sizes of Llama 3 8B, in bursts and sustained."""
     t, dtype, rows = 16384, torch.bfloat16, []
-    for sustained in False, True:
+    for suffix, bench in BENCHES.items():
         for n, k in (4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336):
             amount = cost(t, n, k, dtype)[1]
             for what, operands in products(t, n, k).items():
                 functions = {"torch.matmul": reference, "ours": matmul}
-                if (n, k) == (14336, 4096) and not sustained:
+                if (n, k) == (14336, 4096) and not suffix:
                     functions = {"torch.matmul": reference} | ladder()
                 runs = {by: partial(f, *operands) for by, f in functions.items()}
-                rows += compare(what + ", sustained" * sustained, runs, amount, PEAK[dtype], "TFLOP/s")
+                rows += compare(what + suffix, runs, amount, PEAK[dtype], "TFLOP/s", bench=bench)
     return rows
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     check("cuda" if torch.cuda.is_available() else "cpu")
     if torch.cuda.is_available():
         measure()
