@@ -27,7 +27,7 @@ Parent:   09_kernels/tiling.py
 Lesson:   DTYPES, PEAK, CHOICES, locate, multiply_blocks, matmul_blocks, time_briefly, matmul_tuned, load_block,
           store_tile, matmul_descriptors, matmul_persistent, prepare, tile, launch_blocks, blocks, ordered, pipelined,
           tuned, stored, describe, descriptors, processors, persistent, matmul, matmul_shape, Linear, linear
-Plumbing: ladder, cases, errors, floor, check, differing, products, measure
+Plumbing: BENCHES, ladder, cases, errors, floor, check, differing, products, measure
 Copy:     DTYPES, locate, multiply_blocks, matmul_blocks, load_block, store_tile, matmul_persistent, prepare, tile,
           launch_blocks, pipelined, stored, describe, processors, persistent, matmul, matmul_shape, Linear, linear (call
           linear or matmul)
