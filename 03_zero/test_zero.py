@@ -1,10 +1,9 @@
 """The ZeRO recipes train as the root does, hold and communicate what they say, and overlap it as they say."""
 
 import gc
-import itertools
-import tempfile
 import time
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import equivalence
 import probes
@@ -24,7 +23,6 @@ ZERO1, OVERLAP, ZERO2, ZERO3, HSDP, OFFLOAD = (
 )
 MUON, LORA = "03_zero/muon.py", "03_zero/lora.py"
 MASTERS, COPY_ENGINES = "03_zero/zero1_masters.py", "03_zero/zero3_copy_engines.py"
-TORCH_FSDP, ACCELERATE_FSDP = "03_zero/torch_fsdp.py", "03_zero/accelerate_fsdp.py"
 WHOLE = (ZERO1, MASTERS)  # one unit, which is gathered and reduced at once
 FREEING = (ZERO3, HSDP, COPY_ENGINES)  # whole weights are in memory for a while only
 IN_UNITS = (OVERLAP, ZERO2, *FREEING, OFFLOAD)
@@ -38,7 +36,7 @@ BATCH = (17 + 16) * 12 * 8  # bytes of the token ids of inputs and targets
 @pytest.mark.parametrize(
     "recipe, world, flags",
     [
-        *((recipe, 5, "--batch 10") for recipe in (OVERLAP, ZERO2, ZERO3, COPY_ENGINES, OFFLOAD)),  # padding
+        *((recipe, 5, "--batch 10") for recipe in (COPY_ENGINES, OFFLOAD)),  # padding
         (OVERLAP, 2, "--microbatches 1"),
         (ZERO3, 2, "--compile"),
         (HSDP, 3, "--shard 1 --microbatches 4"),
@@ -52,15 +50,14 @@ def test_equals_root(recipe, world, flags):
 
 def last_rank_is_late(module):
     """A probe: the last rank has its new shards when the others may already gather them."""
-    make_optimizer = module.make_optimizer
+    clip = module.clip_gradients
 
     def late(*args):
-        optimizer = make_optimizer(*args)
-        if module.dist.get_rank() == module.dist.get_world_size() - 1:
-            optimizer.register_step_pre_hook(lambda *_: time.sleep(0.05))
-        return optimizer
+        norm = clip(*args)  # all ranks wait for it
+        time.sleep(0.05 * (module.dist.get_rank() == module.dist.get_world_size() - 1))
+        return norm
 
-    module.make_optimizer = late
+    module.clip_gradients = late
 
 
 @pytest.mark.thorough
@@ -74,16 +71,10 @@ def test_whenever_streams_get_to_it(recipe, when):
 
 
 @pytest.mark.thorough
-def test_gradients_in_the_order_of_a_compiled_block():
-    probe = probes.together(equivalence.unfused_attention, streams("at once"))
-    equivalence.check(OVERLAP, 2, "--compile", probe=probe)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("recipe", [*WHOLE, *IN_UNITS])
+@pytest.mark.parametrize("recipe", [ZERO1, OVERLAP, ZERO3, COPY_ENGINES])  # others share these definitions
 def test_parameters_without_gradient_on_some_ranks(recipe):
     """... count as zero there; all ranks reduce in the same order."""
-    data_parallel.check_one_sequence_alone(recipe, "--shard 3" * (recipe == HSDP))
+    data_parallel.check_one_sequence_alone(recipe, "")
 
 
 # -------------------------------------------------------------------------------------------------------------- a step
@@ -137,15 +128,18 @@ def communication(module):
     return lambda: steps
 
 
-def bytes_held(most):
+def bytes_held(most, sending=False):
     """A probe: bytes of all tensors when the last micro-batch begins, when the gradients are there, and after the step.
 
-    most: what they are at most, once gloo's threads have let go of what they have sent.
+    most: what they are at most, once gloo's threads have let go of what they have sent. sending: the first of the three
+    moments is the all-to-all of the gradients.
     """
 
     def probe(module):
         gc.freeze()
-        seen, forward, clip, train_step = [], module.forward, module.clip_gradients, module.train_step
+        seen, clip, train_step = [], module.clip_gradients, module.train_step
+        owner, name = (module.dist, "all_to_all_single") if sending else (module, "forward")
+        first = getattr(owner, name)
 
         def note(moment):
             seen.append(probes.settled(probes.bytes_of_tensors, most[moment]))
@@ -155,7 +149,7 @@ def bytes_held(most):
             note(2)
             return result
 
-        module.forward = lambda *args: note(0) or forward(*args)
+        setattr(owner, name, lambda *args, **options: note(0) or first(*args, **options))
         module.clip_gradients = lambda *args: note(1) or clip(*args)
         module.train_step = step
         return lambda: seen[-3:]
@@ -163,118 +157,69 @@ def bytes_held(most):
     return probe
 
 
-def while_gradients_are_sent(module):
-    """A probe: bytes of all tensors when an all-to-all has brought this rank its gradients, in the last step."""
-    seen, all_to_all = [], module.dist.all_to_all_single
-
-    def sent(*args, **options):
-        work = all_to_all(*args, **options)
-        seen.append(probes.bytes_of_tensors())
-        return work
-
-    module.dist.all_to_all_single = sent
-    return lambda: seen[-1:]
-
-
 def while_it_is_built(module):
-    """A probe: most whole tensors at a time while the model is built, most bytes held then, and bytes held after."""
+    """A probe: most bytes of tensors when a weight is drawn, when zero1.py has made its gradients, or after that; and
+    those after."""
     gc.freeze()
-    drawn, whole, peak, after = [], [], [], []
-    full_tensor, build_model, zeros_like = module.full_tensor, module.build_model, torch.zeros_like
+    seen, build_model = [], module.build_model
 
-    def watched(*args):
-        tensor = full_tensor(*args)
-        drawn.append(StorageWeakRef(tensor.untyped_storage()))
-        whole.append(sum(not storage.expired() for storage in drawn))
-        peak.append(probes.bytes_of_tensors())
-        return tensor
+    def noted(function):
+        def watched(*args):
+            result = function(*args)
+            seen.append(probes.bytes_of_tensors())
+            return result
+
+        return watched
 
     def build(cfg):
-        def zeros(*args):  # zero1.py's gradients
-            tensor = zeros_like(*args)
-            peak.append(probes.bytes_of_tensors())
-            return tensor
+        with patch.object(torch, "zeros_like", noted(torch.zeros_like)):
+            return noted(build_model)(cfg)
 
-        torch.zeros_like = zeros
-        model = build_model(cfg)
-        torch.zeros_like = zeros_like
-        after.append(probes.bytes_of_tensors())
-        return model
-
-    module.full_tensor, module.build_model = watched, build
-    return lambda: [max(whole), max(peak), *after]
+    module.full_tensor, module.build_model = noted(module.full_tensor), build
+    return lambda: [max(seen), seen[-1]]
 
 
 def gradients_alive(module):
-    """A probe: most units that have gradients at a time; most gradients left when a reduction starts, or after all;
-    most flat gradients of earlier units that are in memory when one more is made."""
-    most, left, flats, models, sent = [0], [0], [0], [], []
-    build_model, reduce_scatter, clip = module.build_model, module.reduce_scatter, module.clip_gradients
-    take_gradients = module.take_gradients
-
-    def count(*_):
-        most[0] = max(most[0], sum(any(p.grad is not None for p in unit.parameters) for unit in models[0].units))
-
-    def build(cfg):
-        models.append(build_model(cfg))
-        for p in models[0].parameters():
-            p.register_post_accumulate_grad_hook(count)  # before the recipe's own
-        return models[0]
-
-    def remaining():
-        left[0] = max(left[0], sum(p.grad is not None for p in models[0].parameters()))
+    """A probe: most units that have gradients when one is reduced; most flat gradients of others at that time."""
+    most, sent, models = [0, 0], [], []
+    build_model, take_gradients = module.build_model, module.take_gradients
 
     def taken(*args):
-        flats[0] = max(flats[0], probes.settled(lambda: sum(not storage.expired() for storage in sent), 1))
+        units = sum(any(p.grad is not None for p in unit.parameters) for unit in models[0].units)
+        flats = probes.settled(lambda: sum(not storage.expired() for storage in sent), 1)
+        most[:] = max(most[0], units), max(most[1], flats)
         flat = take_gradients(*args)
         if flat is not None:  # else it has moved into memory that is there for all of them
             sent.append(StorageWeakRef(flat.untyped_storage()))
         return flat
 
-    module.build_model, module.take_gradients = build, taken
-    module.reduce_scatter = lambda *args: remaining() or reduce_scatter(*args)
-    module.clip_gradients = lambda *args: remaining() or clip(*args)
-    return lambda: [most[0], left[0], flats[0]]
+    module.build_model = lambda *args: models.append(build_model(*args)) or models[0]
+    module.take_gradients = taken
+    return lambda: most
 
 
-def timeline(module):
-    """A probe: (what happens, to which unit) in the last step, in order; this rank's shards after it."""
-    events, models, build_model, train_step, gather = [], [], module.build_model, module.train_step, module.gather
+def prefetched(module):
+    """A probe: whether the next unit's weights are on their way whenever one computes; this rank's shards after all."""
+    seen, models, before_forward = [], [], module.before_forward
+    after_backward = getattr(module, "after_backward", None)
 
-    def gathered(unit, *args):
-        if models and not (unit.gathered if hasattr(unit, "gathered") else unit.gathering):
-            events.append(("gather", models[0].units.index(unit)))
-        gather(unit, *args)
+    def note(model, i):
+        unit = model.units[i]
+        seen.append(bool(unit.gathered if hasattr(unit, "gathered") else unit.gathering))
 
-    def build(cfg):
-        model = build_model(cfg)
-        models.append(model)
-        head = model.model.norm, model.lm_head
-        parts = [(block, block.mlp.down_proj) for block in model.model.layers]
-        for i, (part, last) in enumerate([(model.model.embed_tokens, None), *parts, head]):
-            part.register_forward_pre_hook(lambda *_, i=i: events.append(("forward", i)))
-            if last:
-                last.register_full_backward_pre_hook(lambda *_, i=i: events.append(("backward", i)))
-        return model
+    def forward(model, i, x):
+        models[:] = [model]
+        before_forward(model, i, x)
+        if i + 1 < len(model.units):
+            note(model, i + 1)
 
-    def step(*args):
-        events.clear()
-        return train_step(*args)
+    def backward(model, i):  # what is next is i - 1, and the embedding needs no weights
+        after_backward(model, i)
+        if i > 2:
+            note(model, i - 2)
 
-    module.build_model, module.train_step, module.gather = build, step, gathered
-    return lambda: (events, [unit.shard.tolist() for unit in models[0].units])
-
-
-def check_order(recipe, events):
-    """A unit is gathered while the one before it is in forward, or earlier; so is a block that is gathered again for
-    backward."""
-    last, first = LAYERS + 1, {event: place for place, event in reversed([*enumerate(events)])}
-    for i in range(last):
-        assert first["gather", i + 1] < first["forward", i], f"unit {i + 1} is not prefetched"
-    if recipe in FREEING:
-        again = {event: place for place, event in enumerate(events)}  # in the last micro-batch
-        for i in range(2, last - 1):
-            assert again["backward", last] < again["gather", i - 1] < again["backward", i], f"unit {i - 1} comes late"
+    module.before_forward, module.after_backward = forward, backward
+    return lambda: (all(seen), [unit.shard.tolist() for unit in models[0].units])
 
 
 def check_communication(recipe, sizes, shards, world, seen):
@@ -313,14 +258,16 @@ def memory_by_hand(recipe, sizes, shards, world):
     state = weights + original + moments
     between = 4 * everything if recipe == OVERLAP else gradient  # whole gradients, in fp32, or shards of them
     formula = [state + between, state + gradient, state + (gradient if recipe == OFFLOAD else 0)]
-    if recipe in WHOLE:
-        formula[0] = state  # they have no micro-batches: this is when forward begins
+    if recipe == ZERO1:
+        formula[0] = state  # it has no micro-batches: this is when forward begins
+    if recipe == MASTERS:
+        formula[0] = state + gradient + 4 * everything  # bf16 gradients as they are sent and as they arrive
     rest = 3 * BATCH + 100 * (LAYERS + 2)  # batches and a part of them, the optimizer's steps, and what is logged
     assert rest < gradient / 2  # nothing of the formula would fit
     return formula, rest
 
 
-def check_building(recipe, run, sizes, shards, whole, peak, after):
+def check_building(recipe, run, sizes, shards, peak, after):
     """No rank ever has the whole model in float32, nor, in stage 3, at all; zero1.py has it twice for a moment."""
     everything = sum(tensor.numel() for tensor in run.weights.values())
     if recipe == ZERO1:
@@ -330,24 +277,11 @@ def check_building(recipe, run, sizes, shards, whole, peak, after):
     shard = (2 if recipe == OFFLOAD else 1) * 4 * everything // shards  # offload.py's gradients are there as well
     weights = 2 * everything * (recipe not in FREEING)
     shared = 2 * (3 * max(sizes) + everything) * (recipe == COPY_ENGINES)
-    assert whole == 1 and shard + weights + shared <= after < shard + weights + shared + 1000
+    assert shard + weights + shared <= after < shard + weights + shared + 1000
     assert peak - shared <= shard + weights + 2 * max(sizes) * (recipe != MASTERS) + 2 * largest
 
 
-def orthogonalised(module):
-    """A probe: the shapes of what this rank orthogonalises in each step."""
-    steps, train_step, orthogonalise = [], module.train_step, module.orthogonalise
-
-    def step(*args):
-        steps.append([])
-        return train_step(*args)
-
-    module.orthogonalise = lambda x: steps[-1].append(tuple(x.shape)) or orthogonalise(x)
-    module.train_step = step
-    return lambda: steps
-
-
-@pytest.mark.parametrize("file", [ZERO3, HSDP, LORA, "10_mixed_precision/fp8_zero3.py"])
+@pytest.mark.parametrize("file", [ZERO3, "10_mixed_precision/fp8_zero3.py"])
 def test_a_gather_ends_before_its_memory_is_freed(file):
     full, held = torch.ones(4), []
     work = SimpleNamespace(wait=lambda: held.append(full.untyped_storage().nbytes()))
@@ -356,19 +290,25 @@ def test_a_gather_ends_before_its_memory_is_freed(file):
     assert held == [full.nbytes] and not full.untyped_storage().nbytes(), "it is not waited for"
 
 
-def test_each_matrix_has_one_owner(file=MUON):
+def orthogonalised(module):
+    """A probe: the shapes of what this rank orthogonalises."""
+    shapes, orthogonalise = [], module.orthogonalise
+    module.orthogonalise = lambda x: shapes.append(tuple(x.shape)) or orthogonalise(x)
+    return lambda: shapes
+
+
+def test_each_matrix_has_one_owner():
     """On 3 ranks, together: every matrix of a block once per step. What is sent is ZeRO-1's, and padding."""
-    run = launch(file, 3, f"{SMALL} --steps 2", probe=probes.together(orthogonalised, communication))
+    run = launch(MUON, 3, f"{SMALL} --steps 1", probe=probes.together(orthogonalised, communication))
     matrices = sorted(tuple(x.shape) for name, x in run.weights.items() if ".layers." in name and x.ndim > 1)
+    assert sorted(shape for shapes, _ in run.probes for shape in shapes) == matrices, "not by one owner each"
     everything = sum(x.numel() for x in run.weights.values())
-    for step in range(2):
-        assert sorted(shape for mine, _ in run.probes for shape in mine[step]) == matrices, "not by one owner each"
-        for _, steps in run.probes:
-            sent = dict.fromkeys(SENT, 0)
-            for kind, _, elements, _ in steps[step]:
-                sent[kind] += elements
-            assert everything <= sent["reduce_scatter"] == 3 * sent["allgather"] < 1.1 * everything
-            assert sent["allreduce"] == 2 and not sent["alltoall"]  # the loss and the norm
+    for _, (seen,) in run.probes:
+        sent = dict.fromkeys(SENT, 0)
+        for kind, _, elements, _ in seen:
+            sent[kind] += elements
+        assert everything <= sent["reduce_scatter"] == 3 * sent["allgather"] < 1.1 * everything
+        assert sent["allreduce"] == 2 and not sent["alltoall"]  # the loss and the norm
 
 
 def test_newton_schulz_is_balanced(file=MUON):
@@ -412,20 +352,18 @@ def test_frozen_weights_are_gathered_and_never_reduced(file=LORA):
 @pytest.mark.parametrize(
     "recipe, world, flags", [*((r, 3, "") for r in (*WHOLE, *IN_UNITS) if r != HSDP), (HSDP, 6, "--shard 3")]
 )
-def test_a_step(recipe, world, flags, tmp_path, monkeypatch):
-    """A step sends, holds and overlaps as the header says, on 3 ranks, which divide no block. No file is left."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_step(recipe, world, flags):
+    """A step sends, holds and overlaps as the header says, on 3 ranks, which divide no block."""
     nothing = lambda module: None  # noqa: E731
-    own = [nothing, nothing] if recipe in WHOLE else [gradients_alive, timeline]
+    own = [nothing, nothing] if recipe in WHOLE else [gradients_alive, prefetched]
     own += [probes.gathered_at_a_time if recipe in FREEING else nothing]
-    own += [while_gradients_are_sent if recipe == MASTERS else nothing]
     own += [data_parallel.copied_between_ranks if recipe == COPY_ENGINES else nothing]
     sizes = sizes_by_hand(3, recipe in WHOLE)
     formula, rest = memory_by_hand(recipe, sizes, 3, world)
-    held = bytes_held([size + rest for size in formula])
+    held = bytes_held([size + rest for size in formula], recipe == MASTERS)
     probe = probes.together(while_it_is_built, held, communication, *own)
     run = launch(recipe, world, f"{SMALL} {flags} --dtype bfloat16 --steps 2", probe=probe)
-    for rank, (building, memory, steps, alive, order, gathered, sending, copied) in enumerate(run.probes):
+    for rank, (building, memory, steps, alive, weights, gathered, copied) in enumerate(run.probes):
         check_building(recipe, run, sizes, 3, *building)
         beside = [ours - wanted for ours, wanted in zip(memory, formula, strict=True)]
         assert all(0 < more < rest for more in beside), f"{beside} bytes beside those of the formulas"
@@ -436,27 +374,19 @@ def test_a_step(recipe, world, flags, tmp_path, monkeypatch):
             assert copied == 2 * (2 * numbers // 3)
         if recipe in FREEING:  # of blocks and of embedding and head; none between the steps
             assert gathered == [2, 1, 0]
-        if recipe == MASTERS:  # bf16 gradients as they are sent and as they arrive; the sums are in the formula
-            assert 0 < sending[0] - (formula[1] + 4 * sum(sizes)) < rest
         if recipe not in WHOLE:
-            check_order(recipe, order[0])
-            assert order[1] == run.probes[rank % 3][4][1], "replicas of hsdp.py do not agree to the bit"
-            assert alive == [1, 0, 0 if recipe == COPY_ENGINES else 1]
-    assert [path for path in tmp_path.rglob("*") if path.name in tuple("012")] == []
+            assert weights[0], "a unit waits for weights that could be there"
+            assert weights[1] == run.probes[rank % 3][4][1], "replicas of hsdp.py do not agree to the bit"
+            assert alive == [1, 0 if recipe == COPY_ENGINES else 1], "gradients are held"
 
 
 # -------------------------------------------------------------------------------------------------------------- misuse
 @pytest.mark.parametrize(
     "recipe, world, flags, words",
     [
-        *(
-            (recipe, 3, "--batch 16", ["--batch 16", "processes, 3"])
-            for recipe in [*WHOLE, *IN_UNITS, TORCH_FSDP, ACCELERATE_FSDP]
-        ),
-        *((recipe, 2, "--microbatches 3", ["--microbatches 3", "8 sequences"]) for recipe in IN_UNITS),
+        (ZERO1, 3, "--batch 16", ["--batch 16", "processes, 3"]),
+        (OVERLAP, 2, "--microbatches 3", ["--microbatches 3", "8 sequences"]),
         (HSDP, 4, "--shard 3", ["--shard 3", "processes, 4"]),
-        (HSDP, 2, "--shard 4", ["--shard 4", "processes, 2"]),
-        (HSDP, 2, "--shard 0", ["--shard 0", "> 0"]),
     ],
 )
 def test_bad_flags(recipe, world, flags, words):
@@ -486,12 +416,6 @@ def freezes_the_embedding(module, cfg, model):
 
 
 @when_built
-def has_a_block_less(module, cfg, model):
-    """As in a model whose blocks have other names than its units."""
-    del model.model.layers[-1]
-
-
-@when_built
 def has_one_more_norm(module, cfg, model):
     """As in a model whose units are lists of names that lack one."""
     model.model.extra = module.RMSNorm(cfg).requires_grad_(not hasattr(module, "LoRALinear"))
@@ -503,31 +427,20 @@ def has_a_wider_norm(module, cfg, model):
     model.model.norm.double()
 
 
-def reduces_each_micro_batch(module):
-    """A probe: nobody says which micro-batch is the last."""
-    module.Model.requires_gradient_sync = property(lambda self: True, lambda self, value: None)
-
-
 def has_two_losses(module):
     """A probe: two forwards, then backward of both, as where two answers are compared."""
     forward = module.forward
     module.forward = lambda *args: forward(*args) + forward(*args)
 
 
-def zeroes_gradients_as_usual(module):
-    """A probe: model.zero_grad(), which takes the gradients from the parameters."""
-    step = module.forward_backward
-    module.forward_backward = lambda cfg, model, *batch: model.zero_grad() or step(cfg, model, *batch)
+def zeroes_a_gradient_as_usual(module):
+    """A probe: a .grad is taken from its parameter, as by model.zero_grad(); backward makes another."""
 
+    def step(cfg, model, *batch, forward_backward=module.forward_backward):
+        model.lm_head.weight.grad = None
+        return forward_backward(cfg, model, *batch)
 
-def has_one_other_gradient(module):
-    """A probe: a parameter's .grad is replaced, as by what clips it out of place."""
-
-    def replaced(unit, reduce=module.reduce_scatter):
-        unit.parameters[-1].grad = unit.parameters[-1].grad.clone()
-        reduce(unit)
-
-    module.reduce_scatter = replaced
+    module.forward_backward = step
 
 
 @pytest.mark.thorough
@@ -535,19 +448,16 @@ def has_one_other_gradient(module):
     "recipe, probe, words",
     [
         (ZERO1, freezes_the_embedding, "a frozen parameter"),
-        *((ZERO1, probe, "a .grad is no view") for probe in (zeroes_gradients_as_usual, has_one_other_gradient)),
+        (ZERO1, zeroes_a_gradient_as_usual, "a .grad is no view"),
         (ZERO1, has_a_wider_norm, "parameters of several dtypes"),
-        (OVERLAP, reduces_each_micro_batch, "a unit has a .grad"),
-        *((recipe, freezes_the_embedding, "embed_tokens.weight is frozen") for recipe in (MASTERS, HSDP, OFFLOAD)),
-        *((recipe, has_a_block_less, "at least one parameter") for recipe in (OVERLAP, HSDP, OFFLOAD)),
-        (OVERLAP, has_one_more_norm, "model.extra.weight must be in exactly one unit"),
-        *((recipe, has_two_losses, "run backward after each forward") for recipe in (ZERO3, COPY_ENGINES, LORA)),
-        (LORA, has_one_more_norm, "model.extra.weight must be in exactly one unit"),
+        (MASTERS, freezes_the_embedding, "embed_tokens.weight is frozen"),
+        *((recipe, has_one_more_norm, "model.extra.weight must be in exactly one unit") for recipe in (OVERLAP, LORA)),
+        *((recipe, has_two_losses, "run backward after each forward") for recipe in (ZERO3, COPY_ENGINES)),
     ],
 )
 def test_a_silent_misuse_is_refused(recipe, probe, words):  # others share these definitions
     with pytest.raises(RankFailed, match=words):
-        launch(recipe, 1, f"{SMALL} {'--shard 1' * (recipe == HSDP)} --steps 1", probe=probe)
+        launch(recipe, 1, f"{SMALL} --steps 1", probe=probe)
 
 
 @when_built
@@ -567,20 +477,6 @@ def leaves_a_graph(module):
     module.forward_backward = wasteful
 
 
-@pytest.mark.parametrize("recipe, how", [(ZERO2, ()), (ZERO3, ()), (HSDP, (False,))])
-def test_sums_over_ranks_are_not_rounded(recipe, how, monkeypatch):
-    """Two ranks send 256 and 1 in bf16, which has no 257, in two micro-batches: fp32 gets both sums whole."""
-    module, group, shard = load(recipe), SimpleNamespace(size=lambda: 2), torch.zeros(4)
-    unit = SimpleNamespace(group=group, shard=shard, gradient=None, matrices=shard[:2], vectors=shard[2:], summed=False)
-    ended = SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(
-        module.dist, "all_to_all_single", lambda out, x, **_: out.copy_(x.view_as(out)) is None or ended
-    )
-    for _ in range(2):
-        module.reduce_scatter(unit, torch.tensor([256.0, 1]).repeat_interleave(4).bfloat16(), None, *how)
-    assert unit.gradient.tolist() == [514.0] * 4, "sums are rounded"
-
-
 def gives_up_a_step(module):
     """A probe: after the first backward of each step gradients are zeroed as usual, and there is another one."""
     step = module.train_step
@@ -595,8 +491,7 @@ def gives_up_a_step(module):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "file, probe",
-    [*itertools.product((ZERO3, LORA), (compiles_the_model, leaves_a_graph)), (ZERO2, gives_up_a_step)],
+    "file, probe", [(ZERO3, compiles_the_model), (ZERO3, leaves_a_graph), (ZERO2, gives_up_a_step)]
 )
 def test_other_ways_to_call_a_model(probe, file):
     runs = [launch(file, 2, f"{SMALL} --steps 2 --dtype float64", probe=probe) for probe in (None, probe)]
@@ -615,14 +510,9 @@ def test_all_bytes_of_pinned_memory_are_pinned(monkeypatch):
 
 def test_offload_waits_for_gradients_with_any_clip(monkeypatch):
     """The optimizer reads them on the CPU, and nobody else waits until they are there."""
-    waits = []
-
-    class Norm(torch.Tensor):
-        def __bool__(self) -> bool:
-            return waits.append(1) or super().__bool__()
-
-    module = load(OFFLOAD)
+    module, waits = load(OFFLOAD), []
     monkeypatch.setattr(module.dist, "all_reduce", lambda *_, **__: None)
-    unit = SimpleNamespace(norm=torch.tensor(3.0).as_subclass(Norm), matrices=torch.ones(2), vectors=torch.ones(2))
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda norm: waits.append(1) or False)
+    unit = SimpleNamespace(norm=torch.tensor(3.0), matrices=None, vectors=None)
     module.clip_gradients(SimpleNamespace(clip=torch.inf), SimpleNamespace(units=[unit], world=None))
     assert waits, "the CPU does not wait"

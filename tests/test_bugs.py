@@ -138,7 +138,6 @@ IN_FILES = {
         "groups": ("test_groups_count_for_themselves", "other numbers|keys are kept|Wait timeout|hang|exit code 1"),
     },
     "03_zero/test_zero.py": {
-        "owners": ("test_each_matrix_has_one_owner", "not by one owner each"),
         "balance": ("test_newton_schulz_is_balanced", "the work is not balanced"),
         "freed in flight": ("test_a_gather_ends_before_its_memory_is_freed", "it is not waited for"),
         "frozen shards": (
