@@ -20,6 +20,7 @@ import puzzle
 import pytest
 import recipes
 import schedules
+import torch
 from equivalence import ROOT_RECIPE
 from launch import RankFailed, launch, load
 from mutation import Bug, bugs, mutate
@@ -253,60 +254,39 @@ IN_FILES = {
         "fp8 rounding": ("test_every_bfloat16_is_rounded", "same"),
         "fp8 linear": ("test_linear", "the error is", {"kind": "blocks"}),
     },
-    "10_mixed_precision/test_fp16.py": {
-        "overflow": ("test_overflow_skips_the_step", "in a skipped step|scale|zero"),
-        "growth": ("test_scale_grows", "scales"),
-    },
-    "10_mixed_precision/test_bf16.py": {
-        "rounded masters": ("test_weights_are_rounded_masters", "not its rounded"),
-        "loaded weights": ("test_loaded_weights_are_not_undone", "DID NOT RAISE"),
-        "autocast's gradient": (
-            "test_gradient_is_that_of_autocast",
-            "differ from autocast's",
-            {"microbatches": 1},
-        ),
-        "norm in fp32": ("test_norm_is_added_up_in_fp32", "norm"),
+    "10_mixed_precision/test_masters.py": {
+        "rounded masters": ("test_weights_are_rounded_masters", "not its rounded|is rounded"),
+        "loaded weights": ("test_what_the_optimizer_would_undo_is_refused", "DID NOT RAISE"),
+        "autocast's gradient": ("test_gradient_is_that_of_autocast", "differ from autocast's"),
+        "norm in fp32": ("test_norm_and_clip_round_nothing", "norm", {"dtype": torch.bfloat16}),
+        "overflow": ("test_overflow_skips_the_step_and_halves_the_scale", "in a skipped step|good steps"),
     },
     "10_mixed_precision/test_fp8.py": {
         "products": ("test_products_are_those_of_quantized_operands", "is off by"),
         "diverged": ("test_zeros_and_what_has_diverged", "is not seen|make inf or NaN"),
         "newest weights": ("test_forward_has_the_newest_weights", "weights in fp8 are"),
-        "forgotten call": ("test_a_forgotten_call_is_noticed", "DID NOT RAISE|keeps a weight alive"),
+        "unnoticed": ("test_what_would_not_be_in_fp8_is_noticed", "keeps a weight alive"),
         "linears in fp8": ("test_all_linears_of_the_blocks_and_nothing_else", r"isinstance|7 \* cfg.layers"),
-        "history": ("test_scales_follow_the_history", "scales for amax"),
-        "micro-batches' history": (
-            "test_micro_batches_share_a_history",
-            "makes amax|replaces it|becomes|in two micro-batches",
-        ),
+        "history": ("test_scales_follow_the_history", "scales for amax|another history"),
+        "beyond the history": ("test_what_exceeds_the_history", "becomes"),
         "cast kernel": ("test_kernel_in_the_interpreter", "differs|amax"),
         "graphs": ("test_no_graph_outlives_its_micro_batch", "still there"),
     },
     "10_mixed_precision/test_fp8_zero3.py": {
-        "weights of one GPU": ("test_weights_in_fp8_are_those_of_one_gpu", "others than on one GPU|is off by|cuBLAS"),
-        "sums of ranks": ("test_ranks_compute_what_micro_batches_of_one_gpu_do", "is off by"),
-        "bytes of weights": ("test_bytes_that_are_sent_and_held", "sent are|bytes held"),
-        "old weights": ("test_misuse_is_noticed", "nobody notices", {"how": 0}),
-        "weights are forgotten": ("test_weights_in_fp8_are_those_of_one_gpu", "call quantize_weights"),
+        "micro-batches of one GPU": ("test_ranks_compute_what_micro_batches_of_one_gpu_do", "is off by|cuBLAS"),
+        "bytes of weights": ("test_bytes_that_are_sent_and_held", "bytes held"),
+        "old weights": ("test_misuse_is_noticed", "DID NOT RAISE", {"how": 0}),
         "streams of fp8": ("test_whenever_streams_get_to_it", "is off by|exit code -11", {"when": "late"}),
-        "bytes transposed": ("test_kernel_in_the_interpreter", "differs"),
     },
     "10_mixed_precision/test_stochastic_rounding.py": {
-        "small updates": ("test_small_updates_arrive", "of the step arrives"),
-        "every chance": ("test_every_chance_counts", "round up, not"),
-        "numbers of bf16": ("test_what_bf16_holds_stays", "have become|a NaN is lost"),
+        "every chance": ("test_every_chance_counts", "round up, not|have become|a NaN is lost"),
         "fair training": ("test_training_rounds_fairly", "the mean error is|are correlated|are no neighbours"),
-        "bits of an update": ("test_an_update_rounds_each_element_by_its_index", "not rounded by", {"width": 1024}),
+        "bits of an update": ("test_an_update_rounds_each_element_by_its_index", "not rounded by"),
         "keys": ("test_no_two_tensors_share_a_key", "different ones"),
-        "repeated rounding": ("test_runs_repeat_and_seeds_differ", "does not repeat|with another seed"),
-        "slices": ("test_layouts_round_alike", "than in the whole"),
-        "uniform bits": ("test_bits_are_uniform", "frequencies are off"),
         "independent bits": ("test_bits_are_independent", "two bits agree"),
-        "close keys": ("test_close_keys_share_no_bits", "those of another key"),
         "sums of micro-batches": ("test_sums_of_micro_batches_are_fp32", "the sum is off by"),
         "six bytes": ("test_bytes_between_steps", "bytes per parameter"),
-    },
-    "10_mixed_precision/test_low_memory.py": {
-        "computed again": ("test_no_matmul_is_computed_again", r"\d+ matmuls|\d+ casts|\d+ scales"),
+        "computed again": ("test_no_matmul_is_computed_again", r"\d+ matmuls|\d+ casts"),
     },
 }
 

@@ -1,0 +1,198 @@
+"""Weights of 16 bits and their fp32 masters: gradients are autocast's, nothing else is rounded, the loss scale moves.
+
+In float64, bf16.py and fp16_loss_scaling.py, with a scale of 65,536, equal the root: that is the contract's. And what
+can be pasted of the folder's recipes.
+Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
+"""
+
+import math
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from types import ModuleType
+
+import equivalence
+import pytest
+import torch
+from launch import in_a_fork, isolated, load
+from test_lineage import TRAINING
+from test_pasted import into_an_empty_file
+
+BF16, FP16 = "10_mixed_precision/bf16.py", "10_mixed_precision/fp16_loss_scaling.py"
+SMALL = "--layers 2 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 4 --warmup 0 --device cpu"
+
+
+def start(file: str, flags: str) -> tuple[ModuleType, tuple, tuple]:
+    """The recipe; what its train_step takes; a batch."""
+    module = load(file)
+    sys.argv = ["recipe", *f"{SMALL} {flags}".split()]
+    cfg = module.parse_config()
+    model = module.build_model(replace(cfg, compile=False))  # --compile is for the optimizer, here
+    return module, (cfg, model, module.make_optimizer(cfg, model)), module.make_batch(cfg, module.load_data(cfg)[0], 0)
+
+
+@in_a_fork
+def test_weights_are_rounded_masters(file=None):
+    """After each step the matmuls read what the optimizer has, rounded; masters have more bits, from the beginning."""
+    module, (cfg, model, optimizer), batch = start(file or BF16, "--dtype bfloat16")
+    for steps in range(3):
+        if steps:
+            module.train_step(cfg, model, optimizer, *batch)
+        for name, p in model.named_parameters():
+            master = model.masters[name]
+            if p.ndim == 1 or "embed" in name:  # no matmul reads it
+                assert p is master and p.dtype == torch.float32, f"{name} is not its own master"
+                continue
+            assert p.dtype == torch.bfloat16 and master.dtype == torch.float32
+            assert torch.equal(p, master.bfloat16()), f"{name} is not its rounded master after {steps} steps"
+            assert not torch.equal(p.float(), master), f"the master of {name} is rounded"
+        assert all(p.grad is None for p in model.parameters()), "gradients are left"
+
+
+def gradients(file: str, flags: str) -> dict[str, torch.Tensor]:
+    """Loss and gradients in float32 of a batch, with norm weights around 1 that have all bits of float32."""
+    module = load(file)
+    sys.argv = ["recipe", *f"{SMALL} --dtype bfloat16 {flags}".split()]
+    cfg = module.parse_config()
+    model, generator = module.build_model(cfg), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 1:
+                p.add_(0.3 * torch.randn(p.shape, generator=generator))
+    loss = module.forward_backward(cfg, model, *module.make_batch(cfg, module.load_data(cfg)[0], 0))
+    return {"loss": loss} | {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+def test_gradient_is_that_of_autocast(file=None):
+    """To the bit: the same products of the same rounded operands, and what autocast leaves in fp32 is in fp32.
+
+    The sum over several micro-batches is the contract's.
+    """
+    theirs = isolated(lambda: gradients("01_single_gpu/train.py", ""))
+    ours = isolated(lambda: gradients(file or BF16, "--microbatches 1"))
+    assert ours.keys() == theirs.keys() and all(gradient.any() for gradient in theirs.values())
+    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    assert not different, f"{different} differ from autocast's"
+
+
+@in_a_fork
+def test_what_the_optimizer_would_undo_is_refused(file=None):
+    """Weights that were loaded beside their masters, and a last micro-batch that would be taken for the sum."""
+    module, (cfg, model, optimizer), batch = start(file or BF16, "--dtype bfloat16 --microbatches 2")
+    other = module.build_model(replace(cfg, seed=1))
+    module.train_step(cfg, model, optimizer, *batch)
+    model.load_state_dict(other.state_dict())
+    with pytest.raises(RuntimeError, match="not its rounded master"):
+        module.train_step(cfg, model, optimizer, *batch)
+    for name, master in model.masters.items():
+        master.data.copy_(other.masters[name])
+    optimizer.zero_grad()
+    module.train_step(cfg, model, optimizer, *batch)
+    module.forward_backward(cfg, model, *batch)
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
+    with pytest.raises(RuntimeError, match="weight and master have a .grad"):
+        module.gradient_norm(optimizer)
+
+
+@pytest.mark.parametrize("recipe, dtype", [(BF16, torch.bfloat16), (FP16, torch.float16)])
+@in_a_fork
+def test_norm_and_clip_round_nothing(recipe, dtype, file=None):
+    """The norm is that of the same numbers in float64, and what clips gradients, and unscales them, does so in fp32."""
+    flags = f"--dtype {str(dtype)[6:]} --microbatches 1 --clip 1e-4"
+    module, (cfg, model, optimizer), batch = start(file or recipe, flags)
+    module.forward_backward(cfg, model, *batch)
+    gradients = [p.grad for p in model.parameters()]
+    assert {g.dtype for g in gradients} == {dtype, torch.float32}, "gradients are not where backward left"
+    for g in gradients:
+        g.fill_(1)  # so that the roundings of several norms do not cancel by chance
+    exact = torch.cat([g.double().flatten() for g in gradients]).norm()
+    norm = module.gradient_norm(optimizer)
+    assert norm.dtype == torch.float32 and abs(norm / exact - 1) < 1e-5, f"norm {norm}, exactly {exact}"
+    scale = model.scaling.scale if recipe == FP16 else 1.0
+    unscaled = {"scale": scale} if recipe == FP16 else {}
+    with torch.no_grad():
+        optimizer.step(norm / scale, **unscaled)
+    clipped = 1e-4 / (exact / scale + 1e-6) / scale
+    for slot in optimizer.slots:
+        assert (slot.mean / (0.1 * clipped) - 1).abs().max() < 1e-5, "what the norm clips is rounded"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", [BF16, "10_mixed_precision/stochastic_rounding.py"])
+@in_a_fork
+def test_learning_rate_compiles_nothing_anew(recipe):
+    """Each step has the rate that a scheduler has set, in the same compiled code: with a rate of 0 nothing moves."""
+    equivalence.without_kernels(load(recipe))
+    module, (cfg, model, optimizer), batch = start(recipe, "--dtype bfloat16 --microbatches 1 --compile")
+    for rate in 0.01, 0, 0.03:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        before = [slot.parameter.detach().clone() for slot in optimizer.slots]
+        with torch._dynamo.config.patch(error_on_recompile=rate != 0.01):
+            module.train_step(cfg, model, optimizer, *batch)
+        moved = max((slot.parameter - x).abs().max() for slot, x in zip(optimizer.slots, before))
+        assert rate / 2 <= moved <= 2 * rate, f"weights have moved by {moved}, with a learning rate of {rate}"
+
+
+# -------------------------------------------------------------------------------------------------------- loss scaling
+def state_of(model: torch.nn.Module, optimizer) -> list[torch.Tensor]:
+    """Weights, masters, moments and step counter."""
+    kept = [x for slot in optimizer.slots for x in (slot.master, slot.mean, slot.square)]
+    return [x.detach().clone() for x in (*model.parameters(), *kept, optimizer.steps)]
+
+
+@in_a_fork
+def test_overflow_skips_the_step_and_halves_the_scale(file=None):
+    """Nothing else that a later step reads has changed. The scale doubles after every third good step, counted anew."""
+    module, (cfg, model, optimizer), batch = start(file or FP16, "--dtype float16 --growth_interval 3")
+    scaling, scales = model.scaling, []
+    scaling.scale.fill_(4.0)
+    for _ in range(8):
+        module.train_step(cfg, model, optimizer, *batch)
+        scales.append(scaling.scale.item())
+    assert scales == [4, 4, 8, 8, 8, 16, 16, 16], f"scales {scales}"
+    before = state_of(model, optimizer)
+    scaling.scale.fill_(2.0**60)
+    for halved in 2.0**59, 2.0**58:
+        _, norm = module.train_step(cfg, model, optimizer, *batch)
+        assert not norm.isfinite()
+        same = [torch.equal(x, y) for x, y in zip(before, state_of(model, optimizer), strict=True)]
+        assert all(same), f"{same.count(False)} of {len(same)} tensors have changed in a skipped step"
+        assert scaling.scale == halved and scaling.good == 0, f"scale {scaling.scale}, {scaling.good} good steps"
+    scaling.scale.fill_(2.0**10)
+    module.train_step(cfg, model, optimizer, *batch)
+    changed = [not torch.equal(x, y) for x, y in zip(before, state_of(model, optimizer), strict=True)]
+    assert sum(changed) > 0.9 * len(changed), "the step after skipped ones changes nothing"
+
+
+@in_a_fork
+def test_what_no_scale_helps_ends_the_run(capsys):
+    """A gradient that overflows with a scale of 2 is tried with 1; one that overflows with 1 ends the run.
+
+    So do weights that are not finite: the line says where to look, and not that the masters are others.
+    """
+    module, (cfg, model, _), _ = start(FP16, "--dtype float16 --steps 3")
+    norm, module.build_model = module.gradient_norm, lambda cfg: model
+    for least in 2, 1:
+
+        def overflowing(optimizer, least=least):
+            return norm(optimizer) * (math.inf if model.scaling.scale >= least else 1)
+
+        model.scaling.scale.fill_(2.0)
+        module.gradient_norm = overflowing
+        with pytest.raises(SystemExit, match="gradient norm inf") if least == 1 else nullcontext():
+            module.train(cfg, *module.load_data(cfg))
+        assert model.scaling.scale == 1
+    assert capsys.readouterr().out.count("step 3") == 1
+    for weight in model.lm_head.weight, model.masters["lm_head.weight"]:
+        weight.data[0, 0] = math.nan
+    with pytest.raises(SystemExit, match="look for NaN in --init"):
+        module.train(replace(cfg, init="weights"), *module.load_data(cfg))
+
+
+# --------------------------------------------------------------------------------------------------------------- paste
+@pytest.mark.parametrize("path", [path for path in TRAINING if path.startswith("10_mixed_precision/")])
+@in_a_fork
+def test_can_be_pasted_in_its_order(path, tmp_path):
+    """The definitions on the Copy line stand below all that they need to be made."""
+    into_an_empty_file(tmp_path, path)
