@@ -196,7 +196,8 @@ def test_command(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(sys, "argv", ["formats.py", *flags.split()])
         FORMATS.main()
 
-    monkeypatch.setattr(FORMATS, "observe", seen)
+    observed = seen(3)
+    monkeypatch.setattr(FORMATS, "observe", lambda steps: {3: observed}[steps])
     typed(f"--steps 3 --draw {tmp_path}")
     printed = capsys.readouterr().out
     pictures = [(tmp_path / f"formats_{name}.svg").read_text() for name in ("range", "resolution")]

@@ -72,13 +72,13 @@ def seen_by_one_gpu(flags: str, weights_of_steps: list[dict[str, Tensor]]) -> li
 
 @pytest.mark.parametrize("world", [3, pytest.param(8, marks=pytest.mark.thorough)])
 def test_ranks_compute_what_micro_batches_of_one_gpu_do(world, file=None):
-    """In each of three steps, each rank with two micro-batches: so that its fp8 weights are those of one GPU.
+    """In each of two steps, each rank with two micro-batches: so that its fp8 weights are those of one GPU.
 
     Gradients of matrices are sums of the same bf16 numbers in fp32, in some order; of norms, rounded to bf16 before.
     The embedding's is added up in bf16, as that of zero3.py.
     """
     batch = f"--batch {4 * world}"
-    run = launch(file or FP8_ZERO3, world, f"{SMALL} {batch} --steps 3 --lr 1.5", seen_by_ranks)
+    run = launch(file or FP8_ZERO3, world, f"{SMALL} {batch} --steps 2 --lr 1.5", seen_by_ranks)
     flags, weights_of_steps = f"{batch} --microbatches {2 * world}", [weights for weights, _ in run.probes[0]]
     exact = isolated(lambda: seen_by_one_gpu(flags, weights_of_steps))
     for rank, steps in enumerate(run.probes):
@@ -153,6 +153,7 @@ MISUSE = [  # what a trainer does wrong, as a change of the recipe's; what it is
 
 
 @pytest.mark.parametrize("how", range(len(MISUSE)))
+@in_a_fork
 def test_misuse_is_noticed(how, tmp_path, file=None):
     """Weights in fp8 that are old, or none, end the run with one line."""
     (old, new, says), source = MISUSE[how], (ROOT / (file or FP8_ZERO3)).read_text()

@@ -184,6 +184,8 @@ def test_what_no_scale_helps_ends_the_run(capsys):
             module.train(cfg, *module.load_data(cfg))
         assert model.scaling.scale == 1
     assert capsys.readouterr().out.count("step 3") == 1
+    module.gradient_norm = norm
+    model.scaling.scale.fill_(4.0)
     for weight in model.lm_head.weight, model.masters["lm_head.weight"]:
         weight.data[0, 0] = math.nan
     with pytest.raises(SystemExit, match="look for NaN in --init"):

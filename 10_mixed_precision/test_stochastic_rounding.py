@@ -90,7 +90,9 @@ def test_every_chance_counts(file=None):
 
 # -------------------------------------------------------------------------------------------------------------- chance
 def test_bits_are_independent(file=None):
-    """No bit is constant, or tells of another: of the same number, of neighbours, of other steps, tensors and seeds.
+    """No bit tells of another: of the same number, of neighbours, of other steps, tensors and seeds.
+
+    None is constant, and each value of the upper and of the lower 16 bits is as frequent as chance allows.
 
     Keys that differ in one of their lower bits do not give the same numbers in another order: of so many tensors, some
     have keys that agree in the upper bits. Of 2^14 numbers of 32 bits, hardly any is found among 2^14 others.
@@ -107,11 +109,16 @@ def test_bits_are_independent(file=None):
         bits = torch.stack(streams)[:, None] >> torch.arange(32, dtype=torch.int32)[:, None] & 1
         signs = torch.cat([bits.flatten(0, 1) * 2.0 - 1, torch.ones(1, n)])
         off = ((signs @ signs.T).fill_diagonal_(0).abs().max() / n**0.5).item()  # sums of n signs: variance n
+        numbers = torch.cat(streams[: len(in_steps)])
+        for half in numbers & 0xFFFF, numbers >> 16 & 0xFFFF:
+            counts, mean = half.bincount(minlength=2**16).double(), half.numel() / 2**16
+            # 2^16 - 1 degrees of freedom, of each of which the variance is 2
+            off = max(off, abs(((counts - mean) ** 2 / mean).sum().item() - 2**16) / 2**8.5)
         close = [random_bits(index, in_steps[0] ^ 1 << bit) for bit in range(16)]
-        return off, max(torch.isin(numbers, streams[0]).sum().item() for numbers in close)
+        return off, max(torch.isin(others, streams[0]).sum().item() for others in close)
 
     off, shared = isolated(compute)
-    assert off < SIGMAS, f"two bits agree {off:.1f} standard deviations too often, or too rarely"
+    assert off < SIGMAS, f"two bits agree, or values come, {off:.1f} standard deviations too often, or too rarely"
     assert shared < 2**14 / 100, f"{shared} of {2**14} numbers are those of another key"
 
 
