@@ -280,7 +280,7 @@ IN_FILES = {
     },
     "10_mixed_precision/test_stochastic_rounding.py": {
         "every chance": ("test_every_chance_counts", "round up, not|have become|a NaN is lost"),
-        "fair training": ("test_training_rounds_fairly", "the mean error is|are correlated|are no neighbours"),
+        "other steps": ("test_each_step_rounds_fairly_and_otherwise", "in another step"),
         "bits of an update": ("test_an_update_rounds_each_element_by_its_index", "not rounded by"),
         "keys": ("test_no_two_tensors_share_a_key", "different ones"),
         "independent bits": ("test_bits_are_independent", "standard deviations"),
