@@ -380,8 +380,8 @@ def check(device: str) -> None:
             raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
     if device == "cuda":
         offsets = place_rows(loads(64, 16384, "skewed"), device)
-        shapes = (16384, 1024), (64, 1024, 1024), (16384, 1024)
-        x, w, dy = (torch.randn(s, dtype=torch.bfloat16, device=device, requires_grad=True) for s in shapes)
+        x, dy = torch.randn(2, 16384, 1024, dtype=torch.bfloat16, device=device)
+        x, w = x.requires_grad_(), torch.randn(64, 1024, 1024, dtype=x.dtype, device=device, requires_grad=True)
         run = partial(grouped_linear, x, w, offsets)
         if differing(lambda: (run(), *torch.autograd.grad(run(), (x, w), dy))):
             raise SystemExit("grouped_linear: runs on the same input differ")

@@ -450,7 +450,8 @@ def check(device: str) -> None:
         if not ratio <= 2:
             raise SystemExit(f"the error is {ratio:.1f} times PyTorch's")
     if device == "cuda":
-        x, w, dy = (torch.randn(4096, 4096, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
+        x, w, dy = torch.randn(3, 4096, 4096, dtype=torch.bfloat16, device=device)
+        x, w = x.requires_grad_(), w.requires_grad_()
         if differing(lambda: (linear(x, w), *torch.autograd.grad(linear(x, w), (x, w), dy))):
             raise SystemExit("linear: runs on the same input differ")
 

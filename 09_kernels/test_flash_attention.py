@@ -68,16 +68,6 @@ def test_rungs_round_alike():
 
 
 @in_a_fork
-def test_lengths_around_a_block():
-    """Lengths of one less and one more than blocks of 16 and 32 rows."""
-    module = load(RECIPE)
-    shrink(module, 32, 16)
-    for s in 1, 15, 17, 32, 33:
-        inputs = tensors(1, 2, 1, s, s, 16)
-        close(module, module.flash_attention_with_lse, module.reference, inputs, torch.float64, f"{s} rows")
-
-
-@in_a_fork
 def test_halves_of_the_keys_merge():
     """Attention to two halves, weighted by their log-sum-exps, is attention to all; so are its gradients."""
     module = load(RECIPE)

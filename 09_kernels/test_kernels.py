@@ -38,6 +38,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
+def cases(module: ModuleType) -> list[tuple[str, Callable, Callable, list[Tensor]]]:
+    """Those of the file; elementwise.py, the first lesson, has them in its check."""
+    return list(module.cases("cpu")) if hasattr(module, "cases") else [("", module.elu, module.reference, [random(70)])]
+
+
 # ------------------------------------------------------------------------------------------------------- right results
 def check(recipe: str, file: str | None, few: bool) -> None:
     """Run a file's own check, of the dtype that rounds most and of float64, which shows every other bug; or of others.
@@ -48,8 +53,8 @@ def check(recipe: str, file: str | None, few: bool) -> None:
     module, out = load(file or recipe), io.StringIO()
     if torch.float64 in getattr(module, "DTYPES", ()):
         module.DTYPES = [x for x in module.DTYPES if (x in (torch.bfloat16, torch.float64)) == few]
-        if not few and (cases := getattr(module, "cases", None)):  # in these dtypes a third of the cases
-            module.cases = lambda *args: itertools.islice(cases(*args), 0, None, 3)
+        if not few and (all_cases := getattr(module, "cases", None)):  # in these dtypes a third of the cases
+            module.cases = lambda *args: itertools.islice(all_cases(*args), 0, None, 3)
     with contextlib.redirect_stdout(out):
         module.check(torch.device("cpu"))  # which is not "cpu", whose bfloat16 the file leaves out
     lines = out.getvalue().splitlines()
@@ -81,7 +86,7 @@ def test_many_small_programs(recipe, file=None):
     module.elements, module.tile = lambda x: 2048, lambda x: (4, 64)
     module.LONGEST_BLOCK, module.BLOCK = 512, 256
     torch.use_deterministic_algorithms(True, warn_only=True)
-    for what, ours, plain, inputs in module.cases("cpu"):
+    for what, ours, plain, inputs in cases(module):
         if max([0, *(x.numel() for x in inputs)]) <= 60_000:
             for mine, theirs in module.errors(ours, plain, inputs, torch.float32):
                 assert mine <= 2 * max(theirs, torch.finfo(torch.float32).eps / 4), f"{what}: the error is {mine:.1e}"
@@ -118,11 +123,11 @@ def test_many_tokens_of_rope(file=None):
     assert all(mine <= 1e-12 for mine, _ in pairs), pairs
 
 
-@pytest.mark.parametrize("recipe", [SOFTMAX, RMSNORM, SWIGLU, ROPE, CROSS_ENTROPY])
+@pytest.mark.parametrize("recipe", [ELEMENTWISE, SOFTMAX, RMSNORM, SWIGLU, ROPE, CROSS_ENTROPY])
 @in_a_fork
 def test_rounds_once(recipe):
     """In bfloat16, all is computed in float32: output and gradients are the exact ones, rounded, but for near ties."""
-    _, ours, plain, inputs = next(iter(load(recipe).cases("cpu")))
+    _, ours, plain, inputs = cases(load(recipe))[0]
     found = []
     for function, dtype in (ours, torch.bfloat16), (plain, torch.float64):
         low = [x.bfloat16().to(dtype).requires_grad_() if x.is_floating_point() else x for x in inputs]
@@ -327,11 +332,11 @@ def test_refusals():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", [SOFTMAX, RMSNORM, SWIGLU, ROPE, CROSS_ENTROPY])
+@pytest.mark.parametrize("recipe", [ELEMENTWISE, SOFTMAX, RMSNORM, SWIGLU, ROPE, CROSS_ENTROPY])
 @in_a_fork
 def test_gradients_of_gradients_are_refused(recipe, file=None):
     """Kernels leave no graph: the gradient of a penalty on gradients would lack all that goes through them."""
-    for _, ours, _, inputs in load(file or recipe).cases("cpu"):
+    for _, ours, _, inputs in cases(load(file or recipe)):
         if all(1 < x.numel() < 1e5 for x in inputs if x.is_floating_point()):
             leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
             results = ours(*inputs)
