@@ -10,7 +10,7 @@ from launch import in_a_fork, launch, load
 from probes import OnGPU
 from witness import check
 
-IGNORE, OVER_RANKS = -100, "05_context_ring/documents.py"
+IGNORE = -100
 
 
 def models(file):
@@ -53,24 +53,25 @@ def test_equals_each_document_alone(file=DOCUMENTS):
     assert_close(relative_errors({"logits": ours(inputs)}, {"logits": theirs(inputs)}), 1e-10, "without lengths")
 
 
-@pytest.mark.parametrize("file", [DOCUMENTS, OVER_RANKS])
-def test_end_of_a_document_in_a_file_of_ids(tmp_path, file):
-    """The token after --eos is not predicted, and sees nothing before it."""
+def test_end_of_a_document_in_a_file_of_ids(tmp_path, file=DOCUMENTS):
+    """The token after --eos is not predicted, and sees nothing before it. An --eos beyond the vocabulary is refused."""
     ids = np.array([7, 7, 3, 7, 7, 7, 3, 3, 7], np.uint16)
     ids.tofile(tmp_path / "ids.bin")
     module = load(file)
-    cfg = module.Config(data=str(tmp_path / "ids.bin"), seq=7, batch=1, vocab=8, eos=3)
-    inputs, targets = module.make_batch(cfg, module.load_data(cfg)[0], 0)
-    after = inputs == 3
-    assert after.any() and torch.equal(targets == module.IGNORE, after), "a token after --eos is predicted"
-    cfg = module.Config(data=str(tmp_path / "ids.bin"), seq=7, batch=1, vocab=8)
-    assert not (module.make_batch(cfg, module.load_data(cfg)[0], 0)[1] == module.IGNORE).any()
+    for eos in 3, -1:  # no token ends a document
+        cfg = module.Config(data=str(tmp_path / "ids.bin"), seq=7, batch=1, vocab=8, eos=eos)
+        inputs, targets = module.make_batch(cfg, module.load_data(cfg)[0], 0)
+        after = inputs == eos
+        assert after.any() == (eos == 3), "a batch without the token"
+        assert torch.equal(targets == module.IGNORE, after), "a token after --eos is predicted"
+    for eos, refused in (255, False), (256, True), (-2, True):
+        line = refusal(module, 1, f"--device cpu --eos {eos}")
+        assert line.startswith(f"--eos {eos}: ") if refused else line is None
 
 
-@pytest.mark.parametrize("file", [DOCUMENTS, OVER_RANKS])
-@pytest.mark.parametrize("lengths", [[5, 1, 10], [16, 16, 1], [10, 12, 10]])
-def test_lengths_that_do_not_fill_rows(lengths, file):
-    """Too few, too many, and documents that go on in the next row: a wrong gradient without an error."""
+@pytest.mark.parametrize("lengths", [[5, 1, 10], [10, 12, 10]])
+def test_lengths_that_do_not_fill_rows(lengths, file=DOCUMENTS):
+    """Too few, and documents that go on in the next row: a wrong gradient without an error."""
     check, refused = load(file).check_lengths, ""
     try:
         check(torch.tensor(lengths), 2, 16)
@@ -78,35 +79,25 @@ def test_lengths_that_do_not_fill_rows(lengths, file):
         refused = str(problem)
     assert "must fill 2 rows of 16 tokens" in refused, "lengths that do not fill the rows are taken"
     check(torch.tensor([10, 6, 16]), 2, 16)
-    check(torch.zeros(0, dtype=torch.long), 0, 16)  # of a rank without sequences
 
 
-def scores(module):
-    """A probe: queries times keys of each attention."""
-    seen, attend = [], torch.nn.functional.scaled_dot_product_attention
+@in_a_fork
+def test_scores_between_documents_are_not_computed(file=DOCUMENTS):
+    """Each document is a call of its own; rows of one document are one call, and no rows are none.
 
-    def watched(q, k, v, **how):
-        seen.append(q.shape[0] * q.shape[2] * k.shape[2])
-        return attend(q, k, v, **how)
-
-    torch.nn.functional.scaled_dot_product_attention = watched
-    return lambda: seen
-
-
-def test_scores_between_documents_are_not_computed(tmp_path, file=DOCUMENTS):
-    """Documents of 4 tokens in rows of 16: a quarter of the scores, and a few more where a window cuts one."""
-    for i in range(64):
-        (tmp_path / f"{i:02}.txt").write_bytes(bytes(range(1, 5)))
-    run = launch(file, 1, f"{SMALL} --steps 1 --data {tmp_path}", probe=scores)
-    assert 0.2 * 8 * 16**2 < sum(run.probes[0]) / 4 <= 0.25 * 8 * 16**2, "scores between documents are computed"
-
-
-def test_a_rank_without_sequences(monkeypatch, file=DOCUMENTS):
-    """No kernel is called, as torch's on GPUs return None; q, k and v have gradients."""
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *_, **__: None)
-    q, k, v = (torch.zeros(0, h, 16, 8, requires_grad=True) for h in (4, 2, 2))
-    o = load(file).attention(q, k, v, torch.zeros(0, dtype=torch.long))
-    assert o.shape == q.shape and all(g.numel() == 0 for g in torch.autograd.grad(o.sum(), (q, k, v)))
+    Kernels of GPUs return None for no rows, which have gradients all the same.
+    """
+    attention, attend, calls = load(file).attention, torch.nn.functional.scaled_dot_product_attention, []
+    torch.nn.functional.scaled_dot_product_attention = lambda *x, **how: calls.append(x[0].shape) or attend(*x, **how)
+    q = torch.randn(3, 4, 16, 8, requires_grad=True)
+    for lengths, shapes in ([4] * 12, [(1, 4, 4, 8)] * 12), ([16] * 3, [(3, 4, 16, 8)]), ([], []):
+        calls.clear()
+        rows = q[: sum(lengths) // 16]
+        o = attention(rows, rows, rows, torch.tensor(lengths, dtype=torch.long))
+        assert calls == shapes, "other calls"
+        assert o.shape == rows.shape and torch.autograd.grad(o.sum(), q)
+    o = attention(q, q, q, torch.full([3], 16))
+    assert torch.equal(o, attend(q, q, q, is_causal=True)), "rows of one document are not causal"
 
 
 @in_a_fork
@@ -130,17 +121,6 @@ def test_one_kernel_for_all_documents(file=DOCUMENTS):
     assert torch.equal(attention(q.as_subclass(OnGPU), k, v, lengths), attention(q, k, v, lengths))
 
 
-@in_a_fork
-def test_rows_of_one_document(file=DOCUMENTS):
-    """One call for all of them, which has the fastest kernel: as in train.py."""
-    calls, attend = [], torch.nn.functional.scaled_dot_product_attention
-    torch.nn.functional.scaled_dot_product_attention = lambda *x, **how: calls.append(1) or attend(*x, **how)
-    q = torch.randn(3, 4, 16, 8)
-    found = load(file).attention(q, q, q, torch.full([3], 16))
-    assert len(calls) == 1 and torch.equal(found, attend(q, q, q, is_causal=True)), "other calls"
-    assert load(file).attention(q[:0], q[:0], q[:0], torch.zeros(0, dtype=torch.long)).shape == (0, 4, 16, 8)
-
-
 def compilations(module):
     """A probe: how many graphs have been compiled after each step."""
     from torch._dynamo.utils import counters
@@ -162,10 +142,3 @@ def test_lengths_compile_nothing_anew(file=DOCUMENTS):
 def test_computes_what_transformers_computes(file=DOCUMENTS):
     """Its packed attention tells documents by positions that begin anew."""
     check(file, documents=True)
-
-
-@pytest.mark.parametrize("file", [DOCUMENTS, OVER_RANKS])
-@pytest.mark.parametrize("eos, fine", [(-1, True), (0, True), (255, True), (256, False), (-2, False)])
-def test_ends_of_documents(eos, fine, file):
-    line = refusal(load(file), 1, f"--device cpu --eos {eos}")
-    assert line is None if fine else line.startswith(f"--eos {eos}: ")

@@ -89,41 +89,39 @@ def test_what_peft_reads(tmp_path, file, world):
 
 
 def what_is_frozen(module):
-    """A probe: of the parameters after a step dtypes, whether they are trained, whether the optimizer has moments."""
-    seen, train_step = [], module.train_step
+    """A probe: of the parameters at the end of a step dtypes, whether they are trained, whether AdamW has moments."""
+    seen, train_step = set(), module.train_step
 
     def step(cfg, model, optimizer, *batch):
-        loss = module.forward_backward(cfg, model, *batch)  # once more: a step clears the gradients
-        for name, p in model.named_parameters():
-            seen.append(("lora_" in name, str(p.dtype), p.requires_grad, p.grad is not None, p in optimizer.state))
-        optimizer.zero_grad()
-        del loss
+        def look(*_):
+            for name, p in model.named_parameters():
+                seen.add(("lora_" in name, str(p.dtype), p.requires_grad, p.grad is not None, p in optimizer.state))
+
+        optimizer.register_step_post_hook(look)
         return train_step(cfg, model, optimizer, *batch)
 
     module.train_step = step
-    return lambda: set(seen[len(seen) // 2 :])
+    return lambda: seen
 
 
 def test_frozen_weights_take_two_bytes(file=equivalence.LORA):
     """... and no gradient, no moments; adapters are fp32, and so are the weights into which they are merged."""
-    run = launch(file, 1, f"{SHAPE} --dtype bfloat16 --steps 2", probe=what_is_frozen)
+    run = launch(file, 1, f"{SHAPE} --dtype bfloat16 --steps 1", probe=what_is_frozen)
     frozen, trained = (False, "torch.bfloat16", False, False, False), (True, "torch.float32", True, True, True)
     assert run.probes == [{frozen, trained}], f"other dtypes, gradients or moments: {run.probes}"
     assert all((x.dtype == torch.float32) == ("_proj." in name) for name, x in run.weights.items()), "merged in 16 bits"
 
 
-@pytest.mark.parametrize("recipe", [equivalence.LORA, "03_zero/lora.py", "04_tensor_sequence/lora.py"])
-def test_where_adapters_cannot_be_written(recipe, tmp_path):
+def test_where_adapters_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    assert not refusal(load(recipe), 1, f"--device cpu --adapters {tmp_path}"), "a folder that is there is refused"
-    none = [(folder, "is no folder") for folder in (tmp_path / "file", "/dev/null")]
-    for folder, words in (tmp_path / "none" / "new", "no folder for it"), *none:
-        line = refusal(load(recipe), 1, f"--device cpu --adapters {folder}")
-        assert line == f"--adapters {folder}: {words}", line
+    none = [(tmp_path, None), (tmp_path / "none" / "new", "no folder for it"), (tmp_path / "file", "is no folder")]
+    for folder, words in none:
+        line = refusal(load(equivalence.LORA), 1, f"--device cpu --adapters {folder}")
+        assert line == (words and f"--adapters {folder}: {words}"), line
 
 
 @in_a_fork
-def test_a_pasted_linear_initialises_itself(file=equivalence.LORA):
-    linear, x = load(file).LoRALinear(6, 4, 2, 8.0), torch.randn(3, 6)
+def test_a_pasted_linear_initialises_itself():
+    linear, x = load(equivalence.LORA).LoRALinear(6, 4, 2, 8.0), torch.randn(3, 6)
     linear.weight.data = torch.randn(4, 6)
     assert torch.equal(linear(x), x @ linear.weight.T) and linear.lora_A.weight.abs().max() < 6**-0.5

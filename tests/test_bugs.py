@@ -103,23 +103,19 @@ IN_FILES = {
             "that do not fill the rows are taken",
             {"lengths": [10, 12, 10]},
         ),
-        "rows of one document": ("test_rows_of_one_document", "other calls"),
         "one kernel": ("test_one_kernel_for_all_documents", "other (ends|arguments|results)"),
-        "compiled anew": ("test_lengths_compile_nothing_anew", "compiled again"),
     },
     "01_single_gpu/test_lora.py": {
         "merged weights": ("test_trains_inside_merged_weights", "is off by|at 0|another variance|the same A"),
         "PEFT": ("test_what_peft_reads", "is off by|the config is|have an adapter|target modules|\\[|do not require"),
         "frozen weights": ("test_frozen_weights_take_two_bytes", "other dtypes|merged in 16 bits"),
-        "pasted linear": ("test_a_pasted_linear_initialises_itself", ""),
     },
     "01_single_gpu/test_single_gpu.py": {
         "untied file": ("test_an_untied_file_is_refused", "it is accepted"),
-        "one chunk": ("test_logits_of_one_chunk", "logits of an earlier chunk are held"),
-    },
-    "01_single_gpu/test_validation.py": {
-        "held out": ("test_what_is_held_out", "", {"lengths": [500, 440, 20, 20, 20], "cut": 960}),
         "printed validation": ("test_printed_every_n_steps", "not the loss of the evaluation"),
+    },
+    "01_single_gpu/test_memory.py": {
+        "one chunk": ("test_logits_of_one_chunk", "logits of an earlier chunk are held"),
     },
     "02_data_parallel/test_data_parallel.py": {
         "views of gradients": ("test_a_gradient_that_backward_still_reads", "while it is read"),
