@@ -2,17 +2,13 @@
 
 import contextlib
 import math
-import os
 import re
-import sys
 from collections import Counter
 from types import SimpleNamespace
-from unittest.mock import patch
 
-import probes
 import pytest
 import torch
-from launch import RankFailed, in_a_fork, launch, load
+from launch import in_a_fork, launch, load
 
 COLLECTIVES = "02_data_parallel/collectives.py"
 
@@ -100,53 +96,44 @@ def test_printed_table():
     assert lines[line + 1] == rows[2] and f"from {half:,.0f} bytes" in lines[line]
 
 
-def time_of_naps(module):
-    """A probe: instead of the table, seconds() of a collective that takes its naps, by a clock that counts naps alone.
-
-    And before which calls all ranks have met: else its time would include waiting for a rank that comes late.
-    """
-    naps, clock, met, found, barrier = iter([0.5, 0.5, 0.5, 0.2, 0.2, 0.3]), [0.0], [False], [], module.dist.barrier
-
-    def nap():
-        clock[0] += next(naps) + 0.05 * module.dist.get_rank()
-        found.append(met[0])
-        met[0] = False
-
-    def meet(*args):
-        met[0] = True
-        barrier(*args)
-
-    def instead_of_the_table(cfg):
-        module.time.perf_counter, module.dist.barrier = lambda: clock[0], meet
-        found.append(module.seconds(cfg, nap))
-
-    module.print_table = instead_of_the_table
-    return lambda: found
-
-
+@in_a_fork
 def test_seconds():
-    """The median of the slowest rank: 0.2 + 0.05 s; the first three calls do not count."""
-    for *met, taken in launch(COLLECTIVES, 2, "--device cpu --repeats 3", probe=time_of_naps, save=False).probes:
-        assert taken == pytest.approx(0.25) and met[2:] == [True] * 4
+    """The median of the slowest rank, without the first replay. All ranks meet before; a GPU's launch is waited for."""
+    module, seen, clock, naps, tensor = load(COLLECTIVES), [], [0.0], iter([0.5, 0.2, 0.2, 0.3]), torch.tensor
+
+    def replay():
+        seen.append("launch")
+        clock[0] += next(naps)
+
+    def of_a_slower_rank(median, op):
+        assert op is module.dist.ReduceOp.MAX
+        median += 0.05
+
+    torch.cuda.CUDAGraph = lambda: SimpleNamespace(replay=replay)
+    torch.cuda.graph = lambda graph: contextlib.nullcontext()
+    torch.cuda.synchronize = lambda: seen.append("wait")
+    torch.tensor = lambda *args, device, **options: tensor(*args, **options)
+    module.dist.barrier, module.dist.all_reduce = lambda: seen.append("meet"), of_a_slower_rank
+    module.time = SimpleNamespace(perf_counter=lambda: seen.append("clock") or clock[0])
+    assert module.seconds(SimpleNamespace(device="cuda", repeats=3), lambda: None) == pytest.approx(0.25)
+    assert seen == ["meet", "wait", "clock", "launch", "wait", "clock"] * 4
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-def test_binary_trees(shift):
+def test_binary_trees():
     """Every tree spans all ranks and is ceil(log2(N)) deep. Inner nodes of a tree are leaves of the next.
 
     One rank is the exception if N is odd, as one must be: in each tree all even positions, (N+1)/2, are inner nodes.
     """
     binary_tree = load(COLLECTIVES).binary_tree
     for n in range(2, 34):
-        tree, following = ([binary_tree(rank, n, s) for rank in range(n)] for s in (shift, shift + 1))
+        tree, following = ([binary_tree(rank, n, shift) for rank in range(n)] for shift in (1, 2))
         for rank, (parents, children, depth) in enumerate(tree):
-            assert len(parents) == (rank != shift % n) and len(children) <= 2, (n, rank)
+            assert len(parents) == (rank != 1) and len(children) <= 2, (n, rank)
             assert depth == (1 + tree[parents[0]][2] if parents else 0), (n, rank)  # so no circle: all hang on the root
             assert all(tree[child][0] == [rank] for child in children), (n, rank)
-            assert len(parents) + len(children) == links((rank - shift) % n, n), (n, rank)
         assert max(depth for *_, depth in tree) == math.ceil(math.log2(n)), n
         inner = [{rank for rank, node in enumerate(nodes) if node[1]} for nodes in (tree, following)]
-        assert inner[0] & inner[1] == ({shift % n} if n % 2 else set()), n
+        assert inner[0] & inner[1] == ({1} if n % 2 else set()), n
 
 
 def all_reduces(sizes):
@@ -216,13 +203,12 @@ def chunk_of(size):
     return size // 12 + 1
 
 
-@pytest.mark.parametrize("world", [4, 5])
-def test_all_reduce(world):
+def test_all_reduce(n=5):
     """Equal to the library's sum, also where nothing divides; bytes and steps by the formulas.
 
     Sender and receiver start every transfer in the same step, in the only batch of that step: so NCCL cannot deadlock.
     """
-    n, sizes = world, [1, 7, world * 3 * 8, 1000]
+    sizes = [1, 7, n * 3 * 8, 1000]
     ranks = launch(COLLECTIVES, n, "--device cpu", probe=all_reduces(sizes), save=False).probes
     core, height = 1 << math.floor(math.log2(n)), math.ceil(math.log2(n))
     for size in sizes:
@@ -252,42 +238,13 @@ def test_all_reduce(world):
             assert sent == received and all(batch == 1 for _, _, batch, *_ in sent), (size, name)
 
 
-def refusal(world, flags):
-    """The line with which flags are refused before there is a process group; None if they are not."""
-    module = load(COLLECTIVES)
-    with patch.object(sys, "argv", [COLLECTIVES, "--device", "cpu", *flags.split()]):
-        try:
-            module.check(module.parse_config(), world)
-        except SystemExit as end:
-            return end.code
-    return None
-
-
 def test_flags():
     """Impossible sizes end with one line that names the flag; the smallest possible ones are not refused."""
-    zeros = [f"--{name} 0" for name in ("smallest", "repeats", "rings", "trees", "chunk")]
-    for flags in [*zeros, "--smallest 5", "--trees 3", "--chunk 6", "--largest 4"]:
-        line = refusal(2, flags)
-        assert flags in line and "must be" in line and "\n" not in line, line
-    assert "at least 2 processes" in refusal(1, "")
-    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(torch.cuda.device_count() + 1)):
-        assert "GPUs for" in refusal(2, "--device cuda")
-    assert refusal(2, "--smallest 4 --largest 4 --repeats 1 --rings 1 --trees 2 --chunk 4") is None
-    with pytest.raises(RankFailed, match="--rings 0") as failure:
-        launch(COLLECTIVES, 2, "--device cpu --rings 0", probe=probes.never_a_process_group, save=False)
-    assert len(failure.value.output.splitlines()) == 1
-
-
-@in_a_fork
-def test_the_clock_waits_for_the_gpu():
-    """A GPU's collective is launched, and goes on: what has been timed without a wait is its launch."""
-    module, seen = load(COLLECTIVES), []
-    tensor = torch.tensor
-    torch.cuda.CUDAGraph = lambda: SimpleNamespace(replay=lambda: seen.append("launch"))
-    torch.cuda.graph = lambda graph: contextlib.nullcontext()
-    torch.cuda.synchronize = lambda: seen.append("wait")
-    torch.tensor = lambda *args, device, **options: tensor(*args, **options)
-    module.dist.barrier = module.dist.all_reduce = lambda *_: None
-    module.time = SimpleNamespace(perf_counter=lambda: seen.append("clock") or len(seen))
-    module.seconds(SimpleNamespace(device="cuda", repeats=1), lambda: None)
-    assert seen == ["wait", "clock", "launch", "wait", "clock"] * 2, seen
+    module = load(COLLECTIVES)
+    for flag, value in dict(smallest=5, repeats=0, rings=0, trees=3, chunk=6, largest=4).items():
+        with pytest.raises(SystemExit, match=f"^--{flag} {value}: must be .*$"):
+            module.check(module.Config(device="cpu", **{flag: value}), 2)
+    smallest = module.Config(device="cpu", smallest=4, largest=4, repeats=1, rings=1, trees=2, chunk=4)
+    module.check(smallest, 2)
+    with pytest.raises(SystemExit, match="at least 2 processes"):
+        module.check(smallest, 1)
