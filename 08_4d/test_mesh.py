@@ -2,20 +2,17 @@
 
 import contextlib
 import io
-import itertools
-import math
 import sys
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import compare
 import contract
 import equivalence
 import probes
 import pytest
 import torch
 from equivalence import mesh, stages
-from launch import in_a_fork, isolated, launch, load
+from launch import isolated, launch, load
 from streams import streams
 
 TWO_D, THREE_D = "08_4d/2d.py", "08_4d/3d.py"
@@ -25,20 +22,18 @@ SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --voca
 
 
 SIZES = [  # that may fail where the hardest of each recipe, which the contract has, does not
-    *((TWO_D, dp * tp, f"--dp {dp} --tp {tp} {flags}") for dp, tp, flags in equivalence.TWO_D[1:5]),
+    *((TWO_D, dp * tp, f"--dp {dp} --tp {tp} {flags}") for dp, tp, flags in equivalence.TWO_D[3:5]),
     *((THREE_D, dp * tp * pp, stages(dp, tp, pp, chunks)) for dp, tp, pp, chunks in ((1, 2, 3, 2), (3, 1, 2, 2))),
-    *((THREE_D, pp, stages(1, 1, pp, chunks)) for pp, chunks in ((3, 3), (4, 1))),
+    (THREE_D, 4, stages(1, 1, 4, 1)),
     *((TRAIN, 8, mesh(*sizes)) for sizes in ((1, 2, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1))),  # any three axes at once
     (TRAIN, 8, mesh(1, 2, 4, 1)),  # two ranks share a key head, four share norms
-    (TRAIN, 12, f"{mesh(3, 2, 2, 1)} --batch 12 --microbatches 4"),  # units of which 6 shards need padding
+    (TRAIN, 6, f"{mesh(3, 1, 2, 1)} --batch 12 --microbatches 4"),  # units of which 3 and 6 shards need padding
     (TRAIN, 4, f"{mesh(2, 1, 1, 2)} --order tp-cp-pp-dp"),
     (TRAIN, 2, f"{mesh(1, 1, 2, 1)} --kv_heads 4"),  # two key heads on each rank
     (TRAIN, 2, f"{mesh(1, 1, 1, 2)} --layers 12"),  # model.layers.1 and model.layers.10
-    (MOE, 8, f"{mesh(1, 2, 2, 2)} --ep 2"),
     (MOE, 8, f"{mesh(2, 2, 1, 2)} --ep 4"),
     (MOE, 8, f"{mesh(2, 2, 2, 1)} --ep 2"),  # copies of experts
-    (MOE, 4, f"{mesh(2, 1, 1, 2)} --ep 2 --order tp-cp-pp-dp"),
-    (MOE, 4, f"{mesh(1, 2, 1, 2)} --ep 2 --chunks 2 --layers 5"),
+    (MOE, 4, f"{mesh(1, 2, 1, 2)} --ep 2 --chunks 2 --layers 5 --order tp-cp-pp-dp"),
     (MOE, 2, f"{mesh(1, 1, 2, 1)} --ep 1"),
 ]
 
@@ -66,25 +61,17 @@ def test_whenever_streams_get_to_it(recipe, world, flags, when):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "recipe, flags",
-    [
-        (TWO_D, "--dp 1 --tp 2"),
-        (THREE_D, stages(1, 1, 2, 2)),
-        (MOE, f"{mesh(1, 1, 2, 1)} --ep 1"),
-    ],
-)
+@pytest.mark.parametrize("recipe, flags", [(THREE_D, stages(1, 1, 2, 2)), (MOE, f"{mesh(1, 1, 2, 1)} --ep 1")])
 def test_compiled(recipe, flags):
     """On later stages the first block's input is a leaf, whose gradient comes early; experts gather tokens over tp."""
     equivalence.check_quickly(recipe, 2, f"{flags} --compile")
 
 
-@pytest.mark.parametrize("recipe", [THREE_D, MOE])
-def test_gradients_are_rounded_once(recipe, file=None):
+def test_gradients_are_rounded_once(file=THREE_D):
     """In bfloat16, the sum of a rank's micro-batches before it is sent; the sum over the ranks not at all."""
 
     def errors():
-        module, generator = load(file or recipe), torch.Generator().manual_seed(0)
+        module, generator = load(file), torch.Generator().manual_seed(0)
         arriving, mine = (torch.randn(16, n, generator=generator).bfloat16() for n in (30, 480))
         sent, group = [], SimpleNamespace(size=lambda: 16, rank=lambda: 0)
 
@@ -109,30 +96,25 @@ def test_gradients_are_rounded_once(recipe, file=None):
 
 
 def test_stages_on_a_mesh(file=THREE_D):
-    """The norm that is logged without clipping is that of all ranks. Weights are gathered while a stage waits for its
-    first activations. Of eight micro-batches two gradients and the one that is being sent are in memory.
+    """Weights are gathered while a stage waits for its first activations. Messages are 1/tp of the activations. Of
+    eight micro-batches two gradients and the one that is being sent are in memory.
     """
 
     def on_the_way(module):
-        gathered, models, receive, build = [], [], module.receive, module.build_model
+        gathered, receive = [], module.receive
 
         def watched(model, *arguments):
             gathered.append(all(unit.gathering for unit in model.units))
             return receive(model, *arguments)
 
         module.receive = watched
-        module.build_model = lambda cfg: models.append(build(cfg)) or models[0]
         return lambda: gathered[0]
 
-    flags = SMALL.replace("--steps 1", "--steps 2 --dtype float64 --clip inf")
     probe = probes.together(on_the_way, pipeline.messages({"F": 3, "B": 2, "sent": 3}))
-    run = launch(file, 6, f"{flags} --dp 1 --tp 2 --pp 3 --chunks 1 --microbatches 8", probe=probe)
-    errors = compare.history_errors(run.history, launch(equivalence.ROOT_RECIPE, 1, flags).history)
-    compare.assert_close(errors, 1e-10, "--clip inf")
-    for rank, (gathered, peaks) in enumerate(run.probes):
+    flags = f"{SMALL} --dtype float64 --dp 1 --tp 2 --pp 3 --chunks 1 --microbatches 8"
+    for rank, (gathered, peaks) in enumerate(launch(file, 6, flags, probe=probe).probes):
         assert gathered, "weights are gathered when activations are there"
         assert peaks["sent"] == (3 if rank >= 2 else 0) and peaks["F"] <= 3 and peaks["B"] <= 2, "gradients are held"
-        assert peaks["forgotten"] == 0, "a message of an evaluation is under way when it ends"
         both = 1 + (2 <= rank < 4)  # a stage in the middle sends activations and gradients
         assert peaks["bytes"] == both * 8 * 16 * 32 * 8 / 2, "messages are not 1/tp of the activations"
 
@@ -183,41 +165,18 @@ def test_the_figure_of_llama_3():
     assert sorted(map(sorted, ranks["dp_cp"])) == [[r, r + 2, r + 8, r + 10] for r in (0, 1, 4, 5)]
 
 
-SIZES = "--kv_heads 3 --heads 6 --dim 96", "--batch 1 --microbatches 1 --seq 4 --tp 4 --vocab 256"
-IMPOSSIBLE = "--dp 0", "--tp 3", "--cp 3", "--pp -1", "--batch 9 --dp 2", "--microbatches 3", "--layers 1", *SIZES
-
-
-@pytest.mark.parametrize(
-    "file, flags",
-    [
-        *((file, flags) for file in (TRAIN, MOE) for flags in (*IMPOSSIBLE, "--seq 126", "--ffn 385")),
-        *((MOE, flags) for flags in ("--experts 7", "--ep 3", "--top_k 9")),
-    ],
-)
-def test_what_cannot_be_is_not_shown(file, flags):
-    with pytest.raises(SystemExit, match=r"^--\w+ \S+: must (be (> 0|above|at least|at most|divisible by)|divide) "):
-        shown(flags, file)
-
-
-@pytest.mark.parametrize("file", [TRAIN, MOE])
-def test_edges_are_not_refused(file):
-    """An odd length where no ranks share a sequence, more ranks than key heads."""
-    for world, flags in (2, "--dp 2 --cp 1 --tp 1 --pp 1 --seq 127"), (8, "--dp 1 --cp 1 --tp 8 --pp 1 --kv_heads 2"):
-        assert contract.refusal(load(file), world, f"--device cpu {flags}" + " --ep 1" * (file == MOE)) is None, flags
-
-
-@pytest.mark.parametrize(
-    "file, layout",
-    [
-        (THREE_D, "--dp 1 --tp 2 --pp 2"),
-        (TRAIN, "--dp 2 --cp 1 --tp 1 --pp 2"),
-        (MOE, "--dp 2 --cp 2 --tp 1 --pp 1 --ep 4"),
-    ],
-)
-def test_the_proposed_line_has_the_layout(file, layout):
-    """... when torchrun has not started the recipe."""
+@pytest.mark.parametrize("file, ep", [(TRAIN, ""), (MOE, " --ep 1")])
+def test_impossible_layouts(file, ep):
+    """They are not shown. Without torchrun the line to type is said. An odd length is fine where no ranks share it."""
+    bad = ["--tp 3", "--cp 3", "--layers 1", "--batch 9", "--seq 126", "--ffn 385", "--dim 96 --heads 6 --kv_heads 3"]
+    bad += ["--batch 1 --microbatches 1 --seq 4 --tp 4 --vocab 256", *["--experts 7", "--ep 3"] * (file == MOE)]
+    for flags in bad:
+        with pytest.raises(SystemExit, match=r"^--\w+ \S+: must (be (at least|divisible by)|divide) "):
+            shown(flags, file)
+    layout = f"--dp 2 --cp 1 --tp 1 --pp 1{ep}"
+    assert contract.refusal(load(file), 2, f"--device cpu {layout} --seq 127") is None, "an odd length is refused"
     line = contract.refusal(load(file), 0, f"--device cpu {layout}")
-    assert line == f"start it with torchrun --nproc_per_node 4 {file} {layout}"
+    assert line == f"start it with torchrun --nproc_per_node 2 {file} {layout}"
 
 
 def test_ranks_that_share_experts_are_neighbours(file=MOE):
@@ -228,45 +187,10 @@ def test_ranks_that_share_experts_are_neighbours(file=MOE):
         assert sorted(groups["ep"]) == halves, order
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (3, 1, 2, 4), (1, 5, 4, 1), (4, 2, 1, 3)])
-def test_groups(sizes):
-    """Each axis divides all ranks into groups whose members differ in their place on it alone, in its order."""
-    dp, cp, tp, pp = sizes
-    groups = shown(f"--dp {dp} --cp {cp} --tp {tp} --pp {pp} --kv_heads 2 --batch 48 --seq 160")
-    place = {
-        t + tp * (c + cp * (d + dp * p)): dict(dp=d, cp=c, tp=t, pp=p)
-        for d, c, t, p in itertools.product(range(dp), range(cp), range(tp), range(pp))
-    }
-    assert sorted(place) == list(range(math.prod(sizes)))
-    axes = {axis: (axis,) for axis in ("dp", "cp", "tp", "pp")} | {"dp_cp": ("dp", "cp"), "world": tuple(place[0])}
-    axes["dp_cp_tp"] = "dp", "cp", "tp"
-    for axis, own in axes.items():
-        assert sorted(itertools.chain(*groups[axis])) == sorted(place), f"{axis} does not hold every rank once"
-        for group in groups[axis]:
-            others = {tuple(n for a, n in place[rank].items() if a not in own) for rank in group}
-            assert len(others) == 1, f"{axis}: {group} differ elsewhere"
-            if axis != "world":
-                order = [tuple(place[rank][a] for a in own) for rank in group]
-                assert order == sorted(order), f"{axis}: {group} is not in the order of the axis"
-    heads = [{(place[i]["pp"], place[i]["tp"] * min(tp, 2) // tp) for i in group} for group in groups["dp_cp_r"]]
-    assert all(len(of) == 1 for of in heads) and len(heads) == pp * min(tp, 2), "a group has other key heads"
-    assert sorted(itertools.chain(*groups["dp_cp_r"])) == sorted(place)
-
-
 def test_busiest_expert(file=MOE):
     """The log has the root's load: rows of all ranks are counted once, in the layers of all stages."""
     flags = f"{SMALL} --steps 2 --dtype float64 --experts 8 --top_k 2 --lr 1e-1 --warmup 0"
-    layout = "--dp 1 --cp 2 --tp 2 --pp 2 --ep 2 --microbatches 2"
-    run = launch(file, 8, f"{flags} {layout}", probe=probes.evaluated())  # rows of validations do not count
+    layout = "--dp 1 --cp 2 --tp 1 --pp 2 --ep 2 --microbatches 2"
+    run = launch(file, 4, f"{flags} {layout}", probe=probes.evaluated())  # rows of validations do not count
     ours, theirs = ([step[3] for step in of.history] for of in (run, launch("07_expert/moe.py", 1, flags)))
     assert ours == theirs and len(set(theirs)) == 2, f"the root's load is {theirs}, not {ours}"
-
-
-@in_a_fork
-def test_biases_of_split_layers_are_not_replicated():
-    """Each of two ranks of tp has its own half of a column-parallel bias; that of a row-parallel layer is on both."""
-    module, groups = load(TRAIN), {2: "dp_cp_tp", 1: "dp_cp"}
-    model = SimpleNamespace(dp_cp="dp_cp", dp_cp_tp="dp_cp_tp", dp_cp_r="dp_cp_r")
-    wanted = {"norm.weight": 2, "q_proj.weight": 1, "q_proj.bias": 1, "o_proj.weight": 1, "o_proj.bias": 2}
-    found = {name: module.holders(module.Config(tp=2, kv_heads=2), model, name) for name in wanted}
-    assert found == {name: groups[ranks] for name, ranks in wanted.items()}
