@@ -538,6 +538,26 @@ def test_measured_runs(tmp_path, capsys):
             PLAN.compare(str(file), "")
 
 
+def test_what_nanotron_waits_for():
+    """A small block takes as long as its launches, in pipelines over several nodes longer with every rank of tp.
+
+    Pipelines crawl over several nodes without ZeRO, or where memory is full, as with long sequences: then there are two
+    messages per micro-batch and neighbour, beside which all else is short.
+    """
+    common = dict(vocab=131072, cp=1, chunks=1)
+    cfg = PLAN.Config(**PLAN.BOOK["1.34B"], **common, seq=4096, batch=8, dp=1, tp=8, microbatches=8)
+    for gpus, pp, each in ((16, 1, 0.1), (8, 2, 0.1), (16, 2, 0.1 + 8 * 0.01)):
+        times = PLAN.block_times(PLAN.replace(cfg, gpus=gpus, pp=pp), PLAN.Trainer(launch=0.1, crowded=0.01))
+        assert sum(map(sum, times.values())) == pytest.approx(each)
+    cases = [("1.34B", 0, dict(gpus=16, dp=16 // pp, pp=pp, seq=4096), extra) for pp, extra in ((1, 0), (2, 2), (4, 4))]
+    cases += [("8.86B", 1, dict(gpus=8, dp=4, pp=2, seq=seq), extra) for seq, extra in ((2048, 0), (8192, 2))]
+    for model, zero, sizes, extra in cases:
+        cfg = PLAN.Config(**PLAN.BOOK[model], **common, **sizes, tp=1, batch=32 * sizes["dp"], microbatches=32)
+        by = [PLAN.replace(PLAN.nanotron(zero), stall=wait) for wait in (10, 0)]
+        slow, fast = (PLAN.predict(cfg, each).step.total() for each in by)
+        assert (slow - fast) / 32 == pytest.approx(10 * extra, rel=0.1, abs=2)
+
+
 def test_llama_3():
     """All three fit; by the paper's formula their MFU, to which nothing is fitted, is within 10 % with 8,192 tokens.
 
