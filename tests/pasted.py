@@ -1,9 +1,9 @@
 """A trainer of one's own: test_pasted.py pastes into it what the recipes' Copy lines list, and it must train as before.
 
 Up to the line "pasted here" it trains in one process, and knows nothing of the recipes. Its models are transformers'
-GPT-2, with position embeddings, LayerNorm, biases, and one tensor for embedding and head, and a plain Llama with names
-of its own. It accumulates gradients and clips them. After that line stands, technique by technique, the glue: what the
-Copy lines leave to the reader. Each cfg has no more than the Needs lines name.
+GPT-2, with position embeddings, LayerNorm, and one tensor for embedding and head, and a plain Llama with biases and
+names of its own. It accumulates gradients and clips them. After that line stands, technique by technique, the glue:
+what the Copy lines leave to the reader. Each cfg has no more than the Needs lines name.
 """
 
 # ruff: noqa: F821  the glue calls what is pasted
@@ -38,8 +38,8 @@ def rotated(x: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     def __init__(self):
         super().__init__()
-        self.w1, self.w3 = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.w1, self.w3 = (nn.Linear(WIDTH, HIDDEN) for _ in range(2))
+        self.w2 = nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
@@ -49,8 +49,8 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.attention_norm, self.ffn_norm = (nn.RMSNorm(WIDTH, 1e-5) for _ in range(2))
-        self.wq, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-        self.wk, self.wv = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
+        self.wq, self.wo = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(WIDTH, WIDTH // 2) for _ in range(2))
         self.feed_forward = FeedForward()
 
     def attend(self, x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 def new_llama() -> nn.Sequential:
     embedding, blocks = nn.Embedding(VOCAB, WIDTH), [Block() for _ in range(LAYERS)]
-    return nn.Sequential(embedding, *blocks, nn.RMSNorm(WIDTH, 1e-5), nn.Linear(WIDTH, VOCAB, bias=False))
+    return nn.Sequential(embedding, *blocks, nn.RMSNorm(WIDTH, 1e-5), nn.Linear(WIDTH, VOCAB))
 
 
 def new_gpt2(attention: str = "sdpa") -> nn.Module:
@@ -260,9 +260,9 @@ def tensor_parallel() -> dict[str, Tensor]:
             p.data = p.data.chunk(parts, axis)[tp.rank()].contiguous()
     for block in model[1:-2]:
         for part in block.attention_norm, block.ffn_norm:
-            part.register_forward_hook(lambda module, inputs, output: CopyToTP.apply(output, tp))
+            part.register_forward_hook(lambda of, _, y: CopyToTP.apply(y, tp))
         for part in block.wo, block.feed_forward.w2:
-            part.register_forward_hook(lambda module, inputs, output: ReduceFromTP.apply(output, tp))
+            part.register_forward_hook(lambda of, _, y: ReduceFromTP.apply(y - of.bias, tp) + of.bias)
     log = train(model, clip=partial(clip_gradients, cfg))
     return log | {name: torch.cat(all_gather(log[name], tp), axis) for name, axis in split.items()}
 

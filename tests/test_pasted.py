@@ -39,7 +39,7 @@ BUGS = [  # what a reader may get wrong: technique, what stands in the trainer, 
     ("zero3", "for p in (unit.matrices, unit.vectors)])", "for p in [unit.matrices]])"),  # biases and norms stay
     ("checkpoint", "optimizer, 2, history", "optimizer, 1, history"),  # the number of logged steps
     ("pipeline", "dist.all_reduce(p.grad, group=dp)", "pass"),  # replicas go apart
-    ("tensor_parallel", "block.attention_norm, block.ffn_norm", "(block.attention_norm,)"),  # the MLP's input
+    ("tensor_parallel", "(y - of.bias, tp) + of.bias", "(y, tp)"),  # a bias of a split layer counts on each rank
     ("zigzag", "positions[None]", "torch.arange(LENGTH // 2)[None]"),  # positions of the first tokens
     ("experts", 'group=model.edp if ".experts." in name else model.dp', "group=model.dp"),  # of different experts
 ]
@@ -112,9 +112,15 @@ def into_an_empty_file(folder: Path, path: str) -> ModuleType:
 @pytest.mark.parametrize("path", KERNELS)
 @in_a_fork
 def test_a_kernel_needs_nothing_else(path, tmp_path):
-    """The definitions on the Copy line can be run in its order, and need no others; what it says to call is there."""
+    """The definitions on the Copy line can be run in its order, and need no others."""
     names = vars(into_an_empty_file(tmp_path, path)).keys() | vars(builtins).keys() | {"__annotations__"}
-    to_call = re.findall(r"\w+", " ".join(FAMILY[path].header["Copy"]).partition("(call ")[2])
-    needed = loaded(compile("\n".join(definitions(path)), path, "exec"))
-    needed |= FAMILY[path].definitions.keys() & set(to_call)
-    assert needed <= names, f"Copy does not list {needed - names}"
+    missing = loaded(compile("\n".join(definitions(path)), path, "exec")) - names
+    assert not missing, f"Copy does not list {missing}"
+
+
+def test_what_to_call_is_copied():
+    for path, recipe in FAMILY.items():
+        words = " ".join(" ".join(recipe.header.get(key, [])) for key in ("Copy", "Use", "Mind", "Together"))
+        called = {name for names in re.findall(r"[Cc]all (\w+)(?: or (\w+))?", words) for name in names}
+        missing = called & recipe.definitions.keys() - copied(recipe)
+        assert not missing or not copied(recipe), f"{path}: Copy does not list {missing}"
