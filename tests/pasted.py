@@ -1,8 +1,8 @@
 """A trainer of one's own: test_pasted.py pastes into it what the recipes' Copy lines list, and it must train as before.
 
 Up to the line "pasted here" it trains in one process, and knows nothing of the recipes. Its models are transformers'
-GPT-2, with position embeddings, LayerNorm, and one tensor for embedding and head, and a plain Llama with biases and
-names of its own. It accumulates gradients and clips them. After that line stands, technique by technique, the glue:
+GPT-2, with LayerNorm, frozen position embeddings, and one tensor for embedding and head, and a plain Llama with biases
+and names of its own. It accumulates gradients and clips them. After that line stands, technique by technique, the glue:
 what the Copy lines leave to the reader. Each cfg has no more than the Needs lines name.
 """
 
@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_gather
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
@@ -71,7 +70,9 @@ def new_llama() -> nn.Sequential:
 def new_gpt2(attention: str = "sdpa") -> nn.Module:
     sizes = dict(vocab_size=VOCAB, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=WIDTH // HEAD)
     dropout = dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, use_cache=False, attn_implementation=attention))
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, use_cache=False, attn_implementation=attention))
+    model.transformer.wpe.requires_grad_(False)
+    return model
 
 
 def initialized(model: nn.Module) -> nn.Module:
@@ -139,19 +140,22 @@ def llama() -> dict[str, Tensor]:
 
 # ------------------------------------------------------------------------------------------------------- pasted here
 
+SPLIT = dict(wq=0, wk=0, wv=0, wo=1, w1=0, w2=1, w3=0)
+VOCABULARY = ("transformer.wte.weight",)
+
 
 def forward(cfg: SimpleNamespace, model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     return sum_of_losses(model, x, targets)
 
 
-def micro_losses(model: nn.Module, ids: Tensor, targets: Tensor, dp: ProcessGroup, tokens=slice(None)):
+def micro_losses(model: nn.Module, ids: Tensor, targets: Tensor, dp: dist.ProcessGroup, tokens=slice(None)):
     """Yield this rank's losses one by one: of some rows of the batch, and some tokens of these."""
     micro = (x.chunk(dp.size())[dp.rank()][:, tokens].chunk(MICRO_BATCHES) for x in (ids, targets))
     for x, y in zip(*micro):
         yield sum_of_losses(model, x, y) / (targets != IGNORE).sum()
 
 
-def groups_of(**sizes: int) -> list[ProcessGroup]:
+def groups_of(**sizes: int) -> list[dist.ProcessGroup]:
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return [mesh.get_group(name) for name in sizes]
 
@@ -165,7 +169,7 @@ def bucketed() -> dict[str, Tensor]:
     return train(initialized(new_gpt2()), accumulate, validate=partial(evaluate, SimpleNamespace(device="cpu")))
 
 
-def in_freed_units() -> list:
+def in_freed_units(tp: dist.ProcessGroup | None = None) -> list:
     """Return GPT-2 in units, and how it is trained. Unit 0 stays whole: nothing would gather it for its backward."""
 
     def accumulate(model: nn.Module, ids: Tensor, targets: Tensor) -> None:
@@ -187,11 +191,11 @@ def in_freed_units() -> list:
 
     model, cfg = initialized(new_gpt2()), SimpleNamespace(clip=CLIP, device="cpu", microbatches=MICRO_BATCHES)
     gpt = model.transformer
-    model.dp = model.world = dist.group.WORLD
+    model.dp, model.world, model.tp = dist.group.WORLD, dist.group.WORLD, tp
     model.units, model.sending, model.gathers, model.stream = [], [], None, None
     blocks = {f"transformer.h.{i}.": block for i, block in enumerate(gpt.h)}
-    for i, (names, part) in enumerate({"transformer.w": gpt.wte, **blocks, "transformer.ln_f.": gpt.ln_f}.items()):
-        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    for i, (names, part) in enumerate({"transformer.wte.": gpt.wte, **blocks, "transformer.ln_f.": gpt.ln_f}.items()):
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names) and p.requires_grad]
         model.units.append(make_unit(named, lambda name, _: model.get_parameter(name), model.dp, "cpu", torch.float64))
         free(model.units[i])
         part.register_forward_pre_hook(lambda _, inputs, i=i: before_forward(model, i, inputs[0]))
@@ -213,18 +217,15 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 def checkpoint() -> dict[str, Tensor]:
     """Train two steps, write a checkpoint, start anew, resume, and train the third."""
-    global SPLIT, VOCABULARY
-    SPLIT, VOCABULARY = {}, ("transformer.wte.weight",)
     folder, (_, tp) = str(Path(__file__).parent / "checkpoints"), groups_of(dp=dist.get_world_size(), tp=1)
     cfg = SimpleNamespace(checkpoint=folder, device="cpu", keep=1, kv_heads=1, resume="", vocab=VOCAB)
-    model, *functions, optimizer = in_freed_units()
-    model.tp, writers = tp, dist.new_group(backend="gloo")
+    writers = dist.new_group(backend="gloo")
+    model, *functions, optimizer = in_freed_units(tp)
     log = train(model, *functions, optimizer, STEPS[:2])
     history = [log["gradient norm of step 1"].item()]  # of every second step
     with ThreadPoolExecutor(1) as thread:
         write(cfg, model, optimizer, 2, history, writers, thread).result()
-    model, *functions, optimizer = in_freed_units()
-    model.tp = tp
+    model, *functions, optimizer = in_freed_units(tp)
     step, read = resume(cfg, model, optimizer, writers)
     assert read == history, f"read {read}, written was {history}"
     return log | train(model, *functions, optimizer, STEPS[step:])
@@ -249,8 +250,6 @@ def pipeline() -> dict[str, Tensor]:
 
 
 def tensor_parallel() -> dict[str, Tensor]:
-    global SPLIT
-    SPLIT = dict(wq=0, wk=0, wv=0, wo=1, w1=0, w2=1, w3=0)
     model, cfg, tp = initialized(new_llama()), SimpleNamespace(clip=CLIP, kv_heads=2), dist.group.WORLD
     model.tp, split = tp, {}
     for name, p in model.named_parameters():
@@ -284,7 +283,7 @@ def zigzag() -> dict[str, Tensor]:
     return train(model, accumulate, validate=partial(evaluate, cfg))
 
 
-def with_experts(*groups: ProcessGroup) -> nn.Module:
+def with_experts(*groups: dist.ProcessGroup) -> nn.Module:
     model, cfg = new_llama(), SimpleNamespace(dim=WIDTH, experts=4, ffn=20, top_k=2)
     for block in model[1:-2]:
         block.feed_forward = MLP(cfg, *groups)

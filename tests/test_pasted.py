@@ -7,7 +7,6 @@ this red until the glue in pasted.py follows; then the Copy line has to say so t
 import ast
 import builtins
 import functools
-import importlib
 import re
 import tempfile
 from pathlib import Path
@@ -15,7 +14,6 @@ from types import ModuleType
 
 import compare
 import pytest
-import torch.distributed.device_mesh  # noqa: F401  imported once, before the ranks are forked
 from launch import ROOT, in_a_fork, launch, load
 from test_lineage import FAMILY, copied, loaded, named, parse
 from torch import Tensor
@@ -35,7 +33,6 @@ TECHNIQUES = {  # ranks, what it equals in one process, recipes
     "moe": (1, "", "07_expert/moe.py"),
 }
 BUGS = [  # what a reader may get wrong: technique, what stands in the trainer, what would be wrong
-    ("bucketed", "backward(model, last, bucket_mb=0.02)", "last.backward()"),  # gradients are not summed
     ("zero3", "for p in (unit.matrices, unit.vectors)])", "for p in [unit.matrices]])"),  # biases and norms stay
     ("checkpoint", "optimizer, 2, history", "optimizer, 1, history"),  # the number of logged steps
     ("pipeline", "dist.all_reduce(p.grad, group=dp)", "pass"),  # replicas go apart
@@ -64,7 +61,7 @@ def definitions(*paths: str) -> tuple[str, str]:
 def logs(technique: str, old: str = "", new: str = "") -> list[dict[str, Tensor]]:
     """Return what each rank of the trainer returns, with recipes pasted in; `old` becomes `new` before."""
     world, _, *recipes = TECHNIQUES[technique]
-    importlib.import_module("transformers.models.gpt2.modeling_gpt2")  # once, before the ranks are forked
+    load(TRAINER)  # and what it imports: once, before the ranks are forked
     imports, listed = definitions(*recipes)
     before, after = re.split(r"^# -+ pasted here$", TRAINER.read_text(), flags=re.M)
     source = "\n".join([imports, before, listed, after])
