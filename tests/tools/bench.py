@@ -51,6 +51,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
 import schedules
 from launch import ROOT, isolated, launch, load, own_folder
+from rows import write_rows
 
 RESULTS = ROOT / "tests" / "results" / "speed.json"
 KERNELS, KERNEL_STEPS = (RESULTS.parent / name for name in ("kernels.json", "kernel_steps.json"))
@@ -785,7 +786,7 @@ def kernels(names: list[str], rounds: int) -> bool:
         about = {**where(1), "triton": importlib.metadata.version("triton")}
         about["command"] = f"python tests/tools/bench.py kernels {name} --rounds {rounds}"
         stored[named(name, about["gpu"], stored)] = {**about, "rows": middle}
-        KERNELS.write_text(json.dumps(stored, indent=1) + "\n")
+        write_rows(KERNELS, stored)
     return not failed
 
 
@@ -839,7 +840,7 @@ def kernel_steps() -> None:
         for name, run in runs.items():
             stored.setdefault(preset, {})[name] = isolated(partial(step_by_kind, *run))
             print(f"{preset:12} {name:60}", *(f"{k} {ms:.1f}" for k, ms in stored[preset][name].items()), flush=True)
-            KERNEL_STEPS.write_text(json.dumps(stored, indent=1) + "\n")
+            write_rows(KERNEL_STEPS, stored)
 
 
 def memory(stored: dict[str, dict]) -> list[dict[str, object]]:
@@ -952,7 +953,7 @@ def main() -> None:
     suites += ["collectives"] if present > 1 and not args.suites else []
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if suites == ["memory"]:
-        (RESULTS.parent / "memory.json").write_text(json.dumps({"rows": memory(stored)}, indent=1) + "\n")
+        write_rows(RESULTS.parent / "memory.json", {"rows": memory(stored)})
         return
     alone = {"context_attention": partial(context_attention, args.rounds), "pipeline_parts": pipeline_parts}
     alone["expert_layer"] = partial(expert_layer, args.rounds)
@@ -961,7 +962,7 @@ def main() -> None:
         command = f"python tests/tools/bench.py {suites[0]}{rounds}"
         about = {**where(1), "command": command}
         stored[named(suites[0], about["gpu"], stored)] = {**about, **isolated(alone[suites[0]])}
-        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+        write_rows(RESULTS, stored)
         return
     if not suites:
         raise SystemExit(f"no suite fits {present} GPUs")
@@ -977,7 +978,7 @@ def main() -> None:
             [collectives(present)] if suite == "collectives" else measure(suite, args.rounds, args.gpus, args.brief)
         ):
             stored[named(suite, result["gpu"], stored)] = result
-            RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+            write_rows(RESULTS, stored)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
 from launch import ROOT, isolated, own_folder
+from rows import write_rows
 
 RESULTS = {"formats": "curves.json", "optimizers": "optimizers.json", "time": "time.json"}
 MODEL = "--layers 8 --dim 512 --heads 8 --kv_heads 8 --ffn 1536 --seq 512 --batch 16 --lr 1e-3 --compile"
@@ -188,7 +189,7 @@ def over_time(flags: str, jobs: ThreadPoolExecutor, seeds: list[int], file: Path
             if not job.exception():
                 run = job.result()
                 runs[run["label"], run["seed"]] = run
-                file.write_text(json.dumps(about | {"runs": list(runs.values())}, indent=1) + "\n")
+                write_rows(file, about | {"runs": list(runs.values())})
         for job in running:
             job.result()  # raises what one of them has raised
 
@@ -218,7 +219,7 @@ def main() -> None:
         else:
             runs = list((of_formats if args.what == "formats" else of_optimizers)(flags, jobs))
             if gpus:
-                file.write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n")
+                write_rows(file, about | {"runs": runs})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ norm; the signal-to-noise ratio is that of all tensors together.
 """
 
 import datetime
-import json
 import math
 import platform
 import sys
@@ -18,6 +17,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
 from launch import ROOT, isolated, load
+from rows import write_rows
 
 RESULTS = ROOT / "tests/results/precision.json"
 FLAGS = "--device cpu --layers 4 --dim 256 --heads 4 --kv_heads 4 --ffn 512 --seq 128 --batch 4 --lr 0"
@@ -79,7 +79,7 @@ def main() -> None:
         "precision": rows,
         "formats": tables | {"updates": formats.table_of_updates(seen)},
     }
-    RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+    write_rows(RESULTS, stored)
 
 
 if __name__ == "__main__":
