@@ -1,29 +1,23 @@
-"""Measure speed on the GPUs at hand, alternating what is compared, and store it for the README.
+"""Measure speed on the GPUs at hand, alternating what is compared, and store it for the pages.
 
     python tests/tools/bench.py [SUITE ...] [--rounds 2]      all suites that fit the GPUs, or those named
 
-Each line is a run of its own, with a warm-up that does not count; the lines of a suite take turns, for as many rounds
-as asked, in an order drawn from the number of the round: over several, a GPU that grows warm slows all of them. What is
-measured is stored after every round.
-A recipe of one process in a suite for several GPUs runs on each of them at once, and the slowest counts: what ranks
-that wait for each other cannot surpass.
+Each line of a suite is a run of its own. The lines take turns, for as many rounds as asked, in an order drawn from the
+number of the round: a GPU that grows warm slows all of them. What is measured is stored after every round. A recipe of
+one process in a suite for several GPUs runs on each of them at once, and the slowest counts.
+Of some suites more is measured: the idle share of pipelines, beside what schedules.py simulates from the measured
+durations; the model's blocks alone; the timeline of the slowest rank by 01_single_gpu/profiling.py, whose --draw makes
+a picture of those in tests/results/timelines.
 
-`blocks` measures forward and backward of the model's blocks alone, with CUDA events, on what a step gives the first.
-`idle` runs a pipeline recipe with CUDA events around every operation: the share of the time in which a stage computes
-nothing, beside what schedules.py simulates from the measured durations. `pipeline_parts` times every stage of a
-pipeline on one GPU. `profiled` runs 01_single_gpu/profiling.py and keeps the slowest rank's timeline; from these, on
-any machine, `python 01_single_gpu/profiling.py --draw 02_data_parallel/overlap.svg
-tests/results/timelines/{naive,overlap,bucketed}.json` draws the picture.
-`expert_layer` times one layer of experts on one GPU, ours and that of transformers, and its matmuls alone.
-`context_attention` times what one rank of four computes in the attention of 05_context_ring, without transfers.
-`kernels`, and the names of files behind it if not all are meant, runs `measure` of the files of 09_kernels, each in a
-process of its own, and stores their rows in tests/results/kernels.json: of each row that of the median round. Another
-card than the first one's has results of its own, "NAME on CARD".
-`kernel_steps` sorts the milliseconds of a step of the root and of 09_kernels/train.py by what its GPU kernels do, for
-tests/results/kernel_steps.json.
-`collectives` stores what 02_data_parallel/collectives.py prints. `memory` needs no GPU: it puts the measured peaks of
-naive data parallelism and of ZeRO beside what 01_single_gpu/memory.py predicts, for `python 01_single_gpu/memory.py
---draw 03_zero/memory.svg tests/results/memory.json`.
+pipeline_parts      every stage of a pipeline, on one GPU
+expert_layer        one layer of experts, ours and that of transformers, and its matmuls alone
+context_attention   what one rank of four computes in the attention of 05_context_ring, without transfers
+collectives         the table of 02_data_parallel/collectives.py
+kernels [NAME ...]  `measure` of the files of 09_kernels, the median round, into tests/results/kernels.json
+kernel_steps        where the milliseconds of a step go, of the root and of 09_kernels/train.py
+memory              needs no GPU: the measured peaks beside what 01_single_gpu/memory.py predicts, for its --draw
+
+Another card than the first one's has results of its own, "NAME on CARD".
 """
 
 import argparse
@@ -72,19 +66,17 @@ LLAMAS = {  # one GPU, with matmuls large enough that the CPU is ahead of the GP
 }
 MIXED = LLAMAS["smollm_1_7b"]
 LLAMA_2_7B = "--layers 32 --dim 4096 --heads 32 --kv_heads 32 --ffn 11008 --vocab 32000"
-# every way to split two GPUs: the same batch, a sequence's tokens per GPU and micro-batch
-LAYOUTS = """
-    08_4d: train --dp 2 --cp 1 --tp 1 --pp 1 --microbatches 4
-    08_4d: train --dp 1 --cp 2 --tp 1 --pp 1 --microbatches 4
-    08_4d: train --dp 1 --cp 1 --tp 2 --pp 1 --microbatches 4
-    08_4d: train --dp 1 --cp 1 --tp 1 --pp 2 --microbatches 8"""
-# every way to split four; a pipeline with four micro-batches per stage, and with two stages per GPU
-FOUR = [sizes for sizes in itertools.product((1, 2, 4), repeat=4) if math.prod(sizes) == 4]
-LAYOUTS_OF_FOUR = "".join(
-    f"\n    08_4d: train --dp {dp} --cp {cp} --tp {tp} --pp {pp} --microbatches {4 * pp}" for dp, cp, tp, pp in FOUR
-)
+
+
+def layouts(gpus: int) -> str:
+    """Lines of every way to split so many GPUs; a pipeline has four micro-batches per stage."""
+    ways = [sizes for sizes in itertools.product((4, 2, 1), repeat=4) if math.prod(sizes) == gpus]
+    line = "\n    08_4d: train --dp {} --cp {} --tp {} --pp {} --microbatches {}"
+    return "".join(line.format(*sizes, 4 * sizes[3]) for sizes in ways)
+
+
 # name: GPUs, how many lines from the first on do the same work and are compared with it, the flags of all lines; then
-# lines, each with a folder, recipes in it, a line for each of these, and their own flags
+# lines, each with a folder, recipes in it, a line for each of these, and their own flags; several suites may share them
 TEXT = f"""
 single: 1, 2, {SMOLLM} --steps 25
     tests/tools: library --batch 4
@@ -107,9 +99,6 @@ strong_scaling: 4, 7, {SMOLLM} --steps 15
     02_data_parallel: naive bucketed coalesced copy_engines --batch 4
     01_single_gpu: train --batch 1
 zero: 4, 8, {SMOLLM} --steps 15 --batch 16
-    03_zero: torch_fsdp zero1 zero1_masters
-    03_zero: zero1_overlap zero2 zero3 zero3_copy_engines --microbatches 1
-    03_zero: hsdp --microbatches 1 --shard 2
 zero_two: 2, 8, {SMOLLM} --steps 15 --batch 8
     03_zero: torch_fsdp zero1 zero1_masters
     03_zero: zero1_overlap zero2 zero3 zero3_copy_engines --microbatches 1
@@ -129,8 +118,6 @@ zero_more: 4, 4, {SMOLLM} --steps 15
     03_zero: offload --batch 16 --microbatches 1 --steps 8
     01_single_gpu: train --batch 4
 zero_8b: 4, 3, {LARGE} --steps 8 --batch 4
-    03_zero: torch_fsdp
-    03_zero: zero3 zero3_copy_engines --microbatches 1
 zero_8b_two: 4, 3, {LARGE} --steps 8 --batch 8
     03_zero: torch_fsdp
     03_zero: zero3 zero3_copy_engines --microbatches 1
@@ -144,7 +131,6 @@ context: 2, 3, {LONG} --seq 32768
 context_more: 2, 5, {LONG} --seq 32768
     05_context_ring: torch_context_parallel all_gather_kv ring striped ulysses
 context_64k: 2, 2, {LONG} --seq 65536
-    05_context_ring: torch_context_parallel zigzag
 context_128k: 2, 2, {LONG} --layers 4 --seq 131072
     05_context_ring: torch_context_parallel zigzag
 context_four: 4, 5, {LONG} --seq 32768
@@ -159,8 +145,6 @@ context_million: 2, 1, {LONG} --layers 1 --vocab 256 --steps 3 --seq 1048576
 tensor_few_layers: 4, 3, {LARGE} --steps 15 --batch 2 --layers 4 --vocab 8192
     04_tensor_sequence: torch_dtensor sequence_parallel async_tensor_parallel
 pipeline: 4, 5, {STAGED}
-    06_pipeline: torch_pipelining --schedule 1F1B
-    06_pipeline: 1f1b split_backward interleaved zbv
 pipeline_two: 2, 5, {STAGED}
     06_pipeline: torch_pipelining --schedule 1F1B
     06_pipeline: 1f1b split_backward interleaved zbv
@@ -171,11 +155,7 @@ pipeline_twins: 4, 3, {STAGED.replace(" --compile", "")}
     06_pipeline: torch_pipelining --compile --schedule Interleaved1F1B
     06_pipeline: torch_pipelining --schedule ZBVZeroBubble
 expert: 2, 4, {EXPERTS} --batch 8
-    07_expert: expert_parallel overlap
-    07_expert: slots symmetric_memory --slots 1.25
 expert_more: 2, 4, {EXPERTS} --batch 16
-    07_expert: expert_parallel overlap
-    07_expert: slots symmetric_memory --slots 1.25
 expert_four: 4, 4, {EXPERTS} --batch 8
     07_expert: expert_parallel overlap
     07_expert: slots symmetric_memory --slots 1.25
@@ -197,8 +177,6 @@ lora: 1, 1, --preset llama3_8b --seq 4096 --dtype bfloat16 --compile --steps 12 
 lora_two: 2, 1, --preset llama3_8b --seq 4096 --dtype bfloat16 --compile --steps 12 --batch 4
     03_zero: lora --microbatches 1
 kernels_smollm: 1, 2, {LLAMAS["smollm_1_7b"]}
-    01_single_gpu: train --compile
-    09_kernels: train
 kernels_llama3_1b: 1, 2, {LLAMAS["llama3_1b"]}
     01_single_gpu: train --compile
     09_kernels: train
@@ -218,7 +196,6 @@ fp8_torchao: 1, 3, {MIXED} --compile
 mixed_llama3_8b: 1, 2, {LARGE} --steps 200 --warmup 20 --batch 1 --microbatches 1
     10_mixed_precision: stochastic_rounding fp8_stochastic_rounding
 low_memory: 1, 2, {LARGE} --steps 12 --batch 1
-    10_mixed_precision: low_memory fp8_low_memory
 low_memory_7b: 1, 2, {LLAMA_2_7B} --seq 1024 --batch 12 --dtype bfloat16 --compile --steps 12 --lr 3e-4
     10_mixed_precision: low_memory fp8_low_memory
 fp8_zero3: 2, 4, --preset smollm_1_7b --seq 4096 --batch 8 --dtype bfloat16 --compile --steps 20
@@ -236,10 +213,10 @@ fp8_zero3_four: 4, 4, {LARGE} --steps 8 --batch 8
     10_mixed_precision: fp8_zero3 --microbatches 1
     tests/tools: torchao_fsdp
 layouts_8b: 2, 5, {LARGE} --steps 6 --batch 8
-    03_zero: zero1_overlap --microbatches 4{LAYOUTS}
-layouts_8b_few_layers: 2, 4, {LARGE} --steps 8 --batch 8 --layers 8{LAYOUTS}
+    03_zero: zero1_overlap --microbatches 4{layouts(2)}
+layouts_8b_few_layers: 2, 4, {LARGE} --steps 8 --batch 8 --layers 8{layouts(2)}
 layouts_four: 4, 13, {LARGE} --steps 6 --batch 16 --layers 8
-    03_zero: zero1_overlap --microbatches 4{LAYOUTS_OF_FOUR}
+    03_zero: zero1_overlap --microbatches 4{layouts(4)}
     08_4d: 3d --dp 2 --tp 1 --pp 2 --microbatches 8
     08_4d: 3d --dp 1 --tp 1 --pp 4 --microbatches 16
 layouts_moe: 2, 6, {EXPERTS} --batch 8
@@ -249,7 +226,7 @@ layouts_moe: 2, 6, {EXPERTS} --batch 8
     08_4d: moe --dp 1 --cp 2 --tp 1 --pp 1 --ep 2 --microbatches 1
     08_4d: moe --dp 1 --cp 1 --tp 2 --pp 1 --ep 1 --microbatches 1
     08_4d: moe --dp 1 --cp 1 --tp 1 --pp 2 --ep 1 --microbatches 8
-layouts_smollm: 2, 4, --preset smollm_1_7b --seq 4096 --batch 32 --dtype bfloat16 --compile --steps 10{LAYOUTS}
+layouts_smollm: 2, 4, --preset smollm_1_7b --seq 4096 --batch 32 --dtype bfloat16 --compile --steps 10{layouts(2)}
 four: 4, 1, --preset smollm_1_7b --batch 16 --dtype bfloat16 --compile
     02_data_parallel: naive --seq 2048 --steps 25
     06_pipeline: afab 1f1b --layers 27 --seq 4096 --microbatches 16 --steps 12
@@ -259,23 +236,18 @@ four: 4, 1, --preset smollm_1_7b --batch 16 --dtype bfloat16 --compile
 def suites_of(text: str) -> dict[str, tuple[int, int, list[tuple[str, str]]]]:
     """The suites of such a text, each with GPUs, lines that are compared, and (file, flags) of all lines."""
     found = {}
-    for head, *lines in (suite.splitlines() for suite in re.split(r"\n(?=\S)", text.strip())):
-        name, gpus, alike, shared = re.split(": |, ", head)
-        runs = []
-        for line in lines:
-            folder, names, flags = re.fullmatch(r" +(\S+): (.+?)((?: --.*)?)", line).groups()
-            runs += [(f"{folder}/{file}.py", shared + flags) for file in names.split()]
-        found[name] = int(gpus), int(alike), runs
+    for heads, lines in re.findall(r"((?:\S.*\n)+)((?: +.*\n)+)", text):
+        for name, gpus, alike, shared in (re.split(": |, ", head) for head in heads.splitlines()):
+            runs = []
+            for line in lines.splitlines():
+                folder, names, flags = re.fullmatch(r" +(\S+): (.+?)((?: --.*)?)", line).groups()
+                runs += [(f"{folder}/{file}.py", shared + flags) for file in names.split()]
+            found[name] = int(gpus), int(alike), runs
     return found
 
 
 SUITES = suites_of(TEXT)
-IDLE = {  # whose stages' idle time is measured, too
-    "pipeline": SUITES["pipeline"][2][1:],  # not of the twin
-    "pipeline_two": SUITES["pipeline_two"][2][1:],
-    "pipeline_more": SUITES["pipeline_more"][2][1:],
-    "four": [(file, flags.replace("--steps 12", "--steps 8")) for file, flags in SUITES["four"][2][1:]],
-}
+IDLE = "pipeline", "pipeline_two", "pipeline_more", "four"  # suites whose stages' idle time is measured, too
 BLOCKS = "tensor_few_layers"  # the suite of which the blocks are measured alone, too
 PROFILED = {  # recipes of a suite of which a timeline is kept
     "data_parallel": "naive overlap bucketed coalesced copy_engines",
@@ -302,30 +274,26 @@ TIMELINES = RESULTS.parent / "timelines"
 NUMBER = {"tokens": r"tokens/s/GPU ([\d,]+)", "mfu": r"MFU ([\d.]+)%", "memory": r"memory ([\d.]+) GiB"}
 
 
-def outputs(*commands: list[str]) -> list[str]:
-    """What these commands print, each run on GPUs of its own at the same time if there are several."""
-    processes = []
-    for gpu, command in enumerate(commands):
-        own = {"CUDA_VISIBLE_DEVICES": str(gpu)} if len(commands) > 1 else {}
-        with_pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        processes.append(
-            subprocess.Popen([sys.executable, *command], cwd=ROOT, env={**os.environ, **own}, **with_pipes)
-        )
+def outputs(command: list[str], gpus: int) -> list[str]:
+    """What a command prints on each of the GPUs; all run at the same time."""
+    environments = [{**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(gpus)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes = [subprocess.Popen([sys.executable, *command], cwd=ROOT, env=own, **pipes) for own in environments]
     ends = [process.communicate() for process in processes]
     for process, (_, errors) in zip(processes, ends):
         if process.returncode:
-            raise SystemExit(f"{' '.join(process.args)} failed:\n{errors[-3000:]}")
+            raise SystemExit(f"{' '.join(command)} failed:\n{errors[-3000:]}")
     return [printed for printed, _ in ends]
 
 
 def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
     """One run in processes of its own; the numbers of its last line, and its last loss. Of several, the slowest.
 
-    slowest: the speed of the slowest step after the first five, over the median. Of a long run all losses, for a curve.
+    Of a long run all losses, for a curve.
     """
     single = file.startswith(("01_", "09_", "10_", "tests/")) and not file.endswith(("fp8_zero3.py", "_fsdp.py"))
     if single and gpus > 1:
-        ends = outputs(*[[file, *flags.split()]] * gpus)
+        ends = outputs([file, *flags.split()], gpus)
     else:  # forks of this process, which has imported torch: a start takes a third of torchrun's
         ends = launch(file, gpus, flags, timeout=500, save=False).output[:1]
     runs = []
@@ -334,13 +302,9 @@ def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
         found = {key: re.search(pattern, last) for key, pattern in NUMBER.items()}
         numbers = {key: float(match[1].replace(",", "")) if match else None for key, match in found.items()}
         losses = [float(loss) for loss in re.findall(r"^ *step \d+  loss (\S+)", printed, re.M)]
-        steps = [float(n.replace(",", "")) for n in re.findall(r"^ *step .*tokens/s/GPU ([\d,]+)", printed, re.M)][5:]
-        if len(steps) > 1:  # where the CPU is not ahead of the GPU, steps differ
-            numbers["slowest"] = round(min(steps) / statistics.median(steps), 3)
         runs.append(numbers | {"loss": losses[-1]} | ({"losses": losses} if len(losses) >= 100 else {}))
-    return min(runs, key=lambda numbers: numbers["tokens"]) | (
-        {"each": [r["tokens"] for r in runs]} if len(runs) > 1 else {}
-    )
+    each = {"each": [numbers["tokens"] for numbers in runs]} if len(runs) > 1 else {}
+    return min(runs, key=lambda numbers: numbers["tokens"]) | each
 
 
 def events(count: int) -> list[torch.cuda.Event]:
@@ -349,7 +313,7 @@ def events(count: int) -> list[torch.cuda.Event]:
 
 
 def events_around_operations(module):
-    """A probe: for each step (milliseconds of the step, [of each operation in its order], of summing replicas); GiB.
+    """A probe: for each step (milliseconds of the step, [of each operation in its order], of summing replicas).
 
     By CUDA events. The step reaches from the first operation to the all-reduce of the loss, for which all ranks wait.
     """
@@ -383,8 +347,7 @@ def events_around_operations(module):
         found = [[(kind, start.elapsed_time(end)) for kind, start, end in step] for step in steps]
         kinds = "step", "operation", "replicas"
         times = [[[ms for kind, ms in step if kind == wanted] for wanted in kinds] for step in found]
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        return [(sum(span), operations, sum(replicas)) for span, operations, replicas in times], peak
+        return [(sum(span), operations, sum(replicas)) for span, operations, replicas in times]
 
     return report
 
@@ -393,10 +356,10 @@ def idle(file: str, flags: str, gpus: int) -> dict[str, object]:
     """Idle share of a pipeline, mean over ranks, median over the steps after warm-up, beside what is expected.
 
     formula: with equal durations of F, B and W. simulated: with the measured ones of every stage, and a transfer that
-    takes what schedules.PEER_TO_PEER says. Milliseconds are those of the whole schedule.
+    takes what schedules.PEER_TO_PEER says.
     """
     ranks = launch(file, gpus, flags, probe=events_around_operations, timeout=500, save=False).probes
-    settled = [steps[len(steps) // 2 :] for steps, _ in ranks]
+    settled = [steps[len(steps) // 2 :] for steps in ranks]
     line = schedules.pipeline(load(file), gpus, int(re.search(r"--microbatches (\d+)", flags)[1]))
     durations, replicas = {}, statistics.median(extra for rank in settled for _, _, extra in rank)
     for order, rank in zip(line.orders, settled, strict=True):
@@ -406,18 +369,14 @@ def idle(file: str, flags: str, gpus: int) -> dict[str, object]:
     # a whole backward is timed as B, and has no W
     simulated = schedules.simulate(line, lambda op, stage: durations.get((op, stage), 0), transfer_ms(flags))
     steps = [
-        (1 - sum(sum(rank[i][1]) + rank[i][2] for rank in settled) / sum(rank[i][0] for rank in settled))
+        1 - sum(sum(rank[i][1]) + rank[i][2] for rank in settled) / sum(rank[i][0] for rank in settled)
         for i in range(len(settled[0]))
     ]
-    predicted = schedules.makespan(simulated) + replicas
+    makespan = schedules.makespan(simulated)
     return {
         "idle": statistics.median(steps),
-        "simulated": schedules.idle_share(simulated) * schedules.makespan(simulated) / predicted,
+        "simulated": schedules.idle_share(simulated) * makespan / (makespan + replicas),
         "formula": schedules.idle_share(schedules.simulate(line)),
-        "ms": statistics.median(span for rank in settled for span, _, _ in rank),
-        "simulated_ms": predicted,
-        "memory": [peak for _, peak in ranks],
-        "durations_ms": {f"{op}{stage}": ms for (op, stage), ms in sorted(durations.items())},
     }
 
 
@@ -458,14 +417,13 @@ def stage_times(file: str, stage: int, stages: int, flags: str) -> dict[str, flo
             now[1].record()
             if split:
                 _, operands = module.backward_input(model, layers, x, output, gradient)
-                now[2].record()
-                module.backward_weights(operands)
-                operands = None
             else:
                 output.backward(gradient)
-                now[2].record()
+            now[2].record()
+            if split:
+                module.backward_weights(operands)
             now[3].record()
-            output = None
+            output = operands = None
             passed.append(now)
         start, end = events(2)
         start.record()
@@ -481,7 +439,7 @@ def stage_times(file: str, stage: int, stages: int, flags: str) -> dict[str, flo
     return {"layers": len(model.model.layers), **found, "optimizer": start.elapsed_time(end)}
 
 
-def pipeline_parts() -> dict[str, object]:
+def pipeline_parts(_: int) -> dict[str, object]:
     """The times of every stage of smollm_1_7b, cut into 4 and into 8, with the backward whole and split."""
     rows = []
     torch._dynamo.config.recompile_limit = 64  # a process of a training has one stage, and needs few
@@ -541,8 +499,11 @@ def blocks(file: str, flags: str, gpus: int) -> dict[str, float]:
     return {"forward": forward, "backward": backward}
 
 
-def profiled(file: str, flags: str, gpus: int, timelines: Path) -> list[dict[str, float]]:
+def profiled(file: str, flags: str, gpus: int, suite: str) -> list[dict[str, float]]:
     """Milliseconds of a step by what the GPU does, by rank. Keeps the timeline of the one that computes longest."""
+    timelines = TIMELINES / suite if suite in ("zero_stages", "expert") else TIMELINES
+    if suite.startswith(("layouts", "fp8", "olmoe")):  # these draw nothing
+        timelines = own_folder()
     with tempfile.TemporaryDirectory() as folder:
         launch("01_single_gpu/profiling.py", gpus, f"{file} --folder {folder} {flags}", timeout=500, save=False)
         reports = [json.loads(Path(folder, f"{Path(file).stem}.rank{rank}.json").read_text()) for rank in range(gpus)]
@@ -638,6 +599,12 @@ def milliseconds(run: Callable[[], None], least: float = 300) -> float:
         count = math.ceil(1.2 * least / taken * count)
 
 
+def medians(runs: list[Callable[[], None]], rounds: int) -> list[float]:
+    """Milliseconds of each; they take turns."""
+    times = [[milliseconds(run) for run in runs] for _ in range(rounds)]
+    return [statistics.median(column) for column in zip(*times)]
+
+
 def context_attention(rounds: int) -> dict[str, object]:
     """What one rank of cp 4 computes in attention (llama3_8b's heads), beside a quarter of one call for all of it."""
     cp, rows, whole = 4, [], []
@@ -646,13 +613,9 @@ def context_attention(rounds: int) -> dict[str, object]:
     for seq in 32768, 131072:
         every = [(None, 0, attention_of(None, seq, 0, 1))]
         every += [(f, rank, attention_of(f"05_context_ring/{f}.py", seq, rank, cp)) for f, rank in names]
-        times = [[] for _ in every]
         torch._dynamo.config.recompile_limit = 64  # a process of a training has one rank, and needs few
-        for _ in range(rounds):
-            for (*_, runs), found in zip(every, times):
-                found.append([milliseconds(run) for run in runs])
-        middle = [[statistics.median(column) for column in zip(*found)] for found in times]
-        (forward, both), *ours = middle
+        middle = medians([run for *_, runs in every for run in runs], rounds)
+        (forward, both), *ours = zip(middle[::2], middle[1::2])
         whole.append({"seq": seq, "forward_ms": forward, "both_ms": both})
         for (name, rank, _), (mine, mine_both) in zip(every[1:], ours):
             shares = {"share_forward": forward / cp / mine, "share": both / cp / mine_both}
@@ -667,8 +630,7 @@ def layers_of_experts() -> list[tuple[str, torch.nn.Module]]:
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    module = load(MOE)
-    cfg = module.Config(**module.PRESETS["olmoe_1b_7b"])
+    cfg = load(MOE).Config(**load(MOE).PRESETS["olmoe_1b_7b"])
     shape = dict(hidden_size=cfg.dim, intermediate_size=cfg.ffn, num_local_experts=cfg.experts)
 
     def ours(dtype: torch.dtype, loop: bool = False) -> torch.nn.Module:
@@ -744,11 +706,7 @@ def expert_layer(rounds: int) -> dict[str, object]:
     _, _, ends = module.sort_by_expert(first.gate(x.detach().flatten(0, 1))[1], len(first.rows))
     matmuls = grouped_matmuls(ends, 8 * 16384)
     runs = [partial(once, layer, backward) for _, layer in layers for backward in (False, True)]
-    times = [[] for _ in [*runs, *matmuls]]
-    for _ in range(rounds):
-        for run, found in zip([*runs, *(call for *_, call in matmuls)], times):
-            found.append(milliseconds(run))
-    middle = [statistics.median(found) for found in times]
+    middle = medians([*runs, *(call for *_, call in matmuls)], rounds)
     rows = [
         {"label": label, "forward_ms": forward, "both_ms": both}
         for (label, _), forward, both in zip(layers, middle[::2], middle[1::2])
@@ -759,6 +717,15 @@ def expert_layer(rounds: int) -> dict[str, object]:
     ]
     print(*rows, *alone, sep="\n", flush=True)
     return {"transformers": transformers.__version__, "rows": rows, "matmuls": alone}
+
+
+ON_ONE_GPU = dict(context_attention=context_attention, expert_layer=expert_layer, pipeline_parts=pipeline_parts)
+
+
+def on_one_gpu(name: str, rounds: int) -> dict[str, object]:
+    """What such a function returns, in a process of its own."""
+    command = f"python tests/tools/bench.py {name}" + (f" --rounds {rounds}" if name != "pipeline_parts" else "")
+    return {**where(1), "command": command, **isolated(partial(ON_ONE_GPU[name], rounds))}
 
 
 def kernel(name: str) -> list[dict[str, object]]:
@@ -881,24 +848,15 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
             row["rounds"].append(run(row["file"], row["flags"], gpus))
             print(f"round {turn + 1}  {row['file']:45} {row['rounds'][-1]}", flush=True)
         yield result
-    if brief:
-        return
-    for file, flags in IDLE.get(suite, []):
-        row = next(row for row in rows if row["file"] == file)
-        row["pipeline"] = idle(file, flags, gpus)
-        print(f"idle     {file:45} {row['pipeline']}", flush=True)
-        yield result
-    for row in rows if suite == BLOCKS else []:
-        row["block_ms"] = blocks(row["file"], row["flags"], gpus)
-        print(f"blocks   {row['file']:45} {row['block_ms']}", flush=True)
-        yield result
-    for row in [row for row in rows if Path(row["file"]).stem in PROFILED.get(suite, "").split()]:
-        file, timelines = row["file"], TIMELINES / suite if suite in ("zero_stages", "expert") else TIMELINES
-        if suite.startswith(("layouts", "fp8", "olmoe")):  # these draw nothing
-            timelines = own_folder()
-        row["profile"] = profiled(file, re.sub(r"--steps \d+", "", row["flags"]), gpus, timelines)
-        for rank, ms in enumerate(row["profile"]):
-            print(f"profile  {file:35} rank {rank}", *(f"{key} {value:.1f}" for key, value in ms.items()), flush=True)
+    for row in [] if brief else rows:
+        file, flags = row["file"], row["flags"]
+        if suite in IDLE and file.startswith("06_pipeline/") and "torch" not in file:
+            row["pipeline"] = idle(file, flags, gpus)
+        if suite == BLOCKS:
+            row["block_ms"] = blocks(file, flags, gpus)
+        if Path(file).stem in PROFILED.get(suite, "").split():
+            row["profile"] = profiled(file, re.sub(r"--steps \d+", "", flags), gpus, suite)
+        print(f"{file:45}", {key: row[key] for key in ("pipeline", "block_ms", "profile") if key in row}, flush=True)
         yield result
 
 
@@ -910,11 +868,9 @@ def named(suite: str, gpu: str, stored: dict[str, dict]) -> str:
 
 def check(args: argparse.Namespace, present: int) -> None:
     """Exit with one line that names what cannot be measured, and what would work; `present`: GPUs of this machine."""
-    known = [*SUITES, "collectives"]
-    if len(args.suites) == 1:  # these run alone
-        known += ["context_attention", "expert_layer", "pipeline_parts", "memory", "kernel_steps"]
+    known = [*SUITES, *ON_ONE_GPU, "collectives"] + (["memory", "kernel_steps"] if len(args.suites) == 1 else [])
     if args.suites[:1] != ["kernels"] and (unknown := [suite for suite in args.suites if suite not in known]):
-        raise SystemExit(f"{unknown[0]}: must be of {', '.join(known)}, or kernels")
+        raise SystemExit(f"{unknown[0]}: must be of {', '.join(known)}; or memory, kernel_steps or kernels, alone")
     if args.rounds < 1:
         raise SystemExit(f"--rounds {args.rounds}: must be at least 1")
     if args.suites == ["memory"]:
@@ -927,16 +883,22 @@ def check(args: argparse.Namespace, present: int) -> None:
             raise SystemExit(f"{suite}: {gpus} GPUs are wanted, here are {present}: see --gpus")
 
 
+def write_ids(suites: list[str]) -> None:
+    """Write the ids that these suites train on."""
+    flags = " ".join(each for suite in suites if suite in SUITES for _, each in SUITES[suite][2])
+    if str(RANDOM_IDS) in flags:
+        np.random.default_rng(0).integers(0, 50304, 20_000_000).astype(np.uint16).tofile(RANDOM_IDS)
+    if str(DOCUMENTS) in flags:
+        generator = np.random.default_rng(0)
+        ids = generator.integers(1, 50304, 20_000_000) * (generator.random(20_000_000) > 1e-3)
+        ids.astype(np.uint32).tofile(DOCUMENTS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "suites",
-        nargs="*",
-        metavar="SUITE",
-        help=f"of {', '.join(SUITES)}, collectives, context_attention, expert_layer, pipeline_parts, memory, "
-        "kernel_steps; or kernels and the names of files",
-    )
+    others = f"{', '.join(ON_ONE_GPU)}, collectives, memory, kernel_steps; or kernels and the names of files"
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}, {others}")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--gpus", type=int, help="other than the number that a suite is made for")
     parser.add_argument("--brief", action="store_true", help="speed and memory alone, no profiles, idle shares, blocks")
@@ -944,39 +906,24 @@ def main() -> None:
     present = torch.cuda.device_count()
     check(args, present)
     os.chdir(ROOT)  # where the names of recipes are paths
-    RESULTS.parent.mkdir(exist_ok=True)
     if args.suites[:1] == ["kernels"]:
         raise SystemExit(not kernels(args.suites[1:], args.rounds))
     if args.suites == ["kernel_steps"]:
         return kernel_steps()
+    stored = json.loads(RESULTS.read_text())
+    if args.suites == ["memory"]:
+        return write_rows(RESULTS.parent / "memory.json", {"rows": memory(stored)})
     suites = args.suites or [name for name, (gpus, *_) in SUITES.items() if gpus <= present]
     suites += ["collectives"] if present > 1 and not args.suites else []
-    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if suites == ["memory"]:
-        write_rows(RESULTS.parent / "memory.json", {"rows": memory(stored)})
-        return
-    alone = {"context_attention": partial(context_attention, args.rounds), "pipeline_parts": pipeline_parts}
-    alone["expert_layer"] = partial(expert_layer, args.rounds)
-    if suites in ([name] for name in alone):  # on one GPU, without a training
-        rounds = f" --rounds {args.rounds}" if suites[0] != "pipeline_parts" else ""
-        command = f"python tests/tools/bench.py {suites[0]}{rounds}"
-        about = {**where(1), "command": command}
-        stored[named(suites[0], about["gpu"], stored)] = {**about, **isolated(alone[suites[0]])}
-        write_rows(RESULTS, stored)
-        return
-    if not suites:
-        raise SystemExit(f"no suite fits {present} GPUs")
-    flags = " ".join(each for suite in suites if suite in SUITES for _, each in SUITES[suite][2])
-    if str(RANDOM_IDS) in flags:
-        np.random.default_rng(0).integers(0, 50304, 20_000_000).astype(np.uint16).tofile(RANDOM_IDS)
-    if str(DOCUMENTS) in flags:
-        random_ids = np.random.default_rng(0)
-        ids = random_ids.integers(1, 50304, 20_000_000) * (random_ids.random(20_000_000) > 1e-3)
-        ids.astype(np.uint32).tofile(DOCUMENTS)
+    write_ids(suites)
     for suite in suites:
-        for result in (
-            [collectives(present)] if suite == "collectives" else measure(suite, args.rounds, args.gpus, args.brief)
-        ):
+        if suite == "collectives":
+            results = [collectives(present)]
+        elif suite in ON_ONE_GPU:
+            results = [on_one_gpu(suite, args.rounds)]
+        else:
+            results = measure(suite, args.rounds, args.gpus, args.brief)
+        for result in results:
             stored[named(suite, result["gpu"], stored)] = result
             write_rows(RESULTS, stored)
 
