@@ -40,6 +40,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch.utils.benchmark import Timer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
@@ -582,21 +583,10 @@ def attention_of(file: str | None, seq: int, rank: int, cp: int) -> list[Callabl
     return [partial(attend, False), partial(attend, True)]
 
 
-def milliseconds(run: Callable[[], None], least: float = 300) -> float:
-    """Time per run, of so many in a row that they take at least `least` milliseconds."""
-    run()
-    count = 1
-    while True:
-        start, end = events(2)
-        start.record()
-        for _ in range(count):
-            run()
-        end.record()
-        torch.cuda.synchronize()  # the events
-        taken = start.elapsed_time(end)
-        if taken >= least:
-            return taken / count
-        count = math.ceil(1.2 * least / taken * count)
+def milliseconds(run: Callable[[], None]) -> float:
+    """Time per run, of so many in a row that to wait for the GPU at their end costs nothing."""
+    run()  # compiles
+    return Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=0.3).median * 1e3
 
 
 def medians(runs: list[Callable[[], None]], rounds: int) -> list[float]:

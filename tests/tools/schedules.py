@@ -139,10 +139,7 @@ def simulate(
             if (target := pipeline.target(operation)) != rank:
                 awake.append(target)
     if any(left):
-        waiting = [(rank, order[0]) for rank, order in enumerate(left) if order]
-        needs = [(rank, [pipeline.takes(op), pipeline.follows(op)]) for rank, op in waiting]
-        missing = [(rank, [words(need) for need in both if need and need not in ends]) for rank, both in needs]
-        raise Deadlock("; ".join(f"rank {rank} waits for {' and '.join(what)}" for rank, what in missing))
+        raise Deadlock(f"these cannot run: {', '.join(words(order[0]) for order in left if order)}")
     return slots
 
 
