@@ -55,9 +55,6 @@ def test_says_who_what_and_where(hang, tmp_path, file=HANG):
     assert len(list(tmp_path.iterdir())) == 3, "a rank ends before the others have given up"
     said = [(tmp_path / f"{rank}").read_text() for rank in range(3)]
     assert said[0] == f"collective 1: {wanted[hang]}", "says something else"
-    if hang == "one_rank" and file == HANG:  # the page's example
-        page = (ROOT / "02_data_parallel/README.md").read_text()
-        assert f"at {alone};\n" in page and f"at {summed}\n" in page, "the page names other lines"
     assert said[1] == "" and (said[2].endswith("raised by --hang raise\n") if hang == "raise" else said[2] == "")
 
 
