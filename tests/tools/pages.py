@@ -21,22 +21,10 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
 from launch import load, once
-from test_lineage import FAMILY, ROOT, clashes, lines_of_code, parents
-from test_lineage import difference as count_difference
+from test_lineage import FAMILY, ROOT, clashes, difference, lines_of_code, parents
 
 RESULTS = ROOT / "tests" / "results"
-FOLDERS = {  # and what each teaches
-    "01_single_gpu": "the program that all others change, its memory and its time",
-    "02_data_parallel": "each rank a part of the batch; sum gradients while backward runs",
-    "03_zero": "optimizer state, gradients and weights in shards, gathered when needed",
-    "04_tensor_sequence": "every matmul split, then the tokens between matmuls",
-    "05_context_ring": "long sequences split; only attention communicates",
-    "06_pipeline": "layers in stages, and schedules that keep all of them busy",
-    "07_expert": "many MLPs shared out over ranks; tokens travel to a few of them",
-    "08_4d": "all of it on one mesh, planned, saved and resumed",
-    "09_kernels": "what a GPU does in a step, in Triton: passes over memory, matmuls, attention",
-    "10_mixed_precision": "which numbers may have 16 bits or 8, and which must not",
-}
+FOLDERS = [path.name for path in sorted(ROOT.glob("[01][0-9]_*"))]
 BASELINES = {  # where no library trains the same: what speed is over
     "01_single_gpu": "01_single_gpu/train.py",
     "05_context_ring": "05_context_ring/zigzag.py",
@@ -54,11 +42,6 @@ SAME = {  # recipes of which a library has the very technique, its twin, and wha
     "06_pipeline/1f1b.py": ("06_pipeline/torch_pipelining.py", "torch's 1F1B"),
     "10_mixed_precision/fp8_tensorwise.py": ("tests/tools/torchao_linears.py", "torchao"),
     "10_mixed_precision/fp8_zero3.py": ("tests/tools/torchao_fsdp.py", "torchao"),
-}
-NOT_COMPARED = {  # measured, on the folder's page, but where it is not what the recipe is for
-    "03_zero/zero2.py",  # with one micro-batch, where it does what zero1_overlap.py does
-    "03_zero/hsdp.py",  # inside one node
-    "03_zero/offload.py",  # older code, with one micro-batch: nothing hides the CPU's step
 }
 ROUNDING = "10_mixed_precision"  # in float64, where errors are compared, what its files teach is off
 MARKS = {f"01_single_gpu/{name}.py": " †" for name in ("train", "document_mask", "tied_embeddings", "muon", "lora")}
@@ -93,26 +76,12 @@ COLUMNS = {  # of what is measured: title, and how a number is written; shares a
     "share": ("share, %", "{:.0f}"),
 }
 WRITTEN_HERE = "ours", "Triton", "Gluon"  # contenders of a kernel file that are the file's own
-ROW_EACH = "coalescing tiling coarsening matmul cross_entropy adamw".split()  # a row, not a column, per contender
-KERNELS_SHOWN = {  # of what is measured, the rows on the page; tests/results/kernels.json has all
-    "elementwise": r"2\^(10|19|22|28) ",
-    "coalescing": "float32",
-    "tiling": "float32",
-    "coarsening": "float32",
-    "matmul": "16384 x 4096 -> 14336, forward$",
-    "grouped_matmul": "OLMoE, .*, gate and up, .*sustained",
-    "flash_attention": "8192 .*sustained",
-    "flash_attention_gluon": "8192 .*sustained",
-    "fp8_matmul": "14336 x 4096, .*sustained",
-    "divergence": r"0\.(0010|1250|5000) (at random|together)$",
-}
 TOGETHER = """02_data_parallel/bucketed 03_zero/zero3 04_tensor_sequence/sequence_parallel 05_context_ring/zigzag
 06_pipeline/1f1b 06_pipeline/zbv 07_expert/expert_parallel 08_4d/checkpoint 09_kernels/rmsnorm 09_kernels/swiglu
 09_kernels/cross_entropy 09_kernels/flash_attention 09_kernels/adamw 10_mixed_precision/fp8_tensorwise""".split()
 EVERYWHERE = {"clip_gradients", "evaluate"}  # each layout has its own
 
 
-# -------------------------------------------------------------------------------------------------- parts of all pages
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Markdown, without empty columns; numbers stand to the right, but not in the first column."""
     columns = [column for column in zip(head, *rows) if any(column[1:])]
@@ -162,20 +131,15 @@ def idea(path: str) -> str:
 
 def way(folder: str) -> str:
     """Links to the folder before and to the one after."""
-    folders = list(FOLDERS)
-    at = folders.index(folder)
-    before = [f"← [{name}](../{name}/README.md)" for name in folders[:at][-1:]]
-    after = [f"[{name}](../{name}/README.md) →" for name in folders[at + 1 :][:1]]
+    at = FOLDERS.index(folder)
+    before = [f"← [{name}](../{name}/README.md)" for name in FOLDERS[:at][-1:]]
+    after = [f"[{name}](../{name}/README.md) →" for name in FOLDERS[at + 1 :][:1]]
     return " · ".join([*before, "[all folders](../README.md#the-recipes)", *after])
 
 
-# ---------------------------------------------------------------------------------------------------------------- code
 def first_parent(path: str) -> str | None:
     """The parent with which a recipe is compared."""
     return next(iter(parents(FAMILY[path])), None)
-
-
-difference = once(count_difference)  # runs git
 
 
 def size(path: str) -> str:
@@ -254,7 +218,6 @@ def together() -> str:
     return table(["recipe", *(f"`{Path(path).name}`" for path in TOGETHER)], rows)
 
 
-# --------------------------------------------------------------------------------------------------------------- speed
 def measured(row: dict, key: str) -> list[float]:
     """The numbers of the rounds that have it."""
     return [numbers[key] for numbers in row["rounds"] if numbers[key] is not None]
@@ -362,9 +325,7 @@ def gain(path: str) -> str:
     """Speed over that of the library twin, or of the folder's baseline, or of the fastest other kernel."""
     folder = path.split("/")[0]
     base, suites = BASELINES.get(path, BASELINES.get(folder, path)), shown(folder)
-    found = [] if path in NOT_COMPARED else ratios(path, suites=suites)
-    if not found and base != path:
-        found = ratios(path, base, suites=suites)
+    found = ratios(path, suites=suites) or (ratios(path, base, suites=suites) if base != path else [])
     return spread(found or kernel_gains(Path(path).stem))
 
 
@@ -382,7 +343,6 @@ def repeats() -> float:
     return max(max(tokens) / min(tokens) - 1 for tokens in medians.values())
 
 
-# ------------------------------------------------------------------------------------------------------------- kernels
 def kernel_gains(name: str) -> list[float]:
     """Time of the fastest other contender over ours, by card: the geometric mean over all products under sustained
     load, or else forward and backward together, at the first size that has both."""
@@ -404,24 +364,35 @@ def kernel_gains(name: str) -> list[float]:
     return found
 
 
-def kernel_table(name: str) -> str:
-    """Milliseconds of each contender, and the share of the limit that ours reaches, or the fastest."""
+def kernel_rows(wanted: str) -> tuple[str, list[dict]]:
+    """FILE PATTERN: how a kernel file was measured, and the rows whose names have the pattern, if there is one."""
+    name, _, pattern = wanted.partition(" ")
     stored = results("kernels.json")[name]
-    rows = [row for row in stored["rows"] if re.search(KERNELS_SHOWN.get(name, ""), row["what"])]
+    rows = [row for row in stored["rows"] if re.search(pattern, row["what"])]
     limits = dict.fromkeys(f"{row['rate'] / row['share']:,.3g} {row['unit']}" for row in rows)
-    note = f"{about(stored)}; limit {' or '.join(limits)}"
-    if name in ROW_EACH:
-        return f"{note}\n\n{tabulate([flat(row, stored) for row in rows])}"
-    names, lines = dict.fromkeys(re.sub(", .* the steps", "", row["by"]) for row in rows), []
-    for what in dict.fromkeys(row["what"] for row in rows):
-        times = {re.sub(", .* the steps", "", row["by"]): row for row in rows if row["what"] == what}
-        ours = min([times[by] for by in WRITTEN_HERE if by in times] or times.values(), key=lambda row: row["ms"])
-        cells = [f"{times[by]['ms']:.3g}" if by in times else "" for by in names]
-        lines.append([what.removesuffix(", sustained"), *cells, f"{100 * ours['share']:.0f}"])
+    return f"{about(stored)}; limit {' or '.join(limits)}", [flat(row, stored) for row in rows]
+
+
+def kernel_long(wanted: str) -> str:
+    """A row for each contender."""
+    note, rows = kernel_rows(wanted)
+    return f"{note}\n\n{tabulate(rows)}"
+
+
+def kernel(wanted: str) -> str:
+    """A column for each contender, in milliseconds, and the share of the limit that ours reaches, or the fastest."""
+    note, rows = kernel_rows(wanted)
+    times = defaultdict(dict)
+    for row in rows:
+        times[row["what"]][re.sub(", .* the steps", "", row["by"])] = row
+    names, lines = list(dict.fromkeys(by for found in times.values() for by in found)), []
+    for what, found in times.items():
+        ours = min([found[by] for by in WRITTEN_HERE if by in found] or found.values(), key=lambda row: row["ms"])
+        cells = [f"{found[by]['ms']:.3g}" if by in found else "" for by in names]
+        lines.append([what.removesuffix(", sustained"), *cells, f"{ours['share']:.0f}"])
     return f"{note}\n\n{table(['ms', *names, 'share, %'], lines)}"
 
 
-# ----------------------------------------------------------------------------------------------------- errors and bugs
 def worst_error(paths: list[str]) -> str:
     """The largest relative error of any tensor, loss or norm, in float64 on CPUs, over all cases of these recipes."""
     paths = [path for path in paths if not path.startswith(ROUNDING)]
@@ -477,18 +448,20 @@ def bugs(folder: str) -> str:
     for bug in chosen[:SHOWN]:
         numbers = [f"{float(f'{x:.2g}'):g}" if x is not None else "" for x in (bug["gradient"], bug["loss"])]
         rows.append([section(bug["recipe"]), bug["what"], numbers[0], bug["end"] or numbers[1]])
-    summary = f"{len(found)} bugs; {len(wrong)} of them train with a gradient or update that is wrong by more than 1 %; "
+    summary = (
+        f"{len(found)} bugs; {len(wrong)} of them train with a gradient or update that is wrong by more than 1 %; "
+    )
     summary += f"{sum(map(hides, wrong))} of those move the loss by less than 1 % over 20 steps."
     return f"{summary}\n\n{table(['recipe', 'bug', 'gradient error', 'loss curve differs by'], rows)}"
 
 
-# --------------------------------------------------------------------------------------------------- tables of recipes
 def all_folders() -> str:
-    """A row per folder: its idea and recipes."""
+    """A row per folder: the title of its page, and its recipes."""
     rows = []
-    for folder, teaches in FOLDERS.items():
+    for folder in FOLDERS:
+        title = (ROOT / folder / "README.md").read_text().splitlines()[0].removeprefix("# ")
         links = ", ".join(f"[`{Path(path).stem}`]({path})" for path in recipes_of(folder))
-        rows.append([f"[`{folder}`]({folder}/README.md)", f"{teaches}: {links}"])
+        rows.append([f"[`{folder}`]({folder}/README.md)", f"{title}: {links}"])
     return table(["folder", "idea, and its recipes in reading order"], rows)
 
 
@@ -541,7 +514,6 @@ def first() -> str:
     return "\n".join(["```", lines[0], "      ...", *lines[-3:], "```"])
 
 
-# ------------------------------------------------------------------------------------------------- tables of one page
 def layouts() -> str:
     """A table of the stored layouts: speed and memory, as measured and as plan.py predicts them."""
     tests, rows = load("08_4d/test_plan.py"), []
@@ -557,11 +529,6 @@ def layouts() -> str:
     return table(head, rows)
 
 
-def measured_runs() -> str:
-    """The summary of plan.py --measured for half of the playbook's runs."""
-    return "```\n" + (RESULTS / "measured_runs.txt").read_text() + "```"
-
-
 def published() -> str:
     """Llama 3's published layouts: model FLOPs utilisation as it was measured, and as plan.py predicts it."""
     plan, rows = load("08_4d/plan.py"), []
@@ -572,30 +539,19 @@ def published() -> str:
     return table(head, rows)
 
 
-def table_of_formats() -> str:
-    """The table of formats, as formats.py computes it."""
-    head, *rows = load("10_mixed_precision/formats.py").table_of_formats()
-    return table(head, rows)
-
-
-def rounded(name: str) -> str:
-    """What rounding does to a small root, as tests/tools/precision.py has stored it."""
-    head, *rows = results("precision.json")["formats"][name]
-    return table(head, rows)
-
-
-def precision() -> str:
-    """How far the gradient of each recipe is from float64's."""
+def formats(name: str) -> str:
+    """All formats, as formats.py computes them, or what tests/tools/precision.py has stored."""
     stored = results("precision.json")
-    rows = [[f"`{row['label']}`", f"{row['dB']:.1f}"] for row in stored["precision"]]
-    return f"{about(stored)}\n\n{table(['gradient in', 'signal to noise, dB'], rows)}"
+    tables = stored["formats"] | {"all": load("10_mixed_precision/formats.py").table_of_formats()}
+    found = [[f"`{row['label']}`", f"{row['dB']:.1f}"] for row in stored["precision"]]
+    head, *rows = (tables | {"precision": [["gradient in", "signal to noise, dB"], *found]})[name]
+    return table(head, rows)
 
 
-# -------------------------------------------------------------------------------------------------------------- pages
-MAKERS = {make.__name__: make for make in (facts, first, look, family, equivalence, together, layouts, measured_runs)}
-MAKERS |= {make.__name__: make for make in (published, table_of_formats, precision)}
+MAKERS = {make.__name__: make for make in (facts, first, look, family, equivalence, together, layouts, published)}
 OF_FOLDER = {"recipes": folder_table, "bugs": bugs, "way": way, "way on": way}
-NAMED = {"speed": speed, "kernel": kernel_table, "rounded": rounded, "about": lambda name: about(results(name))}
+NAMED = {"speed": speed, "kernel": kernel, "kernel_rows": kernel_long, "formats": formats}
+NAMED |= {"about": lambda name: about(results(name)), "text": lambda name: f"```\n{(RESULTS / name).read_text()}```"}
 
 
 def pages() -> list[Path]:
