@@ -548,10 +548,16 @@ def formats(name: str) -> str:
     return table(head, rows)
 
 
+def how(wanted: str) -> str:
+    """FILE [KEY]: how something was measured."""
+    file, _, key = wanted.partition(" ")
+    return about(results(file)[key] if key else results(file))
+
+
 MAKERS = {make.__name__: make for make in (facts, first, look, family, equivalence, together, layouts, published)}
 OF_FOLDER = {"recipes": folder_table, "bugs": bugs, "way": way, "way on": way}
 NAMED = {"speed": speed, "kernel": kernel, "kernel_rows": kernel_long, "formats": formats}
-NAMED |= {"about": lambda name: about(results(name)), "text": lambda name: f"```\n{(RESULTS / name).read_text()}```"}
+NAMED |= {"about": how, "text": lambda name: f"```\n{(RESULTS / name).read_text()}```"}
 
 
 def pages() -> list[Path]:
