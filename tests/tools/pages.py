@@ -3,8 +3,7 @@
     python tests/tools/pages.py            rewrite them from the code and from what tests/results/ holds
     python tests/tools/pages.py --first    also run the first command of README.md, and show what it prints
 
-Prose is written by hand, in the pages; the order of their sections is the reading order. A number on a page comes from
-here.
+Prose is written by hand, in the pages; their sections are in reading order. A number on a page comes from here.
 """
 
 import argparse
@@ -25,15 +24,7 @@ from test_lineage import FAMILY, ROOT, clashes, difference, lines_of_code, paren
 
 RESULTS = ROOT / "tests" / "results"
 FOLDERS = [path.name for path in sorted(ROOT.glob("[01][0-9]_*"))]
-BASELINES = {  # where no library trains the same: what speed is over
-    "01_single_gpu": "01_single_gpu/train.py",
-    "05_context_ring": "05_context_ring/zigzag.py",
-    "07_expert": "07_expert/expert_parallel.py",
-    "08_4d": "03_zero/zero1_overlap.py",
-    "09_kernels": "01_single_gpu/train.py",
-    "10_mixed_precision": "01_single_gpu/train.py",
-    "10_mixed_precision/fp8_zero3.py": "03_zero/zero3.py",
-}
+PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS), ROOT / "tests" / "README.md"]
 SAME = {  # recipes of which a library has the very technique, its twin, and what README.md calls it
     "02_data_parallel/bucketed.py": ("02_data_parallel/torch_ddp.py", "DDP"),
     "03_zero/zero3.py": ("03_zero/torch_fsdp.py", "FSDP2"),
@@ -43,9 +34,10 @@ SAME = {  # recipes of which a library has the very technique, its twin, and wha
     "10_mixed_precision/fp8_tensorwise.py": ("tests/tools/torchao_linears.py", "torchao"),
     "10_mixed_precision/fp8_zero3.py": ("tests/tools/torchao_fsdp.py", "torchao"),
 }
+BASES = {"10_mixed_precision/fp8_zero3.py": "03_zero/zero3.py"}  # where it is not the one that the page names
 ROUNDING = "10_mixed_precision"  # in float64, where errors are compared, what its files teach is off
 MARKS = {f"01_single_gpu/{name}.py": " †" for name in ("train", "document_mask", "tied_embeddings", "muon", "lora")}
-MARKS |= {"02_data_parallel/diloco.py": " ‡"}  # what the pages say of their errors
+MARKS["02_data_parallel/diloco.py"] = " ‡"  # what the pages say of their errors
 HIDDEN = 0.01  # a difference of the loss curve that nobody sees
 SHOWN = 5  # so many bugs are on a folder's page
 IN_SIGHT, ON_PAGE = 40, 160  # lines of a diff that are in sight, and that are on a page at all
@@ -96,8 +88,9 @@ def folded(summary: str, text: str) -> str:
     return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 
-def results(name: str) -> list | dict:
-    return json.loads((RESULTS / name).read_text())
+def results(name: str, key: str = "") -> list | dict:
+    stored = json.loads((RESULTS / name).read_text())
+    return stored[key] if key else stored
 
 
 def about(stored: dict) -> str:
@@ -111,22 +104,11 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-def section(path: str) -> str:
-    """A link to the section of a recipe on the same page."""
-    name = Path(path).name
-    return f"[`{name}`](#{anchor(name)})"
-
-
 @once
 def recipes_of(folder: str) -> list[str]:
     """The recipes of a folder in reading order, that of the sections of its page."""
     headings = re.findall(r"^## (\w+\.py)$", (ROOT / folder / "README.md").read_text(), re.M)
     return [f"{folder}/{name}" for name in headings]
-
-
-def idea(path: str) -> str:
-    """The first sentence of a recipe's header."""
-    return FAMILY[path].source.split('"""')[1].splitlines()[0]
 
 
 def way(folder: str) -> str:
@@ -321,12 +303,10 @@ def spread(found: list[float]) -> str:
     return "\u00a0to\u00a0".join(sorted({f"{pick(found):.2f}" for pick in (min, max)})) if found else ""
 
 
-def gain(path: str) -> str:
-    """Speed over that of the library twin, or of the folder's baseline, or of the fastest other kernel."""
-    folder = path.split("/")[0]
-    base, suites = BASELINES.get(path, BASELINES.get(folder, path)), shown(folder)
-    found = ratios(path, suites=suites) or (ratios(path, base, suites=suites) if base != path else [])
-    return spread(found or kernel_gains(Path(path).stem))
+def gain(path: str, base: str) -> str:
+    """Speed over that of the library twin, or without a twin over that of the base."""
+    suites, base = shown(path.split("/")[0]), BASES.get(path, base)
+    return spread(ratios(path, suites=suites) or (ratios(path, base, suites=suites) if base not in ("", path) else []))
 
 
 def like_for_like(paths: list[str], key: str = "tokens") -> str:
@@ -334,58 +314,22 @@ def like_for_like(paths: list[str], key: str = "tokens") -> str:
     return spread([ratio for path in paths if path in SAME for ratio in ratios(path, SAME[path][0], key)])
 
 
-def repeats() -> float:
-    """How far apart the medians of a row are that two suites have, of the same file and flags on the same GPUs."""
-    medians = defaultdict(list)
-    for stored in results("speed.json").values():
-        for row in [row for row in stored.get("rows", []) if "rounds" in row]:
-            medians[row["file"], row["flags"], stored["gpu"]].append(statistics.median(measured(row, "tokens")))
-    return max(max(tokens) / min(tokens) - 1 for tokens in medians.values())
-
-
-def kernel_gains(name: str) -> list[float]:
-    """Time of the fastest other contender over ours, by card: the geometric mean over all products under sustained
-    load, or else forward and backward together, at the first size that has both."""
-    found = []
-    for stored in [stored for key, stored in results("kernels.json").items() if key.split(" on ")[0] == name]:
-        times, sizes = defaultdict(dict), defaultdict(list)
-        for row in [row for row in stored["rows"] if "quantize" not in row["what"]]:
-            ours = row["by"] in WRITTEN_HERE
-            times[row["what"]][ours] = min(row["ms"], times[row["what"]].get(ours, row["ms"]))
-        for what, both in times.items():
-            if len(both) == 2:
-                sizes[re.sub(", (forward|backward)$", "", what)].append((both[False], both[True]))
-        sustained = [pair for what, pairs in sizes.items() for pair in pairs if "sustained" in what]
-        if sustained:
-            found.append(statistics.geometric_mean(their / our for their, our in sustained))
-        elif sizes:
-            theirs, ours = map(sum, zip(*max(sizes.values(), key=len)))
-            found.append(theirs / ours)
-    return found
-
-
-def kernel_rows(wanted: str) -> tuple[str, list[dict]]:
-    """FILE PATTERN: how a kernel file was measured, and the rows whose names have the pattern, if there is one."""
-    name, _, pattern = wanted.partition(" ")
-    stored = results("kernels.json")[name]
-    rows = [row for row in stored["rows"] if re.search(pattern, row["what"])]
-    limits = dict.fromkeys(f"{row['rate'] / row['share']:,.3g} {row['unit']}" for row in rows)
-    return f"{about(stored)}; limit {' or '.join(limits)}", [flat(row, stored) for row in rows]
-
-
-def kernel_long(wanted: str) -> str:
-    """A row for each contender."""
-    note, rows = kernel_rows(wanted)
-    return f"{note}\n\n{tabulate(rows)}"
-
-
 def kernel(wanted: str) -> str:
-    """A column for each contender, in milliseconds, and the share of the limit that ours reaches, or the fastest."""
-    note, rows = kernel_rows(wanted)
-    times = defaultdict(dict)
+    """FILE [PATTERN]: the measured rows of a kernel file whose names have the pattern.
+
+    A column for each contender, in milliseconds; or a row for each, if a contender has more numbers than that.
+    """
+    name, _, pattern = wanted.partition(" ")
+    stored, times = results("kernels.json")[name], defaultdict(dict)
+    rows = [row for row in stored["rows"] if re.search(pattern, row["what"])]
+    limits = dict.fromkeys(f"{row['rate'] / row['share']:,.4g} {row['unit']}" for row in rows)
+    rows = [flat(row, stored) for row in rows]
+    note = f"{about(stored)}; limit {' or '.join(limits)}"
     for row in rows:
         times[row["what"]][re.sub(", .* the steps", "", row["by"])] = row
     names, lines = list(dict.fromkeys(by for found in times.values() for by in found)), []
+    if len(names) > 6 or {"GiB", "loaded"} & set().union(*rows):
+        return f"{note}\n\n{tabulate(rows)}"
     for what, found in times.items():
         ours = min([found[by] for by in WRITTEN_HERE if by in found] or found.values(), key=lambda row: row["ms"])
         cells = [f"{found[by]['ms']:.3g}" if by in found else "" for by in names]
@@ -393,15 +337,13 @@ def kernel(wanted: str) -> str:
     return f"{note}\n\n{table(['ms', *names, 'share, %'], lines)}"
 
 
-def worst_error(paths: list[str]) -> str:
-    """The largest relative error of any tensor, loss or norm, in float64 on CPUs, over all cases of these recipes."""
-    paths = [path for path in paths if not path.startswith(ROUNDING)]
-    entries = [e for e in results("equivalence.json") if e["recipe"] in paths and e["device"] == "cpu"]
-    errors = [(error, entry["recipe"]) for entry in entries for error in entry["errors"].values()]
-    if not errors:
+def worst_error(path: str) -> str:
+    """The largest relative error of any tensor, loss or norm, in float64 on CPUs, over all cases of a recipe."""
+    entries = [e for e in results("equivalence.json") if e["recipe"] == path and e["device"] == "cpu"]
+    errors = [error for entry in entries for error in entry["errors"].values()]
+    if not errors or path.startswith(ROUNDING):
         return ""
-    worst, path = max(errors)
-    return (f"{worst:.0e}" if worst else "0").replace("-", "\u2011") + MARKS.get(path, "")
+    return (f"{max(errors):.0e}" if max(errors) else "0").replace("-", "\u2011") + MARKS.get(path, "")
 
 
 def equivalence() -> str:
@@ -447,7 +389,8 @@ def bugs(folder: str) -> str:
             chosen.append(bug)
     for bug in chosen[:SHOWN]:
         numbers = [f"{float(f'{x:.2g}'):g}" if x is not None else "" for x in (bug["gradient"], bug["loss"])]
-        rows.append([section(bug["recipe"]), bug["what"], numbers[0], bug["end"] or numbers[1]])
+        name = Path(bug["recipe"]).name
+        rows.append([f"[`{name}`](#{anchor(name)})", bug["what"], numbers[0], bug["end"] or numbers[1]])
     summary = (
         f"{len(found)} bugs; {len(wrong)} of them train with a gradient or update that is wrong by more than 1 %; "
     )
@@ -465,13 +408,13 @@ def all_folders() -> str:
     return table(["folder", "idea, and its recipes in reading order"], rows)
 
 
-def folder_table(folder: str) -> str:
-    """A row per recipe, with its size, error and speed."""
+def folder_table(folder: str, base: str) -> str:
+    """A row per recipe, with its size, error, and speed over the base."""
     rows = []
     for path in recipes_of(folder):
-        name = Path(path).name
+        name, idea = Path(path).name, FAMILY[path].source.split('"""')[1].splitlines()[0]
         diff = f"[{size(path)}](#{anchor(name)})"
-        rows.append([f"[`{name}`]({name})", idea(path), diff, worst_error([path]), gain(path)])
+        rows.append([f"[`{name}`]({name})", idea, diff, worst_error(path), gain(path, base)])
     return table(["file", "idea", "diff", "error", "speed"], rows)
 
 
@@ -491,7 +434,12 @@ def facts() -> str:
     tested = f"""* **Tested.** Each of {len(found)} [seeded bugs](tests/BUGS.md) turns a test red. {len(wrong)}
         train with a gradient or update wrong by more than 1 %; {sum(map(hides, wrong))} of these move AdamW's loss
         curve by less than 1 %, in 20 steps of a tiny model."""
-    rows = [row for stored in results("speed.json").values() for row in stored.get("rows", []) if "rounds" in row]
+    medians, spreads = defaultdict(list), []
+    for stored in results("speed.json").values():
+        for row in [row for row in stored.get("rows", []) if "rounds" in row]:
+            medians[row["file"], row["flags"], stored["gpu"]].append(statistics.median(measured(row, "tokens")))
+            spreads.append(apart(row))
+    repeats = max(max(tokens) / min(tokens) - 1 for tokens in medians.values())
     names = dict.fromkeys(name for _, name in SAME.values())
     speeds = {name: like_for_like([path for path in SAME if SAME[path][1] == name]) for name in names}
     speeds["FSDP2"] += " (it sends fp32 gradients, `zero3.py` bf16)"
@@ -499,7 +447,7 @@ def facts() -> str:
     fast = f"""* **Speed.** Tokens/s over those of a library's same technique on the same GPUs:
         {", ".join(map(" ".join, speeds.items()))}. ZBV, another schedule, over torch's 1F1B:
         {spread(ratios("06_pipeline/zbv.py", SAME["06_pipeline/1f1b.py"][0]))}. A row that was stored twice
-        differs by up to {100 * repeats():.0f} %, the rounds of a row by {100 * max(map(apart, rows)):.0f} %."""
+        differs by up to {100 * repeats:.0f} %, the rounds of a row by {100 * max(spreads):.0f} %."""
     facts = [re.sub(r"\s+", " ", fact.replace("\u00a0", " ")) for fact in (equal, tested, fast)]
     equal, tested, fast = [textwrap.fill(fact, width=118, subsequent_indent="  ") for fact in facts]
     return f"{equal}\n{tested}\n  Find one: `python tests/tools/puzzle.py`\n{fast}"
@@ -548,34 +496,25 @@ def formats(name: str) -> str:
     return table(head, rows)
 
 
-def how(wanted: str) -> str:
-    """FILE [KEY]: how something was measured."""
-    file, _, key = wanted.partition(" ")
-    return about(results(file)[key] if key else results(file))
-
-
 MAKERS = {make.__name__: make for make in (facts, first, look, family, equivalence, together, layouts, published)}
-OF_FOLDER = {"recipes": folder_table, "bugs": bugs, "way": way, "way on": way}
-NAMED = {"speed": speed, "kernel": kernel, "kernel_rows": kernel_long, "formats": formats}
-NAMED |= {"about": how, "text": lambda name: f"```\n{(RESULTS / name).read_text()}```"}
-
-
-def pages() -> list[Path]:
-    """All pages with generated parts; mutation.py writes tests/BUGS.md."""
-    return [ROOT / "README.md", *sorted(ROOT.glob("[01][0-9]_*/README.md")), ROOT / "tests" / "README.md"]
+OF_FOLDER = {"bugs": bugs, "way": way, "way on": way}
+NAMED = {"speed": speed, "kernel": kernel, "formats": formats, "about": lambda name: about(results(*name.split()))}
+NAMED["text"] = lambda name: f"```\n{(RESULTS / name).read_text()}```"
 
 
 def made(page: Path, name: str) -> str:
     """Return the text between the markers of this name."""
     folder, (kind, _, rest) = page.parent.name, name.partition(" ")
-    if name.endswith(".py"):
-        return commands(f"{folder}/{name}")
+    if kind == "recipes":
+        return folder_table(folder, rest) if folder in FOLDERS else all_folders()
     if kind == "code":
         return code(folder, rest)
     if kind in NAMED:
         return NAMED[kind](rest)
+    if name.endswith(".py"):
+        return commands(f"{folder}/{name}")
     if name in OF_FOLDER:
-        return OF_FOLDER[name](folder) if folder in FOLDERS else all_folders()
+        return OF_FOLDER[name](folder)
     return MAKERS[name]()
 
 
@@ -596,7 +535,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--first", action="store_true", help="run the first command of README.md")
     kept = () if parser.parse_args().first else ("first",)
-    for page in pages():
+    for page in PAGES:
         page.write_text(generated(page, kept))
 
 

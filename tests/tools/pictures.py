@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import Any
 
 import matplotlib
-import torch
 from matplotlib import pyplot
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
@@ -33,17 +32,11 @@ from pages import RESULTS, measured, results
 
 # Legible on white and on black; nobody needs the colors. Sizes are in points: 640 pixels are 480 points.
 INK, TEXT = "#757d88", "#1f2328"  # of texts and axes; of texts on a bar
-BLUE, ORANGE, GREEN, RED = "#4f93d1", "#d9822b", "#3f9f5c", "#d64541"
+BLUE, GREEN, RED = "#4f93d1", "#3f9f5c", "#d64541"
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "pictures", "font.size": 9, "font.sans-serif": ["DejaVu Sans"]}
 STYLE |= {"axes.titlesize": 9, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False}
-STYLE |= {
-    "savefig.transparent": True,
-    "legend.frameon": False,
-    "hatch.linewidth": 0.5,
-    "hatch.color": TEXT,
-    "grid.alpha": 0.3,
-    "grid.color": INK,
-}
+STYLE |= {"savefig.transparent": True, "legend.frameon": False, "hatch.linewidth": 0.5, "hatch.color": TEXT}
+STYLE |= {"grid.alpha": 0.3, "grid.color": INK}
 STYLE |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
 
 
@@ -65,19 +58,6 @@ def drawn(figure: Any, legend: int = 0) -> str:
     return re.sub(r"\s*\n\s*", "\n", text)
 
 
-def stack(axis: Any, bars: dict[str, dict[str, float]], looks: dict[str, tuple[str, str]]) -> None:
-    """A bar for each name, of parts one after another, with the value of each that has room for it, and their sum."""
-    most, ends = max(sum(parts.values()) for parts in bars.values()), [0] * len(bars)
-    for part, (color, hatch) in looks.items():
-        widths = [parts[part] for parts in bars.values()]
-        found = axis.barh(list(bars), widths, 0.75, ends, color=color, hatch=hatch, label=part)
-        words = [f"{width:.1f}" if width > 0.07 * most else "" for width in widths]
-        axis.bar_label(found, words, label_type="center", color=TEXT)
-        ends = [end + width for end, width in zip(ends, widths)]
-    axis.bar_label(found, [f"{end:.1f}" for end in ends], padding=4)
-    axis.set(xlim=(0, 1.1 * most), ylim=(len(bars) - 0.5, -0.5))
-
-
 OPERATIONS = {  # color of the first chunk and of the second; where a bar of an operation has a line, if it has one
     "F": ("forward", "#9cc3e6", "#5e9bd3", None),
     "B": ("backward", "#a9d6a0", "#74b868", 0.32),
@@ -85,9 +65,9 @@ OPERATIONS = {  # color of the first chunk and of the second; where a bar of an 
 }
 
 
-def draw_slots(axis: Any, line: schedules.Pipeline, slots: list[schedules.Slot], scale: float, size: float) -> None:
+def draw_slots(axis: Any, line: schedules.Pipeline, slots: list[schedules.Slot], size: float) -> None:
     """A row per rank with its operations and their micro-batches; at its end how many are in flight, times size."""
-    ranks, length = len(line.orders), schedules.makespan(slots)
+    ranks, scale = len(line.orders), schedules.makespan(slots)
     bars = {}  # of one look, in one row
     for slot in slots:
         start, width = slot.start, slot.end - slot.start - 0.003 * scale
@@ -95,7 +75,7 @@ def draw_slots(axis: Any, line: schedules.Pipeline, slots: list[schedules.Slot],
         if width > 0.013 * scale:
             axis.text(start + width / 2, slot.rank, f"{slot.i}", ha="center", va="center", color=TEXT)
     for rank, peak in enumerate(schedules.in_flight(line)):
-        axis.broken_barh([(0, length)], (rank - 0.42, 0.84), color=INK, alpha=0.2, label=None if rank else "idle")
+        axis.broken_barh([(0, scale)], (rank - 0.42, 0.84), color=INK, alpha=0.2, label=None if rank else "idle")
         axis.text(1.01 * scale, rank, f"{peak * size:g}", va="center")
     for (op, later, rank), spans in sorted(bars.items()):
         name, *colors, mark = OPERATIONS[op]
@@ -109,29 +89,14 @@ def draw_slots(axis: Any, line: schedules.Pipeline, slots: list[schedules.Slot],
     axis.spines[:].set_visible(False)
 
 
-def draw_look(ranks: int = 4, microbatches: int = 8) -> str:
-    """The schedules of afab.py and 1f1b.py, one above the other, narrow enough for a phone."""
-    figure, both = panels(210, 2, width=310)
-    for axis, name in zip(both, ("afab", "1f1b")):
-        line = schedules.pipeline(load(f"06_pipeline/{name}.py"), ranks, microbatches)
-        slots = schedules.simulate(line)
-        draw_slots(axis, line, slots, schedules.makespan(slots), 1)
-        axis.set_title(f"{name}.py")
-    return drawn(figure, legend=3)
-
-
-def draw_schedule(path: str, ranks: int = 4, microbatches: int = 8) -> str:
-    """Above, all operations of a stage take as long; below, as long as measured, on one scale for all recipes."""
-    figure, (upper, lower) = panels(230, 2)
-    claim, line = schedules.CLAIMS[path], schedules.pipeline(load(path), ranks, microbatches)
-    equal = schedules.simulate(line, dict.fromkeys("FBW", claim.size))
-    predicted = {other: schedules.predict(other, ranks, microbatches, 24)[0] for other in schedules.CLAIMS}
-    slots, longest = predicted[path], max(map(schedules.makespan, predicted.values()))
-    draw_slots(upper, line, equal, schedules.makespan(equal), claim.size)
-    draw_slots(lower, line, slots, longest, claim.size)
-    upper.set_title(f"{claim.title}, equal durations; idle: {schedules.idle_share(equal):.1%}")
-    words = f"smollm_1_7b, as measured: {schedules.makespan(slots):.0f} ms"
-    lower.set_title(f"{words}; idle: {schedules.idle_share(slots):.1%}")
+def draw_schedules(paths: list[str], width: float, ranks: int = 4, microbatches: int = 8) -> str:
+    """Schedules whose forwards, backwards and weight gradients of a stage take as long, one above the other."""
+    figure, axes = panels(50 + 90 * len(paths), len(paths), width=width, squeeze=False)
+    for axis, path in zip(axes[:, 0], paths):
+        claim, line = schedules.CLAIMS[path], schedules.pipeline(load(path), ranks, microbatches)
+        slots = schedules.simulate(line, dict.fromkeys("FBW", claim.size))
+        draw_slots(axis, line, slots, claim.size)
+        axis.set_title(f"{claim.title}; idle: {schedules.idle_share(slots):.1%}")
     return drawn(figure, legend=3)
 
 
@@ -154,50 +119,45 @@ def draw_predicted() -> str:
     return drawn(figure, legend=2)
 
 
+STEP = dict(matmuls=("#9cc3e6", ""), attention=("#a9d6a0", "//"), elementwise=("#f2b661", ""))  # kernels of a step
+STEP |= dict(optimizer=("#d9c2e9", "\\\\"), rest=("#c8c8c8", ""))
+
+
 def draw_step() -> str:
     """Where the milliseconds of a step go: the root's, and below it that with the kernels of this folder."""
     presets = results("kernel_steps.json")
     gpu = presets.pop("measured")["gpu"]
-    looks = dict(matmuls=("#9cc3e6", ""), attention=("#a9d6a0", "//"), elementwise=("#f2b661", ""))
-    looks |= dict(optimizer=("#d9c2e9", "\\\\"), rest=("#c8c8c8", ""))
     figure, axes = panels(250, len(presets))
     for axis, (preset, steps) in zip(axes, presets.items()):
-        parts = {kind: [max(0, step[kind]) for step in steps.values()] for kind in looks}
-        names = [name.replace(", ", ",\n") for name in steps]
-        stack(axis, {name: {kind: parts[kind][i] for kind in looks} for i, name in enumerate(names)}, looks)
-        axis.set_title(preset)
+        names, ends = [name.replace(", ", ",\n") for name in steps], [0] * len(steps)
+        for kind, (color, hatch) in STEP.items():
+            widths = [max(0, step[kind]) for step in steps.values()]
+            bars = axis.barh(names, widths, 0.75, ends, color=color, hatch=hatch, label=kind)
+            axis.bar_label(bars, [f"{ms:.1f}" if ms > 25 else "" for ms in widths], label_type="center", color=TEXT)
+            ends = [end + width for end, width in zip(ends, widths)]
+        axis.bar_label(bars, [f"{end:.1f}" for end in ends], padding=4)
+        axis.set(xlim=(0, 1.1 * max(ends)), title=preset)
+        axis.invert_yaxis()
     axes[-1].set_xlabel(f"ms of a step, {gpu}, compiled")
     return drawn(figure, legend=5)
 
 
-BF16 = torch.bfloat16
-ROOFLINE = [  # file, what is measured, by; operations (a root is one) and bytes of an element, or the arguments of cost
-    ("elementwise", "2^28 elements, forward", "ours", (4, 8)),
-    ("softmax", "16384 x 4096, forward", "ours", (5, 4)),
-    ("rmsnorm", "16384 x 4096, forward", "ours", (4, 4)),
-    ("swiglu", "16384 x 14336, forward", "ours", (5, 6)),
-    ("rope", "4 x 4096 x (32 + 8) heads of 128, forward", "ours", (3, 4)),
-    ("cross_entropy", "16384 x 128256, forward and backward", "ours", (8, 6)),
-    ("adamw", "415,260,672 parameters, bf16 and fp32 masters", "ours", (17, 30)),
-    ("tiling", "4096 x 4096 x 4096, float32", "rows", (4096, 4096, 4096, torch.float32)),
-    ("tiling", "4096 x 4096 x 4096, float32", "tiles", (4096, 4096, 4096, torch.float32)),
-    ("tiling", "4096 x 4096 x 4096, float32", "dot", (4096, 4096, 4096, torch.float32)),
-    ("matmul", "16384 x 4096 -> 14336, forward, sustained", "ours", (16384, 14336, 4096, BF16)),
-    ("fp8_matmul", "16384 x 14336 x 4096, tensorwise, sustained", "Triton", (16384, 14336, 4096, BF16)),
-    ("flash_attention", "2 x 32/8 heads, 8192 x 128, forward", "ours", (2, 32, 8, 8192, 8192, 128, True, BF16)),
-    ("flash_attention_gluon", "2 x 32/8 heads, 8192 x 128, forward", "ours", (2, 32, 8, 8192, 128, True, BF16)),
-]
-
-
-def dots() -> dict[str, tuple[float, float]]:
-    """FLOPs per byte and TFLOP/s of these."""
-    points = {}
-    for name, what, by, sizes in ROOFLINE:
-        (row,) = (row for row in results("kernels.json")[name]["rows"] if (row["what"], row["by"]) == (what, by))
-        moved, flops = sizes[::-1] if len(sizes) == 2 else load(f"09_kernels/{name}.py").cost(*sizes)[:2]
-        rate = row["rate"] * flops / moved if row["unit"] == "TB/s" else row["rate"]
-        points[name if by in ("ours", "Triton") else f"{name}, {by}"] = flops / moved, rate
-    return points
+ROOFLINE = {  # file, what is measured, by whom: FLOPs (a root is one) per byte; of a matmul, if each matrix moves once
+    ("elementwise", "2^28 elements, forward", "ours"): 4 / 8,
+    ("softmax", "16384 x 4096, forward", "ours"): 5 / 4,
+    ("rmsnorm", "16384 x 4096, forward", "ours"): 4 / 4,
+    ("swiglu", "16384 x 14336, forward", "ours"): 5 / 6,
+    ("rope", "4 x 4096 x (32 + 8) heads of 128, forward", "ours"): 3 / 4,
+    ("cross_entropy", "16384 x 128256, forward and backward", "ours"): 8 / 6,
+    ("adamw", "415,260,672 parameters, bf16 and fp32 masters", "ours"): 17 / 30,
+    ("tiling", "4096 x 4096 x 4096, float32", "rows"): 2 * 4096 / 3 / 4,
+    ("tiling", "4096 x 4096 x 4096, float32", "tiles"): 2 * 4096 / 3 / 4,
+    ("tiling", "4096 x 4096 x 4096, float32", "dot"): 2 * 4096 / 3 / 4,
+    ("matmul", "16384 x 4096 -> 14336, forward, sustained", "ours"): 2 / (1 / 14336 + 1 / 4096 + 1 / 16384) / 2,
+    ("fp8_matmul", "16384 x 14336 x 4096, tensorwise, sustained", "Triton"): 2 / (1 / 14336 + 2 / 4096 + 1 / 16384),
+    ("flash_attention", "2 x 32/8 heads, 8192 x 128, forward", "ours"): 2 * 8192 / (2 + 2 / 4) / 2,
+    ("flash_attention_gluon", "2 x 32/8 heads, 8192 x 128, forward", "ours"): 2 * 8192 / (2 + 2 / 4) / 2,
+}
 
 
 def draw_roofline() -> str:
@@ -211,7 +171,12 @@ def draw_roofline() -> str:
     for dtype, peak in peaks.items():
         axis.plot([peak / copy, 2**13], [peak, peak], color=INK)
         axis.text(peak / copy * 0.8, peak, f"{dtype}: {peak:,.4g}", ha="right", va="center")
-    points = sorted(dots().items(), key=lambda dot: dot[1][1])
+    points, stored = [], results("kernels.json")
+    for (name, what, by), intensity in ROOFLINE.items():
+        (row,) = (row for row in stored[name]["rows"] if (row["what"], row["by"]) == (what, by))
+        rate = row["rate"] * (intensity if row["unit"] == "TB/s" else 1)
+        points.append((name if by in ("ours", "Triton") else f"{name}, {by}", (intensity, rate)))
+    points.sort(key=lambda dot: dot[1][1])
     for group, x in ([dot for dot in points if dot[1][0] < 16], 0.3), ([dot for dot in points if dot[1][0] > 16], 1.02):
         for i, (name, place) in enumerate(group):
             lead = dict(arrowstyle="-", color=INK, alpha=0.5, relpos=(0, 0.5))
@@ -262,14 +227,13 @@ def draw_balance(mean: int = 10) -> str:
 
 def draw_curves() -> str:
     """The loss at the end of a long training in all formats; naive forms are hatched."""
-    runs = results("curves.json")["runs"]
-    ends = {run["label"]: statistics.mean(run["losses"][-10:]) for run in runs}
     figure, axis = panels(260)
-    for name in sorted(ends, key=ends.get):
-        (naive,) = {run["naive"] for run in runs if run["label"] == name}
-        bar = axis.barh(name, ends[name], 0.7, color="#f2b661" if naive else "#9cc3e6", hatch="//" if naive else "")
-        axis.bar_label(bar, [f"{ends[name]:.3f}"], padding=4)
-    axis.set(xlim=(0, 3.3), ylim=(len(ends) - 0.5, -0.5), xlabel="mean loss of the last 200 steps")
+    for run in sorted(results("curves.json")["runs"], key=lambda run: statistics.mean(run["losses"][-10:])):
+        color, hatch = ("#f2b661", "//") if run["naive"] else ("#9cc3e6", "")
+        bar = axis.barh(run["label"], statistics.mean(run["losses"][-10:]), 0.7, color=color, hatch=hatch)
+        axis.bar_label(bar, fmt="%.3f", padding=4)
+    axis.set(xlim=(0, 3.3), xlabel="mean loss of the last 200 steps")
+    axis.invert_yaxis()
     return drawn(figure)
 
 
@@ -288,7 +252,7 @@ def draw_minutes() -> str:
 
 
 def draw_muon() -> str:
-    """The loss at the end with AdamW and with Muon, by learning rate; of the best one with three seeds."""
+    """The loss at the end with AdamW and with Muon, by learning rate; of the best, the mean of three seeds."""
     stored = results("optimizers.json")
     figure, axis = panels(250)
     for name, color, style in ("AdamW", BLUE, "o--"), ("Muon", RED, "s-"):
@@ -297,9 +261,6 @@ def draw_muon() -> str:
         mean = statistics.mean(last for _, rate, last in runs if rate == best)
         first = [(rate, last) for seed, rate, last in runs if seed == 0]
         axis.plot(*zip(*first), style, color=color, label=f"{name}; lr {best:g}, three seeds: {mean:.2f}")
-        axis.plot(
-            *zip(*[(rate, last) for seed, rate, last in runs if seed > 0]), style[0], color=color, fillstyle="none"
-        )
     axis.set(xscale="log", xlabel="learning rate", ylabel="loss at the end")
     axis.xaxis.set_major_formatter("{x:g}")
     axis.grid()
@@ -307,7 +268,6 @@ def draw_muon() -> str:
 
 
 PICTURES = {
-    "tests/look.svg": draw_look,
     "01_single_gpu/muon.svg": draw_muon,
     "06_pipeline/predicted.svg": draw_predicted,
     "07_expert/balance.svg": draw_balance,
@@ -316,7 +276,9 @@ PICTURES = {
     "10_mixed_precision/curves.svg": draw_curves,
     "10_mixed_precision/minutes.svg": draw_minutes,
 }
-PICTURES |= {path.replace(".py", ".svg"): functools.partial(draw_schedule, path) for path in schedules.CLAIMS}
+SCHEDULES = {path.replace(".py", ".svg"): ([path], 470) for path in schedules.CLAIMS}
+SCHEDULES["tests/look.svg"] = ["06_pipeline/afab.py", "06_pipeline/1f1b.py"], 310
+PICTURES |= {picture: functools.partial(draw_schedules, *what) for picture, what in SCHEDULES.items()}
 
 
 def main() -> None:
