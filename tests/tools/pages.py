@@ -388,14 +388,13 @@ def bugs(folder: str) -> str:
         if all(bug[key] != other[key] for other in chosen for key in ("recipe", "what")):
             chosen.append(bug)
     for bug in chosen[:SHOWN]:
-        numbers = [f"{float(f'{x:.2g}'):g}" if x is not None else "" for x in (bug["gradient"], bug["loss"])]
+        numbers = bug["gradient"], bug["loss"] and 100 * bug["loss"]
+        error, curve = (f"{float(f'{x:.2g}'):g}" if x is not None else "" for x in numbers)
         name = Path(bug["recipe"]).name
-        rows.append([f"[`{name}`](#{anchor(name)})", bug["what"], numbers[0], bug["end"] or numbers[1]])
-    summary = (
-        f"{len(found)} bugs; {len(wrong)} of them train with a gradient or update that is wrong by more than 1 %; "
-    )
+        rows.append([f"[`{name}`](#{anchor(name)})", bug["what"], error, bug["end"] or curve])
+    summary = f"{len(found)} bugs; {len(wrong)} train with a gradient or update that is wrong by more than 1 %; "
     summary += f"{sum(map(hides, wrong))} of those move the loss by less than 1 % over 20 steps."
-    return f"{summary}\n\n{table(['recipe', 'bug', 'gradient error', 'loss curve differs by'], rows)}"
+    return f"{summary}\n\n{table(['recipe', 'bug', 'gradient error', 'loss curve differs by, %'], rows)}"
 
 
 def all_folders() -> str:

@@ -54,7 +54,7 @@ def drawn(figure: Any, legend: int = 0) -> str:
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     pyplot.close(figure)
-    text = re.sub(r"(\.\d)\d{3,}|\s*<!--.*?-->", r"\1", file.getvalue())  # a tenth of a point suffices
+    text = re.sub(r"(\.\d)\d{4,}|\s*<!--.*?-->", r"\1", file.getvalue())  # a tenth of a point suffices
     return re.sub(r"\s*\n\s*", "\n", text)
 
 
