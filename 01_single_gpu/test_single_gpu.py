@@ -34,7 +34,7 @@ def test_compiled(name):
 
 # -------------------------------------------------------------------------------------------------------- transformers
 def test_computes_what_transformers_computes():
-    witness.check(TRAIN, "--theta 10000 --rope_factor 32 --seq 512 --batch 2")
+    witness.check(TRAIN, witness.ROPE)
 
 
 def test_tied_head():

@@ -58,7 +58,8 @@ class Bug:
     """In a recipe, `old` becomes `new`; to be seen on `world` ranks with `flags`, by what `seen` names.
 
     seen: "one step" of gradient descent or "four steps" of AdamW, compared with the root; "late", one step with
-    simulated streams; a promise of tests/contract.py; or another entry of SEES or IN_FILES in tests/test_bugs.py.
+    simulated streams; a promise of tests/contract.py; another entry of SEES in tests/test_bugs.py; or the call of a
+    test in a folder, like test_muon.test_orthogonalise(dtype="float64"), given `recipe`, `file`, `world` and `flags`.
     where: the file and line that has it.
     """
 

@@ -17,6 +17,8 @@ ROOT_RECIPE = "01_single_gpu/train.py"
 FLAGS = "--device cpu --dtype float64 --layers 3 --dim 48 --heads 6 --kv_heads 2 --ffn 64 --seq 24 --batch 4"
 SHAPE = dict(num_hidden_layers=3, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, vocab_size=256)
 SHAPE |= dict(intermediate_size=64, rms_norm_eps=1e-5, max_position_embeddings=131072)  # transformers' names of FLAGS
+ROPE = "--theta 10000 --rope_factor 32 --seq 512 --batch 2"
+EXPERTS = "--experts 8 --top_k 2"
 
 
 def llama_config(theta: float = 5e5, rope_factor: float = 1.0, tied: bool = False):
