@@ -145,9 +145,9 @@ def test_an_update_rounds_each_element_by_its_index(file=None):
     weight, mean, gradient = (torch.randn(3, 100, generator=generator).bfloat16() for _ in range(3))
     square = mean.square()
     decay, pair = 1 - 2.0**-12, torch.tensor([123456789, -987654321], dtype=torch.int32)
-    wide, g = weight.float(), gradient.float()
+    numbers = torch.tensor([0.3, 0, 1, decay, 1], dtype=torch.float64)  # clips; a learning rate of 0
+    wide, g = weight.float(), gradient.float() * numbers[0]
     exact = wide * decay, mean.float().lerp(g, 0.1), square.float().lerp(g.square(), 0.05)
-    numbers = torch.tensor([1, 0, 1, decay, 1], dtype=torch.float64)  # no clip, a learning rate of 0
     module.update(weight, mean, square, gradient, numbers, pair)
     parts = torch.arange(300, dtype=torch.int32).split(64)
     first, second = (torch.cat([module.random_bits(part, key) for part in parts]) for key in pair)
