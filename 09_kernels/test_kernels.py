@@ -132,7 +132,7 @@ def test_rounds_once(recipe):
     for function, dtype in (ours, torch.bfloat16), (plain, torch.float64):
         low = [x.bfloat16().to(dtype).requires_grad_() if x.is_floating_point() else x for x in inputs]
         y = function(*low)
-        dx = torch.autograd.grad(y, low[0], random(*y.shape).bfloat16().to(y.dtype))
+        dx = torch.autograd.grad(y, low[0], random(1, *y.shape)[0].bfloat16().to(y.dtype))
         found.append([y, *dx] if recipe != SOFTMAX else [y])  # whose backward reads its rounded y
     for i, (mine, exact) in enumerate(zip(*found)):
         share = (mine == exact.to(mine.dtype)).float().mean()
