@@ -5,9 +5,10 @@ import pytest
 import torch
 from compare import assert_close, relative_errors
 from contract import SMALL, refusal
-from equivalence import DOCUMENTS, ROOT_RECIPE, documents
+from equivalence import documents
 from launch import in_a_fork, launch, load
 from probes import OnGPU
+from recipes import DOCUMENTS, ROOT_RECIPE
 from witness import check
 
 IGNORE = -100

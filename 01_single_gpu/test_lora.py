@@ -10,6 +10,7 @@ import torch
 from compare import assert_close, history_errors, relative_errors
 from contract import refusal
 from launch import in_a_fork, isolated, launch, load
+from recipes import LORA, ROOT_RECIPE
 from safetensors.torch import load_file
 
 SCALE = 300 / 5
@@ -34,7 +35,7 @@ def merged(weights: dict[str, torch.Tensor], pairs: dict[str, tuple[torch.Tensor
 
 def trained_inside_merged_weights(flags: str, pairs: dict[str, tuple[torch.Tensor, ...]]):
     """Train A and B with the root's model, whose linears are W + SCALE·B·A. Return merged weights and the history."""
-    root = load(equivalence.ROOT_RECIPE)
+    root = load(ROOT_RECIPE)
     sys.argv = ["train.py", *flags.split()]
     cfg = root.parse_config()
     torch.set_default_dtype(torch.float64)
@@ -55,9 +56,9 @@ def trained_inside_merged_weights(flags: str, pairs: dict[str, tuple[torch.Tenso
     return {name: x.detach() for name, x in merged(frozen, pairs).items()}, history
 
 
-def test_trains_inside_merged_weights(tmp_path, file=equivalence.LORA):
+def test_trains_inside_merged_weights(tmp_path, file=LORA):
     """Three steps with a clip that acts; A as --adapters has it before the first, B is 0."""
-    init = equivalence.start(equivalence.ROOT_RECIPE, equivalence.SHAPE)
+    init = equivalence.start(ROOT_RECIPE, equivalence.SHAPE)
     flags = f"{SHAPE} --data {equivalence.documents()} --init {init}"
     launch(file, 1, f"{flags} {ADAPTERS} --steps 0 --adapters {tmp_path}", save=False)
     pairs = adapters(tmp_path)
@@ -72,12 +73,10 @@ def test_trains_inside_merged_weights(tmp_path, file=equivalence.LORA):
     assert_close(errors, equivalence.TOLERANCE["float64"], "training inside merged weights")
 
 
-@pytest.mark.parametrize(
-    "file, world", [(equivalence.LORA, 1), ("03_zero/lora.py", 2), ("04_tensor_sequence/lora.py", 2)]
-)
+@pytest.mark.parametrize("file, world", [(LORA, 1), ("03_zero/lora.py", 2), ("04_tensor_sequence/lora.py", 2)])
 def test_what_peft_reads(tmp_path, file, world):
     """Names, and what config says of them: with it, the adapters make the merged weights that are saved."""
-    init = equivalence.start(equivalence.ROOT_RECIPE, equivalence.SHAPE)
+    init = equivalence.start(ROOT_RECIPE, equivalence.SHAPE)
     run = launch(file, world, f"{SHAPE} {ADAPTERS} --init {init} --steps 2 --lr 0.1 --adapters {tmp_path}/new")
     pairs, config = adapters(tmp_path / "new"), json.loads((tmp_path / "new" / "adapter_config.json").read_text())
     linears = {name for name, tensor in run.weights.items() if ".layers." in name and tensor.ndim == 2}
@@ -104,7 +103,7 @@ def what_is_frozen(module):
     return lambda: seen
 
 
-def test_frozen_weights_take_two_bytes(file=equivalence.LORA):
+def test_frozen_weights_take_two_bytes(file=LORA):
     """... and no gradient, no moments; adapters are fp32, and so are the weights into which they are merged."""
     run = launch(file, 1, f"{SHAPE} --dtype bfloat16 --steps 1", probe=what_is_frozen)
     frozen, trained = (False, "torch.bfloat16", False, False, False), (True, "torch.float32", True, True, True)
@@ -116,12 +115,12 @@ def test_where_adapters_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     none = [(tmp_path, None), (tmp_path / "none" / "new", "no folder for it"), (tmp_path / "file", "is no folder")]
     for folder, words in none:
-        line = refusal(load(equivalence.LORA), 1, f"--device cpu --adapters {folder}")
+        line = refusal(load(LORA), 1, f"--device cpu --adapters {folder}")
         assert line == (words and f"--adapters {folder}: {words}"), line
 
 
 @in_a_fork
 def test_a_pasted_linear_initialises_itself():
-    linear, x = load(equivalence.LORA).LoRALinear(6, 4, 2, 8.0), torch.randn(3, 6)
+    linear, x = load(LORA).LoRALinear(6, 4, 2, 8.0), torch.randn(3, 6)
     linear.weight.data = torch.randn(4, 6)
     assert torch.equal(linear(x), x @ linear.weight.T) and linear.lora_A.weight.abs().max() < 6**-0.5

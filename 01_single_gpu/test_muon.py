@@ -9,13 +9,14 @@ import torch
 from compare import assert_close, history_errors, relative_errors
 from contract import refusal
 from launch import launch, load
+from recipes import MUON
 from torch.utils.flop_counter import FlopCounterMode
 
 TRAIN = "01_single_gpu/train.py"
 
 
 @pytest.mark.parametrize("dtype, low, high", [("float64", 0.68, 1.21), ("bfloat16", 0.6, 1.3)])
-def test_orthogonalise(dtype, low, high, file=equivalence.MUON):
+def test_orthogonalise(dtype, low, high, file=MUON):
     """Singular vectors stay, singular values are about 1, whatever their shape and size; and 0 stays 0."""
     module, generator, exact = load(file), torch.Generator().manual_seed(0), dtype == "float64"
     dtype = getattr(torch, dtype)
@@ -42,7 +43,7 @@ def test_flops(shape, file="03_zero/muon.py"):
     assert module.newton_schulz_flops(x) == counter.get_total_flops(), "the FLOPs are others"
 
 
-@pytest.mark.parametrize("recipe", [equivalence.MUON, "03_zero/muon.py"])
+@pytest.mark.parametrize("recipe", [MUON, "03_zero/muon.py"])
 def test_state_can_be_loaded(recipe, file=None):
     """A second optimizer takes over: one moment per element, beside the step that AdamW's load_state_dict asks for."""
     module, shape, generator = load(file or recipe), torch.Size([4, 6]), torch.Generator().manual_seed(0)
@@ -63,7 +64,7 @@ def test_state_can_be_loaded(recipe, file=None):
 
 
 def test_a_tied_head_is_updated_once():
-    module = load(equivalence.MUON)
+    module = load(MUON)
     model = module.build_model(module.Config(layers=1, device="cpu"))
     model.lm_head.weight = model.model.embed_tokens.weight
     updated = [p for group in module.make_optimizer(module.Config(), model).param_groups for p in group["params"]]
@@ -71,7 +72,7 @@ def test_a_tied_head_is_updated_once():
 
 
 def test_rates_that_overflow_are_refused():
-    line = refusal(load(equivalence.MUON), 1, "--device cpu --lr 1e39")
+    line = refusal(load(MUON), 1, "--device cpu --lr 1e39")
     assert line.startswith("--lr 1e+39: must be at most 1e30")
 
 
@@ -100,7 +101,7 @@ def torchs_muon(module):
     return lambda: None
 
 
-def test_trains_as_with_torchs_muon(file=equivalence.MUON):
+def test_trains_as_with_torchs_muon(file=MUON):
     flags = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} {equivalence.TRAINING}"
     ours = launch(file, 1, f"{flags} --momentum 0.9")
     theirs = launch(TRAIN, 1, flags, probe=torchs_muon)

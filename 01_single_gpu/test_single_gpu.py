@@ -16,6 +16,7 @@ import torch
 import witness
 from contract import refusal
 from launch import in_a_fork, launch, load
+from recipes import TIED
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -39,12 +40,12 @@ def test_computes_what_transformers_computes():
 
 def test_tied_head():
     """As transformers has it: one matrix, whose gradient is that of both its uses."""
-    witness.check(equivalence.TIED, tied=True)
+    witness.check(TIED, tied=True)
 
 
-def test_an_untied_file_is_refused(tmp_path, file=equivalence.TIED):
+def test_an_untied_file_is_refused(tmp_path, file=TIED):
     """And one whose head has another shape is not taken for a tied one."""
-    module, path = load(equivalence.TIED), tmp_path / "weights.safetensors"
+    module, path = load(TIED), tmp_path / "weights.safetensors"
     shapes = module.tensor_shapes(config(module, SMALL))
     for recipe, shape, words in (file, [256, 48], "none"), (TRAIN, [1, 48], "floats [256, 48]"):
         save_file({name: torch.zeros(size) for name, size in {**shapes, "lm_head.weight": shape}.items()}, path)

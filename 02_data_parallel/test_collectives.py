@@ -32,7 +32,7 @@ def the_examples(module):
 
 
 def test_examples_of_collectives():
-    """Each collective by its definition; and what collectives.py prints, down to the bytes that a rank sends."""
+    """Each collective by its definition. Nobody leaves a barrier before the last one has come."""
     n, ranks = 3, range(3)
     run = launch(COLLECTIVES, n, "--device cpu --largest 2048 --repeats 1", probe=the_examples, save=False)
     numbers = [[i + 10 * rank for i in range(n)] for rank in ranks]
@@ -52,13 +52,7 @@ def test_examples_of_collectives():
         before = {name: before for name, before, _ in shown}
         given = dict.fromkeys(wanted, numbers[rank]) | {"scatter": numbers[0] if rank == 0 else []}
         assert before == given | dict.fromkeys(("gather", "all-gather"), numbers[rank][:1])
-    printed = run.output[0]
-    sent = re.findall(r"(ring|doubling|tree) ([\d.]+)", printed.splitlines()[-1])
-    in_trees = max(bytes_in_trees(rank, n, 256, 4) for rank in ranks) / (8 * 256)
-    formulas = {"ring": 2 * (n - 1) / n, "doubling": 2, "tree": in_trees}
-    wanted = pytest.approx(formulas, rel=0.02)  # the chunks of 3 ranks are not equally long
-    assert {name: float(ratio) for name, ratio in sent} == wanted and not any(run.output[1:])
-    times = re.findall(r"comes after ([\d.]+) s, leaves after ([\d.]+) s", printed)
+    times = re.findall(r"comes after ([\d.]+) s, leaves after ([\d.]+) s", run.output[0])
     comes, leaves = ([float(t) for t in column] for column in zip(*times, strict=True))
     assert len(comes) == n and min(comes) == 0 and max(comes) > 0.05
     assert min(leaves) >= max(comes) - 0.01  # printed in hundredths
