@@ -9,6 +9,7 @@ from unittest.mock import patch
 import equivalence
 import probes
 import pytest
+import recipes
 import torch
 from contract import refusal
 from launch import RankFailed, launch, load
@@ -68,7 +69,7 @@ def last_rank_is_late(module):
 def test_whenever_streams_get_to_it(recipe, when):
     """A collective writes at some time between its start and the end of the wait for it, a side stream likewise."""
     probe = probes.together(last_rank_is_late, streams(when))
-    lora = equivalence.LORA_FLAGS * (recipe == LORA)
+    lora = recipes.own_flags(recipe, "all")
     equivalence.check(recipe, 4 if recipe == HSDP else 2, f"--microbatches 3 {lora}", probe=probe)
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import contract
 import equivalence
 import pytest
+import recipes
 import torch
 from contract import refusal
 from launch import in_a_fork, isolated, launch, load, once
@@ -35,7 +36,7 @@ SIZES = [  # that may fail where the hardest of each recipe, which the contract 
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe, world, flags", SIZES)
 def test_gradient_on_other_sizes(recipe, world, flags, monkeypatch):
-    monkeypatch.setitem(equivalence.HARDEST, recipe, (world, flags))
+    monkeypatch.setitem(recipes.HARDEST, recipe, (world, flags))
     contract.check_gradient(recipe)
 
 

@@ -11,6 +11,7 @@ import contract
 import equivalence
 import probes
 import pytest
+import recipes
 import schedules
 import torch
 from launch import Run, launch, load
@@ -87,7 +88,7 @@ def test_stages_of_other_dtypes():
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe, world, flags", SIZES)
 def test_gradient_on_other_sizes(recipe, world, flags, monkeypatch):
-    monkeypatch.setitem(equivalence.HARDEST, recipe, (world, flags))
+    monkeypatch.setitem(recipes.HARDEST, recipe, (world, flags))
     contract.check_gradient(recipe)
 
 

@@ -11,6 +11,7 @@ import contract
 import equivalence
 import numpy as np
 import pytest
+import recipes
 import torch
 import witness
 from contract import refusal
@@ -44,7 +45,7 @@ SIZES = [  # that may fail where the hardest of each recipe, which the contract 
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe, world, flags", SIZES)
 def test_gradient_on_other_sizes(recipe, world, flags, monkeypatch):
-    monkeypatch.setitem(equivalence.HARDEST, recipe, (world, flags))
+    monkeypatch.setitem(recipes.HARDEST, recipe, (world, flags))
     contract.check_gradient(recipe)
 
 

@@ -10,9 +10,10 @@ import contract
 import equivalence
 import probes
 import pytest
+import recipes
 import torch
-from equivalence import mesh, stages
 from launch import isolated, launch, load
+from recipes import mesh, stages
 from streams import streams
 
 TWO_D, THREE_D = "08_4d/2d.py", "08_4d/3d.py"
@@ -22,7 +23,7 @@ SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --voca
 
 
 SIZES = [  # that may fail where the hardest of each recipe, which the contract has, does not
-    *((TWO_D, dp * tp, f"--dp {dp} --tp {tp} {flags}") for dp, tp, flags in equivalence.TWO_D[3:5]),
+    *((TWO_D, dp * tp, f"--dp {dp} --tp {tp} {flags}") for dp, tp, flags in recipes.TWO_D[3:5]),
     *((THREE_D, dp * tp * pp, stages(dp, tp, pp, chunks)) for dp, tp, pp, chunks in ((1, 2, 3, 2), (3, 1, 2, 2))),
     (THREE_D, 4, stages(1, 1, 4, 1)),
     *((TRAIN, 8, mesh(*sizes)) for sizes in ((1, 2, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1))),  # any three axes at once
@@ -41,7 +42,7 @@ SIZES = [  # that may fail where the hardest of each recipe, which the contract 
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe, world, flags", SIZES)
 def test_gradient_on_other_sizes(recipe, world, flags, monkeypatch):
-    monkeypatch.setitem(equivalence.HARDEST, recipe, (world, flags))
+    monkeypatch.setitem(recipes.HARDEST, recipe, (world, flags))
     contract.check_gradient(recipe)
 
 

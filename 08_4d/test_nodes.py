@@ -13,8 +13,9 @@ from pathlib import Path
 import compare
 import pytest
 import torch
-from equivalence import ROOT_RECIPE, SHAPE, TOLERANCE, TRAINING, documents, mesh, reference, shared, start
+from equivalence import ROOT_RECIPE, SHAPE, TOLERANCE, TRAINING, documents, reference, shared, start
 from launch import ROOT, launch
+from recipes import mesh
 
 RECIPE = "08_4d/checkpoint.py"
 # Run a command on two hosts of one machine: network namespaces, joined by a virtual Ethernet cable. The command is on

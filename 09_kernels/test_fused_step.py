@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from contract import SMALL
-from equivalence import KERNELS, ROOT_RECIPE
 from launch import in_a_fork, launch, load
+from recipes import KERNELS, ROOT_RECIPE
 from torch import Tensor, nn
 
 ADAMW = "09_kernels/adamw.py"

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import equivalence
 import pytest
+import recipes
 import torch
 from launch import in_a_fork, launch, load
 from torch import Tensor, nn
@@ -317,7 +318,7 @@ def graphs_at_forwards(module: ModuleType):
     return lambda: counts
 
 
-@pytest.mark.parametrize("recipe", [TENSORWISE, LOW, equivalence.FP8_ZERO3])
+@pytest.mark.parametrize("recipe", [TENSORWISE, LOW, recipes.FP8_ZERO3])
 def test_no_graph_outlives_its_micro_batch(recipe, file=None):
     """Compiled by torch 2.11, it holds all inputs of fp8 matmuls, beyond backward."""
     flags = "--device cpu --dtype bfloat16 --layers 1 --dim 64 --batch 4 --seq 16 --microbatches 2 --steps 1"

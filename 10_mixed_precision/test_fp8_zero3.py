@@ -10,12 +10,13 @@ from types import ModuleType, SimpleNamespace
 import equivalence
 import probes
 import pytest
+import recipes
 import torch
 from launch import ROOT, RankFailed, in_a_fork, isolated, launch, load
 from streams import streams
 from torch import Tensor
 
-FP8_ZERO3, TENSORWISE = equivalence.FP8_ZERO3, "10_mixed_precision/fp8_tensorwise.py"
+FP8_ZERO3, TENSORWISE = recipes.FP8_ZERO3, "10_mixed_precision/fp8_tensorwise.py"
 LAYERS, DIM = 3, 22
 # of 2,750 elements in a block, 3 and 8 shards need padding, and cut matrices
 SIZES = f"--layers {LAYERS} --dim {DIM} --heads 11 --kv_heads 1 --ffn 25 --seq 16 --batch 24 --warmup 0"
