@@ -19,12 +19,14 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
+import mutation
 from launch import load, once
 from test_lineage import FAMILY, ROOT, clashes, difference, lines_of_code, parents
 
 RESULTS = ROOT / "tests" / "results"
 FOLDERS = [path.name for path in sorted(ROOT.glob("[01][0-9]_*"))]
-PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS), ROOT / "tests" / "README.md"]
+PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
+PAGES += [ROOT / "tests" / "README.md", ROOT / "tests" / "BUGS.md"]
 SAME = {  # recipes of which a library has the very technique, its twin, and what README.md calls it
     "02_data_parallel/bucketed.py": ("02_data_parallel/torch_ddp.py", "DDP"),
     "03_zero/zero3.py": ("03_zero/torch_fsdp.py", "FSDP2"),
@@ -364,17 +366,27 @@ def equivalence() -> str:
     return table([*head, "bf16, × root's own"], rows)
 
 
-def mistrains(bug: dict) -> bool:
-    """Whether a training goes on with a gradient, or an update, that is wrong by more than 1 %.
-
-    No loss curve: a kernel's output, or a run that ends. Not a bit of it changed: the saved file alone is wrong.
-    """
-    return (bug["gradient"] or 0) > 0.01 and bool(bug["loss"])
-
-
 def hides(bug: dict) -> bool:
     """... and the loss curve shows less than that."""
-    return mistrains(bug) and bug["loss"] < HIDDEN
+    return mutation.mistrains(bug) and bug["loss"] < HIDDEN
+
+
+def effects(bug: dict) -> list[str]:
+    """The error of the gradient, and by how many percent the loss curve differs over 20 and over 300 steps."""
+    loss, later = (bug.get(key) and 100 * bug[key] for key in ("loss", "loss_300"))
+    numbers = [f"{float(f'{x:.2g}'):g}" if x is not None else "" for x in (bug["gradient"], loss, later)]
+    return [numbers[0], bug["end"] or numbers[1], numbers[2]]
+
+
+def bug_class(kind: str) -> str:
+    """The bugs of a class that tests/BUGS.md shows, and what each of them does."""
+    stored = {(bug["recipe"], bug["what"]): bug for bug in results("bugs.json")}
+    chosen, rows = [bug for bug in mutation.instructive() if bug.kind == kind], []
+    for bug in chosen:
+        rows.append([f"[`{bug.recipe}`](../{bug.recipe})", bug.what, *effects(stored[bug.recipe, bug.what])])
+    head = ["recipe", "bug", "gradient error", "loss differs by, %, in 20 steps", "after 300, %"]
+    count = sum(bug.kind == kind for bug in mutation.bugs())
+    return f"{len(chosen)} of {count}:\n\n{table(head, rows)}"
 
 
 def bugs(folder: str) -> str:
@@ -383,15 +395,13 @@ def bugs(folder: str) -> str:
     These are bugs that the loss curve hides, the largest errors first.
     """
     found = [bug for bug in results("bugs.json") if bug["recipe"].startswith(f"{folder}/")]
-    wrong, chosen, rows = [bug for bug in found if mistrains(bug)], [], []
+    wrong, chosen, rows = [bug for bug in found if mutation.mistrains(bug)], [], []
     for bug in sorted(found, key=lambda bug: (not hides(bug), -(bug["gradient"] or 0))):
         if all(bug[key] != other[key] for other in chosen for key in ("recipe", "what")):
             chosen.append(bug)
     for bug in chosen[:SHOWN]:
-        numbers = bug["gradient"], bug["loss"] and 100 * bug["loss"]
-        error, curve = (f"{float(f'{x:.2g}'):g}" if x is not None else "" for x in numbers)
         name = Path(bug["recipe"]).name
-        rows.append([f"[`{name}`](#{anchor(name)})", bug["what"], error, bug["end"] or curve])
+        rows.append([f"[`{name}`](#{anchor(name)})", bug["what"], *effects(bug)[:2]])
     summary = f"{len(found)} bugs; {len(wrong)} train with a gradient or update that is wrong by more than 1 %; "
     summary += f"{sum(map(hides, wrong))} of those move the loss by less than 1 % over 20 steps."
     return f"{summary}\n\n{table(['recipe', 'bug', 'gradient error', 'loss curve differs by, %'], rows)}"
@@ -426,7 +436,7 @@ def facts() -> str:
     entries = [e for e in entries if e["device"] == "cpu" and not e["recipe"].startswith(ROUNDING)]
     ranks = {path: max(e["ranks"] for e in entries if e["recipe"] == path) for path in {e["recipe"] for e in entries}}
     error, found = max(e["errors"]["gradient"] for e in entries), results("bugs.json")
-    wrong = [bug for bug in found if mistrains(bug)]
+    wrong = [bug for bug in found if mutation.mistrains(bug)]
     equal = f"""* **Equal.** {len(ranks)} files against training in one process: in {len(entries)} cases of tiny models,
         in float64, on up to {max(ranks.values())} ranks ({list(ranks.values()).count(1)} files on one), the worst
         gradient is off by {error:.1e}."""
@@ -498,6 +508,7 @@ def formats(name: str) -> str:
 MAKERS = {make.__name__: make for make in (facts, first, look, family, equivalence, together, layouts, published)}
 OF_FOLDER = {"bugs": bugs, "way": way, "way on": way}
 NAMED = {"speed": speed, "kernel": kernel, "formats": formats, "about": lambda name: about(results(*name.split()))}
+NAMED["class"] = bug_class
 NAMED["text"] = lambda name: f"```\n{(RESULTS / name).read_text()}```"
 
 
