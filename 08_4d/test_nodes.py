@@ -72,7 +72,8 @@ def test_killed_rank(tmp_path):
     for name, text in {"scontrol": SCONTROL, "srun": SRUN}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    flags = f"--preset tiny --device cpu --dtype float32 --dim 32 --ffn 48 --layers 2 --steps 40 {mesh(1, 1, 2, 2)}"
+    flags = f"--preset tiny --device cpu --dtype float32 --dim 32 --ffn 48 --steps 40 {mesh(1, 1, 2, 2)}"
+    flags += " --layers 4 --chunks 2"
     files = f"--checkpoint {tmp_path}/checkpoints --every 1 --save {tmp_path}/weights.safetensors"
     with free_port() as port:
         script = (ROOT / "08_4d" / "train.slurm").read_text().replace(":29500", f":{port}")
