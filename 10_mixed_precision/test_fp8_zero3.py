@@ -57,8 +57,8 @@ def seen_by_ranks(module: ModuleType):
 
 def seen_by_one_gpu(flags: str, weights_of_steps: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """The numbers that fp8_tensorwise.py finds with these weights. Those of norms are rounded to bf16 once."""
-    start = load("10_mixed_precision/test_fp8.py").start
-    module, (cfg, model, optimizer), batches = start(TENSORWISE, f"{SIZES} {flags}")
+    start = load("10_mixed_precision/test_masters.py").start
+    module, (cfg, model, optimizer), batches = start(TENSORWISE, f"{SMALL} {flags}")
     found = []
     for weights, batch in zip(weights_of_steps, batches):
         for name, p in model.named_parameters():

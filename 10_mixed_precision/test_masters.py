@@ -19,22 +19,23 @@ from test_lineage import TRAINING
 from test_pasted import into_an_empty_file
 
 BF16, FP16 = "10_mixed_precision/bf16.py", "10_mixed_precision/fp16_loss_scaling.py"
-SMALL = "--layers 2 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 4 --warmup 0 --device cpu"
+SMALL = "--layers 2 --dim 64 --heads 4 --kv_heads 2 --ffn 96 --seq 16 --batch 8 --warmup 0 --device cpu"
 
 
-def start(file: str, flags: str) -> tuple[ModuleType, tuple, tuple]:
-    """The recipe; what its train_step takes; a batch."""
+def start(file: str, flags: str) -> tuple[ModuleType, tuple, list]:
+    """The recipe; what its train_step takes; batches."""
     module = load(file)
     sys.argv = ["recipe", *f"{SMALL} {flags}".split()]
     cfg = module.parse_config()
-    model = module.build_model(replace(cfg, compile=False))  # --compile is for the optimizer, here
-    return module, (cfg, model, module.make_optimizer(cfg, model)), module.make_batch(cfg, module.load_data(cfg)[0], 0)
+    model, data = module.build_model(replace(cfg, compile=False)), module.load_data(cfg)[0]
+    optimizer = module.make_optimizer(cfg, model)  # --compile is for the optimizer, here
+    return module, (cfg, model, optimizer), [module.make_batch(cfg, data, i) for i in range(8)]
 
 
 @in_a_fork
 def test_weights_are_rounded_masters(file=None):
     """After each step the matmuls read what the optimizer has, rounded; masters have more bits, from the beginning."""
-    module, (cfg, model, optimizer), batch = start(file or BF16, "--dtype bfloat16")
+    module, (cfg, model, optimizer), (batch, *_) = start(file or BF16, "--dtype bfloat16")
     for steps in range(3):
         if steps:
             module.train_step(cfg, model, optimizer, *batch)
@@ -51,15 +52,13 @@ def test_weights_are_rounded_masters(file=None):
 
 def gradients(file: str, flags: str) -> dict[str, torch.Tensor]:
     """Loss and gradients in float32 of a batch, with norm weights around 1 that have all bits of float32."""
-    module = load(file)
-    sys.argv = ["recipe", *f"{SMALL} --dtype bfloat16 {flags}".split()]
-    cfg = module.parse_config()
-    model, generator = module.build_model(cfg), torch.Generator().manual_seed(0)
+    module, (cfg, model, _), batches = start(file, f"--dtype bfloat16 {flags}")
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim == 1:
                 p.add_(0.3 * torch.randn(p.shape, generator=generator))
-    loss = module.forward_backward(cfg, model, *module.make_batch(cfg, module.load_data(cfg)[0], 0))
+    loss = module.forward_backward(cfg, model, *batches[0])
     return {"loss": loss} | {name: p.grad.float() for name, p in model.named_parameters()}
 
 
@@ -78,7 +77,7 @@ def test_gradient_is_that_of_autocast(file=None):
 @in_a_fork
 def test_what_the_optimizer_would_undo_is_refused(file=None):
     """Weights that were loaded beside their masters, and a last micro-batch that would be taken for the sum."""
-    module, (cfg, model, optimizer), batch = start(file or BF16, "--dtype bfloat16 --microbatches 2")
+    module, (cfg, model, optimizer), (batch, *_) = start(file or BF16, "--dtype bfloat16 --microbatches 2")
     other = module.build_model(replace(cfg, seed=1))
     module.train_step(cfg, model, optimizer, *batch)
     model.load_state_dict(other.state_dict())
@@ -99,7 +98,7 @@ def test_what_the_optimizer_would_undo_is_refused(file=None):
 def test_norm_and_clip_round_nothing(recipe, dtype, file=None):
     """The norm is that of the same numbers in float64, and what clips gradients, and unscales them, does so in fp32."""
     flags = f"--dtype {str(dtype)[6:]} --microbatches 1 --clip 1e-4"
-    module, (cfg, model, optimizer), batch = start(file or recipe, flags)
+    module, (cfg, model, optimizer), (batch, *_) = start(file or recipe, flags)
     module.forward_backward(cfg, model, *batch)
     gradients = [p.grad for p in model.parameters()]
     assert {g.dtype for g in gradients} == {dtype, torch.float32}, "gradients are not where backward left"
@@ -123,7 +122,7 @@ def test_norm_and_clip_round_nothing(recipe, dtype, file=None):
 def test_learning_rate_compiles_nothing_anew(recipe):
     """Each step has the rate that a scheduler has set, in the same compiled code: with a rate of 0 nothing moves."""
     equivalence.without_kernels(load(recipe))
-    module, (cfg, model, optimizer), batch = start(recipe, "--dtype bfloat16 --microbatches 1 --compile")
+    module, (cfg, model, optimizer), (batch, *_) = start(recipe, "--dtype bfloat16 --microbatches 1 --compile")
     for rate in 0.01, 0, 0.03:
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -144,7 +143,7 @@ def state_of(model: torch.nn.Module, optimizer) -> list[torch.Tensor]:
 @in_a_fork
 def test_overflow_skips_the_step_and_halves_the_scale(file=None):
     """Nothing else that a later step reads has changed. The scale doubles after every third good step, counted anew."""
-    module, (cfg, model, optimizer), batch = start(file or FP16, "--dtype float16 --growth_interval 3")
+    module, (cfg, model, optimizer), (batch, *_) = start(file or FP16, "--dtype float16 --growth_interval 3")
     scaling, scales = model.scaling, []
     scaling.scale.fill_(4.0)
     for _ in range(8):

@@ -8,11 +8,9 @@ Tests that have a parameter `file` run it in place of the recipe: tests/test_bug
 
 import gc
 import re
-import sys
 import zlib
 from collections import Counter
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -23,18 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SR = "10_mixed_precision/stochastic_rounding.py"
 LOW, FP8 = RECIPES = [f"10_mixed_precision/{name}.py" for name in ("low_memory", "fp8_low_memory")]
-SMALL = "--layers 2 --dim 64 --heads 4 --kv_heads 2 --ffn 96 --seq 16 --batch 8 --warmup 0 --device cpu"
+start = load("10_mixed_precision/test_masters.py").start
 KEPT = "weight", "mean", "square"
 SIGMAS = 6
-
-
-def start(file: str | None, flags: str) -> tuple[ModuleType, tuple, tuple]:
-    """The recipe; what its train_step takes; its data."""
-    module = load(file or SR)
-    sys.argv = ["recipe", *f"{SMALL} --dtype bfloat16 {flags}".split()]
-    cfg = module.parse_config()
-    model = module.build_model(replace(cfg, compile=False))  # --compile is for the optimizer, here
-    return module, (cfg, model, module.make_optimizer(cfg, model)), module.load_data(cfg)[0]
 
 
 def kept_by(optimizer) -> dict[str, tuple[Tensor, ...]]:
@@ -165,9 +154,11 @@ def test_each_step_rounds_fairly_and_otherwise(flags, file=None):
 
     At p of the way, two roundings differ with 2p(1 - p): of all p alike, a third.
     """
-    module, (cfg, model, optimizer), data = start(file, f"--microbatches 1 --clip inf {flags}")
-    module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, 0))
-    module.forward_backward(cfg, model, *module.make_batch(cfg, data, 1))
+    module, (cfg, model, optimizer), batches = start(
+        file or SR, f"--dtype bfloat16 --microbatches 1 --clip inf {flags}"
+    )
+    module.train_step(cfg, model, optimizer, *batches[0])
+    module.forward_backward(cfg, model, *batches[1])
     before, found = [slot.mean.clone() for slot in optimizer.slots], []
     means, g = (torch.cat([x.float().flatten() for x in kept]) for kept in (before, optimizer.gradients()))
     exact = means.lerp(g, 0.1)
@@ -191,8 +182,8 @@ def test_each_step_rounds_fairly_and_otherwise(flags, file=None):
 @in_a_fork
 def test_sums_of_micro_batches_are_fp32(file=None):
     """What the optimizer gets of four micro-batches is the exact sum of their bf16 gradients; of one, its own."""
-    module, (cfg, model, optimizer), data = start(file, "--microbatches 4")
-    inputs, targets = module.make_batch(cfg, data, 0)
+    module, (cfg, model, optimizer), batches = start(file or SR, "--dtype bfloat16 --microbatches 4")
+    inputs, targets = batches[0]
     tokens, parameters = (targets != module.IGNORE).sum(), list(model.parameters())
     parts = [
         torch.autograd.grad(module.forward(cfg, model, x, y) / tokens, parameters)
@@ -219,15 +210,15 @@ def test_bytes_between_steps(recipe, file=None):
     """
     for flags in "--microbatches 1", "--microbatches 2":
         gc.freeze()  # what there is already is not counted
-        module, (cfg, model, optimizer), data = start(file or recipe, flags)
+        module, (cfg, model, optimizer), batches = start(file or recipe, f"--dtype bfloat16 {flags}")
         parameters = sum(p.numel() for p in model.parameters())
         smallest = min(p.numel() for p in model.parameters() if p.ndim > 1)
-        for step in range(3):
-            module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, step))
+        while batches:
+            module.train_step(cfg, model, optimizer, *batches.pop())
             assert all(p.grad is None for p in model.parameters()), "gradients are left"
-            total = bytes_of_tensors()
-            per_parameter = f"{total / parameters:.2f} bytes per parameter, with {flags}"
-            assert 6 * parameters <= total < 6 * parameters + smallest, per_parameter
+        total = bytes_of_tensors()
+        per_parameter = f"{total / parameters:.2f} bytes per parameter, with {flags}"
+        assert 6 * parameters <= total < 6 * parameters + smallest, per_parameter
         dtypes = {x.dtype for kept in kept_by(optimizer).values() for x in kept}
         assert dtypes == {torch.bfloat16}, f"weights and moments are {dtypes}"
 
@@ -258,9 +249,9 @@ class Executed(TorchDispatchMode):
 @in_a_fork
 def test_no_matmul_is_computed_again(recipe, file=None):
     """Nor attention; but casts to fp8 are, of weights, too. There are seven linears in a block, and the head."""
-    module, (cfg, model, _), data = start(file or recipe, "")
+    module, (cfg, model, _), batches = start(file or recipe, "--dtype bfloat16")
     with Executed() as mode:
-        module.forward_backward(cfg, model, *module.make_batch(cfg, data, 0))
+        module.forward_backward(cfg, model, *batches[0])
     matmuls, attention = mode.counts["aten.mm.default"], mode.counts[f"{module.KEPT[-1]}"]
     assert (matmuls, attention) == (3 * (7 * cfg.layers + 1), cfg.layers), f"{matmuls} matmuls, {attention} attentions"
     casts = mode.counts["fp8_tensorwise.cast.default"]  # of weight and input, twice, and of the gradient
