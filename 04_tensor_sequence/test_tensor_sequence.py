@@ -14,12 +14,13 @@ from launch import in_a_fork, launch, load
 from streams import streams
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-data_parallel = load("02_data_parallel/test_data_parallel.py")
+data_parallel, zero = load("02_data_parallel/test_data_parallel.py"), load("03_zero/test_zero.py")
 TENSOR, VOCAB, SEQUENCE, ASYNC, TWIN = (
     f"04_tensor_sequence/{name}.py"
     for name in ("tensor_parallel", "vocab_parallel", "sequence_parallel", "async_tensor_parallel", "torch_dtensor")
 )
 BY_TOKENS = (SEQUENCE, ASYNC)  # the residual stream is split too
+TABLES, KEY = ("model.embed_tokens.weight", "lm_head.weight"), "model.layers.0.self_attn.k_proj.weight"
 L, D, H, KV, F, V, S, B, TP = 3, 32, 8, 2, 64, 259, 16, 4, 4
 SMALL = f"--device cpu --layers {L} --dim {D} --heads {H} --kv_heads {KV} --ffn {F} --vocab {V} --seq {S} --batch {B}"
 
@@ -31,7 +32,6 @@ SMALL = f"--device cpu --layers {L} --dim {D} --heads {H} --kv_heads {KV} --ffn 
         (TENSOR, 3, "--kv_heads 1 --ffn 96"),  # all ranks hold the same key head, or no two do
         (SEQUENCE, 3, "--kv_heads 1 --ffn 96 --vocab 259"),
         (ASYNC, 3, "--kv_heads 3 --ffn 96 --vocab 259"),
-        (VOCAB, 2, "--compile"),
         (ASYNC, 2, "--compile"),
         (TWIN, 2, "--compile"),
     ],
@@ -48,15 +48,28 @@ def test_whenever_streams_get_to_it(recipe, when):
     equivalence.check(recipe, 4, "--heads 4 --kv_heads 2", probe=streams(when))
 
 
+ENDED = SimpleNamespace(wait=lambda: None)
+
+
 def test_an_adapter_without_a_gradient():
     """Zeros take part in the sum of a matrix that both ranks hold: the other rank, which used it, waits for them."""
     module, sent = load("04_tensor_sequence/lora.py"), []
     model = torch.nn.ModuleDict({"q_proj": module.LoRALinear(4, 4, 2, 2.0)})
-    ended = SimpleNamespace(wait=lambda: None)
-    model.tp = SimpleNamespace(size=lambda: 2, allreduce_coalesced=lambda gradients: sent.extend(gradients) or ended)
+    model.tp = SimpleNamespace(size=lambda: 2, allreduce_coalesced=lambda gradients: sent.extend(gradients) or ENDED)
     model.replicas = None
     module.sum_partial(module.Config(), model)
     assert len(sent) == 1 and model["q_proj"].lora_A.weight.grad is sent[0] and not sent[0].any()
+
+
+@in_a_fork
+def test_a_gradient_that_autograd_uses_elsewhere():
+    """What a backward all-reduces in place is its own: what was added to the copy has a gradient of this rank alone."""
+    module = load(TENSOR)
+    module.dist.all_reduce = lambda gradient, group: gradient.mul_(2)
+    x, other = torch.ones(2, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    added = 1 * other  # before the copy is made: its backward comes after that of the copy
+    (3 * (module.CopyToTP.apply(x, None) + added)).sum().backward()
+    assert (x.grad == 6).all() and (other.grad == 3).all()
 
 
 # -------------------------------------------------------------------------------------------------------------- a step
@@ -64,11 +77,11 @@ def test_an_adapter_without_a_gradient():
 def test_key_heads_that_several_ranks_hold(recipe):
     """Gradients of weights and biases are summed. Where ZeRO has taken them, ranks would go apart: it is refused."""
     attention, summed = torch.nn.ModuleDict(dict(k_proj=torch.nn.Linear(2, 2), v_proj=torch.nn.Linear(2, 2))), []
-    model, block = torch.nn.Module(), torch.nn.Module()
-    block.self_attn, model.model = attention, torch.nn.Module()
-    done = SimpleNamespace(wait=lambda: None)
-    model.replicas = SimpleNamespace(size=lambda: 2, allreduce_coalesced=lambda tensors: summed.extend(tensors) or done)
-    model.model.layers = [block]
+    model = torch.nn.Module()
+    model.replicas = SimpleNamespace(
+        size=lambda: 2, allreduce_coalesced=lambda tensors: summed.extend(tensors) or ENDED
+    )
+    model.model = SimpleNamespace(layers=[SimpleNamespace(self_attn=attention)])
     with pytest.raises(RuntimeError, match="key heads have no .grad"):
         load(recipe).sum_replicas(model)
     for p in attention.parameters():
@@ -117,30 +130,6 @@ def weights(module):
     return lambda: ({name: p.detach().numpy() for name, p in models[0].named_parameters()}, shapes)
 
 
-def traffic(module):
-    """A probe: how often so many bytes are communicated in the last step, by kind and by forward or backward."""
-    seen, steps, dist, train_step = Counter(), [], module.dist, module.train_step
-
-    def counted(kind, original, which):
-        def wrapper(*args, **kwargs):
-            seen[kind, probes.phase(), args[which].numel() * args[which].element_size()] += 1
-            return original(*args, **kwargs)
-
-        return wrapper
-
-    def step(*args):
-        seen.clear()
-        result = train_step(*args)
-        steps.append(seen.copy())
-        return result
-
-    module.train_step = step
-    dist.all_reduce = counted("all-reduce", dist.all_reduce, 0)
-    dist.all_gather_into_tensor = counted("all-gather", dist.all_gather_into_tensor, 0)  # of the whole
-    dist.reduce_scatter_tensor = counted("reduce-scatter", dist.reduce_scatter_tensor, 1)
-    return lambda: steps[-1]
-
-
 def order(module):
     """A probe: matmuls, transfers and waits of this rank, in order, in the first forward and the last backward of
     column-parallel weights."""
@@ -180,31 +169,28 @@ def wanted_shapes(recipe):
     shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(L) for name, shape in block.items()}
     shapes |= {"model.embed_tokens.weight": (rows, D), "lm_head.weight": (rows, D), "model.norm.weight": (D,)}
     others = {"block": [B * S // TP, D] if recipe in BY_TOKENS else [B, S, D], "logits": [B * S, rows]}
-    return shapes, others | (
-        {"shared": (3 * TP + 2) * B * S * D // TP} if recipe == ASYNC else {}
-    )  # the header's formula
+    if recipe == ASYNC:
+        others["shared"] = (3 * TP + 2) * B * S * D // TP  # the header's formula
+    return shapes, others
 
 
 def wanted_traffic(recipe):
-    """Tensor: 2 all-reduces per block forward and 2 backward. Sequence: 2 all-gathers and 2 reduce-scatters, and in
-    backward the same and 2 gathers of kept inputs. All of b·s·d activations; asynchronous ones are copies.
+    """(Kind, dtype, elements that go in) of a step's collectives.
 
-    Logits are never gathered: the loss sends three numbers per token, whatever the vocabulary.
+    Tensor: 2 all-reduces per block forward and 2 backward. Sequence: 2 all-gathers and 2 reduce-scatters, and in
+    backward the same and 2 gathers of kept inputs; asynchronous ones are copies. All of b·s·d activations in bfloat16.
+    With the vocabulary split, embedding and head as well. Logits are never gathered: the loss sends three numbers per
+    token, whatever the vocabulary.
     """
-    size, token = B * S * D * 2, B * S * 4  # in bfloat16; one float32 per token
-    wanted = Counter({("all-reduce", "forward", 4): 1})  # the norm
-    if recipe != TENSOR:
-        wanted += {("all-reduce", "forward", token): 1, ("all-reduce", "forward", 2 * token): 1}
-    if recipe in (TENSOR, VOCAB):  # with the vocabulary split, embedding and head as well
-        each = 2 * L + (recipe == VOCAB)
-        return wanted + Counter({("all-reduce", phase, size): each for phase in ("forward", "backward")})
-    if recipe == SEQUENCE:  # embedding, 1 and 1; head, 1 and 3
-        wanted += {(kind, "forward", size): 2 * L + 1 for kind in ("all-gather", "reduce-scatter")}
-        return wanted + Counter(
-            {("all-gather", "backward", size): 4 * L + 2, ("reduce-scatter", "backward", size): 2 * L + 1}
-        )
-    wanted += {("reduce-scatter", "forward", size): 1, ("all-gather", "backward", size): 1}  # the embedding
-    return wanted
+    size, token, half = B * S * D, B * S, "torch.bfloat16"
+    singles = [1, 2 * L * max(1, KV // TP) * D // H * D]  # the norm; gradients of key heads of a pair
+    singles += [token, 2 * token] if recipe != TENSOR else []
+    singles += [(2 * L + 1) * D] if recipe in BY_TOKENS else []  # gradients of norms
+    wanted = Counter(("allreduce", "torch.float32", elements) for elements in singles)
+    if recipe in (TENSOR, VOCAB):
+        return wanted + Counter({("allreduce", half, size): 2 * (2 * L + (recipe == VOCAB))})
+    gathers, reductions = (6 * L + 3, 4 * L + 2) if recipe == SEQUENCE else (1, 1)  # those of the embedding
+    return wanted + Counter({("allgather", half, size // TP): gathers, ("reduce_scatter", half, size): reductions})
 
 
 def wanted_order(recipe):
@@ -223,16 +209,10 @@ def wanted_order(recipe):
 @pytest.mark.parametrize("recipe", [TENSOR, VOCAB, SEQUENCE, ASYNC])
 def test_a_step(recipe):
     """Four ranks, of which two pairs share key heads, hold, send and keep as the header says."""
-    nothing = lambda module: lambda: None  # noqa: E731
-    own = [order if recipe in BY_TOKENS else nothing]
-    own += [data_parallel.copied_between_ranks if recipe == ASYNC else nothing]
-    run = launch(
-        recipe,
-        TP,
-        f"{SMALL} --dtype bfloat16 --steps 3 --clip 0.5",
-        probe=probes.together(weights, traffic, *own),
-    )
-    held, sent, orders, copied = zip(*run.probes)
+    flags = f"{SMALL} --dtype bfloat16 --steps 3 --clip 0.5"
+    own = {SEQUENCE: [order], ASYNC: [order, data_parallel.copied_between_ranks]}.get(recipe, [])
+    run = launch(recipe, TP, flags, probe=probes.together(weights, zero.communication, *own))
+    held, sent, *own = zip(*run.probes)
     for rank, (mine, shapes) in enumerate(held):
         assert ({name: w.shape for name, w in mine.items()}, shapes) == wanted_shapes(recipe)
         for name in mine:  # what several ranks hold is the same to the bit, after training, too
@@ -241,14 +221,13 @@ def test_a_step(recipe):
     assert (held[0][0][KEY] != held[2][0][KEY]).any()
     if recipe != TENSOR:
         assert not any(held[-1][0][name][V % -(-V // TP) :].any() for name in TABLES), "padding is not zero any more"
-    assert all(one == wanted_traffic(recipe) for one in sent)
+    for *_, last in sent:
+        found = Counter(collective[:3] for collective in last)
+        assert found == wanted_traffic(recipe), found
     if recipe in BY_TOKENS:
-        assert orders[0] == wanted_order(recipe)
+        assert own[0][0] == wanted_order(recipe)
     if recipe == ASYNC:  # (tp-1)/tp of b·s·d out or in: 4 per block forward, 6 backward; for the head 1 and 2
-        assert copied == TP * ((10 * L + 3) * (TP - 1) * B * S * D * 2 // TP,)
-
-
-TABLES, KEY = ("model.embed_tokens.weight", "lm_head.weight"), "model.layers.0.self_attn.k_proj.weight"
+        assert own[1] == TP * ((10 * L + 3) * (TP - 1) * B * S * D * 2 // TP,)
 
 
 # -------------------------------------------------------------------------------------------------------- activations
