@@ -5,6 +5,7 @@ reference in bfloat16: it quantizes whole weights, and a micro-batch of it is wh
 Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
+from collections import Counter
 from types import ModuleType, SimpleNamespace
 
 import equivalence
@@ -94,27 +95,26 @@ def test_ranks_compute_what_micro_batches_of_one_gpu_do(world, file=None):
 
 def bytes_of_weights(module: ModuleType):
     """A probe: most bytes of the blocks' weights in forward, in backward, and after each step, in all forms."""
-    models, most = [], {"forward": 0, "backward": 0, "after": 0}
-    build_model, train_step = module.build_model, module.train_step
+    models, most, build_model = [], Counter(), module.build_model
     module.build_model = lambda cfg: models.append(build_model(cfg)) or models[0]
 
-    def note(phase):
-        blocks = [unit for unit in models[0].units if unit.linears] if models else []
-        tensors = [x for unit in blocks for x in (unit.full, unit.transposed, *(m.weight for m in unit.linears))]
-        held = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
-        most[phase] = max(most[phase], sum(held.values()))
+    def noted(name):
+        function = getattr(module, name)
 
-    def noted(function):
-        return lambda *args: (function(*args), note("forward" if torch.is_grad_enabled() else "backward"))[0]
+        def watched(*args):
+            result = function(*args)
+            blocks = [unit for unit in models[0].units if unit.linears] if models else []
+            tensors = [x for unit in blocks for x in (unit.full, unit.transposed, *(m.weight for m in unit.linears))]
+            held = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
+            phase = name if name == "train_step" else probes.phase()
+            most[phase] = max(most[phase], sum(held.values()))
+            return result
 
-    def step(*args):
-        result = train_step(*args)
-        note("after")
-        return result
+        setattr(module, name, watched)
 
-    module.train_step = step
-    module.gather, module.free, module.transpose = map(noted, (module.gather, module.free, module.transpose))
-    return lambda: most
+    for name in "gather", "free", "transpose", "train_step":
+        noted(name)
+    return lambda: dict(most)
 
 
 def test_bytes_that_are_sent_and_held(file=None):
@@ -135,11 +135,11 @@ def test_bytes_that_are_sent_and_held(file=None):
     }
     for steps, held in run.probes:
         for step in steps:
-            sent = {}
+            sent = Counter()
             for kind, dtype, elements, _ in step:
-                sent[kind, dtype] = sent.get((kind, dtype), 0) + elements
+                sent[kind, dtype] += elements
             assert sent == expected, f"sent are {sent}"
-        assert held == {"forward": 2 * block, "backward": 3 * block, "after": 0}, f"bytes held: {held}"
+        assert held == {"forward": 2 * block, "backward": 3 * block, "train_step": 0}, f"bytes held: {held}"
 
 
 QUANTIZE = "    quantize_weights(model)\n"
@@ -171,10 +171,7 @@ def test_kernel_in_the_interpreter(file=None):
     """A GPU transposes bytes of all values, in sizes that no tile divides."""
     module = load(file or FP8_ZERO3)
     w = [(torch.arange(m * k) * 7 % 256).byte().view(m, k) for m, k in ((128, 256), (80, 129), (130, 3))]
-    linears = [
-        SimpleNamespace(quantized=(x, None, torch.empty_like(x.T, memory_format=torch.contiguous_format), None))
-        for x in w
-    ]
+    linears = [SimpleNamespace(quantized=(x, None, x.new_empty(x.T.shape), None)) for x in w]
     load("10_mixed_precision/test_fp8.py").pretend_to_be_a_gpu()
     module.transpose(SimpleNamespace(linears=linears, transposed=torch.empty(0)))
     for x, linear in zip(w, linears):

@@ -19,13 +19,13 @@ from test_lineage import TRAINING
 from test_pasted import into_an_empty_file
 
 BF16, FP16 = "10_mixed_precision/bf16.py", "10_mixed_precision/fp16_loss_scaling.py"
-SMALL = "--layers 2 --dim 64 --heads 4 --kv_heads 2 --ffn 96 --seq 16 --batch 8 --warmup 0 --device cpu"
+SMALL = "--layers 2 --dim 64 --heads 4 --kv_heads 2 --ffn 96 --seq 16 --batch 8 --warmup 0"
 
 
 def start(file: str, flags: str) -> tuple[ModuleType, tuple, list]:
     """The recipe; what its train_step takes; batches."""
     module = load(file)
-    sys.argv = ["recipe", *f"{SMALL} {flags}".split()]
+    sys.argv = ["recipe", *f"{SMALL} --device cpu --dtype bfloat16 {flags}".split()]
     cfg = module.parse_config()
     model, data = module.build_model(replace(cfg, compile=False)), module.load_data(cfg)[0]
     optimizer = module.make_optimizer(cfg, model)  # --compile is for the optimizer, here
@@ -35,7 +35,7 @@ def start(file: str, flags: str) -> tuple[ModuleType, tuple, list]:
 @in_a_fork
 def test_weights_are_rounded_masters(file=None):
     """After each step the matmuls read what the optimizer has, rounded; masters have more bits, from the beginning."""
-    module, (cfg, model, optimizer), (batch, *_) = start(file or BF16, "--dtype bfloat16")
+    module, (cfg, model, optimizer), (batch, *_) = start(file or BF16, "")
     for steps in range(3):
         if steps:
             module.train_step(cfg, model, optimizer, *batch)
@@ -52,13 +52,12 @@ def test_weights_are_rounded_masters(file=None):
 
 def gradients(file: str, flags: str) -> dict[str, torch.Tensor]:
     """Loss and gradients in float32 of a batch, with norm weights around 1 that have all bits of float32."""
-    module, (cfg, model, _), batches = start(file, f"--dtype bfloat16 {flags}")
+    module, (cfg, model, _), (batch, *_) = start(file, flags)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim == 1:
-                p.add_(0.3 * torch.randn(p.shape, generator=generator))
-    loss = module.forward_backward(cfg, model, *batches[0])
+        for p in (p for p in model.parameters() if p.ndim == 1):
+            p.add_(0.3 * torch.randn(p.shape, generator=generator))
+    loss = module.forward_backward(cfg, model, *batch)
     return {"loss": loss} | {name: p.grad.float() for name, p in model.named_parameters()}
 
 
@@ -77,7 +76,7 @@ def test_gradient_is_that_of_autocast(file=None):
 @in_a_fork
 def test_what_the_optimizer_would_undo_is_refused(file=None):
     """Weights that were loaded beside their masters, and a last micro-batch that would be taken for the sum."""
-    module, (cfg, model, optimizer), (batch, *_) = start(file or BF16, "--dtype bfloat16 --microbatches 2")
+    module, (cfg, model, optimizer), (batch, *_) = start(file or BF16, "--microbatches 2")
     other = module.build_model(replace(cfg, seed=1))
     module.train_step(cfg, model, optimizer, *batch)
     model.load_state_dict(other.state_dict())
@@ -117,12 +116,11 @@ def test_norm_and_clip_round_nothing(recipe, dtype, file=None):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", [BF16, "10_mixed_precision/stochastic_rounding.py"])
 @in_a_fork
-def test_learning_rate_compiles_nothing_anew(recipe):
+def test_learning_rate_compiles_nothing_anew(file=None):
     """Each step has the rate that a scheduler has set, in the same compiled code: with a rate of 0 nothing moves."""
-    equivalence.without_kernels(load(recipe))
-    module, (cfg, model, optimizer), (batch, *_) = start(recipe, "--dtype bfloat16 --microbatches 1 --compile")
+    equivalence.without_kernels(load(BF16))
+    module, (cfg, model, optimizer), (batch, *_) = start(file or BF16, "--microbatches 1 --compile")
     for rate in 0.01, 0, 0.03:
         for group in optimizer.param_groups:
             group["lr"] = rate
