@@ -1,6 +1,5 @@
 """The context-parallel recipes train as the root does, share out tokens and work, and send and keep what they say."""
 
-import re
 from types import SimpleNamespace
 
 import contract
@@ -10,10 +9,9 @@ import recipes
 import torch
 from contract import refusal
 from launch import in_a_fork, isolated, launch, load, once
-from probes import OnGPU, phase, settled, together
+from probes import OnGPU, Operations, kept, phase, sent, settled, together, transfers
 from streams import streams
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 BLOCKWISE, GATHER, RING, STRIPED, ZIGZAG, DOCUMENTS, ULYSSES, USP, TWIN = (
     f"05_context_ring/{name}.py"
@@ -71,102 +69,6 @@ def test_whenever_streams_get_to_it(recipe, world, flags, when):
 
 
 # ------------------------------------------------------------------------------------------- communication and memory
-def sent(module):
-    """A probe: bytes that attention sends from this rank, and who takes part in all-to-alls of all with all."""
-    seen, meets, dist = {"forward": 0, "backward": 0}, set(), module.dist
-    gather, scatter, all_to_all = dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.all_to_all_single
-
-    def gathered(whole, own, group, async_op):
-        seen[phase()] += (group.size() - 1) * own.nbytes
-        return gather(whole, own, group, async_op)
-
-    def scattered(own, whole, group):
-        seen[phase()] += (group.size() - 1) * own.nbytes
-        return scatter(own, whole, group=group)
-
-    def exchanged(out, x, to_here=None, to_others=None, group=None, async_op=False):
-        if not to_others:
-            meets.add(tuple(dist.get_process_group_ranks(group)))
-        rows = to_others or [len(x) // group.size()] * group.size()
-        seen[phase()] += sum(rows[: group.rank()] + rows[group.rank() + 1 :]) * x[0].nbytes
-        return all_to_all(out, x, to_here, to_others, group, async_op)
-
-    dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.all_to_all_single = gathered, scattered, exchanged
-    return lambda: (seen, meets)
-
-
-class Operations(TorchDispatchMode):
-    """Calls seen(name, result) for every operation."""
-
-    def __init__(self, seen):
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.seen(function._schema.name, result)
-        return result
-
-
-def transfers(module):
-    """A probe: [phase, width, whether there is a matmul between its start and the first wait] of every transfer of a
-    step that is waited for after it has started.
-    """
-    found, matmuls, train_step = [], [], module.train_step
-
-    class Work:
-        def __init__(self, work, width):
-            self.work, self.before, self.entry = work, len(matmuls), [phase(), width, None]
-            found.append(self.entry)
-
-        def wait(self):
-            if self.entry[2] is None:  # the first wait counts
-                self.entry[2] = len(matmuls) > self.before
-            return self.work.wait()
-
-    def starts(owner, name):
-        original = getattr(owner, name)
-
-        def start(*args, **kwargs):
-            work = original(*args, **kwargs)
-            if work is None and name == "reduce_scatter_tensor":  # it has waited itself
-                found.append([phase(), args[0].shape[-1], False])
-            return Work(work, args[0].shape[-1]) if work else None
-
-        setattr(owner, name, start)
-
-    def step(*args):
-        with Operations(lambda name, _: re.search(r"mm\b|scaled_dot_product", name) and matmuls.append(name)):
-            return train_step(*args)
-
-    for name in "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor":
-        starts(module.dist, name)
-    module.train_step = step
-    return lambda: found
-
-
-def kept(module):
-    """A probe: bytes of activations that a forward keeps for its backward, each storage once."""
-    storages, sizes, forward = {}, [], module.forward
-
-    def watched(cfg, model, *batch):
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-        def pack(tensor):
-            if tensor.is_floating_point() and tensor.ndim:  # else token ids, or their number
-                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = forward(cfg, model, *batch)
-        sizes.append(sum(storage.nbytes() for address, storage in storages.items() if address not in weights))
-        storages.clear()
-        return loss
-
-    module.forward = watched
-    return lambda: sizes[0]
-
-
 @once
 def observed(recipe, dtype):
     """What those probes see, on 4 ranks."""

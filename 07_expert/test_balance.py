@@ -1,21 +1,24 @@
-"""Auxiliary losses and biases are those of the whole batch, whoever holds it, and both balance the load.
+"""Auxiliary losses and biases are those of the whole batch, whoever holds it; expert capacity drops what it says.
 
-Each is compared with the root, to which the same is added in the plainest way: the probes with_auxiliary_loss and
-with_bias see all tokens at once, count with one-hot vectors, and add the losses to the loss.
+Each is compared with the root, to which the same is added in the plainest way: probes of it see all tokens at once, add
+the losses to the loss, and count rows one by one.
 """
 
+import math
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import compare
 import equivalence
 import probes
 import pytest
 import torch
-from launch import Run, isolated, launch, load, once
-from torch import nn
+from equivalence import GRADIENT, MOE, TRAINING
+from launch import Run, launch, load, once
 
 AUXILIARY = "07_expert/auxiliary_loss.py"
 BIAS = "07_expert/bias_balancing.py"
+CAPACITY = "07_expert/capacity.py"
 BALANCE, Z = 3.0, 0.3  # so large that each changes the gradients of all routers by more than a hundredth
 RATE = 0.02  # of the biases: probabilities are near 1/8
 
@@ -24,26 +27,27 @@ RATE = 0.02  # of the biases: probabilities are near 1/8
 def with_auxiliary_loss(balance: float, z: float):
     """A probe of the root: add the auxiliary losses of all layers to what is trained, not to what is logged.
 
-    They are of all tokens, also of those whose targets are ignored.
+    They are of all tokens, also of those whose targets are ignored: those of transformers, for Mixtral and for Switch.
     """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+    from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
     def probe(module):
-        routed, route = [], module.Router.forward
+        logits, route = [], module.Router.forward
 
         def watched(self, x):
-            gates, experts = route(self, x)
-            routed.append((x @ self.weight.T, experts))
-            return gates, experts
+            logits.append(x @ self.weight.T)
+            return route(self, x)
 
         def forward_backward(cfg, model, inputs, targets):
-            routed.clear()
+            logits.clear()
             loss = module.forward(cfg, model, inputs, targets) / (targets != module.IGNORE).sum()
-            auxiliary = 0
-            for logits, experts in routed:
-                share = nn.functional.one_hot(experts, cfg.experts).to(logits.dtype).mean((0, 1))
-                auxiliary += balance * cfg.experts * (share * logits.softmax(-1).mean(0)).sum()
-                auxiliary += z * logits.exp().sum(-1).log().square().mean()
-            (loss + auxiliary).backward()
+            with (
+                patch.object(torch, "float32", torch.float64),
+                patch.object(torch.Tensor, "float", torch.Tensor.double),
+            ):
+                auxiliary = sum(load_balancing_loss_func((x,), cfg.experts, cfg.top_k) for x in logits) / cfg.top_k
+                (loss + balance * auxiliary + z * sum(router_z_loss_func(x[None]) for x in logits)).backward()
             return loss.detach()
 
         module.Router.forward, module.forward_backward = watched, forward_backward
@@ -64,14 +68,12 @@ def with_bias(rate: float):
         def route(self, x):
             probabilities = (x @ self.weight.T).softmax(-1)
             bias = biases.setdefault(self, torch.zeros(probabilities.shape[-1]))
-            ranked = (probabilities.detach() + bias).argsort(-1, descending=True)
-            chosen = nn.functional.one_hot(ranked[:, : self.top_k], len(bias)).sum(1)  # t e, of zeros and ones
-            plain = nn.functional.one_hot(probabilities.topk(self.top_k).indices, len(bias)).sum(1)
-            changed.extend((chosen != plain).any(-1).tolist())
-            counts[self] = counts.get(self, 0) + chosen.sum(0)
-            experts = ranked[:, : self.top_k]
-            whole = (chosen * probabilities).sum(-1, keepdim=True) if self.top_k > 1 else 1  # one is not renormalised
-            return (probabilities / whole).take_along_dim(experts, -1), experts
+            experts, plain = (scores.topk(self.top_k).indices for scores in (probabilities + bias, probabilities))
+            if torch.is_grad_enabled():  # not in a validation
+                counts[self] = counts.get(self, 0) + experts.flatten().bincount(minlength=len(bias))
+                changed.extend((experts.sort(-1).values != plain.sort(-1).values).any(-1).tolist())
+            gates = probabilities.gather(-1, experts)
+            return gates / (gates.sum(-1, keepdim=True) if self.top_k > 1 else 1), experts
 
         def step(*args):
             result = train_step(*args)
@@ -86,22 +88,72 @@ def with_bias(rate: float):
     return probe
 
 
+def kept(experts, count, capacity):
+    """Which rows of experts [t, top_k] are kept, counted one by one."""
+    taken, keep = [0] * count, torch.ones(experts.shape, dtype=torch.bool)
+    slots = math.ceil(capacity * experts.numel() / count)
+    for token, chosen in enumerate(experts.tolist()):
+        for i, expert in enumerate(chosen):
+            keep[token, i] = taken[expert] < slots
+            taken[expert] += 1
+    return keep
+
+
+def dropping(ranks: int, capacity: float):
+    """A probe of the root: it drops what so many ranks would drop. Reports the share of each step."""
+
+    def probe(module):
+        route, train_step, steps = module.Router.forward, module.train_step, []
+
+        def forward(self, x):
+            gates, experts = route(self, x)
+            keep = torch.cat([kept(part, len(self.weight), capacity) for part in experts.chunk(ranks)])
+            if torch.is_grad_enabled():
+                steps[-1].append(keep)
+            return gates * keep, experts
+
+        def step(*args):
+            steps.append([])
+            return train_step(*args)
+
+        module.Router.forward, module.train_step = forward, step
+        return lambda: [(~torch.cat(keep)).sum().item() / torch.cat(keep).numel() for keep in steps]
+
+    return probe
+
+
 # ---------------------------------------------------------------------------------------------- equality with the root
-def flags_of(flags: str, mode: str) -> tuple[str, str, str]:
-    """Flags of the recipe, and of the root, for a case; and the weights from which both start."""
-    shared = equivalence.shared(flags)
-    init = equivalence.start(equivalence.MOE, f"{equivalence.SHAPE} {shared}")
-    common = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} --init {init} {mode}"
-    return f"{common} {flags}", f"{common} {shared}", init
-
-
 @once
-def reference(flags: str, auxiliary: tuple[float, float] | None, rate: float) -> Run:
-    """The root's run, with auxiliary losses or with biases; sequences differ in their valid tokens."""
-    probe = with_auxiliary_loss(*auxiliary) if auxiliary else with_bias(rate)
-    run = launch(equivalence.MOE, 1, flags, probes.together(probe, probes.valid_tokens))
-    assert len(set(run.probes[0][1])) > 1, "all sequences have as many valid tokens"
-    return run
+def reference(flags: str, kind: str, *numbers: float) -> Run:
+    """The root's run, with one of these probes."""
+    probe = {"losses": with_auxiliary_loss, "biases": with_bias, "drops": dropping}[kind](*numbers)
+    return launch(MOE, 1, flags, probes.together(probe, probes.evaluated()))
+
+
+def compared(file, world, flags, own, mode, roots, probe=lambda module: None) -> tuple[Run, Run]:
+    """Runs of a recipe and of the root, whatever is validated in between: weights, or their changes, and all losses and
+    norms agree to 1e-10, and the load of the busiest expert exactly."""
+    shared = equivalence.shared(flags)
+    init = equivalence.start(MOE, f"{equivalence.SHAPE} {shared}")
+    common = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {equivalence.documents()} --init {init} {mode}"
+    compiled = "--compile" in flags  # once, for one size of batch
+    probe = equivalence.without_kernels if compiled else probes.together(probe, probes.evaluated())
+    run = launch(file, world, f"{common} {flags} {own}", probe)
+    theirs, what = reference(f"{common} {shared}", *roots), f"{file} on {world} ranks {flags} {own}"
+    errors = compare.relative_errors(run.weights, theirs.weights, compare.read(init)[0] if mode == GRADIENT else None)
+    errors |= compare.history_errors(run.history, theirs.history)
+    for rank, seen in enumerate(run.probes if not compiled else []):
+        for i, (loss, right) in enumerate(zip(seen[-1], theirs.probes[0][-1], strict=True)):
+            errors[f"validation loss {i} of rank {rank}"] = abs(loss / right - 1)
+    compare.assert_close(errors, equivalence.TOLERANCE["float64"], what)
+    assert [step[3] for step in run.history] == [step[3] for step in theirs.history], f"{what}: the load differs"
+    return run, theirs
+
+
+def check_auxiliary_loss(world: int, flags: str, file: str = AUXILIARY, modes=(GRADIENT, TRAINING)) -> None:
+    """Gradient and training are the root's with the same losses."""
+    for mode in modes:
+        compared(file, world, flags, f"--balance {BALANCE} --z {Z}", mode, ("losses", BALANCE, Z))
 
 
 def biases(module):
@@ -111,45 +163,29 @@ def biases(module):
     return lambda: torch.stack([block.mlp.gate.bias for block in models[0].model.layers])
 
 
-def assert_equal(ours: Run, theirs: Run, what: str, before=None) -> None:
-    """Weights, or their changes, losses and norms to 1e-10, and the load of the busiest expert exactly."""
-    errors = compare.relative_errors(ours.weights, theirs.weights, before)
-    errors |= compare.history_errors(ours.history, theirs.history)
-    compare.assert_close(errors, equivalence.TOLERANCE["float64"], what)
-    assert [step[3] for step in ours.history] == [step[3] for step in theirs.history], f"{what}: the load differs"
-
-
-def check_auxiliary_loss(world: int, flags: str, file: str = AUXILIARY, modes=("GRADIENT", "TRAINING")) -> None:
-    """Gradient and training are the root's with the same losses, whatever is validated in between."""
-    for mode in modes:
-        ours, roots, init = flags_of(flags, getattr(equivalence, mode))
-        probe = equivalence.without_kernels if "--compile" in flags else probes.evaluated()
-        run = launch(file, world, f"{ours} --balance {BALANCE} --z {Z}", probe)
-        theirs = reference(roots, (BALANCE, Z), 0.0)
-        before = compare.read(init)[0] if mode == "GRADIENT" else None
-        assert_equal(run, theirs, f"{file} on {world} ranks, {mode.lower()}", before)
-
-
-def check_bias(world: int, flags: str, file: str = BIAS, rate: float = RATE) -> None:
-    """Four steps of training, and the biases to the bit, are the root's with biases; all ranks have the same.
-
-    Whatever is validated in between.
-    """
-    ours, roots, _ = flags_of(flags, equivalence.TRAINING)
-    run = launch(file, world, f"{ours} --bias_rate {rate}", probes.together(probes.evaluated(), biases))
-    theirs = reference(roots, None, rate)
+def check_bias(world: int, flags: str, file: str = BIAS) -> None:
+    """Training, and the biases to the bit, are the root's with biases; all ranks have the same."""
+    run, theirs = compared(file, world, flags, f"--bias_rate {RATE}", TRAINING, ("biases", RATE), biases)
     moved, changed = theirs.probes[0][0]
     assert changed > 0.1 and len(moved.unique()) > 3, "the biases change nothing"
-    assert_equal(run, theirs, f"{file} on {world} ranks")
-    assert all(torch.equal(seen, moved) for _, seen in run.probes), "biases are not the root's on all ranks"
+    assert all(torch.equal(seen, moved) for seen, _ in run.probes), "biases are not the root's on all ranks"
+
+
+def check_scarce(world: int, flags: str, capacity: float, file: str = CAPACITY, modes=(GRADIENT, TRAINING)) -> None:
+    """Gradient, training and the logged share are those of a root that drops the same rows."""
+    for mode in modes:
+        run, theirs = compared(file, world, flags, f"--capacity {capacity}", mode, ("drops", world, capacity))
+        shares = theirs.probes[0][0]
+        assert min(shares) > 0.01, "nothing is dropped"
+        assert [share for *_, share in run.history] == shares, "the logged share is off by some rows"
 
 
 @pytest.mark.parametrize(
     "world, flags, modes",
     [
-        (4, "--edp 2", ["GRADIENT"]),
-        pytest.param(3, "--experts 6 --top_k 1", ["GRADIENT", "TRAINING"], marks=pytest.mark.thorough),
-        pytest.param(2, "--layers 2 --compile", ["GRADIENT"], marks=pytest.mark.thorough),
+        (4, "--edp 2", [GRADIENT]),
+        pytest.param(3, "--experts 6 --top_k 1", [GRADIENT, TRAINING], marks=pytest.mark.thorough),
+        pytest.param(2, "--layers 2 --compile", [GRADIENT], marks=pytest.mark.thorough),
     ],
 )
 def test_auxiliary_losses_are_those_of_the_whole_batch(world, flags, modes):
@@ -164,33 +200,20 @@ def test_biases_are_those_of_the_whole_step(world, flags):
     check_bias(world, flags)
 
 
-# ----------------------------------------------------------------------------------------------------------- witnesses
-def test_formulas_are_those_of_transformers():
-    """Random logits, the losses of three ranks summed: Mixtral's balancing loss, which counts top_k as often, and
-    Switch's z-loss."""
-
-    def both() -> list[tuple[float, float]]:
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-        from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
-
-        module, found = load(AUXILIARY), []
-        for tokens, experts, top_k in (60, 8, 2), (33, 5, 1), (90, 16, 6):
-            logits = 3 * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-            counts = logits.topk(top_k).indices.flatten().bincount(minlength=experts)
-            dp = SimpleNamespace(size=lambda: 3)
-            parts = [(part, counts / counts.sum()) for part in logits.chunk(3)]
-            balance, z = (
-                sum(module.auxiliary_loss(*part, *scales, dp).item() for part in parts) for scales in ((1, 0), (0, 1))
-            )
-            found.append((top_k * balance, load_balancing_loss_func((logits,), experts, top_k).item()))
-            found.append((z, router_z_loss_func(logits[None]).item()))
-        return found
-
-    for ours, theirs in isolated(both):
-        assert abs(ours / theirs - 1) < 1e-6  # transformers counts in float32
+@pytest.mark.parametrize(
+    "world, flags, capacity, modes",
+    [
+        (2, "", 0.5, [GRADIENT, TRAINING]),
+        pytest.param(3, "--experts 9 --top_k 4", 0.7, [GRADIENT], marks=pytest.mark.thorough),
+        # the gate of a token that keeps its row is not 1
+        pytest.param(2, "--top_k 1", 1.0, [GRADIENT], marks=pytest.mark.thorough),
+    ],
+)
+def test_drops_what_the_reference_drops(world, flags, capacity, modes):
+    check_scarce(world, flags, capacity, modes=modes)
 
 
-# ------------------------------------------------------------------------------------------------------------- balance
+# ------------------------------------------------------------------------------------------------------- edges, misuse
 @pytest.mark.parametrize("name", ["bias_balancing", "node_limited"])
 def test_scores_that_are_all_0(name):
     """Biases may choose experts whose scores underflow: gates of 0, where 0 / 0 would be NaN."""
@@ -209,3 +232,10 @@ def test_biases_in_16_bits_are_noticed():
     model = SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(mlp=SimpleNamespace(gate=gate))]))
     with pytest.raises(TypeError, match="keep the biases of Router in float32"):
         module.move_biases(module.Config(), model, torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+
+
+def test_unequal_batches_are_refused():
+    module, batch = load(CAPACITY), torch.zeros(3, 16)
+    model = SimpleNamespace(dp=SimpleNamespace(size=lambda: 2))
+    with pytest.raises(ValueError, match="3 sequences: must be divisible by the 2 ranks"):
+        module.evaluate(module.Config(), model, batch, batch)

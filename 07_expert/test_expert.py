@@ -3,8 +3,10 @@
 Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
+import contextlib
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import compare
 import contract
@@ -15,15 +17,17 @@ import recipes
 import torch
 import witness
 from contract import refusal
-from launch import isolated, launch, load, run_folder
-from probes import OnGPU, all_to_alls, evaluated, together
+from launch import in_a_fork, isolated, launch, load, run_folder
+from probes import OnGPU, evaluated, sent, together
 from safetensors.torch import save_file
 from streams import streams
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 MOE = "07_expert/moe.py"
 PARALLEL = "07_expert/expert_parallel.py"
 AUXILIARY, BIAS = "07_expert/auxiliary_loss.py", "07_expert/bias_balancing.py"
 CAPACITY, OVERLAP = "07_expert/capacity.py", "07_expert/overlap.py"
+SLOTS, SYMMETRIC = "07_expert/slots.py", "07_expert/symmetric_memory.py"
 NODES = equivalence.NODES
 LAYERS, D, S, B, E, K, FFN = 2, 32, 16, 12, 8, 2, 48
 SHAPE = f"--device cpu --dtype float64 --layers {LAYERS} --dim {D} --heads 4 --kv_heads 2 --ffn {FFN}"
@@ -37,8 +41,8 @@ SIZES = [  # that may fail where the hardest of each recipe, which the contract 
     (NODES, 2, "--nodes 2 --shared 0 --microbatches 1"),
     (CAPACITY, 3, "--experts 9 --top_k 4 --capacity 2.25"),
     (OVERLAP, 2, "--batch 2"),  # a sequence on each rank: there are no halves to take turns
-    ("07_expert/slots.py", 3, "--experts 9 --top_k 4"),
-    ("07_expert/symmetric_memory.py", 8, "--batch 16 --top_k 1 --slots inf"),  # no more than all rows ever come
+    (SLOTS, 3, "--experts 9 --top_k 4"),
+    (SYMMETRIC, 8, "--batch 16 --top_k 1 --slots inf"),  # no more than all rows ever come
 ]
 
 
@@ -72,7 +76,7 @@ def test_whenever_streams_get_to_it(recipe, when):
     [
         (PARALLEL, 4, ""),
         (NODES, 4, "--nodes 4 --microbatches 1"),
-        pytest.param("07_expert/symmetric_memory.py", 2, "", marks=pytest.mark.thorough),
+        pytest.param(SYMMETRIC, 2, "", marks=pytest.mark.thorough),
     ],
 )
 def test_ranks_without_rows(recipe, world, flags, file=None):
@@ -208,7 +212,7 @@ def balanced(module):
     """A probe: token i goes to experts i, i + 1, ... whatever the router says; gates stay differentiable."""
 
     def forward(self, x):
-        probabilities = (x @ self.weight.T).softmax(-1)
+        probabilities = (x @ self.weight.T).softmax(-1, dtype=self.weight.dtype)
         count = len(self.weight)
         experts = (torch.arange(len(x))[:, None] + torch.arange(self.top_k)) % count
         gates = probabilities.gather(1, experts)
@@ -225,25 +229,47 @@ def experts_here(module):
     return lambda: {name: p.detach().numpy() for name, p in models[0].named_parameters() if ".experts." in name}
 
 
-def test_bytes_sent_and_held(world=4, edp=2, file=None):
-    """Two all-to-alls of rows in forward and two in backward, per layer; of gates one and one. Nothing else.
+@pytest.mark.parametrize(
+    "recipe, ep, edp, flags, rows",
+    [
+        (PARALLEL, 2, 2, "", B * S // 4 * K // 2),  # (ep-1)/ep·t·top_k
+        (SLOTS, 2, 1, "--slots 1.25", 1.25 * B * S // 2 * K / 2),  # (ep-1)/ep·slots·t·top_k, full or not
+        (CAPACITY, 2, 1, "--capacity 1000", B * S // 2 * E / 2),  # an expert needs no more slots than a rank has tokens
+    ],
+)
+def test_bytes_sent_and_held(recipe, ep, edp, flags, rows, file=None):
+    """Two all-to-alls of rows in forward and two in backward, per layer; of gates in fp32 one and one. Nothing else.
 
-    With balanced experts a rank sends, and gets, (ep-1)/ep·t·top_k·d elements in each. It holds e/ep experts, of which
-    copies agree to the bit.
+    Experts are balanced. A rank holds e/ep of them, of which copies agree to the bit.
     """
-    ep = world // edp
-    rows = B * S // world * K * (ep - 1) // ep
-    each = ("forward", D), ("forward", 1), ("forward", D), ("backward", D), ("backward", D), ("backward", 1)
-    wanted = [(phase, width, rows, rows, 8 * width * rows) for phase, width in each]
-    probe = together(balanced, all_to_alls, experts_here)
-    probes = launch(file or PARALLEL, world, f"{SMALL} --steps 1 --edp {edp}", probe=probe, save=False).probes
-    for rank, (_, exchanges, held) in enumerate(probes):
-        assert sorted(exchanges) == sorted(wanted * LAYERS), "other rows are sent"
-        assert sum(p.size for p in held.values()) == LAYERS * E // ep * 3 * D * FFN, (
-            "a rank holds not 1/ep of the experts"
-        )
+    flags = f"{SMALL} --dtype bfloat16 --steps 1 --edp {edp} {flags}"
+    probes = launch(file or recipe, ep * edp, flags, probe=together(balanced, sent, experts_here), save=False).probes
+    for rank, (_, (seen, _), held) in enumerate(probes):
+        assert seen == dict.fromkeys(("forward", "backward"), LAYERS * rows * (2 * D * 2 + 4)), "other rows are sent"
+        elements = sum(p.size for p in held.values())
+        assert elements == LAYERS * E // ep * 3 * D * FFN, "a rank holds not 1/ep of the experts"
         for name, tensor in held.items():
             assert np.array_equal(tensor, probes[rank % ep][2][name]), f"copies of {name} differ"
+
+
+@pytest.mark.parametrize("recipe", [CAPACITY, SLOTS, SYMMETRIC])
+@in_a_fork
+def test_the_cpu_waits_for_nothing(recipe, file=None):
+    """A step needs no number that is on a GPU: it runs with tensors that have none.
+
+    But for what CPUs alone do: there one_by_one and push read how many rows there are.
+    """
+    module = load(file or recipe)
+    module.one_by_one, module.push = lambda x, w, ends: x @ w.sum(0).T, lambda *_: None
+    module.full_tensor = lambda cfg, name, shape: torch.empty(shape, device="meta")
+    module.share = lambda n, dtype, device, ep: ([torch.empty(n, dtype=dtype, device=device)] * 2, lambda: None)
+    torch.autocast = lambda *_, **__: contextlib.nullcontext()
+    module.dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    sizes = dict(layers=LAYERS, dim=D, heads=4, kv_heads=2, ffn=FFN, seq=S, batch=B, experts=E, top_k=K)
+    cfg = module.Config(**sizes, device="meta")
+    batch = torch.zeros(2, B, S, dtype=torch.long, device="meta")
+    loss, norm, *_ = module.train_step(cfg, module.build_model(cfg), Mock(), *batch)
+    assert loss.is_meta and norm.is_meta
 
 
 # ---------------------------------------------------------------------------------------------------------------- load
