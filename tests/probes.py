@@ -217,10 +217,11 @@ def results_of_steps(module: ModuleType) -> Report:
 
 
 def waits(module: ModuleType) -> Report:
-    """Asserts that whatever a step starts asynchronously, collectives and messages, is waited for before it ends."""
+    """Asserts that what a step, or an evaluation, starts asynchronously, collectives and messages, is waited for before
+    it ends."""
     if not hasattr(module, "dist"):
         return lambda: None
-    group, started, in_step, train_step = module.dist.ProcessGroup, [], [False], module.train_step
+    group, started, watching = module.dist.ProcessGroup, [], [False]
 
     class Watched:
         def __init__(self, name, work):
@@ -228,24 +229,27 @@ def waits(module: ModuleType) -> Report:
             started.append(self)
 
         def wait(self, *timeout):
-            self.waited = True
-            return self.work.wait(*timeout)
+            work, self.work, self.waited = self.work, None, True  # it would hold the tensor
+            return work.wait(*timeout) if work else True
 
     def watched(name, original):
         def start(*args, **kwargs):
             work = original(*args, **kwargs)
-            return Watched(name, work) if in_step[0] else work
+            return Watched(name, work) if watching[0] else work
 
         return start
 
-    def step(*args):
-        in_step[0] = True
-        result = train_step(*args)
-        in_step[0] = False
-        forgotten = [work.name for work in started if not work.waited]
-        assert not forgotten, f"nobody has waited for: {', '.join(forgotten)}"
-        started.clear()
-        return result
+    def whole(function):
+        def call(*args):
+            watching[0] = True
+            result = function(*args)
+            watching[0] = False
+            forgotten = [work.name for work in started if not work.waited]
+            assert not forgotten, f"nobody has waited for: {', '.join(forgotten)}"
+            started.clear()
+            return result
+
+        return call
 
     names = (
         "allreduce allreduce_coalesced _allgather_base _reduce_scatter_base alltoall_base"  # until torch 2.11
@@ -254,7 +258,7 @@ def waits(module: ModuleType) -> Report:
     for name in names.split():
         if hasattr(group, name):
             setattr(group, name, watched(name, getattr(group, name)))
-    module.train_step = step
+    module.train_step, module.evaluate = whole(module.train_step), whole(module.evaluate)
     return lambda: None
 
 
