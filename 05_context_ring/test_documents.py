@@ -32,27 +32,27 @@ def test_kernels_get_what_plain_matmuls_get(file=DOCUMENTS):
     module, aten, called = load(file), torch.ops.aten, []
     forward, backward, plain = module.local_attention, module.local_attention_backward, torch.Tensor
 
-    def flash(q, k, v, dropout, causal):
-        called.append("flash")
-        o, lse = forward(q.as_subclass(plain), k, v, causal, False)
-        return o, lse[..., 0]
+    def forward_of(name):
+        def kernel(q, k, v, *rest):
+            called.append(name)
+            o, lse = forward(q.as_subclass(plain), k, v, rest[-1], name == "cudnn")
+            return o, lse if name == "cudnn" else lse[..., 0]
 
-    def flash_backward(gradient, q, k, v, o, lse, first, second, n, t, dropout, causal, seed, offset):
-        called.append("flash")
-        assert lse.is_contiguous() and (n, t) == (q.shape[2], k.shape[2]), "other sizes"
-        return backward(gradient, q.as_subclass(plain), o, lse[..., None], k, v, causal, False)
+        return kernel
 
-    def cudnn(q, k, v, bias, with_lse, dropout, causal):
-        called.append("cudnn")
-        return forward(q.as_subclass(plain), k, v, causal, True)
+    def backward_of(name):
+        def kernel(gradient, q, k, v, o, lse, *rest):
+            called.append(name)
+            n, t, _, causal = rest[5:] if name == "cudnn" else rest[2:6]
+            assert lse.is_contiguous() and (n, t) == (q.shape[2], k.shape[2]), "other sizes"
+            lse = lse if name == "cudnn" else lse[..., None]
+            return backward(gradient, q.as_subclass(plain), o, lse, k, v, causal, name == "cudnn")
 
-    def cudnn_backward(gradient, q, k, v, o, lse, seed, offset, bias, first, second, n, t, dropout, causal):
-        called.append("cudnn")
-        assert lse.is_contiguous() and (n, t) == (q.shape[2], k.shape[2]), "other sizes"
-        return backward(gradient, q.as_subclass(plain), o, lse, k, v, causal, True)
+        return kernel
 
-    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward = flash, flash_backward
-    aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward = cudnn, cudnn_backward
+    for name in "flash", "cudnn":
+        setattr(aten, f"_scaled_dot_product_{name}_attention", forward_of(name))
+        setattr(aten, f"_scaled_dot_product_{name}_attention_backward", backward_of(name))
     shapes = [(1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), (1, 4, 6, 8)]
     q, k, v, gradient = (torch.randn(shape).bfloat16() for shape in shapes)
     for causal, whole in itertools.product((True, False), repeat=2):
