@@ -33,6 +33,7 @@ SIZES = dict(layers=LAYERS, dim=32, heads=4, kv_heads=2, ffn=48, seq=16, batch=1
 SMALL = "--device cpu " + " ".join(f"--{name} {size}" for name, size in SIZES.items())
 BATCH = (17 + 16) * 12 * 8  # bytes of the token ids of inputs and targets
 EMBEDDING = 4 * 256 * 32  # bytes of the largest tensor
+ADAPTERS = LAYERS * 16 * (9 * 32 + 2 * 16 + 3 * 48)  # elements, of rank 16
 
 
 @pytest.mark.thorough
@@ -232,6 +233,12 @@ def check_communication(recipe, sizes, shards, world, seen):
     for kind, _, elements, group in seen:
         sent[kind] += SENT[kind](group) * elements
     one = ("torch.float32", 1, world)
+    if recipe == LORA:  # weights are gathered as by zero3.py, and adapters alone are reduced
+        reduced = sorted(collective[:3] for collective in seen if collective[0] != "allgather")
+        assert reduced == [("allreduce", "torch.float32", n) for n in (1, ADAPTERS)], "other gradients are reduced"
+        assert {dtype for kind, dtype, *_ in seen if kind == "allgather"} == {"torch.bfloat16"}
+        assert sent["allgather"] == 4 * (2 * everything - sizes[0] - sizes[-2] - sizes[-1]) // 3
+        return
     if recipe in WHOLE:  # gradients and weights once each, of zero1.py in fp32 whatever the matmuls have
         reduction, dtype = ("reduce_scatter", one[0]) if recipe == ZERO1 else ("alltoall", "torch.bfloat16")
         weights = ("allgather", dtype, everything // world, world)
@@ -256,6 +263,11 @@ def memory_by_hand(recipe, sizes, shards, world):
     No rank ever has the whole model in float32, nor, in stage 3, at all; zero1.py has it twice for a moment.
     """
     everything, largest = sum(sizes), max(sizes)
+    if recipe == LORA:  # 2 bytes per frozen weight and 16 per element of an adapter, which is whole
+        state = 2 * everything // shards + 12 * ADAPTERS
+        building = 2 * everything // shards + 4 * ADAPTERS + 2 * largest + 2 * EMBEDDING
+        rest = 3 * BATCH + 200 * LAYERS * 14  # batches and a part of them; AdamW's steps, and what is logged
+        return [building, state + 4 * ADAPTERS, state + 4 * ADAPTERS, state], rest
     weights = 0 if recipe in FREEING else 2 * everything
     if recipe == COPY_ENGINES:  # shared memory: each rank has mapped all of it
         weights += 2 * (world * largest + everything)
@@ -320,43 +332,21 @@ def test_newton_schulz_is_balanced(file=MUON):
         assert sum(p.numel() for part in owned for p in part) <= padded * sum(p.numel() for p in matrices)
 
 
-def test_frozen_weights_are_gathered_and_never_reduced(file=LORA):
-    """On 3 ranks, in two micro-batches: 2 bytes per frozen weight and 16 per element of an adapter, which is whole."""
-    sizes = sizes_by_hand(3)
-    d, kv, ffn = 32, 16, 48
-    everything, elements = sum(sizes), LAYERS * 16 * (9 * d + 2 * kv + 3 * ffn)  # rank 16
-    state = 2 * everything // 3 + 12 * elements
-    rest = 3 * BATCH + 200 * LAYERS * 14  # batches and a part of them; AdamW's steps, and what is logged
-    building = 2 * everything // 3 + 4 * elements + 2 * max(sizes) + 2 * EMBEDDING
-    formula = [building, state + 4 * elements, state + 4 * elements, state]
-    probe = probes.together(bytes_held([size + rest for size in formula]), communication, probes.gathered_at_a_time)
-    run = launch(file, 3, f"{SMALL} --dtype bfloat16 --steps 2", probe=probe)
-    gathered = 2 * (2 * everything - sizes[0] - sizes[-2] - sizes[-1]) // 3
-    for memory, steps, at_a_time in run.probes:
-        check_memory(memory, formula, rest)
-        assert at_a_time == [2, 1, 0], f"weights are held: {at_a_time}"
-        for seen in steps:
-            kinds = {(kind, dtype, elements) for kind, dtype, elements, _ in seen if kind != "allgather"}
-            assert kinds == {("allreduce", "torch.float32", n) for n in (elements, 1)} and len(seen) - 2 == 2 * 9
-            sent = sum(elements for kind, dtype, elements, _ in seen if dtype == "torch.bfloat16")
-            assert sent == gathered, "other weights are gathered"
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "recipe, world, flags", [*((r, 3, "") for r in (*WHOLE, *IN_UNITS) if r != HSDP), (HSDP, 6, "--shard 3")]
+    "recipe, world, flags", [*((r, 3, "") for r in (*WHOLE, *IN_UNITS, LORA) if r != HSDP), (HSDP, 6, "--shard 3")]
 )
-def test_a_step(recipe, world, flags):
+def test_a_step(recipe, world, flags, file=None):
     """A step sends, holds and overlaps as the header says, on 3 ranks, which divide no block."""
     nothing = lambda module: None  # noqa: E731
-    own = [nothing, nothing] if recipe in WHOLE else [gradients_alive, prefetched]
-    own += [probes.gathered_at_a_time if recipe in FREEING else nothing]
+    own = [gradients_alive, prefetched] if recipe in IN_UNITS else [nothing, nothing]
+    own += [probes.gathered_at_a_time if recipe in (*FREEING, LORA) else nothing]
     own += [data_parallel.copied_between_ranks if recipe == COPY_ENGINES else nothing]
     sizes = sizes_by_hand(3, recipe in WHOLE)
     formula, rest = memory_by_hand(recipe, sizes, 3, world)
     held = bytes_held([size + rest for size in formula], recipe == MASTERS)
     probe = probes.together(held, communication, *own)
-    run = launch(recipe, world, f"{SMALL} {flags} --dtype bfloat16 --steps 2", probe=probe)
+    run = launch(file or recipe, world, f"{SMALL} {flags} --dtype bfloat16 --steps 2", probe=probe)
     for rank, (memory, steps, alive, weights, gathered, copied) in enumerate(run.probes):
         check_memory(memory, formula, rest)
         for seen in steps:
@@ -364,26 +354,18 @@ def test_a_step(recipe, world, flags):
         if recipe == COPY_ENGINES:  # what zero3.py sends
             numbers = 2 * (3 * sum(sizes) - sizes[0] - sizes[-2] - sizes[-1])
             assert copied == 2 * (2 * numbers // 3)
-        if recipe in FREEING:  # of blocks and of embedding and head; none between the steps
-            assert gathered == [2, 1, 0]
-        if recipe not in WHOLE:
+        if recipe in (*FREEING, LORA):  # of blocks and of embedding and head; none between the steps
+            assert gathered == [2, 1, 0], f"weights are held: {gathered}"
+        if recipe in IN_UNITS:
             assert weights[0], "a unit waits for weights that could be there"
             assert weights[1] == run.probes[rank % 3][3][1], "replicas of hsdp.py do not agree to the bit"
             assert alive == [1, 0 if recipe == COPY_ENGINES else 1], "gradients are held"
 
 
 # -------------------------------------------------------------------------------------------------------------- misuse
-@pytest.mark.parametrize(
-    "recipe, world, flags, words",
-    [
-        (ZERO1, 3, "--batch 16", ["--batch 16", "processes, 3"]),
-        (OVERLAP, 2, "--microbatches 3", ["--microbatches 3", "8 sequences"]),
-        (HSDP, 4, "--shard 3", ["--shard 3", "processes, 4"]),
-    ],
-)
-def test_bad_flags(recipe, world, flags, words):
-    line = refusal(load(recipe), world, f"--device cpu {flags}")
-    assert "\n" not in line and all(word in line for word in words), line
+def test_shards_that_do_not_divide_the_ranks():
+    line = refusal(load(HSDP), 4, "--device cpu --shard 3")
+    assert "\n" not in line and "--shard 3" in line and "processes, 4" in line, line
 
 
 def when_built(change):
@@ -399,12 +381,6 @@ def when_built(change):
         module.Model.__init__ = changed
 
     return probe
-
-
-@when_built
-def freezes_the_embedding(module, cfg, model):
-    """As whoever fine-tunes does."""
-    model.model.embed_tokens.weight.requires_grad_(False)
 
 
 @when_built
@@ -439,10 +415,10 @@ def zeroes_a_gradient_as_usual(module):
 @pytest.mark.parametrize(
     "recipe, probe, words",
     [
-        (ZERO1, freezes_the_embedding, "a frozen parameter"),
+        (ZERO1, probes.freezes("embed_tokens"), "a frozen parameter"),
         (ZERO1, zeroes_a_gradient_as_usual, "a .grad is no view"),
         (ZERO1, has_a_wider_norm, "parameters of several dtypes"),
-        (MASTERS, freezes_the_embedding, "embed_tokens.weight is frozen"),
+        (MASTERS, probes.freezes("embed_tokens"), "embed_tokens.weight is frozen"),
         *((recipe, has_one_more_norm, "model.extra.weight must be in exactly one unit") for recipe in (OVERLAP, LORA)),
         *((recipe, has_two_losses, "run backward after each forward") for recipe in (ZERO3, COPY_ENGINES)),
     ],

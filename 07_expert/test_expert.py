@@ -317,8 +317,6 @@ def test_busiest_expert(recipe, world, flags, file=None):
         (MOE, 1, "--device cuda --dtype bfloat16 --ffn 100", "--ffn 100: it and --dim 128 must be multiples of 8"),
         (PARALLEL, 4, "--edp 3", "--edp 3: must divide the number of processes, 4"),
         (PARALLEL, 8, "--experts 6 --edp 2", "--experts 6: must be divisible by the ranks that share them, 4"),
-        (PARALLEL, 8, "--batch 12", "--batch 12: must be divisible by the number of processes, 8"),
-        (BIAS, 8, "--batch 8", "--microbatches 2: "),
         (BIAS, 1, "--bias_rate 1e300", "--bias_rate 1e+300: must be at most 1"),
         (NODES, 8, "--nodes 3", "--nodes 3: must divide both the 8 ranks that share the experts and --groups 4"),
         (NODES, 8, "--groups 3", "--groups 3: must divide --experts 16"),
