@@ -2,7 +2,7 @@
 
     python tests/tools/curves.py [formats]
     python tests/tools/curves.py optimizers --steps 1000
-    python tests/tools/curves.py time --steps 900 --seeds 0 1 2
+    python tests/tools/curves.py time --steps 900
 
 Stored for the page: the mean loss of every 20 steps, and of the last 100. A run ends at its first loss that is not
 finite. In formats and optimizers several runs share a GPU: a loss does not depend on speed.
@@ -12,14 +12,12 @@ that are rounded to nearest, fp8 without scales. optimizers trains with every le
 with the best of each optimizer from two more.
 
 time gives each run a GPU of its own, and stores its tokens per second and its losses on one batch of unseen text, which
-depends on the seed: of the last twentieth of all .py files of this Python installation. Runs of other seeds stay where
-they are stored.
+depends on the seed, one of three: of the last twentieth of all .py files of this Python installation.
 """
 
 import argparse
 import datetime
 import itertools
-import json
 import math
 import os
 import queue
@@ -31,44 +29,34 @@ import sysconfig
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
-from launch import ROOT, isolated, own_folder
+from launch import ROOT, isolated
 from rows import write_rows
 
-RESULTS = {"formats": "curves.json", "optimizers": "optimizers.json", "time": "time.json"}
 MODEL = "--layers 8 --dim 512 --heads 8 --kv_heads 8 --ffn 1536 --seq 512 --batch 16 --lr 1e-3 --compile"
 WIDE = "--layers 6 --dim 2048 --heads 32 --kv_heads 32 --ffn 8192 --seq 2048 --batch 16 --lr 6e-4 --compile"
 FOLDER = "10_mixed_precision"
-AUTOCAST = "bf16, autocast"
 EACH = 20  # steps whose mean is stored, or after which unseen text is read
+SEEDS = 0, 1, 2
+TO_NEAREST = "if weight.dtype == torch.bfloat16:", "if False:"
+NO_SCALES = "amax.float().clamp(min=LEAST) * (1 / torch.finfo(dtype).max)", "torch.ones_like(amax, dtype=torch.float32)"
 RUNS = [  # label, recipe, dtype, what becomes what
     ("fp32", "01_single_gpu/train.py", "float32", ()),
-    (AUTOCAST, "01_single_gpu/train.py", "bfloat16", ()),
+    ("bf16, autocast", "01_single_gpu/train.py", "bfloat16", ()),
     ("bf16", f"{FOLDER}/bf16.py", "bfloat16", ()),
-    (
-        "bf16, rounded to nearest",
-        f"{FOLDER}/stochastic_rounding.py",
-        "bfloat16",
-        ("if weight.dtype == torch.bfloat16:", "if False:"),
-    ),
+    ("bf16, rounded to nearest", f"{FOLDER}/stochastic_rounding.py", "bfloat16", TO_NEAREST),
     ("fp16", f"{FOLDER}/fp16_loss_scaling.py", "float16", ()),
     ("fp16 without loss scaling", f"{FOLDER}/fp16_loss_scaling.py", "float16", ("(2.0**16, 0.0)", "(1.0, -1e9)")),
     ("fp8, tensorwise", f"{FOLDER}/fp8_tensorwise.py", "bfloat16", ()),
     ("fp8, delayed", f"{FOLDER}/fp8_delayed_scaling.py", "bfloat16", ()),
     ("fp8, blockwise", f"{FOLDER}/fp8_blockwise.py", "bfloat16", ()),
-    (
-        "fp8 without scales",
-        f"{FOLDER}/fp8_tensorwise.py",
-        "bfloat16",
-        ("amax.float().clamp(min=LEAST) * (1 / torch.finfo(dtype).max)", "torch.ones_like(amax, dtype=torch.float32)"),
-    ),
+    ("fp8 without scales", f"{FOLDER}/fp8_tensorwise.py", "bfloat16", NO_SCALES),
     ("stochastic rounding", f"{FOLDER}/stochastic_rounding.py", "bfloat16", ()),
     ("fp8, stochastic rounding", f"{FOLDER}/fp8_stochastic_rounding.py", "bfloat16", ()),
 ]
@@ -104,9 +92,8 @@ def measured(label: str, recipe: str, dtype: str, change: tuple[str, ...], flags
     found = found[: next((i for i, loss in enumerate(found) if not math.isfinite(loss)), len(found))]
     means = [sum(part) / len(part) for i in range(0, len(found), EACH) if (part := found[i : i + EACH])]
     last = sum(found[-100:]) / len(found[-100:]) if found else None
-    row = {"label": label, "recipe": recipe, "naive": bool(change), "steps": len(found), "last": last, "losses": means}
     print(f"{label:28} {len(found)} steps, loss {last}", flush=True)
-    return row
+    return {"label": label, "recipe": recipe, "naive": bool(change), "last": last, "losses": means}
 
 
 def timed(label: str, recipe: str, dtype: str, change: tuple[str, ...], flags: str, seed: int) -> dict:
@@ -121,9 +108,9 @@ def timed(label: str, recipe: str, dtype: str, change: tuple[str, ...], flags: s
     return {"label": label, "recipe": recipe, "seed": seed, "speed": speed, "losses": losses}
 
 
-def of_formats(flags: str, jobs: ThreadPoolExecutor) -> Iterable[dict]:
+def of_formats(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
     """One curve of each format and of each naive form."""
-    return jobs.map(lambda run: measured(*run, flags), RUNS)
+    return list(jobs.map(lambda run: measured(*run, flags), RUNS))
 
 
 def of_optimizers(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
@@ -135,91 +122,75 @@ def of_optimizers(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
         row = measured(label, OPTIMIZERS[name], "bfloat16", (), f"{flags} --lr {rate} --seed {seed}")
         return row | {"optimizer": name, "lr": rate, "seed": seed}
 
-    rows = list(jobs.map(curve, itertools.product(OPTIMIZERS, RATES, [0])))
-    longest = max(row["steps"] for row in rows)
-    fine = [row for row in rows if row["steps"] == longest]
+    rows = list(jobs.map(curve, itertools.product(OPTIMIZERS, RATES, SEEDS[:1])))
+    longest = max(len(row["losses"]) for row in rows)
+    fine = [row for row in rows if len(row["losses"]) == longest]
     best = [min((row for row in fine if row["optimizer"] == name), key=lambda row: row["last"]) for name in OPTIMIZERS]
-    return rows + list(jobs.map(curve, [(row["optimizer"], row["lr"], seed) for row in best for seed in (1, 2)]))
+    return rows + list(jobs.map(curve, [(row["optimizer"], row["lr"], seed) for row in best for seed in SEEDS[1:]]))
 
 
-def lowest_loss(stored: dict) -> dict[int, float]:
-    """By seed, the lowest loss that all formats reach."""
-    lowest = defaultdict(float)
-    for run in stored["runs"]:
-        lowest[run["seed"]] = max(min(run["losses"]), lowest[run["seed"]])
-    return lowest
-
-
-def time_to_loss(stored: dict) -> dict[str, list[tuple[float, float]]]:
-    """By format, for each seed: steps and minutes of training until the seed's lowest_loss.
+def time_to_loss(stored: dict) -> dict[str, list[float]]:
+    """By format, for each seed: minutes of training until the lowest loss that all formats reach from it.
 
     Compilation and validation do not count. Between two validations the loss falls linearly.
     """
-    lowest, found = lowest_loss(stored), defaultdict(list)
+    lowest, found = defaultdict(float), defaultdict(list)
+    for run in stored["runs"]:
+        lowest[run["seed"]] = max(min(run["losses"]), lowest[run["seed"]])
     tokens = math.prod(int(re.search(rf"--{size} (\d+)", stored["flags"])[1]) for size in ("seq", "batch"))
     for run in stored["runs"]:
         loss, pairs = lowest[run["seed"]], enumerate(itertools.pairwise(run["losses"]), 1)
         i, before, after = next((i, before, after) for i, (before, after) in pairs if after <= loss)
         step = stored["each"] * (i + (before - loss) / (before - after))
-        found[run["label"]].append((step, step * tokens / run["speed"] / 60))
+        found[run["label"]].append(step * tokens / run["speed"] / 60)
     return found
 
 
-def gather_text(folder: str) -> int:
-    """Link to all .py files of this Python installation from one folder, in the order of a hash; count their bytes."""
+def gather_text(folder: str) -> None:
+    """Link to all .py files of this Python installation from one folder, in the order of a hash."""
     paths = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
-    files = {file for path in paths for file in path.rglob("*.py") if file.is_file()}
-    for file in files:
+    for file in {file for path in paths for file in path.rglob("*.py") if file.is_file()}:
         (Path(folder) / f"{zlib.crc32(str(file).encode()):08x}{file.name}").symlink_to(file)
-    return sum(file.stat().st_size for file in files)
 
 
-def over_time(flags: str, jobs: ThreadPoolExecutor, seeds: list[int], file: Path, about: dict) -> None:
-    """Run each format from each seed, the slowest first, then in random order; store each run when it has ended."""
+def over_time(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
+    """Each format from each seed, the slowest first, then in random order."""
     with tempfile.TemporaryDirectory() as folder:
-        about["bytes"] = gather_text(folder)
-        before = json.loads(file.read_text()) if file.exists() else {"runs": []} | about
-        if any(before[key] != about[key] for key in ("gpu", "torch", "flags", "each", "bytes")):
-            raise SystemExit(f"{file} has runs of another kind: move it away first")
-        runs = {(run["label"], run["seed"]): run for run in before["runs"]}
-        slow, *others = [[(*run, f"{flags} --data {folder}", seed) for seed in seeds] for run in TIMED]
+        gather_text(folder)
+        slow, *others = [[(*run, f"{flags} --data {folder}", seed) for seed in SEEDS] for run in TIMED]
         others = sum(others, [])
-        running = [jobs.submit(timed, *run) for run in slow + random.sample(others, len(others))]
-        for job in as_completed(running):
-            if not job.exception():
-                run = job.result()
-                runs[run["label"], run["seed"]] = run
-                write_rows(file, about | {"runs": list(runs.values())})
-        for job in running:
-            job.result()  # raises what one of them has raised
+        return list(jobs.map(lambda run: timed(*run), slow + random.sample(others, len(others))))
+
+
+KINDS = {  # what is run, where it is stored, what is trained
+    "formats": (of_formats, "curves.json", MODEL),
+    "optimizers": (of_optimizers, "optimizers.json", MODEL),
+    "time": (over_time, "time.json", WIDE),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("what", nargs="?", choices=RESULTS, default="formats")
+    parser.add_argument("what", nargs="?", choices=KINDS, default="formats")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--flags", help="what is trained")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of time")
     parser.add_argument("--at_once", type=int, default=6, help="runs that share a GPU, but not in time")
     args = parser.parse_args()
     if few := [flag for flag in ("steps", "at_once") if getattr(args, flag) < 1]:
         raise SystemExit(f"--{few[0]} {getattr(args, few[0])}: must be at least 1")
-    timing, file = args.what == "time", ROOT / "tests/results" / RESULTS[args.what]
-    flags = f"{args.flags or (WIDE if timing else MODEL)} --steps {args.steps}"
+    train, file, model = KINDS[args.what]
+    flags = f"{args.flags or model} --steps {args.steps}"
     gpus = isolated(lambda: [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus))))
-    for gpu in visible.split(",") * (1 if timing else args.at_once):
+    for gpu in visible.split(",") * (1 if args.what == "time" else args.at_once):
         GPUS.put(gpu)
     about = {"date": datetime.date.today().isoformat(), "gpu": (gpus or ["cpu"])[0], "torch": torch.__version__}
     about |= {"command": f"python tests/tools/curves.py {args.what} --steps {args.steps}", "flags": flags, "each": EACH}
     with ThreadPoolExecutor(GPUS.qsize()) as jobs:
-        if timing:
-            over_time(flags, jobs, args.seeds, file if gpus else own_folder() / file.name, about)
-        else:
-            runs = list((of_formats if args.what == "formats" else of_optimizers)(flags, jobs))
-            if gpus:
-                write_rows(file, about | {"runs": runs})
+        runs = train(flags, jobs)
+    if gpus:
+        write_rows(ROOT / "tests" / "results" / file, about | {"runs": runs})
 
 
 if __name__ == "__main__":

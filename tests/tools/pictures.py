@@ -105,7 +105,7 @@ def draw_predicted() -> str:
     figure, axes = panels(330, 2, 2, sharex=True, sharey=True)
     names = {path: Path(path).name for path in schedules.CLAIMS}
     for axis, ranks in zip(axes.flat, schedules.PREDICTED_RANKS):
-        tokens = [schedules.tokens_per_second(path, ranks, 4 * ranks)[0] / 1e3 for path in names]
+        tokens = [schedules.tokens_per_second(path, ranks, 4 * ranks) / 1e3 for path in names]
         bars = axis.barh(list(names.values()), tokens, 0.75, color="#9cc3e6", label="predicted")
         axis.bar_label(bars, [f"{thousands:.0f}" for thousands in tokens], padding=6)
         axis.set_title(f"{ranks} ranks, {4 * ranks} micro-batches")
@@ -240,10 +240,10 @@ def draw_curves() -> str:
 def draw_minutes() -> str:
     """The minutes to one loss on unseen text, a mark for each seed; with the mean, the soonest first."""
     found = time_to_loss(results("time.json"))
-    means = {label: statistics.mean(minutes for _, minutes in times) for label, times in found.items()}
+    means = {label: statistics.mean(times) for label, times in found.items()}
     figure, axis = panels(240)
     for label in sorted(means, key=means.get):
-        for (_, minutes), mark in zip(found[label], "o^s"):
+        for minutes, mark in zip(found[label], "o^s"):
             axis.plot(minutes, f"{label}: {means[label]:.2f}", mark, color=BLUE, fillstyle="none")
     axis.set(xlim=0, xlabel="minutes; behind a name, the mean of three seeds")
     axis.invert_yaxis()

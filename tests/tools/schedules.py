@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
-from launch import ROOT, load, once
+from launch import ROOT, load
 
 Operation = tuple[str, int, int]  # (F, B or W, micro-batch, stage); it also names the message with its output
-STORED, MEASURED = ROOT / "tests" / "results" / "speed.json", "pipeline_parts"
+STORED = ROOT / "tests" / "results" / "speed.json"
 PREDICTED_RANKS = 4, 8, 16, 64
 PEER_TO_PEER = 135e9  # bytes per second of a message of 16 MiB: the ring of 02_data_parallel/collectives.py
 ALL_REDUCE = 307e9  # bus bandwidth from 64 MiB on, by the same table
@@ -31,11 +31,7 @@ FULL = [(p, m) for p in range(1, 17) for m in sorted({*range(1, 18), 2 * p, 2 * 
 
 
 class Deadlock(Exception):
-    """No rank can go on; the message says what each waits for."""
-
-
-class Crossed(Deadlock):
-    """The ends of a channel disagree about which message is next. Messages carry no tag: the wrong one would arrive."""
+    """No rank can go on, or the ends of a channel disagree about its next message, which would be taken for another."""
 
 
 # ---------------------------------------------------------------------------------------------------------- pipeline
@@ -209,7 +205,7 @@ def rendezvous(pipeline: Pipeline, communicators: Callable[[str, int, int], Hash
     An operation takes 1, a whole backward 2.
     communicators(op, source, target): which one carries the outputs of op from source to target. A message passes, in
     no time, when both its ends have been started, and all that either rank has started before on that communicator has
-    passed. Raises Deadlock or Crossed.
+    passed. Raises Deadlock.
     """
     left = [deque(steps(pipeline, rank)) for rank in range(len(pipeline.orders))]
     clock, busy = [0.0] * len(left), [0.0] * len(left)
@@ -232,33 +228,30 @@ def rendezvous(pipeline: Pipeline, communicators: Callable[[str, int, int], Hash
                     source = pipeline.place[operation[2]]
                     communicator = communicators(operation[0], source, where)
                     queues[communicator, rank].append(((operation, source, where), clock[rank]))
-                    let_pass(queues, communicator, rank, arrived)
+        for communicator, rank in list(queues):
+            progress |= let_pass(queues, communicator, rank, arrived)
     if any(left):
         waits = [(rank, *todo[0][1:]) for rank, todo in enumerate(left) if todo]
         raise Deadlock("; ".join(f"rank {r} waits for {words(what)} to reach rank {to}" for r, what, to in waits))
     return [max(clock) - time for time in busy]
 
 
-def let_pass(queues: dict, communicator: Hashable, rank: int, arrived: dict[tuple[Operation, int], float]) -> None:
-    """Pass every message that can pass now that the rank has started a transfer; see rendezvous."""
-    changed = [rank]
-    while changed:
-        queue = queues[communicator, changed.pop()]
-        if not queue:
-            continue
-        _, source, target = queue[0][0]
-        sender, receiver = queues[communicator, source], queues[communicator, target]
-        if not sender or not receiver:
-            continue
-        (sent, start), (expected, ready) = sender[0], receiver[0]
-        if sent == expected:
-            # the next one cannot pass earlier: both ranks' clocks only go on
-            arrived[sent[0], target] = max(start, ready)
-            sender.popleft()
-            receiver.popleft()
-            changed += [source, target]
-        elif sent[1:] == expected[1:]:
-            raise Crossed(f"rank {source} sends {words(sent[0])}, rank {target} expects {words(expected[0])}")
+def let_pass(queues: dict, communicator: Hashable, rank: int, arrived: dict[tuple[Operation, int], float]) -> bool:
+    """Pass the messages that are next on a rank and that it sends, while they are next on the other end, too."""
+    sender, passed = queues[communicator, rank], False
+    while sender and sender[0][0][1] == rank:
+        (operation, _, target), start = sender[0]
+        receiver = queues[communicator, target]
+        if not receiver or receiver[0][0][1:] != (rank, target):
+            break
+        (expected, *_), ready = receiver[0]
+        if operation != expected:
+            raise Deadlock(f"rank {rank} sends {words(operation)}, rank {target} expects {words(expected)}")
+        arrived[operation, target] = max(start, ready)  # the next one is not earlier: both ranks' clocks only go on
+        sender.popleft()
+        receiver.popleft()
+        passed = True
+    return passed
 
 
 # ------------------------------------------------------------------------------------------------------------ claims
@@ -378,26 +371,16 @@ def fit(rows: list[dict], op: str) -> tuple[float, float, float, float]:
     return base, layer, statistics.mean(first), statistics.mean(last)
 
 
-@once
-def tokens_per_second(path: str, ranks: int, microbatches: int, suite: str = MEASURED) -> tuple[float, float]:
-    """Return tokens per second of all ranks, with 6 layers each, and the share of the time in which they compute."""
-    _, step, busy = predict(path, ranks, microbatches, 6 * ranks, suite)
-    return microbatches * 4096 / step * 1e3, busy
+def tokens_per_second(path: str, ranks: int, microbatches: int) -> float:
+    """Simulate a step of smollm_1_7b, with 6 layers per rank and 4096 tokens per micro-batch, in bf16, compiled.
 
-
-def predict(
-    path: str, ranks: int, microbatches: int, layers: int, suite: str = MEASURED
-) -> tuple[list[Slot], float, float]:
-    """Simulate a step of smollm_1_7b with so many layers, a sequence of 4096 tokens per micro-batch, in bf16, compiled.
-
-    From the times that bench.py's pipeline_parts has measured, stored as `suite`. Returns slots, milliseconds of the
-    step with clip and optimizer, and the share of all ranks' time in which they compute.
+    Stages, and clip and optimizer of the slowest rank, take what bench.py's pipeline_parts has measured.
     """
     module = load(path)
     line = pipeline(module, ranks, microbatches)
-    cfg = module.Config(**{**module.PRESETS["smollm_1_7b"], "layers": layers, "seq": 4096})
+    cfg = module.Config(**{**module.PRESETS["smollm_1_7b"], "layers": 6 * ranks, "seq": 4096})
     split, file = module.split_layers(cfg, line.depth), "1f1b" if line.whole else "split_backward"
-    stored = json.loads(STORED.read_text())[suite]["rows"]
+    stored = json.loads(STORED.read_text())["pipeline_parts"]["rows"]
     rows = [row for row in stored if row["file"] == f"06_pipeline/{file}.py"]
     fits = {op: fit(rows, op) for op in ("F", "B", "optimizer")}
     fits["W"] = (0, 0, 0, 0) if line.whole else fit(rows, "W")
@@ -407,13 +390,12 @@ def predict(
         stage %= line.depth
         return base + len(split[stage]) * layer + embedding * (stage == 0) + head * (stage == line.depth - 1)
 
+    optimizer = [0.0] * ranks
+    for stage, rank in enumerate(line.place):
+        optimizer[rank] += cost("optimizer", stage)
     slots = simulate(line, cost, 2 * cfg.seq * cfg.dim / PEER_TO_PEER * 1e3)
-    held = [[stage for stage, owner in enumerate(line.place) if owner == rank] for rank in range(ranks)]
-    optimizer = [sum(cost("optimizer", stage) for stage in stages) for stages in held]
-    replicas = 0.0
+    milliseconds = makespan(slots) + max(optimizer)
     if line.depth < len(line.place):  # two ranks hold the same weights, and sum their gradients
-        elements = module.flops_per_token(cfg) / 6 - layers * cfg.dim * cfg.seq + cfg.vocab * cfg.dim
-        replicas = 4 * elements * 2 / ranks / ALL_REDUCE * 1e3
-    step = makespan(slots) + replicas + max(optimizer)
-    busy = sum(slot.end - slot.start for slot in slots) + sum(optimizer)
-    return slots, step, busy / (ranks * step)
+        elements = module.flops_per_token(cfg) / 6 - cfg.layers * cfg.dim * cfg.seq + cfg.vocab * cfg.dim
+        milliseconds += 4 * elements * 2 / ranks / ALL_REDUCE * 1e3
+    return microbatches * cfg.seq / milliseconds * 1e3
