@@ -33,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -204,10 +205,7 @@ fp8_zero3: 2, 4, --preset smollm_1_7b --seq 4096 --batch 8 --dtype bfloat16 --co
     10_mixed_precision: fp8_zero3 --microbatches 1
     tests/tools: torchao_fsdp
     10_mixed_precision: fp8_tensorwise --batch 4 --microbatches 1
-fp8_zero3_8b: 2, 3, {LARGE} --steps 8 --batch 4 --layers 8
-    03_zero: zero3 --microbatches 1
-    10_mixed_precision: fp8_zero3 --microbatches 1
-    tests/tools: torchao_fsdp
+fp8_zero3_8b: 2, 4, {LARGE} --steps 8 --batch 4 --layers 8
 fp8_zero3_four: 4, 4, {LARGE} --steps 8 --batch 8
     03_zero: zero3 --microbatches 1
     03_zero: torch_fsdp
@@ -220,13 +218,6 @@ layouts_four: 4, 13, {LARGE} --steps 6 --batch 16 --layers 8
     03_zero: zero1_overlap --microbatches 4{layouts(4)}
     08_4d: 3d --dp 2 --tp 1 --pp 2 --microbatches 8
     08_4d: 3d --dp 1 --tp 1 --pp 4 --microbatches 16
-layouts_moe: 2, 6, {EXPERTS} --batch 8
-    07_expert: expert_parallel
-    08_4d: moe --dp 2 --cp 1 --tp 1 --pp 1 --ep 1 --microbatches 1
-    08_4d: moe --dp 2 --cp 1 --tp 1 --pp 1 --ep 2 --microbatches 1
-    08_4d: moe --dp 1 --cp 2 --tp 1 --pp 1 --ep 2 --microbatches 1
-    08_4d: moe --dp 1 --cp 1 --tp 2 --pp 1 --ep 1 --microbatches 1
-    08_4d: moe --dp 1 --cp 1 --tp 1 --pp 2 --ep 1 --microbatches 8
 layouts_smollm: 2, 4, --preset smollm_1_7b --seq 4096 --batch 32 --dtype bfloat16 --compile --steps 10{layouts(2)}
 four: 4, 1, --preset smollm_1_7b --batch 16 --dtype bfloat16 --compile
     02_data_parallel: naive --seq 2048 --steps 25
@@ -250,9 +241,8 @@ def suites_of(text: str) -> dict[str, tuple[int, int, list[tuple[str, str]]]]:
 SUITES = suites_of(TEXT)
 IDLE = "pipeline", "pipeline_two", "pipeline_more", "four"  # suites whose stages' idle time is measured, too
 BLOCKS = "tensor_few_layers"  # the suite of which the blocks are measured alone, too
-PROFILED = {  # recipes of a suite of which a timeline is kept
+PROFILED = {  # recipes of a suite of which a profile is kept
     "data_parallel": "naive overlap bucketed coalesced copy_engines",
-    "zero": "torch_fsdp zero3 zero3_copy_engines",
     "zero_stages": "zero1 zero1_overlap zero2 zero3",
     "tensor_few_layers": "torch_dtensor sequence_parallel async_tensor_parallel",
     "layouts_8b_few_layers": "train",
@@ -262,16 +252,16 @@ PROFILED = {  # recipes of a suite of which a timeline is kept
     "fp8_zero3": "zero3 fp8_zero3",
     "fp8_zero3_four": "zero3 fp8_zero3",
 }
-KINDS = "matmuls", "attention", "elementwise", "optimizer"
-DOES = [  # what a GPU kernel does, by parts of its name; the first that fits counts, and all others are elementwise
-    ("elementwise", r"^triton_(poi|red|per)"),  # torch.compile names these after what is around them, too
-    ("attention", r"sdpa|flash|fmha|attention|^(attend|backward|prepare|finish)_kernel"),
-    ("optimizer", r"adamw|multi_tensor|squares"),
-    ("matmuls", r"nvjet|gemm|cutlass|cublas|splitk|triton_tem"),
-]
+TIMELINES = RESULTS.parent / "timelines"
+DRAWN = {"data_parallel": TIMELINES, "zero_stages": TIMELINES / "zero_stages", "tensor_few_layers": TIMELINES}
+DOES = {  # what a GPU kernel does, by parts of its name; the first that fits counts, and all others are elementwise
+    "elementwise": r"^triton_(poi|red|per)",  # torch.compile names these after what is around them, too
+    "attention": r"sdpa|flash|fmha|attention|^(attend|backward|prepare|finish)_kernel",
+    "optimizer": r"adamw|multi_tensor|squares",
+    "matmuls": r"nvjet|gemm|cutlass|cublas|splitk|triton_tem",
+}
 ATTENTION = "09_kernels/flash_attention_gluon.py"
 STAGES = [f"03_zero/{name}.py" for name in ("zero1_overlap", "zero2", "zero3")]
-TIMELINES = RESULTS.parent / "timelines"
 NUMBER = {"tokens": r"tokens/s/GPU ([\d,]+)", "mfu": r"MFU ([\d.]+)%", "memory": r"memory ([\d.]+) GiB"}
 
 
@@ -288,10 +278,7 @@ def outputs(command: list[str], gpus: int) -> list[str]:
 
 
 def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
-    """One run in processes of its own; the numbers of its last line, and its last loss. Of several, the slowest.
-
-    Of a long run all losses, for a curve.
-    """
+    """One run in processes of its own; the numbers of its last line. Of several, the slowest."""
     single = file.startswith(("01_", "09_", "10_", "tests/")) and not file.endswith(("fp8_zero3.py", "_fsdp.py"))
     if single and gpus > 1:
         ends = outputs([file, *flags.split()], gpus)
@@ -301,9 +288,7 @@ def run(file: str, flags: str, gpus: int) -> dict[str, float | None]:
     for printed in ends:
         last = [line for line in printed.splitlines() if "tokens/s/GPU" in line][-1]  # a warning may stand behind it
         found = {key: re.search(pattern, last) for key, pattern in NUMBER.items()}
-        numbers = {key: float(match[1].replace(",", "")) if match else None for key, match in found.items()}
-        losses = [float(loss) for loss in re.findall(r"^ *step \d+  loss (\S+)", printed, re.M)]
-        runs.append(numbers | {"loss": losses[-1]} | ({"losses": losses} if len(losses) >= 100 else {}))
+        runs.append({key: float(match[1].replace(",", "")) if match else None for key, match in found.items()})
     each = {"each": [numbers["tokens"] for numbers in runs]} if len(runs) > 1 else {}
     return min(runs, key=lambda numbers: numbers["tokens"]) | each
 
@@ -314,7 +299,7 @@ def events(count: int) -> list[torch.cuda.Event]:
 
 
 def events_around_operations(module):
-    """A probe: for each step (milliseconds of the step, [of each operation in its order], of summing replicas).
+    """A probe: for each step, milliseconds of the step, of each operation in its order, and of summing replicas.
 
     By CUDA events. The step reaches from the first operation to the all-reduce of the loss, for which all ranks wait.
     """
@@ -324,8 +309,8 @@ def events_around_operations(module):
         def wrapper(*args):
             start, end = events(2)
             if kind == "step":
-                steps.append([])
-            steps[-1].append((kind, start, end))
+                steps.append({"step": [], "operations": [], "replicas": []})
+            steps[-1][kind].append((start, end))
             start.record()
             result = function(*args)
             end.record()
@@ -334,21 +319,18 @@ def events_around_operations(module):
         return wrapper
 
     module.forward_backward = timed("step", module.forward_backward)
-    module.forward = timed("operation", module.forward)
+    module.forward = timed("operations", module.forward)
     if hasattr(module, "backward_input"):
-        module.backward_input = timed("operation", module.backward_input)
-        module.backward_weights = timed("operation", module.backward_weights)
+        module.backward_input = timed("operations", module.backward_input)
+        module.backward_weights = timed("operations", module.backward_weights)
     else:
-        torch.Tensor.backward = timed("operation", torch.Tensor.backward)
+        torch.Tensor.backward = timed("operations", torch.Tensor.backward)
     if hasattr(module, "sum_replicas"):
         module.sum_replicas = timed("replicas", module.sum_replicas)
 
     def report():
         torch.cuda.synchronize()  # the events of the last step
-        found = [[(kind, start.elapsed_time(end)) for kind, start, end in step] for step in steps]
-        kinds = "step", "operation", "replicas"
-        times = [[[ms for kind, ms in step if kind == wanted] for wanted in kinds] for step in found]
-        return [(sum(span), operations, sum(replicas)) for span, operations, replicas in times]
+        return [{kind: [a.elapsed_time(b) for a, b in pairs] for kind, pairs in step.items()} for step in steps]
 
     return report
 
@@ -359,33 +341,30 @@ def idle(file: str, flags: str, gpus: int) -> dict[str, object]:
     formula: with equal durations of F, B and W. simulated: with the measured ones of every stage, and a transfer that
     takes what schedules.PEER_TO_PEER says.
     """
+    module, sys.argv = load(file), [file, *flags.split()]
+    cfg = module.parse_config()
+    line = schedules.pipeline(module, gpus, cfg.microbatches)
     ranks = launch(file, gpus, flags, probe=events_around_operations, timeout=500, save=False).probes
     settled = [steps[len(steps) // 2 :] for steps in ranks]
-    line = schedules.pipeline(load(file), gpus, int(re.search(r"--microbatches (\d+)", flags)[1]))
-    durations, replicas = {}, statistics.median(extra for rank in settled for _, _, extra in rank)
-    for order, rank in zip(line.orders, settled, strict=True):
-        for (op, _, stage), *times in zip(order, *(operations for _, operations, _ in rank), strict=True):
-            durations.setdefault((op, stage), []).extend(times)
-    durations = {key: statistics.median(times) for key, times in durations.items()}
+    durations = defaultdict(list)
+    for order, steps in zip(line.orders, settled, strict=True):
+        for step in steps:
+            for (op, _, stage), ms in zip(order, step["operations"], strict=True):
+                durations[op, stage].append(ms)
+    middle = {key: statistics.median(times) for key, times in durations.items()}
+    transfer = 2 * cfg.batch // cfg.microbatches * cfg.seq * cfg.dim / schedules.PEER_TO_PEER * 1e3  # in bf16
     # a whole backward is timed as B, and has no W
-    simulated = schedules.simulate(line, lambda op, stage: durations.get((op, stage), 0), transfer_ms(flags))
-    steps = [
-        1 - sum(sum(rank[i][1]) + rank[i][2] for rank in settled) / sum(rank[i][0] for rank in settled)
-        for i in range(len(settled[0]))
-    ]
-    makespan = schedules.makespan(simulated)
+    slots = schedules.simulate(line, lambda op, stage: middle.get((op, stage), 0), transfer)
+    shares = []
+    for steps in zip(*settled):  # of all ranks
+        busy = sum(sum(step["operations"]) + sum(step["replicas"]) for step in steps)
+        shares.append(1 - busy / sum(sum(step["step"]) for step in steps))
+    makespan, replicas = schedules.makespan(slots), [sum(step["replicas"]) for steps in settled for step in steps]
     return {
-        "idle": statistics.median(steps),
-        "simulated": schedules.idle_share(simulated) * makespan / (makespan + replicas),
+        "idle": statistics.median(shares),
+        "simulated": schedules.idle_share(slots) * makespan / (makespan + statistics.median(replicas)),
         "formula": schedules.idle_share(schedules.simulate(line)),
     }
-
-
-def transfer_ms(flags: str) -> float:
-    """Milliseconds in which the activations of a micro-batch, in bf16, cross a boundary."""
-    shape = load("06_pipeline/1f1b.py").PRESETS[re.search(r"--preset (\w+)", flags)[1]]
-    seq, batch, m = (int(re.search(rf"--{flag} (\d+)", flags)[1]) for flag in ("seq", "batch", "microbatches"))
-    return 2 * batch // m * seq * shape["dim"] / schedules.PEER_TO_PEER * 1e3
 
 
 def stage_times(file: str, stage: int, stages: int, flags: str) -> dict[str, float]:
@@ -401,16 +380,15 @@ def stage_times(file: str, stage: int, stages: int, flags: str) -> dict[str, flo
         torch.nn.init.normal_(p, 0, 0.02) if p.ndim > 1 else torch.nn.init.ones_(p)
     for part in (*model.model.layers.children(), model.loss):
         part.compile()
-    b = cfg.batch // cfg.microbatches
-    ids = torch.randint(cfg.vocab, (b, cfg.seq), device="cuda")
+    shape, half = (cfg.batch // cfg.microbatches, cfg.seq, cfg.dim), dict(device="cuda", dtype=torch.bfloat16)
+    ids = torch.randint(cfg.vocab, shape[:2], device="cuda")
     last, split = stage == stages - 1, hasattr(module, "backward_input")
-    gradient = None if last else torch.randn(b, cfg.seq, cfg.dim, device="cuda", dtype=torch.bfloat16) / 1e4
+    gradient = None if last else torch.randn(shape, **half) / 1e4
     optimizer, passed = module.make_optimizer(cfg, model), []
     for _ in range(12):
         layers = module.prepare_linears(model, (ids,), torch.bfloat16) if split else []
         for _ in range(8):
-            x = ids if stage == 0 else torch.randn(b, cfg.seq, cfg.dim, device="cuda", dtype=torch.bfloat16)
-            x = x if stage == 0 else x.requires_grad_()
+            x = torch.randn(shape, **half, requires_grad=True) if stage else ids
             now = events(4)
             now[0].record()
             output = module.forward(cfg, model, x, ids)
@@ -435,9 +413,8 @@ def stage_times(file: str, stage: int, stages: int, flags: str) -> dict[str, flo
         optimizer.zero_grad()
     torch.cuda.synchronize()  # the last events
     times = [[a.elapsed_time(b) for a, b in itertools.pairwise(now)] for now in passed[len(passed) // 2 :]]
-    middle = [statistics.median(column) for column in zip(*times)]
-    found = dict(zip("FBW" if split else "FB", middle))
-    return {"layers": len(model.model.layers), **found, "optimizer": start.elapsed_time(end)}
+    middle = zip("FBW" if split else "FB", map(statistics.median, zip(*times)))
+    return {"layers": len(model.model.layers), **dict(middle), "optimizer": start.elapsed_time(end)}
 
 
 def pipeline_parts(_: int) -> dict[str, object]:
@@ -458,13 +435,20 @@ def events_around_blocks(module):
     """A probe: for each step but the first [milliseconds of forward, of backward] of all blocks, per block."""
     given, measured, train_step = [], [], module.train_step
 
-    def run_blocks(cfg, model):
-        blocks, (x, *others) = model.model.layers, given
-        x = x.detach().requires_grad_()
+    def step(cfg, model, *args):
+        blocks = model.model.layers
+        if not given:
+            hook = torch.compiler.disable(lambda part, args: given.extend(args))
+            handle = blocks[0].register_forward_pre_hook(hook)
+            result = train_step(cfg, model, *args)
+            handle.remove()
+            return result
+        result = train_step(cfg, model, *args)
+        x, *others = given
+        out = x = x.detach().requires_grad_()
         start, middle, end = events(3)
         with torch.autocast("cuda", torch.bfloat16):
             start.record()
-            out = x
             for block in blocks:
                 out = block(out, *others)
             middle.record()
@@ -472,16 +456,6 @@ def events_around_blocks(module):
         end.record()
         measured.append((start, middle, end, len(blocks)))
         model.zero_grad()
-
-    def step(cfg, model, *args):
-        if not given:
-            hook = torch.compiler.disable(lambda part, args: given.extend(args))
-            handle = model.model.layers[0].register_forward_pre_hook(hook)
-            result = train_step(cfg, model, *args)
-            handle.remove()
-            return result
-        result = train_step(cfg, model, *args)
-        run_blocks(cfg, model)
         return result
 
     def report():
@@ -502,9 +476,7 @@ def blocks(file: str, flags: str, gpus: int) -> dict[str, float]:
 
 def profiled(file: str, flags: str, gpus: int, suite: str) -> list[dict[str, float]]:
     """Milliseconds of a step by what the GPU does, by rank. Keeps the timeline of the one that computes longest."""
-    timelines = TIMELINES / suite if suite in ("zero_stages", "expert") else TIMELINES
-    if suite.startswith(("layouts", "fp8", "olmoe")):  # these draw nothing
-        timelines = own_folder()
+    timelines = DRAWN.get(suite, own_folder())
     with tempfile.TemporaryDirectory() as folder:
         launch("01_single_gpu/profiling.py", gpus, f"{file} --folder {folder} {flags}", timeout=500, save=False)
         reports = [json.loads(Path(folder, f"{Path(file).stem}.rank{rank}.json").read_text()) for rank in range(gpus)]
@@ -583,36 +555,31 @@ def attention_of(file: str | None, seq: int, rank: int, cp: int) -> list[Callabl
     return [partial(attend, False), partial(attend, True)]
 
 
-def milliseconds(run: Callable[[], None]) -> float:
-    """Time per run, of so many in a row that to wait for the GPU at their end costs nothing."""
-    run()  # compiles
-    return Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=0.3).median * 1e3
-
-
 def medians(runs: list[Callable[[], None]], rounds: int) -> list[float]:
-    """Milliseconds of each; they take turns."""
-    times = [[milliseconds(run) for run in runs] for _ in range(rounds)]
+    """Milliseconds of each, in so many runs that to wait for the GPU at their end costs nothing; they take turns."""
+    for run in runs:
+        run()  # compiles
+    timers = [Timer("run()", globals={"run": run}) for run in runs]
+    times = [[timer.blocked_autorange(min_run_time=0.3).median * 1e3 for timer in timers] for _ in range(rounds)]
     return [statistics.median(column) for column in zip(*times)]
 
 
 def context_attention(rounds: int) -> dict[str, object]:
-    """What one rank of cp 4 computes in attention (llama3_8b's heads), beside a quarter of one call for all of it."""
-    cp, rows, whole = 4, [], []
+    """What one rank of cp 4 computes in attention (llama3_8b's heads). share: of it, a quarter of one call for all."""
+    cp, rows = 4, []
+    torch._dynamo.config.recompile_limit = 64  # a process of a training has one rank, and needs few
     names = [("all_gather_kv", 3), ("ring", 3), ("striped", 0), ("striped", 3)]
     names += [*(("zigzag", rank) for rank in range(cp)), ("torch_context_parallel", 0), ("torch_context_parallel", 3)]
+    files = [(f"05_context_ring/{name}.py", rank) for name, rank in names]
     for seq in 32768, 131072:
-        every = [(None, 0, attention_of(None, seq, 0, 1))]
-        every += [(f, rank, attention_of(f"05_context_ring/{f}.py", seq, rank, cp)) for f, rank in names]
-        torch._dynamo.config.recompile_limit = 64  # a process of a training has one rank, and needs few
-        middle = medians([run for *_, runs in every for run in runs], rounds)
-        (forward, both), *ours = zip(middle[::2], middle[1::2])
-        whole.append({"seq": seq, "forward_ms": forward, "both_ms": both})
-        for (name, rank, _), (mine, mine_both) in zip(every[1:], ours):
-            shares = {"share_forward": forward / cp / mine, "share": both / cp / mine_both}
-            row = {"file": f"05_context_ring/{name}.py", "seq": seq, "rank": rank, "forward_ms": mine}
-            rows.append({**row, "both_ms": mine_both, **shares})
-            print(*(f"{value:.3f}" if isinstance(value, float) else value for value in rows[-1].values()), flush=True)
-    return {"rows": rows, "whole": whole}
+        pairs = [attention_of(None, seq, 0, 1), *(attention_of(file, seq, rank, cp) for file, rank in files)]
+        middle = medians([run for pair in pairs for run in pair], rounds)
+        (_, whole), *ours = zip(middle[::2], middle[1::2])
+        for (file, rank), (forward, both) in zip(files, ours):
+            row = {"file": file, "seq": seq, "rank": rank, "forward_ms": forward, "both_ms": both}
+            rows.append(row | {"share": whole / cp / both})
+            print(rows[-1], flush=True)
+    return {"rows": rows}
 
 
 def layers_of_experts() -> list[tuple[str, torch.nn.Module]]:
@@ -650,8 +617,8 @@ def layers_of_experts() -> list[tuple[str, torch.nn.Module]]:
         ]
 
 
-def grouped_matmuls(ends: torch.Tensor, rows: int) -> list[tuple[str, float, Callable[[], torch.Tensor]]]:
-    """Name, FLOPs and call of the matmuls of the layer, forward and backward, of rows in blocks that end at `ends`."""
+def grouped_matmuls(ends: torch.Tensor, rows: int) -> dict[str, Callable[[], torch.Tensor]]:
+    """The matmuls of the layer, forward and backward, of rows in blocks that end at `ends`."""
     from torch.nn.functional import grouped_mm
 
     def random(*shape: int) -> torch.Tensor:
@@ -660,15 +627,14 @@ def grouped_matmuls(ends: torch.Tensor, rows: int) -> list[tuple[str, float, Cal
     d, f, e = 2048, 1024, len(ends)
     x, hidden, up, down = random(rows, d), random(rows, f), random(e, 2 * f, d) / 50, random(e, d, f) / 50
     wide = random(rows, 2 * f)
-    both, one = 2 * rows * d * 2 * f, 2 * rows * d * f
-    return [
-        ("gate and up", both, lambda: grouped_mm(x, up.mT, offs=ends)),
-        ("down", one, lambda: grouped_mm(hidden, down.mT, offs=ends)),
-        ("gradient of the input of gate and up", both, lambda: grouped_mm(wide, up, offs=ends)),
-        ("gradient of the input of down", one, lambda: grouped_mm(x, down, offs=ends)),
-        ("gradient of gate and up", both, lambda: grouped_mm(wide.mT, x, offs=ends)),
-        ("gradient of down", one, lambda: grouped_mm(x.mT, hidden, offs=ends)),
-    ]
+    return {
+        "gate and up": lambda: grouped_mm(x, up.mT, offs=ends),
+        "down": lambda: grouped_mm(hidden, down.mT, offs=ends),
+        "gradient of the input of gate and up": lambda: grouped_mm(wide, up, offs=ends),
+        "gradient of the input of down": lambda: grouped_mm(x, down, offs=ends),
+        "gradient of gate and up": lambda: grouped_mm(wide.mT, x, offs=ends),
+        "gradient of down": lambda: grouped_mm(x.mT, hidden, offs=ends),
+    }
 
 
 def expert_layer(rounds: int) -> dict[str, object]:
@@ -696,15 +662,10 @@ def expert_layer(rounds: int) -> dict[str, object]:
     _, _, ends = module.sort_by_expert(first.gate(x.detach().flatten(0, 1))[1], len(first.rows))
     matmuls = grouped_matmuls(ends, 8 * 16384)
     runs = [partial(once, layer, backward) for _, layer in layers for backward in (False, True)]
-    middle = medians([*runs, *(call for *_, call in matmuls)], rounds)
-    rows = [
-        {"label": label, "forward_ms": forward, "both_ms": both}
-        for (label, _), forward, both in zip(layers, middle[::2], middle[1::2])
-    ]
-    alone = [
-        {"label": label, "ms": ms, "tflops": flops / ms / 1e9}
-        for (label, flops, _), ms in zip(matmuls, middle[len(runs) :])
-    ]
+    middle = medians([*runs, *matmuls.values()], rounds)
+    times = zip(layers, middle[::2], middle[1::2])
+    rows = [{"label": label, "forward_ms": forward, "both_ms": both} for (label, _), forward, both in times]
+    alone = [{"label": label, "ms": ms} for label, ms in zip(matmuls, middle[len(runs) :])]
     print(*rows, *alone, sep="\n", flush=True)
     return {"transformers": transformers.__version__, "rows": rows, "matmuls": alone}
 
@@ -714,7 +675,7 @@ ON_ONE_GPU = dict(context_attention=context_attention, expert_layer=expert_layer
 
 def on_one_gpu(name: str, rounds: int) -> dict[str, object]:
     """What such a function returns, in a process of its own."""
-    command = f"python tests/tools/bench.py {name}" + (f" --rounds {rounds}" if name != "pipeline_parts" else "")
+    command = f"python tests/tools/bench.py {name} --rounds {rounds}"
     return {**where(1), "command": command, **isolated(partial(ON_ONE_GPU[name], rounds))}
 
 
@@ -770,16 +731,12 @@ def step_by_kind(file: str, flags: str, attention: str = "") -> dict[str, float]
         profile.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     events = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    found = dict.fromkeys(KINDS, 0.0)
+    found = dict.fromkeys(DOES, 0.0)
     for event in events:
-        found[kind_of(event["name"])] += event["dur"] / 1e3 / steps  # from µs
+        kind = next((kind for kind, parts in DOES.items() if re.search(parts, event["name"], re.I)), "elementwise")
+        found[kind] += event["dur"] / 1e3 / steps  # from µs
     whole = max(event["ts"] + event["dur"] for event in events) - min(event["ts"] for event in events)
     return found | {"rest": whole / 1e3 / steps - sum(found.values())}  # of the same steps: clocks change
-
-
-def kind_of(name: str) -> str:
-    """What a GPU kernel does, by its name."""
-    return next((kind for kind, parts in DOES if re.search(parts, name, re.I)), "elementwise")
 
 
 def kernel_steps() -> None:
@@ -802,20 +759,21 @@ def kernel_steps() -> None:
 
 def memory(stored: dict[str, dict]) -> list[dict[str, object]]:
     """Bytes by kind at the peak, with what was measured, and at the optimizer's step, of recipes by what they shard."""
-    predict, rows = load("01_single_gpu/memory.py"), {"peak": [], "optimizer": []}
-    for suite, file in [("data_parallel", "02_data_parallel/naive.py"), *(("zero", f) for f in STAGES)]:
+    predict, peaks, steps = load("01_single_gpu/memory.py"), [], []
+    for suite, file in [("data_parallel", "02_data_parallel/naive.py"), *(("zero", file) for file in STAGES)]:
         row = next(row for row in stored[suite]["rows"] if row["file"] == file)
-        sys.argv = [file, *row["flags"].split()]
         gpus, gpu = stored[suite]["gpu"].split(" x ")
+        sys.argv = [file, *row["flags"].split()]
         cfg = predict.config_of(file, load(file).parse_config(), 0, int(gpus))
         moment, kinds = predict.peak(cfg)
-        peak = round(max(turn["memory"] for turn in row["rounds"]) * 2**30)
-        row = {"file": file, "flags": row["flags"], "gpus": int(gpus), "gpu": gpu}
-        name = Path(file).stem
-        rows["peak"].append({**row, "label": f"{name}, {moment}", "predicted": kinds, "measured": peak})
-        later = predict.moments(cfg)["optimizer"]
-        rows["optimizer"].append({**row, "label": f"{name}, optimizer", "predicted": later, "measured": None})
-    return rows["peak"] + rows["optimizer"]
+        about = {"file": file, "flags": row["flags"], "gpus": int(gpus), "gpu": gpu}
+        measured = round(max(turn["memory"] for turn in row["rounds"]) * 2**30)
+        for rows, when, bytes_of, found in (
+            (peaks, moment, kinds, measured),
+            (steps, "optimizer", predict.moments(cfg)["optimizer"], None),
+        ):
+            rows.append({**about, "label": f"{Path(file).stem}, {when}", "predicted": bytes_of, "measured": found})
+    return peaks + steps
 
 
 def where(gpus: int) -> dict[str, str]:
@@ -907,12 +865,10 @@ def main() -> None:
     suites += ["collectives"] if present > 1 and not args.suites else []
     write_ids(suites)
     for suite in suites:
-        if suite == "collectives":
-            results = [collectives(present)]
-        elif suite in ON_ONE_GPU:
-            results = [on_one_gpu(suite, args.rounds)]
-        else:
+        if suite in SUITES:
             results = measure(suite, args.rounds, args.gpus, args.brief)
+        else:
+            results = [on_one_gpu(suite, args.rounds) if suite in ON_ONE_GPU else collectives(present)]
         for result in results:
             stored[named(suite, result["gpu"], stored)] = result
             write_rows(RESULTS, stored)

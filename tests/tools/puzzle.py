@@ -23,8 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
 import compare
 import equivalence
-import launch as launching
-from launch import ROOT, Run, launch
+from launch import ROOT, Run, launch, run_folder
 from mutation import RESULTS, Bug, bugs, mutate
 from test_lineage import FAMILY
 
@@ -94,7 +93,7 @@ def main() -> None:
     if not 1 <= number <= len(found):
         raise SystemExit(f"{number}: the bugs of {recipe} are 1 to {len(found)}")
     bug, again = found[number - 1], f"python tests/tools/puzzle.py {recipe} {number}"
-    passing = launching.run_folder()  # is removed at the end
+    passing = run_folder()  # is removed at the end
     # the file stays, in a folder of its own: an earlier puzzle is not lost, and nobody else has prepared the place
     folder = passing if args.reveal or args.hint else tempfile.mkdtemp(prefix=f"puzzle-{Path(recipe).parent}-")
     file = mutate(bug, Path(folder))
@@ -103,9 +102,8 @@ def main() -> None:
     elif args.hint:
         print(gradients(bug, file) if args.hint == 1 else definition(bug))
     else:
-        ranks = f"{bug.world} rank{'s' * (bug.world > 1)}"
-        print(f"Bug {number} of {len(found)} in {recipe}, on {ranks} with {bug.flags or 'no other flags'}.\n")
-        print(f"{symptom(bug, file)}\n\nFind it in {file}")
+        flags = f"--nproc_per_node {bug.world} {bug.flags}".strip()
+        print(f"Bug {number} of {len(found)} in {recipe}, with {flags}.\n\n{symptom(bug, file)}\n\nFind it in {file}")
         print(f"Hints: {again} --hint 1 (or 2)\nAnswer: {again} --reveal")
 
 
