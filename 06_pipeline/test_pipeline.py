@@ -5,6 +5,7 @@ import itertools
 import re
 import types
 import weakref
+from unittest.mock import patch
 
 import compare
 import contract
@@ -14,8 +15,9 @@ import pytest
 import recipes
 import schedules
 import torch
-from launch import Run, launch, load
+from launch import Run, in_a_fork, launch, load
 from torch.nn.modules.module import register_module_forward_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 NAIVE, TWIN = "06_pipeline/naive.py", "06_pipeline/torch_pipelining.py"
 TIED = "06_pipeline/tied_embeddings.py"
@@ -96,51 +98,39 @@ def test_schedule(recipe, sizes):
     schedules.check(load(recipe), sizes)
 
 
-class Group:
-    """A process group of one rank's world, by its number: that rank makes no other in another order."""
-
-    def __init__(self, number, rank, size):
-        self.number, self.rank, self.size = number, lambda: rank, lambda: size
-
-
 def transport(module, line: schedules.Pipeline, rank: int) -> tuple[list, dict, dict]:
     """What a rank does on which communicator: its greetings, and the other end of all it sends and receives.
 
-    Asked of the recipe's build_model, send and receive, which run with a torch.distributed that only takes notes.
+    Asked of the recipe's build_model, send and receive, where messages are only noted.
     """
-    ranks, notes, numbers = len(line.orders), [], itertools.count(1)
+    notes = []
 
     def send(tensor, group, group_dst):
-        notes.append((group.number, rank, group_dst))
+        notes.append((group.group_name, rank, group_dst))
 
     def receive(tensor, group, group_src):
-        notes.append((group.number, group_src, rank))
+        notes.append((group.group_name, group_src, rank))
 
-    module.dist = types.SimpleNamespace(
-        group=types.SimpleNamespace(WORLD=Group(0, rank, ranks)),
-        new_group=lambda *_, **__: Group(next(numbers), rank, ranks),
-        get_process_group_ranks=lambda group: [*range(ranks)],
-        new_subgroups_by_enumeration=lambda pairs: (None, None),
-        send=send,
-        isend=send,
-        recv=receive,
-    )
-    cfg = module.Config(layers=len(line.place), dim=8, heads=2, kv_heads=1, ffn=8, vocab=8, device="cpu")
-    model = module.build_model(cfg)
-    greetings, sent, received = list(notes), {}, {}
-    stages = [stage for stage, owner in enumerate(line.place) if owner == rank]
-    for op, i, stage in line.orders[rank]:
-        part, taken = model.chunks[stages.index(stage)] if len(stages) > 1 else model, line.takes((op, i, stage))
-        if taken and line.place[taken[2]] != rank:
-            module.receive(part, op, (1,), torch.float32, torch.device("cpu"))
-            received[taken] = notes[-1]
-        if line.target((op, i, stage)) != rank:
-            module.send(part, op, torch.zeros(1))
-            sent[op, i, stage] = notes[-1]
+    module.dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(line.orders))
+    with patch.multiple(module.dist, send=send, isend=send, recv=receive):
+        cfg = module.Config(layers=len(line.place), dim=8, heads=2, kv_heads=1, ffn=8, vocab=8, device="cpu")
+        model = module.build_model(cfg)
+        greetings, sent, received = list(notes), {}, {}
+        stages = [stage for stage, owner in enumerate(line.place) if owner == rank]
+        for op, i, stage in line.orders[rank]:
+            part, taken = model.chunks[stages.index(stage)] if len(stages) > 1 else model, line.takes((op, i, stage))
+            if taken and line.place[taken[2]] != rank:
+                module.receive(part, op, (1,), torch.float32, torch.device("cpu"))
+                received[taken] = notes[-1]
+            if line.target((op, i, stage)) != rank:
+                module.send(part, op, torch.zeros(1))
+                sent[op, i, stage] = notes[-1]
+    module.dist.destroy_process_group()
     return greetings, sent, received
 
 
 @pytest.mark.parametrize("recipe", ORDERS)
+@in_a_fork
 def test_communicators(recipe):
     """Both ends of a message name the same communicator, and nobody waits for ever for what shares it.
 

@@ -577,21 +577,6 @@ def activations_in_memory(module: ModuleType) -> Report:
     return lambda: peak[0]
 
 
-def gradients_in_flight(module: ModuleType) -> Report:
-    """The most gradients that are in memory, of those that have been handed to send."""
-    sent, peak, send = [], [0], module.send
-
-    def watched(model, op, *rest):
-        work = send(model, op, *rest)
-        if work and op[0] == "B":
-            sent.append(weakref.ref(rest[-1]))
-            peak[0] = alive(sent, peak[0], 3)
-        return work
-
-    module.send = watched
-    return lambda: peak[0]
-
-
 def kind_of(part: torch.nn.Module) -> str:
     """The name of a module's class. fully_shard makes it a subclass, and FSDPBlock of Block."""
     return type(part).__name__.removeprefix("FSDP")

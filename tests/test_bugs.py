@@ -47,12 +47,6 @@ def held(world: int, file: str) -> None:
     assert run.probes == [[2, 1, 0]] * world, "weights are held"
 
 
-def in_flight(file: str) -> None:
-    """Two gradients, and the one that is being sent, are in memory at a time."""
-    flags = f"{contract.SMALL} --microbatches 8 --steps 1"
-    assert launch(file, 4, flags, probe=probes.gradients_in_flight).probes == [0, 3, 3, 3], "gradients are held"
-
-
 def right_schedule(file: str) -> None:
     """The schedule is what the recipe's header says."""
     schedules.check(load(file), [(4, 8)])
@@ -72,7 +66,6 @@ SEES: dict[str, Check] = {
     "freed": (equal, "storage of size 0|has no attribute 'wait'"),
     "sizes of halves": (equal, "is off by|shape|[sS]plit|has no attribute 'wait'"),
     "held": (held, "weights are held"),
-    "in flight": (in_flight, "gradients are held"),
     "schedule": (right_schedule, ""),
     **{promise: (check, "") for promise, check in contract.CHECKS.items()},
 }
