@@ -22,14 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SR = "10_mixed_precision/stochastic_rounding.py"
 LOW, FP8 = RECIPES = [f"10_mixed_precision/{name}.py" for name in ("low_memory", "fp8_low_memory")]
 start = load("10_mixed_precision/test_masters.py").start
-KEPT = "weight", "mean", "square"
 SIGMAS = 6
-
-
-def kept_by(optimizer) -> dict[str, tuple[Tensor, ...]]:
-    """Copies of weight, mean and square of each parameter."""
-    slots = {slot.name: (slot.parameter, slot.mean, slot.square) for slot in optimizer.slots}
-    return {name: tuple(x.detach().clone() for x in kept) for name, kept in slots.items()}
 
 
 def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +129,7 @@ def test_an_update_rounds_each_element_by_its_index(file=None):
     parts = torch.arange(300, dtype=torch.int32).split(64)
     first, second = (torch.cat([module.random_bits(part, key) for part in parts]) for key in pair)
     bits = first & 0xFFFF, first >> 16 & 0xFFFF, second & 0xFFFF
-    for kind, found, x, chance in zip(KEPT, (weight, mean, square), exact, bits):
+    for kind, found, x, chance in zip(("weight", "mean", "square"), (weight, mean, square), exact, bits):
         wanted = module.round_stochastically(x.flatten(), chance).view_as(found)
         assert torch.equal(found, wanted), f"the {kind} is not rounded by the bits of its index"
 
@@ -214,7 +207,7 @@ def test_bytes_between_steps(recipe, file=None):
         total = bytes_of_tensors()
         per_parameter = f"{total / parameters:.2f} bytes per parameter, with {flags}"
         assert 6 * parameters <= total < 6 * parameters + smallest, per_parameter
-        dtypes = {x.dtype for kept in kept_by(optimizer).values() for x in kept}
+        dtypes = {x.dtype for slot in optimizer.slots for x in (slot.parameter, slot.mean, slot.square)}
         assert dtypes == {torch.bfloat16}, f"weights and moments are {dtypes}"
 
 
