@@ -319,12 +319,16 @@ def test_bad_flags(flags, message, monkeypatch):
 
 
 def measured_run(recipe, flags):
-    """What measure() returns on a CPU whose allocator says 2 GiB, and which backward came before it forgot the peak."""
+    """What measure() returns on a CPU whose allocator says 2 GiB, and which backward came before it forgot the peak.
+
+    Of the config its fields: another test may have loaded the file, and its class, again.
+    """
     forgotten, count, backward = [], itertools.count(1), torch.Tensor.backward
     torch.Tensor.backward = lambda loss: (backward(loss), next(count))
     torch.cuda.reset_peak_memory_stats = lambda: forgotten.append(next(count))
     torch.cuda.max_memory_allocated = lambda: 2 * 2**30
-    return MEMORY.measure(str(ROOT / recipe), flags.split()), forgotten
+    cfg, *bytes_held = MEMORY.measure(str(ROOT / recipe), flags.split())
+    return vars(cfg), bytes_held, forgotten
 
 
 def test_measure():
@@ -333,7 +337,8 @@ def test_measure():
     The peak is of the last two steps: those before it compile.
     """
     flags = "--device cpu --layers 2 --seq 16 --batch 4 --microbatches 2 --dtype bfloat16"
-    (cfg, peak, held), forgotten = isolated(lambda: measured_run(OF_10("bf16"), flags))
+    fields, (peak, held), forgotten = isolated(lambda: measured_run(OF_10("bf16"), flags))
+    cfg = MEMORY.Config(**fields)
     assert (cfg.layers, cfg.batch, cfg.microbatches, cfg.dtype) == (2, 4, 2, "bfloat16")
     assert peak == 2 * 2**30 and forgotten == [2 * (MEMORY.STEPS - 2) + 1]
     others = cfg.dim * (cfg.vocab + 2 * cfg.layers + 1)  # of embedding and norms, which have no masters
