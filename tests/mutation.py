@@ -76,7 +76,7 @@ class Bug:
 
 ENTRY = re.compile(
     r"diff (?P<recipe>.+)\n"
-    rf"|@@ ((?P<kind>{'|'.join(CLASSES)}) \| )?(?P<seen>[^|\n]+?)( \| (?P<world>\d+) ranks)?( \| (?P<flags>[^|\n]+))?"
+    rf"|@@ (?P<kind>{'|'.join(CLASSES)}) \| (?P<seen>[^|\n]+?)( \| (?P<world>\d+) ranks)?( \| (?P<flags>[^|\n]+))?"
     r" @@[ \n](?P<what>[^-+ \n].*)\n"
     r"(?P<lines>([-+ ].*\n)+)"
     r"|(#.*)?\n"
@@ -118,7 +118,7 @@ def bugs_of(path: Path) -> list[Bug]:
                 for signs in ("- ", "+ ")
             )
             world, flags = int(entry["world"] or 1), entry["flags"] or ""
-            found.append(Bug(entry["kind"] or "", entry["what"], recipe, old, new, world, flags, entry["seen"], where))
+            found.append(Bug(entry["kind"], entry["what"], recipe, old, new, world, flags, entry["seen"], where))
     return found
 
 
@@ -296,6 +296,9 @@ def instructive() -> list[Bug]:
     First come those that somebody has shipped, then those that train with a wrong gradient while the loss moves least.
     """
     stored = {(entry["recipe"], entry["what"]): entry for entry in json.loads(RESULTS.read_text())}
+    for bug in bugs():
+        if (bug.recipe, bug.what) not in stored:
+            raise SystemExit(f"{bug.where} is not measured: python tests/mutation.py {bug.recipe.split('/')[0]}")
 
     def rank(bug: Bug) -> tuple[bool, bool, float]:
         entry = stored[bug.recipe, bug.what]
