@@ -110,6 +110,9 @@ def test_what_tensor_parallelism_cuts():
         assert split == whole / 4 and rest == split + MEMORY.tokens(cfg) * stream * 3 / 4
     few, each = (MEMORY.saved(replace(SMOLLM, kv_heads=n, tp=8, sequence_parallel=True), "none") for n in (4, 8))
     assert few == each
+    both = replace(SMOLLM, tp=4, cp=4, ulysses=4)  # 16 ranks share the heads
+    few, each = (MEMORY.saved(replace(both, kv_heads=n), "none") for n in (4, 16))
+    assert few == each
 
 
 def highest(step):
@@ -319,9 +322,9 @@ def test_bad_flags(flags, message, monkeypatch):
 
 
 def measured_run(recipe, flags):
-    """What measure() returns on a CPU whose allocator says 2 GiB, and which backward came before it forgot the peak.
+    """Run measure() on a CPU whose allocator says 2 GiB; note which backward came before it forgot the peak.
 
-    Of the config its fields: another test may have loaded the file, and its class, again.
+    Return the config's fields and not the config: another test may have loaded the file, and its class, again.
     """
     forgotten, count, backward = [], itertools.count(1), torch.Tensor.backward
     torch.Tensor.backward = lambda loss: (backward(loss), next(count))

@@ -63,7 +63,7 @@ def test_an_adapter_without_a_gradient():
 
 @in_a_fork
 def test_a_gradient_that_autograd_uses_elsewhere():
-    """What a backward all-reduces in place is its own: what was added to the copy has a gradient of this rank alone."""
+    """The backward all-reduces a clone, so a term that is added to the copy keeps the gradient of its own rank."""
     module = load(TENSOR)
     module.dist.all_reduce = lambda gradient, group: gradient.mul_(2)
     x, other = torch.ones(2, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)

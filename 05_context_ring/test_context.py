@@ -166,7 +166,7 @@ def blocks_of_keys(module):
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", [RING, DOCUMENTS])
 def test_two_blocks_of_keys_are_in_memory(recipe):
-    """Those in use, and those that arrive meanwhile, of four."""
+    """Of four blocks of keys, two are in memory: one in use, and one that arrives meanwhile."""
     flags = f"{SMALL} --layers 1 --dtype bfloat16"
     assert launch(recipe, 4, flags, probe=blocks_of_keys).probes == [{"forward": 2, "backward": 2}] * 4
 

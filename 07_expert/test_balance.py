@@ -89,7 +89,7 @@ def with_bias(rate: float):
 
 
 def kept(experts, count, capacity):
-    """Which rows of experts [t, top_k] are kept, counted one by one."""
+    """Return which rows of experts [t, top_k] are kept, counted one by one."""
     taken, keep = [0] * count, torch.ones(experts.shape, dtype=torch.bool)
     slots = math.ceil(capacity * experts.numel() / count)
     for token, chosen in enumerate(experts.tolist()):

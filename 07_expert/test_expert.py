@@ -325,7 +325,7 @@ def test_busiest_expert(recipe, world, flags, file=None):
     ],
 )
 def test_sizes(recipe, world, flags, line):
-    """What cannot be shared out ends with one line that names the flag and what would work."""
+    """A size that cannot be shared out ends with one line that names the flag and what would work."""
     said = refusal(load(recipe), world, f"--device cpu {flags}")
     assert said and said.startswith(line) and "\n" not in said, said
 

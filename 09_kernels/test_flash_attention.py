@@ -150,7 +150,7 @@ def test_compiles_whole():
 
 
 def test_refusals():
-    """What does not fit ends with one clear error, before anything is launched."""
+    """Operands that do not fit together end with one clear error, before anything is launched."""
     attention, gluon, (q, k, v) = load(RECIPE).flash_attention, load(GLUON).flash_attention, tensors(1, 4, 2, 8, 8, 16)
     low = [x.repeat(1, 1, 1, 4).bfloat16() for x in (q, k, v)]
     for words, function, *given in [

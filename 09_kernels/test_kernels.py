@@ -39,7 +39,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def cases(module: ModuleType) -> list[tuple[str, Callable, Callable, list[Tensor]]]:
-    """Those of the file; elementwise.py, the first lesson, has them in its check."""
+    """Return the file's own cases; elementwise.py, the first lesson, has its cases inside check."""
     return list(module.cases("cpu")) if hasattr(module, "cases") else [("", module.elu, module.reference, [random(70)])]
 
 
@@ -94,7 +94,7 @@ def test_many_small_programs(recipe, file=None):
 
 @in_a_fork
 def test_large_sizes_of_cross_entropy(file=None):
-    """Several programs, of which the last has rows beyond the end; several blocks per row, swept twice."""
+    """Run several programs, the last with rows beyond the end, and several blocks per row, swept twice."""
     module, targets = load(file or CROSS_ENTROPY), torch.tensor([0, 19_999, -100, 16_384, 5, 16_383, 9])
     many = (torch.arange(5000) * 7 % 37).masked_fill(torch.arange(5000) % 3 == 0, module.IGNORE)
     pairs = module.errors(
@@ -294,7 +294,7 @@ def test_zeros_that_need_all_steps(tmp_path):
 
 @in_a_fork
 def test_refusals():
-    """What a kernel does not take ends with one clear error; what is at the edge is taken, strided weights are, too.
+    """Inputs that a kernel does not take end with one clear error; inputs at the edge, and strided weights, are taken.
 
     Nothing writes over constants, views of parameters, expanded tensors and shared memory.
     """

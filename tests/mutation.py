@@ -208,7 +208,7 @@ def measured_kernel(bug: Bug) -> dict[str, object]:
 
 
 def dtype_of(bug: Bug) -> str:
-    """What a bug of mixed precision does wrong shows in 16 bits alone, all others in float64."""
+    """Return the dtype in which a bug shows: 16 bits for mixed precision, float64 for all others."""
     low = "float16" if "fp16" in bug.recipe else "bfloat16"
     return low if bug.recipe.startswith("10_mixed_precision/") else "float64"
 

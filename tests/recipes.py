@@ -1,4 +1,4 @@
-"""What is asked of which recipe, as data: at which sizes it is compared with its root, and what it does not keep.
+"""Data about recipes: the sizes at which each is compared with its root, and the promises that it does not keep.
 
 A new recipe adds a line to SIZES, and a row to EXCEPTIONS for each promise of contract.py that it does not keep.
 """

@@ -52,8 +52,8 @@ def right_schedule(file: str) -> None:
     schedules.check(load(file), [(4, 8)])
 
 
-# What sees a bug by a name: a check, what it must say, and arguments of its own. All others it gets by the names of its
-# parameters: `file` is the one with the bug; `recipe`, `world` and `flags` are the bug's.
+# The checks that a bug may name: a function, what its error must say, and fixed arguments. Other arguments go by name:
+# `file` is the one with the bug; `recipe`, `world` and `flags` are the bug's.
 Check = tuple[Callable[..., None], str] | tuple[Callable[..., None], str, dict[str, object]]
 SEES: dict[str, Check] = {
     "one step": (equal, "is off by|(loss|norm) nan"),

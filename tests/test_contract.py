@@ -33,7 +33,7 @@ PLAIN = {  # promises of which the plain run asks these recipes alone, and the t
 
 
 def kept() -> list:
-    """What is tried. The plain run asks library twins, which start slowly, for gradients alone."""
+    """Return the promises to try. Of library twins, which start slowly, the plain run tries the gradient alone."""
     parameters = []
     for promise, recipe in itertools.product(contract.CHECKS, TRAINING):
         if keeps(recipe, promise) and matches(recipe, ASKED.get(promise, "*")):

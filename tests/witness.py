@@ -155,12 +155,3 @@ def check(
     errors["logits"] = ((ours.probes[0] - logits).norm() / logits.norm()).item()
     errors["loss"], errors["gradient norm"] = abs(ours.history[0][0] / loss - 1), abs(ours.history[0][1] / norm - 1)
     compare.assert_close(errors, 1e-10, f"{recipe} against transformers")
-
-
-def save_random(folder: Path, tied: bool, shards: str) -> float:
-    """Save a random model as transformers does, in files of at most `shards`; returns its loss on the first batch."""
-    with in_float64():
-        model = random_model(llama_config(tied=tied))
-        loss = loss_of(model, f"{FLAGS} --data {equivalence.documents()}")[1].item()
-    model.save_pretrained(folder, max_shard_size=shards)
-    return loss

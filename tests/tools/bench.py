@@ -266,7 +266,7 @@ NUMBER = {"tokens": r"tokens/s/GPU ([\d,]+)", "mfu": r"MFU ([\d.]+)%", "memory":
 
 
 def outputs(command: list[str], gpus: int) -> list[str]:
-    """What a command prints on each of the GPUs; all run at the same time."""
+    """Run a command on each of the GPUs at the same time; return the outputs."""
     environments = [{**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(gpus)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     processes = [subprocess.Popen([sys.executable, *command], cwd=ROOT, env=own, **pipes) for own in environments]
@@ -674,7 +674,7 @@ ON_ONE_GPU = dict(context_attention=context_attention, expert_layer=expert_layer
 
 
 def on_one_gpu(name: str, rounds: int) -> dict[str, object]:
-    """What such a function returns, in a process of its own."""
+    """Measure by one of ON_ONE_GPU, in a process of its own; return what it stores, with card and command."""
     command = f"python tests/tools/bench.py {name} --rounds {rounds}"
     return {**where(1), "command": command, **isolated(partial(ON_ONE_GPU[name], rounds))}
 

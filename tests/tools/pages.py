@@ -249,7 +249,7 @@ def tabulate(rows: list[dict]) -> str:
 
 
 def suite_table(suite: dict) -> str:
-    """What a suite has measured on one card, and how."""
+    """Return the table of a suite on one card, with the command that measured it."""
     if "table" in suite:  # as a recipe has printed it
         return f"{about(suite)}\n\n```\n{suite['table'].rstrip()}\n```"
     rows = suite["rows"] + suite.get("matmuls", [])
