@@ -6,10 +6,9 @@ Each line of a suite is a run of its own. The lines take turns, for as many roun
 number of the round: a GPU that grows warm slows all of them. What is measured is stored after every round. A recipe of
 one process in a suite for several GPUs runs on each of them at once, and the slowest counts.
 Of some suites more is measured: the idle share of pipelines, beside what schedules.py simulates from the measured
-durations; the model's blocks alone; the timeline of the slowest rank by 01_single_gpu/profiling.py, whose --draw makes
-a picture of those in tests/results/timelines.
+durations; the timeline of the slowest rank by 01_single_gpu/profiling.py, whose --draw makes a picture of those in
+tests/results/timelines.
 
-pipeline_parts      every stage of a pipeline, on one GPU
 expert_layer        one layer of experts, ours and that of transformers, and its matmuls alone
 context_attention   what one rank of four computes in the attention of 05_context_ring, without transfers
 collectives         the table of 02_data_parallel/collectives.py
@@ -41,7 +40,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch.utils.benchmark import Timer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
@@ -240,7 +238,6 @@ def suites_of(text: str) -> dict[str, tuple[int, int, list[tuple[str, str]]]]:
 
 SUITES = suites_of(TEXT)
 IDLE = "pipeline", "pipeline_two", "pipeline_more", "four"  # suites whose stages' idle time is measured, too
-BLOCKS = "tensor_few_layers"  # the suite of which the blocks are measured alone, too
 PROFILED = {  # recipes of a suite of which a profile is kept
     "data_parallel": "naive overlap bucketed coalesced copy_engines",
     "zero_stages": "zero1 zero1_overlap zero2 zero3",
@@ -367,113 +364,6 @@ def idle(file: str, flags: str, gpus: int) -> dict[str, object]:
     }
 
 
-def stage_times(file: str, stage: int, stages: int, flags: str) -> dict[str, float]:
-    """Milliseconds of one micro-batch on a stage, by operation, and of clip and optimizer, on one GPU alone."""
-    module = load(file)
-    sys.argv = [file, *flags.split()]
-    cfg = module.parse_config()
-    with torch.device("meta"):
-        group = SimpleNamespace(rank=lambda: stage, size=lambda: stages)
-        model = module.Model(cfg, group, {})
-    model.to_empty(device="cuda")
-    for p in model.parameters():
-        torch.nn.init.normal_(p, 0, 0.02) if p.ndim > 1 else torch.nn.init.ones_(p)
-    for part in (*model.model.layers.children(), model.loss):
-        part.compile()
-    shape, half = (cfg.batch // cfg.microbatches, cfg.seq, cfg.dim), dict(device="cuda", dtype=torch.bfloat16)
-    ids = torch.randint(cfg.vocab, shape[:2], device="cuda")
-    last, split = stage == stages - 1, hasattr(module, "backward_input")
-    gradient = None if last else torch.randn(shape, **half) / 1e4
-    optimizer, passed = module.make_optimizer(cfg, model), []
-    for _ in range(12):
-        layers = module.prepare_linears(model, (ids,), torch.bfloat16) if split else []
-        for _ in range(8):
-            x = torch.randn(shape, **half, requires_grad=True) if stage else ids
-            now = events(4)
-            now[0].record()
-            output = module.forward(cfg, model, x, ids)
-            output = output / (cfg.batch * cfg.seq) if last else output
-            now[1].record()
-            if split:
-                _, operands = module.backward_input(model, layers, x, output, gradient)
-            else:
-                output.backward(gradient)
-            now[2].record()
-            if split:
-                module.backward_weights(operands)
-            now[3].record()
-            output = operands = None
-            passed.append(now)
-        start, end = events(2)
-        start.record()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-        optimizer.step()
-        end.record()
-        optimizer.zero_grad()
-    torch.cuda.synchronize()  # the last events
-    times = [[a.elapsed_time(b) for a, b in itertools.pairwise(now)] for now in passed[len(passed) // 2 :]]
-    middle = zip("FBW" if split else "FB", map(statistics.median, zip(*times)))
-    return {"layers": len(model.model.layers), **dict(middle), "optimizer": start.elapsed_time(end)}
-
-
-def pipeline_parts(_: int) -> dict[str, object]:
-    """The times of every stage of smollm_1_7b, cut into 4 and into 8, with the backward whole and split."""
-    rows = []
-    torch._dynamo.config.recompile_limit = 64  # a process of a training has one stage, and needs few
-    for file in "06_pipeline/1f1b.py", "06_pipeline/split_backward.py":
-        for stages in 4, 8:
-            for stage in range(stages):
-                rows.append({"file": file, "stages": stages, "stage": stage})
-                rows[-1] |= stage_times(file, stage, stages, STAGED)
-                print(*(f"{v:.3f}" if isinstance(v, float) else v for v in rows[-1].values()), flush=True)
-                torch.cuda.empty_cache()
-    return {"rows": rows}
-
-
-def events_around_blocks(module):
-    """A probe: for each step but the first [milliseconds of forward, of backward] of all blocks, per block."""
-    given, measured, train_step = [], [], module.train_step
-
-    def step(cfg, model, *args):
-        blocks = model.model.layers
-        if not given:
-            hook = torch.compiler.disable(lambda part, args: given.extend(args))
-            handle = blocks[0].register_forward_pre_hook(hook)
-            result = train_step(cfg, model, *args)
-            handle.remove()
-            return result
-        result = train_step(cfg, model, *args)
-        x, *others = given
-        out = x = x.detach().requires_grad_()
-        start, middle, end = events(3)
-        with torch.autocast("cuda", torch.bfloat16):
-            start.record()
-            for block in blocks:
-                out = block(out, *others)
-            middle.record()
-        out.backward(torch.ones_like(out))
-        end.record()
-        measured.append((start, middle, end, len(blocks)))
-        model.zero_grad()
-        return result
-
-    def report():
-        torch.cuda.synchronize()  # the events of the last step
-        return [[a.elapsed_time(b) / blocks, b.elapsed_time(c) / blocks] for a, b, c, blocks in measured]
-
-    module.train_step = step
-    return report
-
-
-def blocks(file: str, flags: str, gpus: int) -> dict[str, float]:
-    """Milliseconds of forward and of backward per block, of the slowest rank, median over the steps after warm-up."""
-    ranks = launch(file, gpus, flags, probe=events_around_blocks, timeout=500, save=False).probes
-    settled = [rank[len(rank) // 2 :] for rank in ranks]
-    forward, backward = (max(statistics.median(step[i] for step in rank) for rank in settled) for i in range(2))
-    return {"forward": forward, "backward": backward}
-
-
 def profiled(file: str, flags: str, gpus: int, suite: str) -> list[dict[str, float]]:
     """Milliseconds of a step by what the GPU does, by rank. Keeps the timeline of the one that computes longest."""
     timelines = DRAWN.get(suite, own_folder())
@@ -496,34 +386,10 @@ def collectives(gpus: int) -> dict[str, object]:
 
 
 class Rank:
-    """A group of which only one rank is there: what it sends is what arrives, at once."""
+    """A group of which only one rank is there, and a transfer in it: what is sent has arrived, at once."""
 
     def __init__(self, rank: int, size: int):
-        self.rank, self.size = lambda: rank, lambda: size
-        self.get_group = self.wait = self.exchange_buffers = lambda *_: self
-
-    def exchange(self, x: torch.Tensor) -> None:
-        self.sent = x
-
-    def next_buffer(self) -> torch.Tensor:
-        return self.sent
-
-
-def library_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: Rank, gradient: torch.Tensor | None):
-    """The attention of torch_context_parallel.py on one rank: forward, and backward if there is a gradient."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as library
-
-    rank.exchange_buffers = rank.exchange
-    library._create_rotater = lambda *_, **__: rank
-    library.dist = SimpleNamespace(
-        get_rank=lambda _: rank.rank(), get_world_size=lambda _: rank.size(), ProcessGroup=Rank
-    )
-    library._cp_options.enable_load_balance = True
-    o, lse, *_ = library._scaled_dot_product_ring_cudnn_attention(rank, q, k, v, None, True, 0.0, True)
-    if gradient is not None:
-        seed, sizes = torch.zeros((), dtype=torch.int64, device=q.device), (q.shape[2], k.shape[2])
-        rest = seed, seed, None, None, None, *sizes, 0.0, True
-        library._scaled_dot_product_ring_cudnn_attention_backward(rank, gradient, q, k, v, o, lse, *rest)
+        self.rank, self.size, self.wait = lambda: rank, lambda: size, lambda: None
 
 
 def attention_of(file: str | None, seq: int, rank: int, cp: int) -> list[Callable[[], None]]:
@@ -540,9 +406,6 @@ def attention_of(file: str | None, seq: int, rank: int, cp: int) -> list[Callabl
         module.dist = SimpleNamespace(reduce_scatter_tensor=lambda *_, **__: None)
 
     def attend(backward: bool) -> None:
-        if file and "torch" in file:
-            with torch.no_grad():
-                return library_attention(q, k, v, group, gradient if backward else None)
         with torch.set_grad_enabled(backward):
             if file:
                 o = module.attention(q, k, v, group)
@@ -557,6 +420,8 @@ def attention_of(file: str | None, seq: int, rank: int, cp: int) -> list[Callabl
 
 def medians(runs: list[Callable[[], None]], rounds: int) -> list[float]:
     """Milliseconds of each, in so many runs that to wait for the GPU at their end costs nothing; they take turns."""
+    from torch.utils.benchmark import Timer  # not above: to import it touches CUDA, and a fork could not use that then
+
     for run in runs:
         run()  # compiles
     timers = [Timer("run()", globals={"run": run}) for run in runs]
@@ -569,7 +434,7 @@ def context_attention(rounds: int) -> dict[str, object]:
     cp, rows = 4, []
     torch._dynamo.config.recompile_limit = 64  # a process of a training has one rank, and needs few
     names = [("all_gather_kv", 3), ("ring", 3), ("striped", 0), ("striped", 3)]
-    names += [*(("zigzag", rank) for rank in range(cp)), ("torch_context_parallel", 0), ("torch_context_parallel", 3)]
+    names += [("zigzag", rank) for rank in range(cp)]
     files = [(f"05_context_ring/{name}.py", rank) for name, rank in names]
     for seq in 32768, 131072:
         pairs = [attention_of(None, seq, 0, 1), *(attention_of(file, seq, rank, cp) for file, rank in files)]
@@ -670,7 +535,7 @@ def expert_layer(rounds: int) -> dict[str, object]:
     return {"transformers": transformers.__version__, "rows": rows, "matmuls": alone}
 
 
-ON_ONE_GPU = dict(context_attention=context_attention, expert_layer=expert_layer, pipeline_parts=pipeline_parts)
+ON_ONE_GPU = dict(context_attention=context_attention, expert_layer=expert_layer)
 
 
 def on_one_gpu(name: str, rounds: int) -> dict[str, object]:
@@ -800,11 +665,9 @@ def measure(suite: str, rounds: int, gpus: int | None, brief: bool) -> Iterator[
         file, flags = row["file"], row["flags"]
         if suite in IDLE and file.startswith("06_pipeline/") and "torch" not in file:
             row["pipeline"] = idle(file, flags, gpus)
-        if suite == BLOCKS:
-            row["block_ms"] = blocks(file, flags, gpus)
         if Path(file).stem in PROFILED.get(suite, "").split():
             row["profile"] = profiled(file, re.sub(r"--steps \d+", "", flags), gpus, suite)
-        print(f"{file:45}", {key: row[key] for key in ("pipeline", "block_ms", "profile") if key in row}, flush=True)
+        print(f"{file:45}", {key: row[key] for key in ("pipeline", "profile") if key in row}, flush=True)
         yield result
 
 
@@ -849,7 +712,7 @@ def main() -> None:
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}, {others}")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--gpus", type=int, help="other than the number that a suite is made for")
-    parser.add_argument("--brief", action="store_true", help="speed and memory alone, no profiles, idle shares, blocks")
+    parser.add_argument("--brief", action="store_true", help="speed and memory alone, no profiles, idle shares")
     args = parser.parse_args()
     present = torch.cuda.device_count()
     check(args, present)

@@ -59,7 +59,6 @@ COLUMNS = {  # of what is measured: title, and how a number is written; shares a
     "idle": ("idle, %", "{:.1f}"),
     "simulated": ("simulated, %", "{:.1f}"),
     "formula": ("formula, %", "{:.1f}"),
-    "block_ms": ("block, ms", "{0[forward]:.2f} + {0[backward]:.2f}"),
     "forward_ms": ("forward, ms", "{:.2f}"),
     "both_ms": ("forward and backward, ms", "{:.2f}"),
     "GiB": ("peak, GiB", "{:.2f}"),

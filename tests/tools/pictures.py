@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 import schedules
 from curves import time_to_loss
 from launch import ROOT, launch, load
-from pages import RESULTS, measured, results
+from pages import RESULTS, results
 
 # Legible on white and on black; nobody needs the colors. Sizes are in points: 640 pixels are 480 points.
 INK, TEXT = "#757d88", "#1f2328"  # of texts and axes; of texts on a bar
@@ -98,25 +98,6 @@ def draw_schedules(paths: list[str], width: float, ranks: int = 4, microbatches:
         draw_slots(axis, line, slots, claim.size)
         axis.set_title(f"{claim.title}; idle: {schedules.idle_share(slots):.1%}")
     return drawn(figure, legend=3)
-
-
-def draw_predicted() -> str:
-    """Tokens per second of each schedule, for each number of ranks; a cross is what four GPUs have reached."""
-    figure, axes = panels(330, 2, 2, sharex=True, sharey=True)
-    names = {path: Path(path).name for path in schedules.CLAIMS}
-    for axis, ranks in zip(axes.flat, schedules.PREDICTED_RANKS):
-        tokens = [schedules.tokens_per_second(path, ranks, 4 * ranks) / 1e3 for path in names]
-        bars = axis.barh(list(names.values()), tokens, 0.75, color="#9cc3e6", label="predicted")
-        axis.bar_label(bars, [f"{thousands:.0f}" for thousands in tokens], padding=6)
-        axis.set_title(f"{ranks} ranks, {4 * ranks} micro-batches")
-    suites = results("speed.json")
-    rows = [row for name in ("pipeline_more", "pipeline") for row in suites[name]["rows"] if row["file"] in names]
-    reached = {names[row["file"]]: 4 * statistics.median(measured(row, "tokens")) / 1e3 for row in rows}
-    axes[0, 0].plot(reached.values(), list(reached), "x", color=RED, label="measured, four GPUs")
-    axes[0, 0].set(xlim=(0, 210), ylim=(len(names) - 0.5, -0.5))
-    for axis in axes[1]:
-        axis.set_xlabel("thousands of tokens per second")
-    return drawn(figure, legend=2)
 
 
 STEP = dict(matmuls=("#9cc3e6", ""), attention=("#a9d6a0", "//"), elementwise=("#f2b661", ""))  # kernels of a step
@@ -269,7 +250,6 @@ def draw_muon() -> str:
 
 PICTURES = {
     "01_single_gpu/muon.svg": draw_muon,
-    "06_pipeline/predicted.svg": draw_predicted,
     "07_expert/balance.svg": draw_balance,
     "09_kernels/step.svg": draw_step,
     "09_kernels/roofline.svg": draw_roofline,

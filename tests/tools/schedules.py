@@ -5,9 +5,6 @@ Durations of operations are equal, or those that bench.py has measured. pictures
 
 import inspect
 import itertools
-import json
-import statistics
-import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,15 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
-
-from launch import ROOT, load
-
 Operation = tuple[str, int, int]  # (F, B or W, micro-batch, stage); it also names the message with its output
-STORED = ROOT / "tests" / "results" / "speed.json"
-PREDICTED_RANKS = 4, 8, 16, 64
 PEER_TO_PEER = 135e9  # bytes per second of a message of 16 MiB: the ring of 02_data_parallel/collectives.py
-ALL_REDUCE = 307e9  # bus bandwidth from 64 MiB on, by the same table
 UNIT = {"F": 1, "B": 1, "W": 1}
 ATTENTION = {"F": 1, "B": 1.25, "W": 0.75}  # attention costs B more than F, and W nothing
 QUICK = [(p, m) for p in (1, 2, 3, 4, 8, 16) for m in sorted({p, p + 1, 2 * p, 4 * p, 64})]  # (ranks, micro-batches)
@@ -356,46 +346,3 @@ def check(module: ModuleType, sizes: Iterable[tuple[int, int]] = QUICK) -> None:
             waiting = rendezvous(line)
             if claim.enough(p, m):  # waiting for sent gradients to be taken costs nothing
                 assert all(abs(time - claim.idle(p, **UNIT)) < 1e-9 for time in waiting), (p, m, v, waiting)
-
-
-# -------------------------------------------------------------------------------------------------------- prediction
-def fit(rows: list[dict], op: str) -> tuple[float, float, float, float]:
-    """Return base, time per layer, and what embedding and head add to an operation, or to clip and optimizer.
-
-    Fitted to the stages of smollm_1_7b in 4 and in 8: those in the middle by least squares, then what the ends add.
-    """
-    middle = [(row["layers"], row[op]) for row in rows if 0 < row["stage"] < row["stages"] - 1]
-    layer, base = statistics.linear_regression(*zip(*middle))
-    first = [row[op] - base - row["layers"] * layer for row in rows if row["stage"] == 0]
-    last = [row[op] - base - row["layers"] * layer for row in rows if row["stage"] == row["stages"] - 1]
-    return base, layer, statistics.mean(first), statistics.mean(last)
-
-
-def tokens_per_second(path: str, ranks: int, microbatches: int) -> float:
-    """Simulate a step of smollm_1_7b, with 6 layers per rank and 4096 tokens per micro-batch, in bf16, compiled.
-
-    Stages, and clip and optimizer of the slowest rank, take what bench.py's pipeline_parts has measured.
-    """
-    module = load(path)
-    line = pipeline(module, ranks, microbatches)
-    cfg = module.Config(**{**module.PRESETS["smollm_1_7b"], "layers": 6 * ranks, "seq": 4096})
-    split, file = module.split_layers(cfg, line.depth), "1f1b" if line.whole else "split_backward"
-    stored = json.loads(STORED.read_text())["pipeline_parts"]["rows"]
-    rows = [row for row in stored if row["file"] == f"06_pipeline/{file}.py"]
-    fits = {op: fit(rows, op) for op in ("F", "B", "optimizer")}
-    fits["W"] = (0, 0, 0, 0) if line.whole else fit(rows, "W")
-
-    def cost(op, stage):
-        base, layer, embedding, head = fits[op]
-        stage %= line.depth
-        return base + len(split[stage]) * layer + embedding * (stage == 0) + head * (stage == line.depth - 1)
-
-    optimizer = [0.0] * ranks
-    for stage, rank in enumerate(line.place):
-        optimizer[rank] += cost("optimizer", stage)
-    slots = simulate(line, cost, 2 * cfg.seq * cfg.dim / PEER_TO_PEER * 1e3)
-    milliseconds = makespan(slots) + max(optimizer)
-    if line.depth < len(line.place):  # two ranks hold the same weights, and sum their gradients
-        elements = module.flops_per_token(cfg) / 6 - cfg.layers * cfg.dim * cfg.seq + cfg.vocab * cfg.dim
-        milliseconds += 4 * elements * 2 / ranks / ALL_REDUCE * 1e3
-    return microbatches * cfg.seq / milliseconds * 1e3
