@@ -1,22 +1,16 @@
 """The ZeRO recipes train as the root does, hold and communicate what they say, and overlap it as they say."""
 
 import gc
-import time
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import equivalence
 import probes
 import pytest
-import recipes
 import torch
 from contract import refusal
 from launch import RankFailed, launch, load
-from streams import streams
-from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT_RECIPE = "01_single_gpu/train.py"
 data_parallel = load("02_data_parallel/test_data_parallel.py")
@@ -37,44 +31,6 @@ ADAPTERS = LAYERS * 16 * (9 * 32 + 2 * 16 + 3 * 48)  # elements, of rank 16
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "recipe, world, flags",
-    [
-        *((recipe, 5, "--batch 10") for recipe in (COPY_ENGINES, OFFLOAD)),  # padding
-        (OVERLAP, 2, "--microbatches 1"),
-        (ZERO3, 2, "--compile"),
-        (HSDP, 3, "--shard 1 --microbatches 4"),
-        (HSDP, 5, "--shard 5 --batch 10"),
-    ],
-)
-def test_equals_root(recipe, world, flags):
-    """... where the hardest case does not show it."""
-    equivalence.check_quickly(recipe, world, flags)
-
-
-def last_rank_is_late(module):
-    """A probe: the last rank has its new shards when the others may already gather them."""
-    clip = module.clip_gradients
-
-    def late(*args):
-        norm = clip(*args)  # all ranks wait for it
-        time.sleep(0.05 * (module.dist.get_rank() == module.dist.get_world_size() - 1))
-        return norm
-
-    module.clip_gradients = late
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("when", ["at once", "late"])
-@pytest.mark.parametrize("recipe", [*IN_UNITS, LORA])
-def test_whenever_streams_get_to_it(recipe, when):
-    """A collective writes at some time between its start and the end of the wait for it, a side stream likewise."""
-    probe = probes.together(last_rank_is_late, streams(when))
-    lora = recipes.own_flags(recipe, "all")
-    equivalence.check(recipe, 4 if recipe == HSDP else 2, f"--microbatches 3 {lora}", probe=probe)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", [ZERO1, OVERLAP, ZERO3, COPY_ENGINES])  # others share these definitions
 def test_parameters_without_gradient_on_some_ranks(recipe):
     """... count as zero there; all ranks reduce in the same order."""
@@ -91,45 +47,6 @@ def sizes_by_hand(shards: int, whole: bool = False) -> list[int]:
     parts = [("",)] if whole else parts
     sizes = [sum(tensor.numel() for name, tensor in weights.items() if name.startswith(names)) for names in parts]
     return [-(-size // shards) * shards for size in sizes]
-
-
-SENT = {  # of each element that goes in, by a rank of n
-    "allgather": lambda n: n - 1,
-    "alltoall": lambda n: (n - 1) / n,
-    "allreduce": lambda n: 2 * (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-}
-
-
-class Collectives(TorchDispatchMode):
-    """Collects (kind, dtype, elements that go in, size of the group) of every collective, whoever asks for it."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d" and "barrier" not in function.name():
-            kind = next((kind for kind in SENT if kind in function.name()), function.name())
-            given = args[0 if kind == "allreduce" else 1]
-            tensors = given if isinstance(given, list | tuple) else [given]
-            group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-            self.seen.append((kind, str(tensors[0].dtype), sum(map(torch.numel, tensors)), group.size()))
-        return function(*args, **(kwargs or {}))
-
-
-def communication(module):
-    """A probe: the collectives of each step."""
-    steps, train_step = [], module.train_step
-
-    def step(*args):
-        with Collectives() as mode:
-            result = train_step(*args)
-        steps.append(mode.seen)
-        return result
-
-    module.train_step = step
-    return lambda: steps
 
 
 def bytes_held(most, sending=False):
@@ -229,9 +146,9 @@ def prefetched(module):
 
 def check_communication(recipe, sizes, shards, world, seen):
     """Elements that leave a rank, by the formulas of the headers; and the loss and the norm, each one element."""
-    sent, everything = dict.fromkeys(SENT, 0), sum(sizes)
+    sent, everything = dict.fromkeys(probes.SENT, 0), sum(sizes)
     for kind, _, elements, group in seen:
-        sent[kind] += SENT[kind](group) * elements
+        sent[kind] += probes.SENT[kind](group) * elements
     one = ("torch.float32", 1, world)
     if recipe == LORA:  # weights are gathered as by zero3.py, and adapters alone are reduced
         reduced = sorted(collective[:3] for collective in seen if collective[0] != "allgather")
@@ -305,12 +222,12 @@ def orthogonalised(module):
 
 def test_each_matrix_has_one_owner():
     """On 3 ranks, together: every matrix of a block once per step. What is sent is ZeRO-1's, and padding."""
-    run = launch(MUON, 3, f"{SMALL} --steps 1", probe=probes.together(orthogonalised, communication))
+    run = launch(MUON, 3, f"{SMALL} --steps 1", probe=probes.together(orthogonalised, probes.communication))
     matrices = sorted(tuple(x.shape) for name, x in run.weights.items() if ".layers." in name and x.ndim > 1)
     assert sorted(shape for shapes, _ in run.probes for shape in shapes) == matrices, "not by one owner each"
     everything = sum(x.numel() for x in run.weights.values())
     for _, (seen,) in run.probes:
-        sent = dict.fromkeys(SENT, 0)
+        sent = dict.fromkeys(probes.SENT, 0)
         for kind, _, elements, _ in seen:
             sent[kind] += elements
         assert everything <= sent["reduce_scatter"] == 3 * sent["allgather"] < 1.1 * everything
@@ -345,7 +262,7 @@ def test_a_step(recipe, world, flags, file=None):
     sizes = sizes_by_hand(3, recipe in WHOLE)
     formula, rest = memory_by_hand(recipe, sizes, 3, world)
     held = bytes_held([size + rest for size in formula], recipe == MASTERS)
-    probe = probes.together(held, communication, *own)
+    probe = probes.together(held, probes.communication, *own)
     run = launch(file or recipe, world, f"{SMALL} {flags} --dtype bfloat16 --steps 2", probe=probe)
     for rank, (memory, steps, alive, weights, gathered, copied) in enumerate(run.probes):
         check_memory(memory, formula, rest)

@@ -5,16 +5,14 @@ from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import equivalence
 import probes
 import pytest
 import torch
 from contract import refusal
 from launch import in_a_fork, launch, load
-from streams import streams
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-data_parallel, zero = load("02_data_parallel/test_data_parallel.py"), load("03_zero/test_zero.py")
+data_parallel = load("02_data_parallel/test_data_parallel.py")
 TENSOR, VOCAB, SEQUENCE, ASYNC, TWIN = (
     f"04_tensor_sequence/{name}.py"
     for name in ("tensor_parallel", "vocab_parallel", "sequence_parallel", "async_tensor_parallel", "torch_dtensor")
@@ -23,29 +21,6 @@ BY_TOKENS = (SEQUENCE, ASYNC)  # the residual stream is split too
 TABLES, KEY = ("model.embed_tokens.weight", "lm_head.weight"), "model.layers.0.self_attn.k_proj.weight"
 L, D, H, KV, F, V, S, B, TP = 3, 32, 8, 2, 64, 259, 16, 4, 4
 SMALL = f"--device cpu --layers {L} --dim {D} --heads {H} --kv_heads {KV} --ffn {F} --vocab {V} --seq {S} --batch {B}"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "recipe, world, flags",
-    [
-        (TENSOR, 3, "--kv_heads 1 --ffn 96"),  # all ranks hold the same key head, or no two do
-        (SEQUENCE, 3, "--kv_heads 1 --ffn 96 --vocab 259"),
-        (ASYNC, 3, "--kv_heads 3 --ffn 96 --vocab 259"),
-        (ASYNC, 2, "--compile"),
-        (TWIN, 2, "--compile"),
-    ],
-)
-def test_equals_root(recipe, world, flags):
-    """... where the hardest case does not show it."""
-    equivalence.check_quickly(recipe, world, flags)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("recipe, when", [(SEQUENCE, "at once"), (SEQUENCE, "late"), (ASYNC, "late")])
-def test_whenever_streams_get_to_it(recipe, when):
-    """A collective writes at some time between its start and the end of the wait for it, a side stream likewise."""
-    equivalence.check(recipe, 4, "--heads 4 --kv_heads 2", probe=streams(when))
 
 
 ENDED = SimpleNamespace(wait=lambda: None)
@@ -211,7 +186,7 @@ def test_a_step(recipe):
     """Four ranks, of which two pairs share key heads, hold, send and keep as the header says."""
     flags = f"{SMALL} --dtype bfloat16 --steps 3 --clip 0.5"
     own = {SEQUENCE: [order], ASYNC: [order, data_parallel.copied_between_ranks]}.get(recipe, [])
-    run = launch(recipe, TP, flags, probe=probes.together(weights, zero.communication, *own))
+    run = launch(recipe, TP, flags, probe=probes.together(weights, probes.communication, *own))
     held, sent, *own = zip(*run.probes)
     for rank, (mine, shapes) in enumerate(held):
         assert ({name: w.shape for name, w in mine.items()}, shapes) == wanted_shapes(recipe)

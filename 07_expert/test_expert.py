@@ -9,18 +9,15 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import compare
-import contract
 import equivalence
 import numpy as np
 import pytest
-import recipes
 import torch
 import witness
 from contract import refusal
 from launch import in_a_fork, isolated, launch, load, run_folder
 from probes import OnGPU, evaluated, sent, together
 from safetensors.torch import save_file
-from streams import streams
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 MOE = "07_expert/moe.py"
@@ -33,42 +30,6 @@ LAYERS, D, S, B, E, K, FFN = 2, 32, 16, 12, 8, 2, 48
 SHAPE = f"--device cpu --dtype float64 --layers {LAYERS} --dim {D} --heads 4 --kv_heads 2 --ffn {FFN}"
 SHAPE += f" --seq {S} --batch {B}"
 SMALL = f"{SHAPE} --experts {E} --top_k {K}"
-
-
-SIZES = [  # that may fail where the hardest of each recipe, which the contract has, does not
-    (PARALLEL, 8, "--experts 56 --top_k 4 --batch 16 --layers 2"),  # more experts than tokens of a rank
-    (PARALLEL, 6, "--edp 2 --experts 6"),
-    (NODES, 2, "--nodes 2 --shared 0 --microbatches 1"),
-    (CAPACITY, 3, "--experts 9 --top_k 4 --capacity 2.25"),
-    (OVERLAP, 2, "--batch 2"),  # a sequence on each rank: there are no halves to take turns
-    (SLOTS, 3, "--experts 9 --top_k 4"),
-    (SYMMETRIC, 8, "--batch 16 --top_k 1 --slots inf"),  # no more than all rows ever come
-]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("recipe, world, flags", SIZES)
-def test_gradient_on_other_sizes(recipe, world, flags, monkeypatch):
-    monkeypatch.setitem(recipes.HARDEST, recipe, (world, flags))
-    contract.check_gradient(recipe)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("recipe, world, flags", [(MOE, 1, ""), (CAPACITY, 2, "--capacity 4"), (OVERLAP, 2, "")])
-def test_compiled(recipe, world, flags):
-    """Rows in any number, slots, and halves that take turns; what other recipes compile these compile, too."""
-    equivalence.check(recipe, world, f"{flags} --layers 2 --compile", probe=equivalence.without_kernels)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("when", ["at once", "late"])
-@pytest.mark.parametrize("recipe", [PARALLEL, OVERLAP])
-def test_whenever_streams_get_to_it(recipe, when):
-    """Rows, and their gradients, arrive at some time between the start of their exchange and the wait for it.
-
-    A batch of 4 on each of 3 ranks; its halves have different numbers of rows for each expert.
-    """
-    equivalence.check(recipe, 3, "--experts 9", probe=streams(when))
 
 
 @pytest.mark.parametrize(

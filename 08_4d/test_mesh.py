@@ -21,22 +21,6 @@ context, pipeline = load("05_context_ring/test_context.py"), load("06_pipeline/t
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --vocab 259 --seq 16 --batch 8 --steps 1"
 
 
-SIZES = [case for case in recipes.CASES if case[0][:2] == "08" and case[1] < 8]
-SIZES += [  # that may fail where the hardest of each recipe, which the contract has, does not
-    (TRAIN, 8, mesh(1, 2, 4, 1)),  # two ranks share a key head, four share norms
-    (TRAIN, 6, f"{mesh(3, 1, 2, 1)} --batch 12 --microbatches 4"),  # units of which 3 and 6 shards need padding
-    (MOE, 8, f"{mesh(2, 2, 1, 2)} --ep 4"),
-    (MOE, 8, f"{mesh(2, 2, 2, 1)} --ep 2"),  # copies of experts
-]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("recipe, world, flags", SIZES)
-def test_gradient_on_other_sizes(recipe, world, flags, monkeypatch):
-    monkeypatch.setitem(recipes.HARDEST, recipe, (world, flags))
-    contract.check_gradient(recipe)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("when", ["late", "at once"])
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ def test_bytes_that_are_sent_and_held(file=None):
 
     In memory are two blocks, in a byte per element, and in backward one of them transposed, too.
     """
-    zero, world, micro = load("03_zero/test_zero.py"), 3, 2
-    probe = probes.together(zero.communication, bytes_of_weights)
+    world, micro = 3, 2
+    probe = probes.together(probes.communication, bytes_of_weights)
     run = launch(file or FP8_ZERO3, world, f"{SMALL} --microbatches {micro} --steps 2", probe)
     block, others = PADDED, [-(-size // world) for size in (256 * DIM, HEAD)]
     shared = LAYERS * (7 + 2 * DIM + PADDED - BLOCK)

@@ -15,9 +15,8 @@ from dataclasses import replace
 import pytest
 import torch
 from launch import in_a_fork, isolated, load
-from probes import bytes_of_tensors
+from probes import Operations, bytes_of_tensors
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 SR = "10_mixed_precision/stochastic_rounding.py"
 LOW, FP8 = RECIPES = [f"10_mixed_precision/{name}.py" for name in ("low_memory", "fp8_low_memory")]
@@ -221,28 +220,17 @@ def test_what_only_gpus_compute_is_kept(recipe):
     assert len(wanted) > 3 and wanted <= kept, f"{wanted - kept} are computed again"
 
 
-class Executed(TorchDispatchMode):
-    """Counts operations that are executed; what a checkpoint has kept is not."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.counts[str(function)] += 1
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @in_a_fork
 def test_no_matmul_is_computed_again(recipe, file=None):
     """Nor attention; but casts to fp8 are, of weights, too. There are seven linears in a block, and the head."""
     module, (cfg, model, _), batches = start(file or recipe, "")
-    with Executed() as mode:
+    counts = Counter()
+    with Operations(lambda name, *_: counts.update([name])):  # what is executed; what a checkpoint kept is not
         module.forward_backward(cfg, model, *batches[0])
-    matmuls, attention = mode.counts["aten.mm.default"], mode.counts[f"{module.KEPT[-1]}"]
+    matmuls, attention = counts["aten::mm"], counts[module.KEPT[-1]._schema.name]
     assert (matmuls, attention) == (3 * (7 * cfg.layers + 1), cfg.layers), f"{matmuls} matmuls, {attention} attentions"
-    casts = mode.counts["fp8_tensorwise.cast.default"]  # of weight and input, twice, and of the gradient
+    casts = counts["fp8_tensorwise::cast"]  # of weight and input, twice, and of the gradient
     assert casts == 5 * 7 * cfg.layers * (recipe == FP8), f"{casts} casts"
-    scales = mode.counts["aten.amax.default"]  # of rows, then of all; kept, and not computed again
+    scales = counts["aten::amax"]  # of rows, then of all; kept, and not computed again
     assert scales == 6 * 7 * cfg.layers * (recipe == FP8), f"{scales} scales"

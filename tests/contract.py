@@ -27,6 +27,7 @@ import torch
 from launch import RankFailed, Run, isolated, launch, load, once
 from recipes import EDGES, HARDEST, LORA, MOE, NODES, SMALLEST, cases_of, keeps, on_one_device, own_flags, root_of
 from safetensors.torch import save_file
+from streams import streams
 from test_lineage import FAMILY
 
 SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 8"
@@ -119,6 +120,16 @@ def root_with_frozen(root: str, flags: str) -> Run:
 @once
 def root_evaluated(root: str, flags: str, *forms: bool) -> Run:
     return launch(root, 1, flags, probe=probes.evaluated(*forms))
+
+
+def check_streams(recipe: str, file: str | None = None) -> None:
+    """Training is the root's whenever a GPU's streams get to it: an operation runs as early as it may, or as late.
+
+    It may run at some time between its start and the end of the wait for it.
+    """
+    for when in "at once", "late":
+        probe = probes.together(probes.last_rank_is_late, streams(when))
+        equivalence.check(file or recipe, *HARDEST[recipe], root_of(recipe), probe)
 
 
 def check_evaluation(recipe: str, file: str | None = None) -> None:
@@ -608,7 +619,7 @@ def check_flags(recipe: str, file: str | None = None) -> None:
 
 
 # promises that the plain run leaves to the thorough one
-THOROUGH = ("activations", "frozen", "failure", "divergence", "evaluation")
+THOROUGH = ("activations", "streams", "frozen", "failure", "divergence", "evaluation")
 CHECKS: dict[str, Callable[..., None]] = {
     name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
 }

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Report = Callable[[], Any]
@@ -55,49 +56,87 @@ def phase() -> str:
     return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 
 
-def sent(module: ModuleType) -> Report:
-    """Bytes that transfers of keys and of rows send from this rank, {"forward": ., "backward": .}; and who takes part
-    in all-to-alls of all with all."""
-    seen, meets, dist = {"forward": 0, "backward": 0}, set(), module.dist
-    gather, scatter, all_to_all = dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.all_to_all_single
-
-    def gathered(whole, own, group, async_op):
-        seen[phase()] += (group.size() - 1) * own.nbytes
-        return gather(whole, own, group, async_op)
-
-    def scattered(own, whole, group):
-        seen[phase()] += (group.size() - 1) * own.nbytes
-        return scatter(own, whole, group=group)
-
-    def exchanged(out, x, to_here=None, to_others=None, group=None, async_op=False):
-        if not to_others:
-            meets.add(tuple(dist.get_process_group_ranks(group)))
-        if x.is_floating_point():  # else counts
-            rows = to_others or [len(x) // group.size()] * group.size()
-            seen[phase()] += (sum(rows) - rows[group.rank()]) * x[:1].nbytes
-        return all_to_all(out, x, to_here, to_others, group, async_op)
-
-    dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.all_to_all_single = gathered, scattered, exchanged
-    return lambda: (seen, meets)
-
-
 class Operations(TorchDispatchMode):
-    """Calls seen(name, result) for every operation."""
+    """Calls seen(name, arguments, result) for every operation."""
 
-    def __init__(self, seen: Callable[[str, object], object]):
+    def __init__(self, seen: Callable[[str, tuple, object], object]):
         super().__init__()
         self.seen = seen
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.seen(function._schema.name, result)
+        self.seen(function._schema.name, args, result)
         return result
+
+
+def watch_steps(module: ModuleType, begin: Callable[[], object], seen: Callable[[str, tuple, object], object]) -> None:
+    """Call begin() before every step, and seen(name, arguments, result) for each of its operations."""
+    train_step = module.train_step
+
+    def step(*args):
+        begin()
+        with Operations(seen):
+            return train_step(*args)
+
+    module.train_step = step
+
+
+SENT = {  # of each element that goes in, by a rank of n
+    "allgather": lambda n: n - 1,
+    "alltoall": lambda n: (n - 1) / n,
+    "allreduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+}
+
+
+def collective(name: str, args: tuple) -> tuple[str, list[torch.Tensor], ProcessGroup] | None:
+    """The kind of a collective, the tensors that go in, and its group; None of all other operations."""
+    if not name.startswith("c10d::") or "barrier" in name:
+        return None
+    kind = next((kind for kind in SENT if kind in name), name)
+    given = args[0 if kind == "allreduce" else 1]
+    group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+    return kind, given if isinstance(given, list | tuple) else [given], group
+
+
+def communication(module: ModuleType) -> Report:
+    """(Kind, dtype, elements that go in, size of the group) of each step's collectives, whoever asks for them."""
+    steps = []
+
+    def note(name, args, _):
+        if found := collective(name, args):
+            kind, tensors, group = found
+            steps[-1].append((kind, str(tensors[0].dtype), sum(map(torch.numel, tensors)), group.size()))
+
+    watch_steps(module, lambda: steps.append([]), note)
+    return lambda: steps
+
+
+def sent(module: ModuleType) -> Report:
+    """Bytes that transfers of keys and of rows send from this rank, {"forward": ., "backward": .}; and who takes part
+    in all-to-alls of all with all."""
+    seen, meets = {"forward": 0, "backward": 0}, set()
+
+    def note(name, args, _):
+        kind, (x, *_), group = collective(name, args) or ("", [None], None)
+        if kind not in ("allgather", "alltoall", "reduce_scatter"):
+            return
+        rows = len(x) * (group.size() - 1) if kind == "allgather" else len(x) - len(x) // group.size()
+        if kind == "alltoall" and args[4]:  # how many rows each rank gets
+            rows = len(x) - args[4][group.rank()]
+        elif kind == "alltoall":
+            meets.add(tuple(module.dist.get_process_group_ranks(group)))
+        if x.is_floating_point():  # else counts
+            seen[phase()] += rows * x[:1].nbytes
+
+    watch_steps(module, lambda: None, note)
+    return lambda: (seen, meets)
 
 
 def transfers(module: ModuleType) -> Report:
     """[phase, width, whether there is a matmul between its start and the first wait] of every transfer of a step that
     is waited for after it has started."""
-    found, matmuls, train_step = [], [], module.train_step
+    found, matmuls = [], []
 
     class Work:
         def __init__(self, work, width):
@@ -120,13 +159,10 @@ def transfers(module: ModuleType) -> Report:
 
         setattr(owner, name, start)
 
-    def step(*args):
-        with Operations(lambda name, _: re.search(r"mm\b|scaled_dot_product", name) and matmuls.append(name)):
-            return train_step(*args)
-
     for name in "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor":
         starts(module.dist, name)
-    module.train_step = step
+    is_matmul = re.compile(r"mm\b|scaled_dot_product").search
+    watch_steps(module, lambda: None, lambda name, *_: is_matmul(name) and matmuls.append(name))
     return lambda: found
 
 
@@ -460,6 +496,19 @@ def left_by_backward(enough: int) -> Callable[[ModuleType], Report]:
         return lambda: left[-1]
 
     return probe
+
+
+def last_rank_is_late(module: ModuleType) -> Report:
+    """The last rank has its new weights, or shards of them, when the others may already gather them."""
+    clip = module.clip_gradients
+
+    def late(*args):
+        norm = clip(*args)  # all ranks wait for it
+        time.sleep(0.05 * (module.dist.get_rank() == module.dist.get_world_size() - 1))
+        return norm
+
+    module.clip_gradients = late
+    return lambda: None
 
 
 def dies_in_the_second_step(module: ModuleType) -> Report:

@@ -39,7 +39,8 @@ EXPERTS = [  # dp, cp, tp, pp and ep: of all dp cp ranks, of some of them, of on
     *((8, 1, 1, 1, 8), (1, 8, 1, 1, 2), (4, 1, 1, 2, 2), (1, 2, 4, 1, 2), (1, 1, 4, 2, 1)),
 ]
 # A recipe's cases: number of ranks, flags of its own; more layers where 8 stages need them. With a star, the hardest,
-# which proves a recipe when there is time for one: shards with padding, shared heads.
+# which proves a recipe when there is time for one: shards with padding, shared heads. With a plus, one that may fail
+# where the hardest does not; the thorough run has it.
 SIZES = """
 01_single_gpu/train.py: 1 --compile
 01_single_gpu/gradient_accumulation.py: *1 --microbatches 4
@@ -68,87 +69,87 @@ SIZES = """
 # of one layer 7 matrices: the eighth rank owns none
 03_zero/muon.py: 2 | *3 | 4 | 5 --batch 10 | 8 --batch 16 --layers 1
 03_zero/zero1_masters.py: 2 | 3 | *5 --batch 10
-03_zero/zero1_overlap.py: 2 --microbatches 1 | 2 --microbatches 3 | 3 --microbatches 2 | *4 --microbatches 3
+03_zero/zero1_overlap.py: +2 --microbatches 1 | 2 --microbatches 3 | 3 --microbatches 2 | *4 --microbatches 3
 03_zero/zero1_overlap.py: 5 --batch 10 | 8 --batch 16
 03_zero/zero2.py: 2 --microbatches 1 | 3 --microbatches 2 | *4 --microbatches 3 | 5 --batch 10 | 8 --batch 16
-03_zero/zero3.py: 2 | 2 --compile | 3 | *4 --microbatches 3 | 5 --batch 10 | 8 --batch 16
-03_zero/zero3_copy_engines.py: 2 --microbatches 1 | 3 | *4 --microbatches 3 | 5 --batch 10 | 8 --batch 16
-03_zero/hsdp.py: 2 --shard 2 | 4 --shard 2 --microbatches 1 | 3 --shard 1 --microbatches 4 | 5 --shard 5 --batch 10
+03_zero/zero3.py: 2 | +2 --compile | 3 | *4 --microbatches 3 | 5 --batch 10 | 8 --batch 16
+03_zero/zero3_copy_engines.py: 2 --microbatches 1 | 3 | *4 --microbatches 3 | +5 --batch 10 | 8 --batch 16
+03_zero/hsdp.py: 2 --shard 2 | 4 --shard 2 --microbatches 1 | +3 --shard 1 --microbatches 4 | +5 --shard 5 --batch 10
 03_zero/hsdp.py: *6 --shard 3 --microbatches 2 | 8 --shard 4 --batch 16
-03_zero/offload.py: 2 | 3 | *4 --microbatches 3 | 5 --batch 10
+03_zero/offload.py: 2 | 3 | *4 --microbatches 3 | +5 --batch 10
 03_zero/lora.py: 2 | *3 --lora_rank 12 | 4 --batch 16 | 8 --batch 16 | 2 --compile
 # the last of 5 ranks has none of 16 rows
 03_zero/torch_fsdp.py: 2 | 3 | 4 | *5 --batch 10 | 8 --batch 16
 03_zero/accelerate_fsdp.py: 2 | *4
-04_tensor_sequence/tensor_parallel.py: 2 | 3 --kv_heads 3 --ffn 96 | 3 --kv_heads 1 --ffn 96
+04_tensor_sequence/tensor_parallel.py: 2 | 3 --kv_heads 3 --ffn 96 | +3 --kv_heads 1 --ffn 96
 04_tensor_sequence/tensor_parallel.py: *4 --heads 4 --kv_heads 2 | 8 --heads 8 --kv_heads 2
 04_tensor_sequence/vocab_parallel.py: 2 | 2 --compile | 3 --kv_heads 3 --ffn 96 --vocab 259
 04_tensor_sequence/vocab_parallel.py: *4 --heads 4 --kv_heads 2 --vocab 257 | 8 --heads 8 --kv_heads 2 --vocab 257
-04_tensor_sequence/sequence_parallel.py: 2 | 2 --compile | 3 --kv_heads 1 --ffn 96 --vocab 259
+04_tensor_sequence/sequence_parallel.py: 2 | 2 --compile | +3 --kv_heads 1 --ffn 96 --vocab 259
 04_tensor_sequence/sequence_parallel.py: *4 --heads 4 --kv_heads 2 --batch 6 | 8 --heads 8 --kv_heads 2 --vocab 257
-04_tensor_sequence/async_tensor_parallel.py: 2 | 2 --compile | 3 --kv_heads 3 --ffn 96 --vocab 259
+04_tensor_sequence/async_tensor_parallel.py: 2 | +2 --compile | +3 --kv_heads 3 --ffn 96 --vocab 259
 04_tensor_sequence/async_tensor_parallel.py: *4 --heads 4 --kv_heads 2 --batch 6
 04_tensor_sequence/async_tensor_parallel.py: 8 --heads 8 --kv_heads 2 --vocab 257
 04_tensor_sequence/lora.py: 2 | 3 --kv_heads 3 --ffn 96 | *4 --heads 4 --kv_heads 2 | 8 --heads 8 --kv_heads 2
 # vocabulary 261 is cut into 66, 66, 66 and 63
-04_tensor_sequence/torch_dtensor.py: 2 | 2 --compile | 3 --kv_heads 3 --ffn 96
+04_tensor_sequence/torch_dtensor.py: 2 | +2 --compile | 3 --kv_heads 3 --ffn 96
 04_tensor_sequence/torch_dtensor.py: *4 --heads 4 --kv_heads 4 --vocab 261 | 8 --heads 8 --kv_heads 8 --dim 64
 05_context_ring/blockwise.py: 1 --blocks 4 | *1 --blocks 3 | 1 --blocks 1 | 1 --blocks 4 --compile
 05_context_ring/all_gather_kv.py: 2 | 2 --compile | *3 | 4 --kv_heads 3 | 8
-05_context_ring/ring.py: 2 | 3 --kv_heads 6 | *4 | 8
+05_context_ring/ring.py: 2 | 3 --kv_heads 6 | *4 | +8
 05_context_ring/striped.py: 2 | *3 --kv_heads 1 | 4 | 8
-05_context_ring/zigzag.py: 2 | 2 --compile | 3 --kv_heads 1 | *4 | 8 --seq 48
+05_context_ring/zigzag.py: 2 | +2 --compile | 3 --kv_heads 1 | *4 | +8 --seq 48
 05_context_ring/documents.py: 2 | 2 --compile | 3 | *4 | 8 --seq 48
-05_context_ring/ulysses.py: 2 | 3 --kv_heads 3 | *4 --heads 8 --kv_heads 2 | 8 --heads 8 --kv_heads 2
-05_context_ring/usp.py: 4 --ulysses 2 | 2 --ulysses 2 | 3 --ulysses 1 | 8 --ulysses 2
+05_context_ring/ulysses.py: 2 | +3 --kv_heads 3 | *4 --heads 8 --kv_heads 2 | 8 --heads 8 --kv_heads 2
+05_context_ring/usp.py: 4 --ulysses 2 | +2 --ulysses 2 | 3 --ulysses 1 | 8 --ulysses 2
 05_context_ring/usp.py: *8 --ulysses 4 --heads 8 --kv_heads 2
-05_context_ring/torch_context_parallel.py: 2 | 2 --rotate alltoall | *3 --rotate alltoall | 4 | 8 --seq 48
+05_context_ring/torch_context_parallel.py: 2 | 2 --rotate alltoall | *3 --rotate alltoall | +4 | 8 --seq 48
 06_pipeline/naive.py: 2 | 3 | *4 | 8 --layers 11
 06_pipeline/afab.py: 2 --microbatches 4 | 3 --microbatches 2 | *4 --microbatches 6 | 8 --microbatches 12 --layers 11
-06_pipeline/1f1b.py: 2 --microbatches 4 | 2 --microbatches 4 --compile | 3 --microbatches 2 | *4 --microbatches 6
+06_pipeline/1f1b.py: 2 --microbatches 4 | +2 --microbatches 4 --compile | 3 --microbatches 2 | *4 --microbatches 6
 06_pipeline/1f1b.py: 8 --microbatches 12 --layers 11
 06_pipeline/tied_embeddings.py: 1 --microbatches 2 | 2 --microbatches 4 | 3 --microbatches 2 | *4 --microbatches 6
 06_pipeline/tied_embeddings.py: 8 --microbatches 12 --layers 11
-06_pipeline/split_backward.py: 2 --microbatches 4 | 2 --microbatches 4 --compile | 3 --microbatches 2
+06_pipeline/split_backward.py: 2 --microbatches 4 | +2 --microbatches 4 --compile | 3 --microbatches 2
 06_pipeline/split_backward.py: *4 --microbatches 6 | 8 --microbatches 12 --layers 11
 06_pipeline/zero_bubble.py: 2 --microbatches 4 | 3 --microbatches 2 | *4 --microbatches 6
 06_pipeline/zero_bubble.py: 8 --microbatches 12 --layers 11
 # 2 ranks: wraps around to the rank before
 06_pipeline/interleaved.py: 2 --microbatches 4 | 2 --microbatches 4 --compile
-06_pipeline/interleaved.py: 2 --microbatches 2 --chunks 3 --layers 7 | *3 --microbatches 6 --layers 7
+06_pipeline/interleaved.py: +2 --microbatches 2 --chunks 3 --layers 7 | *3 --microbatches 6 --layers 7
 06_pipeline/interleaved.py: 4 --microbatches 12 --layers 11 | 8 --microbatches 8 --layers 17 --batch 16
 06_pipeline/zbv.py: 2 --microbatches 4 | 2 --microbatches 4 --compile | *3 --microbatches 6 --layers 7
 06_pipeline/zbv.py: 4 --microbatches 12 --layers 11 | 8 --microbatches 16 --layers 17 --batch 16
 # 3 micro-batches: fewer than the order needs, and an odd number
-06_pipeline/dualpipe.py: 2 --microbatches 4 | 4 --microbatches 3 | *4 --microbatches 12 --layers 7
+06_pipeline/dualpipe.py: 2 --microbatches 4 | +4 --microbatches 3 | *4 --microbatches 12 --layers 7
 06_pipeline/dualpipe.py: 8 --microbatches 16 --layers 11 --batch 16
-06_pipeline/torch_pipelining.py: 2 --microbatches 4 | 2 --microbatches 4 --compile | 3 --microbatches 3
+06_pipeline/torch_pipelining.py: 2 --microbatches 4 | +2 --microbatches 4 --compile | 3 --microbatches 3
 06_pipeline/torch_pipelining.py: 4 --microbatches 6 --schedule GPipe
 06_pipeline/torch_pipelining.py: 4 --microbatches 6 --schedule Interleaved1F1B --layers 11
 06_pipeline/torch_pipelining.py: 4 --microbatches 6 --schedule LoopedBFS --layers 11
 06_pipeline/torch_pipelining.py: *4 --microbatches 6 --schedule InterleavedZeroBubble --layers 11
-06_pipeline/torch_pipelining.py: 4 --microbatches 6 --schedule ZBVZeroBubble --layers 11
+06_pipeline/torch_pipelining.py: +4 --microbatches 6 --schedule ZBVZeroBubble --layers 11
 06_pipeline/torch_pipelining.py: 2 --microbatches 6 --schedule DualPipeV | 8 --microbatches 12 --layers 11
-07_expert/moe.py: 1 --compile
+07_expert/moe.py: +1 --compile
 # 8 experts: one per rank; 56: more than tokens of a rank
 07_expert/expert_parallel.py: 2 | 2 --compile | 2 --top_k 1 | 3 --experts 9 --top_k 4 | *4 --edp 2 --top_k 4
-07_expert/expert_parallel.py: 8 --batch 16 --top_k 1 | 8 --experts 56 --top_k 4 --batch 16 | 6 --edp 2 --experts 6
+07_expert/expert_parallel.py: 8 --batch 16 --top_k 1 | +8 --experts 56 --top_k 4 --batch 16 | +6 --edp 2 --experts 6
 # test_balance.py has others
 07_expert/auxiliary_loss.py: 2 --balance 0 --z 0 | *4 --edp 2 --balance 0 --z 0
 07_expert/bias_balancing.py: 2 --bias_rate 0 --microbatches 1 | *4 --bias_rate 0 --microbatches 3 --edp 2
-07_expert/node_limited.py: 1 --compile | 2 --nodes 2 | 2 --nodes 2 --compile | 2 --nodes 2 --shared 0
+07_expert/node_limited.py: 1 --compile | 2 --nodes 2 | 2 --nodes 2 --compile | +2 --nodes 2 --shared 0
 07_expert/node_limited.py: *4 --nodes 2 --microbatches 3 --layers 1 | 4 --nodes 4 --microbatches 1 --top_groups 3
 07_expert/node_limited.py: 4 --nodes 2 --edp 2 --batch 16 --top_k 1 | 8 --batch 16 | 8 --nodes 2 --batch 16
 07_expert/node_limited.py: 8 --nodes 4 --batch 16 --groups 8 --top_groups 4 | 8 --nodes 2 --edp 2 --batch 16
 # experts / top_k or more: nothing is dropped
-07_expert/capacity.py: 2 --capacity 4 | 2 --capacity 4 --compile | 3 --experts 9 --top_k 4 --capacity 2.25
+07_expert/capacity.py: 2 --capacity 4 | +2 --capacity 4 --compile | +3 --experts 9 --top_k 4 --capacity 2.25
 07_expert/capacity.py: *4 --edp 2 --top_k 4 --capacity 2 | 6 --edp 2 --experts 6 --capacity 3
 07_expert/capacity.py: 8 --batch 16 --top_k 1 --capacity 8
-07_expert/overlap.py: 2 | 2 --compile | 3 --experts 9 --top_k 4 | *4 --edp 2 | 8 --batch 16 --top_k 1
+07_expert/overlap.py: 2 | +2 --compile | 3 --experts 9 --top_k 4 | *4 --edp 2 | 8 --batch 16 --top_k 1
 # too few slots at first: steps are repeated
-07_expert/slots.py: 2 | 2 --slots 1 | 2 --compile | 3 --experts 9 --top_k 4 | *4 --edp 2
+07_expert/slots.py: 2 | 2 --slots 1 | 2 --compile | +3 --experts 9 --top_k 4 | *4 --edp 2
 07_expert/symmetric_memory.py: 2 | 2 --slots 1 | 2 --compile | 3 --experts 9 --top_k 4 | *4 --edp 2
-07_expert/symmetric_memory.py: 8 --batch 16 --top_k 1 --slots 8
+07_expert/symmetric_memory.py: +8 --batch 16 --top_k 1 --slots 8
 09_kernels/train.py: *1 | 1 --kv_heads 6 --vocab 259
 10_mixed_precision/bf16.py: 1 --microbatches 1 | *1 --microbatches 3 | 1 --compile
 10_mixed_precision/fp16_loss_scaling.py: 1 --microbatches 1 | *1 --microbatches 3
@@ -161,6 +162,15 @@ SIZES = """
 10_mixed_precision/fp8_stochastic_rounding.py: 1 --microbatches 1 | *1 --microbatches 3
 10_mixed_precision/low_memory.py: 1 --microbatches 1 | *1 --microbatches 3 | 1 --compile
 10_mixed_precision/fp8_low_memory.py: 1 --microbatches 1 | *1 --microbatches 3
+"""
+# Like those with a plus, but not on the pages: one stage, one micro-batch, one sequence per rank.
+RARE = """
+06_pipeline/1f1b.py: 1 --microbatches 4
+06_pipeline/split_backward.py: 3 --microbatches 1 --layers 6
+06_pipeline/interleaved.py: 3 --microbatches 4 --chunks 1
+06_pipeline/zbv.py: 1 --microbatches 4 | 3 --microbatches 1 --layers 6
+06_pipeline/dualpipe.py: 2 --microbatches 1
+07_expert/overlap.py: 2 --batch 2
 """
 # The edge of what is possible, which `check` must accept, in the format of SIZES; flags that a recipe has not are left
 # out. With a star: the smallest case, for promises that hold at any size; elsewhere it is the first of SIZES.
@@ -257,13 +267,13 @@ def own_flags(recipe: str, launches: str) -> str:
     return " ".join(flags for patterns, when, flags in rows(FLAGS) if when == launches and matches(recipe, patterns))
 
 
-def cases_of(text: str, recipe: str) -> list[tuple[bool, int, str]]:
-    """The cases of a recipe in a text like SIZES: whether it has a star, ranks, flags."""
+def cases_of(text: str, recipe: str) -> list[tuple[str, int, str]]:
+    """The cases of a recipe in a text like SIZES: its star or plus, ranks, flags."""
     found = []
     for patterns, cases in (line.split(": ") for line in text.strip().splitlines() if line[0] != "#"):
         for ranks, _, flags in (case.partition(" ") for case in cases.split(" | ") if matches(recipe, patterns)):
             flags = f"{own_flags(recipe, 'all')} {flags}".strip()
-            found.append((ranks[0] == "*", int(ranks.strip("*")), flags))
+            found.append((ranks.rstrip("0123456789"), int(ranks.strip("*+")), flags))
     return found
 
 
@@ -277,12 +287,15 @@ DOCUMENTS = "01_single_gpu/document_mask.py"
 FP8_ZERO3 = "10_mixed_precision/fp8_zero3.py"  # the only one of its folder on several ranks
 KERNELS = "09_kernels/train.py"  # which no CPU can compile: there its kernels are interpreted
 ROOTS = {recipe: (1, own_flags(recipe, "root")) for recipe in (ROOT_RECIPE, MOE, NODES, TIED, MUON, LORA, DOCUMENTS)}
-CASES, HARDEST = [], dict(ROOTS)
+CASES, HARDEST, OTHERS = [], dict(ROOTS), []
 for recipe in dict.fromkeys(re.findall(r"^([^#:\s]+): ", SIZES, re.M)):
-    for hardest, world, flags in cases_of(SIZES, recipe):
+    for mark, world, flags in cases_of(SIZES, recipe):
         CASES.append((recipe, world, flags))
-        if hardest:
+        if mark == "*":
             HARDEST[recipe] = world, flags
+        if mark == "+":
+            OTHERS.append((recipe, world, flags))
+    OTHERS += [(recipe, world, flags) for _, world, flags in cases_of(RARE, recipe)]
 CASES += [
     *(("08_4d/2d.py", dp * tp, f"--dp {dp} --tp {tp} {flags}") for dp, tp, flags in TWO_D),
     *(("08_4d/3d.py", dp * tp * pp, stages(dp, tp, pp, chunks)) for dp, tp, pp, chunks in THREE_D),
@@ -305,6 +318,13 @@ CASES += [
     *(("08_4d/moe.py", 2, f"{mesh(*sizes)} --ep {ep}") for *sizes, ep in ((2, 1, 1, 1, 2), (1, 1, 2, 1, 1))),
 ]
 CASES.sort(key=lambda case: case[0][:2])  # by folder, each in its order
+OTHERS += [case for case in CASES if case[0][:2] == "08" and case[1] < 8]
+OTHERS += [
+    ("08_4d/train.py", 8, mesh(1, 2, 4, 1)),  # two ranks share a key head, four share norms
+    ("08_4d/train.py", 6, f"{mesh(3, 1, 2, 1)} --batch 12 --microbatches 4"),  # padding of 3 shards, and of 6
+    ("08_4d/moe.py", 8, f"{mesh(2, 2, 1, 2)} --ep 4"),
+    ("08_4d/moe.py", 8, f"{mesh(2, 2, 2, 1)} --ep 2"),  # copies of experts
+]
 HARDEST["08_4d/2d.py"] = 8, "--dp 2 --tp 4 --heads 8 --kv_heads 2 --vocab 257"
 HARDEST["08_4d/3d.py"] = 8, stages(2, 2, 2, 2)
 HARDEST["08_4d/train.py"] = 8, mesh(2, 1, 2, 2)

@@ -7,15 +7,21 @@ import subprocess
 import sys
 
 import contract
+import equivalence
+import probes
 import pytest
 from launch import ROOT, free_port
-from recipes import CASES, EXCEPTIONS, FLAGS, HARDEST, ROOTS, keeps, matches, rows
+from recipes import CASES, EXCEPTIONS, FLAGS, HARDEST, OTHERS, ROOTS, keeps, matches, rows
 from test_lineage import TRAINING
 
 ASKED = {  # promises that are not asked of all recipes
     # where attention, matmuls or the loss are cut
     "large_values": "01_*/train.py 03_*/zero3.py 04_* 05_* 06_*/zbv.py 07_*/moe.py 09_*",
     "frozen": "02_* 04_* 05_* 06_* 07_*",
+    # where something runs beside the computation; of 05, striped.py and usp.py do what zigzag.py does with other tokens
+    "streams": "03_*/zero1_overlap.py 03_*/zero[23]*.py 03_*/hsdp.py 03_*/offload.py 03_*/lora.py"
+    " 04_*/sequence_parallel.py 04_*/async_tensor_parallel.py 05_*/all_gather_kv.py 05_*/ring.py 05_*/zigzag.py"
+    " 05_*/documents.py 07_*/expert_parallel.py 07_*/overlap.py",
     # the line that ends a run is the same to the letter, except where train is another; each way to sum the loss once
     "divergence": "01_*/train.py 01_*/lora.py 02_*/naive.py 02_*/diloco.py */accelerate_* 03_*/zero3.py"
     " 03_*/torch_fsdp.py 04_*/vocab_parallel.py 04_*/torch_dtensor.py 05_*/zigzag.py 06_*/1f1b.py 06_*/zbv.py"
@@ -46,6 +52,14 @@ def kept() -> list:
 @pytest.mark.parametrize("promise, recipe", kept())
 def test_contract(promise, recipe):
     contract.CHECKS[promise](recipe)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe, world, flags", OTHERS)
+def test_other_sizes(recipe, world, flags):
+    """Training is the root's where the hardest case may not show that it is not; no wait is missing."""
+    probe = equivalence.without_kernels if "--compile" in flags else probes.waits
+    equivalence.check(recipe, world, flags, probe=probe)
 
 
 def test_every_recipe_has_a_hardest_case():
