@@ -1,12 +1,9 @@
 """Probes for launch(): each is called with a recipe's module before main, and may return what reports after."""
 
-import ctypes
 import functools
 import gc
 import itertools
-import os
 import re
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -206,9 +203,12 @@ def settled(count: Callable[[], int], most: int, patience: float = 2) -> int:
 
 
 def bytes_of_tensors() -> int:
-    """Bytes of all tensors on the CPU that were made since gc.freeze(), if that was called; each storage once."""
+    """Bytes of all tensors on the CPU that were made since gc.freeze(), if that was called; each storage once.
+
+    Of a DTensor, its local tensor counts.
+    """
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -417,61 +417,28 @@ def things_in_memory(module: ModuleType) -> Report:
     return lambda: {kind: counts[i::4] for i, kind in enumerate(("tensors", "objects", "hooks", "gradients"))}
 
 
-class Mallinfo(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
-
-
-def allocated() -> int:
-    """Bytes that malloc has given away, tensors' and all others of C and C++ (glibc)."""
-    mallinfo = ctypes.CDLL(None).mallinfo2
-    mallinfo.restype = Mallinfo
-    gc.collect()
-    smallest = sys.maxsize
-    for _ in range(5):
-        info = mallinfo()
-        smallest = min(smallest, info.uordblks + info.hblkhd)
-        time.sleep(0.01)  # gloo's threads let go of what they have sent a moment after the wait for it
-    return smallest
-
-
 def kept_outside_autograd(module: ModuleType) -> Report:
-    """Bytes that a forward leaves in memory although all that is saved for backward is thrown away.
-
-    What the whole batch leaves, less what an eighth of it does: the nodes of the graph are the same.
-    """
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # torch's record of collectives doubles now and then, by 64 KiB and more
+    """Bytes of tensors that a forward leaves in memory although all that is saved for backward is thrown away."""
     kept, train_step = [], module.train_step
-
-    def left_by(cfg, model, few, *batch) -> int:
-        with torch.no_grad():
-            module.forward(cfg, model, *few)  # which leaves weights that are gathered
-        before = allocated()
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
-            out = module.forward(cfg, model, *batch)
-        return allocated() - before - out.untyped_storage().nbytes()
 
     def step(cfg, *args):
         result = train_step(cfg, *args)
-        if kept:  # one step is enough
-            return result
         *_, model, _, inputs, targets = args
         model = model.chunks[0] if hasattr(model, "chunks") else model  # where a rank has several stages, the first
-        later = getattr(model, "stage", 0)
         x, targets = held(module, cfg, model, inputs, targets)
-        if later:  # on a mesh, a rank of tp has its rows of the tokens
+        if getattr(model, "stage", 0):  # a later one; on a mesh, a rank of tp has its rows of the tokens
             shape = (x.numel() // model.tp.size(), cfg.dim) if on_mesh(model) else (*x.shape, cfg.dim)
             x = torch.zeros(shape, requires_grad=True)
-        for _ in range(3):  # what is made once, or a table that Python doubles, is in one of the three
-            few = x[: len(x) // 8], targets[: len(targets) // 8]
-            some = left_by(cfg, model, few, *few)
-            kept.append(left_by(cfg, model, few, x, targets) - some)
+        with torch.no_grad():  # of fewer sequences: leaves weights that are gathered
+            module.forward(cfg, model, x[: len(x) // 8], targets[: len(targets) // 8])
+        before = bytes_of_tensors()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+            out = module.forward(cfg, model, x, targets)
+        kept.append(bytes_of_tensors() - before - out.untyped_storage().nbytes())
         return result
 
     module.train_step = step
-    return lambda: sorted(kept)[len(kept) // 2]
+    return lambda: kept[-1]
 
 
 def left_by_backward(enough: int) -> Callable[[ModuleType], Report]:
