@@ -3,7 +3,6 @@
 python tests/test_lineage.py                      print the map: recipe, parent, size of the difference
 python tests/test_lineage.py --propagate NAME     carry a definition bettered in a parent to all that inherit it
 python tests/test_lineage.py --needs              write the headers' Needs lines
-python tests/test_lineage.py --clashes            print names on Copy lines that are defined in several ways
 """
 
 import __future__
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import textwrap
 import tokenize
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from graphlib import TopologicalSorter
@@ -123,17 +121,6 @@ def with_needs(recipe: Recipe) -> str:
     lines = textwrap.wrap(", ".join(needs(recipe)), 110, **words)
     line = "".join(f"{key:10}{text}\n" for key, text in zip(["Needs:", *[""] * len(lines)], lines))
     return source.replace("\nRun:  ", f"\n{line}Run:  ", 1)
-
-
-def clashes(paths: Iterable[str]) -> dict[str, list[list[str]]]:
-    """Names that the Copy lines of recipes share, but not their code: name -> the recipes with each version."""
-    found = {}
-    for path in paths:
-        texts = FAMILY[path].definitions
-        for name in (name for name in texts if name in copied(FAMILY[path])):
-            code = [statements(text) for n, text in texts.items() if n.split(".")[0] == name]
-            found.setdefault(name, {}).setdefault(str(code), []).append(path)
-    return {name: [*versions.values()] for name, versions in found.items() if len(versions) > 1}
 
 
 def dotted(node: ast.expr) -> str:
@@ -462,12 +449,22 @@ def test_an_unnamed_difference_is_seen():
     assert "order" in " ".join(faults(both, swapped))
 
 
-def test_a_clash_is_seen():
-    """All three have one `wait_for_send`, two share `receive`, each has its own `schedule`."""
-    found = clashes(["06_pipeline/1f1b.py", "06_pipeline/afab.py", "06_pipeline/zbv.py"])
-    assert "wait_for_send" not in found
-    assert found["schedule"] == [["06_pipeline/1f1b.py"], ["06_pipeline/afab.py"], ["06_pipeline/zbv.py"]]
-    assert found["receive"] == [["06_pipeline/1f1b.py", "06_pipeline/afab.py"], ["06_pipeline/zbv.py"]]
+TOGETHER = """02_data_parallel/bucketed 03_zero/zero3 04_tensor_sequence/sequence_parallel 05_context_ring/zigzag
+06_pipeline/1f1b 06_pipeline/zbv 07_expert/expert_parallel 08_4d/checkpoint 09_kernels/rmsnorm 09_kernels/swiglu
+09_kernels/cross_entropy 09_kernels/flash_attention 09_kernels/adamw 10_mixed_precision/fp8_tensorwise""".split()
+CLASHES = "clip_gradients evaluate receive send schedule run_schedule Linear add_product"
+
+
+def test_two_recipes_go_into_one_file():
+    """The Copy lines of the folders' main recipes give a name to two things only where tests/README.md says so."""
+    versions = {}
+    for path in (f"{name}.py" for name in TOGETHER):
+        for name, text in FAMILY[path].definitions.items():
+            if name.split(".")[0] in copied(FAMILY[path]):
+                versions.setdefault(name, set()).add("\n".join(statements(text)))
+    assert {name.split(".")[0] for name, texts in versions.items() if len(texts) > 1} == set(CLASHES.split())
+    page = (ROOT / "tests" / "README.md").read_text()
+    assert all(f"`{name}`" in page for name in CLASHES.split())
 
 
 @pytest.mark.thorough
@@ -491,15 +488,10 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--propagate", metavar="NAME")
     parser.add_argument("--needs", action="store_true")
-    parser.add_argument("--clashes", action="store_true")
     args = parser.parse_args()
     if args.needs:
         for path in PASTED:
             (ROOT / path).write_text(with_needs(FAMILY[path]))
-        return
-    if args.clashes:
-        for name, versions in sorted(clashes(FAMILY).items(), key=lambda item: -len(item[1])):
-            print(f"{name:26} {len(versions):>2} versions: {' | '.join(' '.join(paths) for paths in versions)}")
         return
     if args.propagate:
         if not any(args.propagate in recipe.definitions for recipe in FAMILY.values()):

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder tests
 
 import mutation
 from launch import load, once
-from test_lineage import FAMILY, ROOT, clashes, difference, lines_of_code, parents
+from test_lineage import FAMILY, ROOT, difference, lines_of_code, parents
 
 RESULTS = ROOT / "tests" / "results"
 FOLDERS = [path.name for path in sorted(ROOT.glob("[01][0-9]_*"))]
@@ -69,10 +69,6 @@ COLUMNS = {  # of what is measured: title, and how a number is written; shares a
     "share": ("share, %", "{:.0f}"),
 }
 WRITTEN_HERE = "ours", "Triton", "Gluon"  # contenders of a kernel file that are the file's own
-TOGETHER = """02_data_parallel/bucketed 03_zero/zero3 04_tensor_sequence/sequence_parallel 05_context_ring/zigzag
-06_pipeline/1f1b 06_pipeline/zbv 07_expert/expert_parallel 08_4d/checkpoint 09_kernels/rmsnorm 09_kernels/swiglu
-09_kernels/cross_entropy 09_kernels/flash_attention 09_kernels/adamw 10_mixed_precision/fp8_tensorwise""".split()
-EVERYWHERE = {"clip_gradients", "evaluate"}  # each layout has its own
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -186,19 +182,6 @@ def family(parent: str | None = None, depth: int = 0) -> str:
         lines.append(f"{'  ' * depth}* [`{path}`](../{path})" + f", also from {others}" * bool(others))
         lines.append(family(path, depth + 1))
     return "\n".join(filter(None, lines))
-
-
-def together() -> str:
-    """Names that two recipes' Copy lines give to different code, for every two of the folders' main recipes."""
-    rows = []
-    for a in TOGETHER:
-        cells = []
-        for b in TOGETHER:
-            names = clashes([f"{a}.py", f"{b}.py"])
-            shown = [f"`{name}`" for name in names if name not in EVERYWHERE]
-            cells.append("—" if a == b else "<br>".join(shown + ["†"] * (len(shown) < len(names))))
-        rows.append([f"`{Path(a).name}`", *cells])
-    return table(["recipe", *(f"`{Path(path).name}`" for path in TOGETHER)], rows)
 
 
 def measured(row: dict, key: str) -> list[float]:
@@ -504,7 +487,7 @@ def formats(name: str) -> str:
     return table(head, rows)
 
 
-MAKERS = {make.__name__: make for make in (facts, first, look, family, equivalence, together, layouts, published)}
+MAKERS = {make.__name__: make for make in (facts, first, look, family, equivalence, layouts, published)}
 OF_FOLDER = {"bugs": bugs, "way": way, "way on": way}
 NAMED = {"speed": speed, "kernel": kernel, "formats": formats, "about": lambda name: about(results(*name.split()))}
 NAMED["class"] = bug_class
