@@ -11,11 +11,7 @@ import io
 import json
 import re
 import shlex
-import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import compare
 import numpy as np
@@ -67,11 +63,6 @@ def blocks() -> tuple[list[str], list[tuple[str, int, str]]]:
     return re.findall(r"```python\n(.*?)```", section, re.S), commands
 
 
-def forked(function: Callable[[], Any]) -> Any:
-    """The result of function(), computed in a fork, which first makes its own pool as in run_rank."""
-    return isolated(lambda: (torch.set_num_threads(1), function())[1])  # else transformers' threads race to make it
-
-
 def execute(code: str) -> str:
     """Run one Python block in a process of its own; return what it prints."""
 
@@ -80,7 +71,7 @@ def execute(code: str) -> str:
             exec(code, {})
         return out.getvalue()
 
-    return forked(run)
+    return isolated(run)
 
 
 def write_config(shape: tuple[int, ...], vocab: int, factor: float, tied: bool) -> None:
@@ -142,12 +133,12 @@ def walk(tied: bool) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401  once, before the forks
 
     (tokenise, shape, back), commands = blocks()
-    forked(lambda: publish(tied))
+    isolated(lambda: publish(tied))
     Path("texts").mkdir()
     for i, text in enumerate(TEXTS):
         Path(f"texts/{i}.txt").write_text(text, encoding="utf-8")
     execute(tokenise)
-    assert forked(lambda: read_tokens("texts.bin")) == TEXTS
+    assert isolated(lambda: read_tokens("texts.bin")) == TEXTS
 
     (root, _, flags), _ = commands = [(*rest, flags.replace("SHAPE", execute(shape))) for *rest, flags in commands]
     assert [command[:2] for command in commands] == [(witness.ROOT_RECIPE, 1), ("03_zero/zero3.py", 2)]
@@ -157,7 +148,7 @@ def walk(tied: bool) -> None:
         launch(*command, save=False)
         runs.append((load_file("trained.safetensors"), read_history("trained.safetensors")))
     (weights, history), (sharded, sharded_history) = runs
-    loss, published = forked(lambda: transformers_of(PUBLISHED, flags))
+    loss, published = isolated(lambda: transformers_of(PUBLISHED, flags))
     start = load_file("start.safetensors")
     compare.assert_close(compare.relative_errors(start, published), 0, "--init")
     assert abs(history[0][0] / loss - 1) <= 1e-10
@@ -168,7 +159,7 @@ def walk(tied: bool) -> None:
     assert text.startswith("<|begin_of_text|>Once") and len(text) > 30
     launch(root, 1, f"{flags} --steps 1 --init trained.safetensors --save next.safetensors", save=False)
     (next_loss, *_), *_ = read_history("next.safetensors")
-    loss, saved = forked(lambda: transformers_of("trained", flags))
+    loss, saved = isolated(lambda: transformers_of("trained", flags))
     rounded = {name: tensor.float() for name, tensor in sharded.items()}
     compare.assert_close(compare.relative_errors(saved, rounded), 0, "what transformers has saved")
     assert abs(next_loss / loss - 1) <= 1e-6 < 1e-2 < abs(next_loss / history[0][0] - 1)  # of weights in float32
@@ -177,27 +168,12 @@ def walk(tied: bool) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_section(tied, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    forked(lambda: walk(tied))
+    isolated(lambda: walk(tied))
 
 
-def shapes() -> dict[str, str]:
-    """The flags that the section prints, by preset, for the config.json of the preset's published model."""
-    from transformers import AutoConfig  # noqa: F401  once, before the forks
-
-    (_, shape, _), _ = blocks()
-    flags = {}
-    for preset, numbers in PRESETS.items():
-        write_config(*numbers, tied=preset == "llama3_1b")
-        flags[preset] = execute(shape)
-    return flags
-
-
-def test_presets_have_the_published_shapes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_presets_have_the_published_shapes():
     module = load(witness.ROOT_RECIPE)
-    for preset, flags in forked(shapes).items():
-        configs = []
-        for line in f"--preset {preset} --lr 1 --warmup 1", f"{flags} --lr 1 --warmup 1":
-            monkeypatch.setattr(sys, "argv", ["train.py", *line.split()])
-            configs.append(replace(module.parse_config(), preset="tiny"))
-        assert configs[0] == configs[1]
+    for preset, (shape, vocab, factor) in PRESETS.items():
+        cfg = module.Config(**module.PRESETS[preset])
+        assert (cfg.layers, cfg.dim, cfg.heads, cfg.kv_heads, cfg.ffn) == shape
+        assert (cfg.vocab, cfg.rope_factor, cfg.theta) == (vocab, factor, 500000)
