@@ -268,14 +268,8 @@ def free_port() -> Iterator[int]:
 
 def run_rank(recipe, argv, rank, world, port, folder, data, probe) -> None:
     """The life of one process: environment, output into a file, data if they have been read, main, probe."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sys.argv = argv
     faulthandler.disable()  # pytest's: what a rank says goes into its own output
     gc.freeze()  # what the parent has imported: to look at it for garbage would copy it
@@ -340,7 +334,6 @@ def wait(ranks, folder, timeout) -> None:
         last = work
         multiprocessing.connection.wait([process.sentinel for process in alive], timeout=1)
     if failed := [rank for rank, process in enumerate(ranks) if process.exitcode]:
-        first = min(
-            failed, key=lambda rank: os.path.getmtime(Path(folder) / f"output{rank}")
-        )  # others fail for its sake
+        # others fail for the sake of the first
+        first = min(failed, key=lambda rank: os.path.getmtime(Path(folder) / f"output{rank}"))
         raise RankFailed(first, ranks[first].exitcode, (Path(folder) / f"output{first}").read_text())
