@@ -1,7 +1,6 @@
 """The ZeRO recipes train as the root does, hold and communicate what they say, and overlap it as they say."""
 
 import gc
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from contract import refusal
 from launch import RankFailed, launch, load
+from mutation import changed
 from torch.multiprocessing.reductions import StorageWeakRef
 
 ROOT_RECIPE = "01_single_gpu/train.py"
@@ -49,25 +49,19 @@ def sizes_by_hand(shards: int, whole: bool = False) -> list[int]:
     return [-(-size // shards) * shards for size in sizes]
 
 
-def bytes_held(most, sending=False):
+def bytes_held(most, begins):
     """A probe: bytes of all tensors: most while the model is built; when the last micro-batch begins, when the
     gradients are there, and after the step.
 
-    most: what these are at most, once gloo's threads have let go of what they have sent. sending: instead of the last
-    micro-batch's begin, the moment when the gradients are sent.
+    most: what these are at most, once gloo's threads have let go of what they have sent. begins: the function that is
+    called when the last micro-batch begins.
     """
 
     def probe(module):
         gc.freeze()
         peak, seen, build_model = [], [], module.build_model
 
-        def built():
-            peak.append(probes.bytes_of_tensors())
-
-        def note(moment):
-            seen.append(probes.settled(probes.bytes_of_tensors, most[moment]))
-
-        def noted(owner, name, note, before=False):
+        def watch(owner, name, note, before):
             function = getattr(owner, name)
 
             def watched(*args, **options):
@@ -81,24 +75,18 @@ def bytes_held(most, sending=False):
             return patch.object(owner, name, watched)
 
         def build(cfg):  # with the weights as they are drawn, and zero1.py's gradients
-            with noted(module, "full_tensor", built), noted(torch, "zeros_like", built):
+            note = lambda: peak.append(probes.bytes_of_tensors())  # noqa: E731
+            with watch(module, "full_tensor", note, False), watch(torch, "zeros_like", note, False):
                 return build_model(cfg)
 
         module.build_model = build
-        begins = (module.dist, "all_to_all_single") if sending else (module, "forward")
-        noted(*begins, partial(note, 1), before=True).start()
-        noted(module, "clip_gradients", partial(note, 2), before=True).start()
-        noted(module, "train_step", partial(note, 3)).start()
+        owner = module.dist if hasattr(module.dist, begins) else module
+        for i, watched in enumerate([(owner, begins), (module, "clip_gradients"), (module, "train_step")], 1):
+            note = lambda i=i: seen.append(probes.settled(probes.bytes_of_tensors, most[i]))  # noqa: E731
+            watch(*watched, note, i < 3).start()
         return lambda: [max(peak), *seen[-3:]]
 
     return probe
-
-
-def check_memory(held, formula, rest):
-    """... is what the formula says; rest: bytes that there may be beside it."""
-    assert held[0] <= formula[0], f"{held[0]} bytes while the model is built, {formula[0]} are allowed"
-    beside = [ours - wanted for ours, wanted in zip(held[1:], formula[1:], strict=True)]
-    assert all(0 < more < rest for more in beside), f"{beside} bytes beside those of the formulas"
 
 
 def gradients_alive(module):
@@ -261,11 +249,13 @@ def test_a_step(recipe, world, flags, file=None):
     own += [data_parallel.copied_between_ranks if recipe == COPY_ENGINES else nothing]
     sizes = sizes_by_hand(3, recipe in WHOLE)
     formula, rest = memory_by_hand(recipe, sizes, 3, world)
-    held = bytes_held([size + rest for size in formula], recipe == MASTERS)
+    held = bytes_held([size + rest for size in formula], "all_to_all_single" if recipe == MASTERS else "forward")
     probe = probes.together(held, probes.communication, *own)
     run = launch(file or recipe, world, f"{SMALL} {flags} --dtype bfloat16 --steps 2", probe=probe)
     for rank, (memory, steps, alive, weights, gathered, copied) in enumerate(run.probes):
-        check_memory(memory, formula, rest)
+        assert memory[0] <= formula[0], f"{memory[0]} bytes while the model is built, {formula[0]} are allowed"
+        beside = [ours - wanted for ours, wanted in zip(memory[1:], formula[1:], strict=True)]
+        assert all(0 < more < rest for more in beside), f"{beside} bytes beside those of the formulas"
         for seen in steps:
             check_communication(recipe, sizes, 3, world, seen)
         if recipe == COPY_ENGINES:  # what zero3.py sends
@@ -285,103 +275,48 @@ def test_shards_that_do_not_divide_the_ranks():
     assert "\n" not in line and "--shard 3" in line and "processes, 4" in line, line
 
 
-def when_built(change):
-    """A probe: change(module, cfg, model) once a model has been made."""
-
-    def probe(module):
-        init = module.Model.__init__
-
-        def changed(self, cfg, *args):
-            init(self, cfg, *args)
-            change(module, cfg, self)
-
-        module.Model.__init__ = changed
-
-    return probe
-
-
-@when_built
-def has_one_more_norm(module, cfg, model):
-    """As in a model whose units are lists of names that lack one."""
-    model.model.extra = module.RMSNorm(cfg).requires_grad_(not hasattr(module, "LoRALinear"))
-
-
-@when_built
-def has_a_wider_norm(module, cfg, model):
-    """As in a model in bf16 whose norms are in fp32."""
-    model.model.norm.double()
-
-
-def has_two_losses(module):
-    """A probe: two forwards, then backward of both, as where two answers are compared."""
-    forward = module.forward
-    module.forward = lambda *args: forward(*args) + forward(*args)
-
-
-def zeroes_a_gradient_as_usual(module):
-    """A probe: a .grad is taken from its parameter, as by model.zero_grad(); backward makes another."""
-
-    def step(cfg, model, *batch, forward_backward=module.forward_backward):
-        model.lm_head.weight.grad = None
-        return forward_backward(cfg, model, *batch)
-
-    module.forward_backward = step
+MODEL = '        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")'
+FROZEN = "        self.model.embed_tokens.requires_grad_(False)"
+EXTRA = "        self.model.extra = RMSNorm(cfg)", "model.extra.weight must be in exactly one unit"
+LOSS = "        loss = forward(cfg, model, x, y) / tokens"
+TWO_LOSSES = "        loss = loss + forward(cfg, model, x, y)", "run backward after each forward"
+MISUSE = [  # a line, what is put behind it, and what is said about that; others share these definitions
+    (ZERO1, MODEL, FROZEN, "a frozen parameter"),
+    (
+        ZERO1,
+        "    rank, dp = model.dp.rank(), model.dp.size()",
+        "    model.lm_head.weight.grad = None",
+        "a .grad is no view",
+    ),
+    (ZERO1, MODEL, "        self.model.norm.double()", "parameters of several dtypes"),
+    (MASTERS, MODEL, FROZEN, "embed_tokens.weight is frozen"),
+    (OVERLAP, MODEL, *EXTRA),
+    (LORA, MODEL, *EXTRA),
+    (ZERO3, LOSS, *TWO_LOSSES),
+    (COPY_ENGINES, LOSS, *TWO_LOSSES),
+]
+STEP = '; return loss and gradient norm, without waiting for the GPU."""'
+OTHER_WAYS = [  # to call a model: compiled with the calls around its blocks; a loss nobody reads; a step is given up
+    (ZERO3, MODEL, '        self.compile(backend="eager")'),
+    (ZERO3, "    total = 0", "    forward(cfg, model, inputs[:1], targets[:1])"),
+    (ZERO2, STEP, "    forward_backward(cfg, model, inputs, targets)\n    optimizer.zero_grad()"),
+]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "recipe, probe, words",
-    [
-        (ZERO1, probes.freezes("embed_tokens"), "a frozen parameter"),
-        (ZERO1, zeroes_a_gradient_as_usual, "a .grad is no view"),
-        (ZERO1, has_a_wider_norm, "parameters of several dtypes"),
-        (MASTERS, probes.freezes("embed_tokens"), "embed_tokens.weight is frozen"),
-        *((recipe, has_one_more_norm, "model.extra.weight must be in exactly one unit") for recipe in (OVERLAP, LORA)),
-        *((recipe, has_two_losses, "run backward after each forward") for recipe in (ZERO3, COPY_ENGINES)),
-    ],
-)
-def test_a_silent_misuse_is_refused(recipe, probe, words):  # others share these definitions
+@pytest.mark.parametrize("recipe, line, more, words", MISUSE)
+def test_a_silent_misuse_is_refused(recipe, line, more, words, tmp_path):
     with pytest.raises(RankFailed, match=words):
-        launch(recipe, 1, f"{SMALL} --steps 1", probe=probe)
-
-
-@when_built
-def compiles_the_model(module, cfg, model):
-    """With the calls around its blocks."""
-    model.compile(backend="eager")
-
-
-def leaves_a_graph(module):
-    """A probe: a forward whose loss nobody reads, before the step's."""
-    step = module.forward_backward
-
-    def wasteful(cfg, model, inputs, targets):
-        module.forward(cfg, model, inputs[:1], targets[:1])
-        return step(cfg, model, inputs, targets)
-
-    module.forward_backward = wasteful
-
-
-def gives_up_a_step(module):
-    """A probe: after the first backward of each step gradients are zeroed as usual, and there is another one."""
-    step = module.train_step
-
-    def again(cfg, model, optimizer, *batch):
-        module.forward_backward(cfg, model, *batch)
-        optimizer.zero_grad()
-        return step(cfg, model, optimizer, *batch)
-
-    module.train_step = again
+        launch(changed(recipe, line, f"{line}\n{more}", tmp_path), 1, f"{SMALL} --steps 1")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "file, probe", [(ZERO3, compiles_the_model), (ZERO3, leaves_a_graph), (ZERO2, gives_up_a_step)]
-)
-def test_other_ways_to_call_a_model(probe, file):
-    runs = [launch(file, 2, f"{SMALL} --steps 2 --dtype float64", probe=probe) for probe in (None, probe)]
-    for name, weight in runs[0].weights.items():
-        assert torch.equal(weight, runs[1].weights[name]), name
+@pytest.mark.parametrize("recipe, line, more", OTHER_WAYS)
+def test_other_ways_to_call_a_model(recipe, line, more, tmp_path):
+    files = recipe, changed(recipe, line, f"{line}\n{more}", tmp_path)
+    plain, run = (launch(file, 2, f"{SMALL} --steps 2 --dtype float64") for file in files)
+    for name, weight in plain.weights.items():
+        assert torch.equal(weight, run.weights[name]), name
 
 
 def test_all_bytes_of_pinned_memory_are_pinned(monkeypatch):

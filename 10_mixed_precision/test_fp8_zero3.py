@@ -13,7 +13,8 @@ import probes
 import pytest
 import recipes
 import torch
-from launch import ROOT, RankFailed, in_a_fork, isolated, launch, load
+from launch import RankFailed, in_a_fork, isolated, launch, load
+from mutation import changed
 from streams import streams
 from torch import Tensor
 
@@ -157,10 +158,8 @@ MISUSE = [  # what a trainer does wrong, as a change of the recipe's; what it is
 @in_a_fork
 def test_misuse_is_noticed(how, tmp_path, file=None):
     """Weights in fp8 that are old, or none, end the run with one line."""
-    (old, new, says), source = MISUSE[how], (ROOT / (file or FP8_ZERO3)).read_text()
-    assert source.count(old) == 1
-    misused = tmp_path / "misused.py"
-    misused.write_text(source.replace(old, new))
+    old, new, says = MISUSE[how]
+    misused = changed(file or FP8_ZERO3, old, new, tmp_path)
     with pytest.raises(RankFailed) as failure:
         launch(misused, 1, f"{SMALL} --steps 2")
     assert says in failure.value.output.splitlines()[-1], f"it says {failure.value.output}"

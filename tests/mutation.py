@@ -122,14 +122,19 @@ def bugs_of(path: Path) -> list[Bug]:
     return found
 
 
+def changed(recipe: str, old: str, new: str, folder: Path) -> str:
+    """Write the recipe with new source for old, which it has once, into a folder, and return its path."""
+    source = (ROOT / recipe).read_text()
+    assert source.count(old) == 1, f"{recipe} must contain {old!r} once"
+    path = Path(folder) / Path(recipe).name
+    path.write_text(source.replace(old, new))
+    compile(path.read_text(), path, "exec")  # it is none of Python's errors
+    return str(path)
+
+
 def mutate(bug: Bug, folder: Path) -> str:
     """Write the recipe with the bug into a folder, and return its path."""
-    source = (ROOT / bug.recipe).read_text()
-    assert source.count(bug.old) == 1, f"{bug.where}: {bug.recipe} must contain {bug.old!r} once"
-    path = Path(folder) / bug.recipe.split("/")[1]
-    path.write_text(source.replace(bug.old, bug.new))
-    compile(path.read_text(), path, "exec")  # a bug that is none of Python's
-    return str(path)
+    return changed(bug.recipe, bug.old, bug.new, folder)
 
 
 def probe_of(bug: Bug):
