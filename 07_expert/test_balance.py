@@ -150,8 +150,16 @@ def compared(file, world, flags, own, mode, roots, probe=lambda module: None) ->
     return run, theirs
 
 
-def check_auxiliary_loss(world: int, flags: str, file: str = AUXILIARY, modes=(GRADIENT, TRAINING)) -> None:
-    """Gradient and training are the root's with the same losses."""
+@pytest.mark.parametrize(
+    "world, flags, modes",
+    [
+        (4, "--edp 2", [GRADIENT]),
+        pytest.param(3, "--experts 6 --top_k 1", [GRADIENT, TRAINING], marks=pytest.mark.thorough),
+        pytest.param(2, "--layers 2 --compile", [GRADIENT], marks=pytest.mark.thorough),
+    ],
+)
+def test_auxiliary_losses(world, flags, modes, file=AUXILIARY):
+    """Gradient and training are the root's with the same losses, of the whole batch."""
     for mode in modes:
         compared(file, world, flags, f"--balance {BALANCE} --z {Z}", mode, ("losses", BALANCE, Z))
 
@@ -163,41 +171,16 @@ def biases(module):
     return lambda: torch.stack([block.mlp.gate.bias for block in models[0].model.layers])
 
 
-def check_bias(world: int, flags: str, file: str = BIAS) -> None:
-    """Training, and the biases to the bit, are the root's with biases; all ranks have the same."""
-    run, theirs = compared(file, world, flags, f"--bias_rate {RATE}", TRAINING, ("biases", RATE), biases)
-    moved, changed = theirs.probes[0][0]
-    assert changed > 0.1 and len(moved.unique()) > 3, "the biases change nothing"
-    assert all(torch.equal(seen, moved) for seen, _ in run.probes), "biases are not the root's on all ranks"
-
-
-def check_scarce(world: int, flags: str, capacity: float, file: str = CAPACITY, modes=(GRADIENT, TRAINING)) -> None:
-    """Gradient, training and the logged share are those of a root that drops the same rows."""
-    for mode in modes:
-        run, theirs = compared(file, world, flags, f"--capacity {capacity}", mode, ("drops", world, capacity))
-        shares = theirs.probes[0][0]
-        assert min(shares) > 0.01, "nothing is dropped"
-        assert [share for *_, share in run.history] == shares, "the logged share is off by some rows"
-
-
-@pytest.mark.parametrize(
-    "world, flags, modes",
-    [
-        (4, "--edp 2", [GRADIENT]),
-        pytest.param(3, "--experts 6 --top_k 1", [GRADIENT, TRAINING], marks=pytest.mark.thorough),
-        pytest.param(2, "--layers 2 --compile", [GRADIENT], marks=pytest.mark.thorough),
-    ],
-)
-def test_auxiliary_losses_are_those_of_the_whole_batch(world, flags, modes):
-    check_auxiliary_loss(world, flags, modes=modes)
-
-
 @pytest.mark.parametrize(
     "world, flags",
     [(2, "--microbatches 3"), pytest.param(4, "--edp 2 --microbatches 1 --top_k 1", marks=pytest.mark.thorough)],
 )
-def test_biases_are_those_of_the_whole_step(world, flags):
-    check_bias(world, flags)
+def test_biases(world, flags, file=BIAS):
+    """Training, and on all ranks the biases to the bit, are the root's with biases that move once a step."""
+    run, theirs = compared(file, world, flags, f"--bias_rate {RATE}", TRAINING, ("biases", RATE), biases)
+    moved, changed = theirs.probes[0][0]
+    assert changed > 0.1 and len(moved.unique()) > 3, "the biases change nothing"
+    assert all(torch.equal(seen, moved) for seen, _ in run.probes), "biases are not the root's on all ranks"
 
 
 @pytest.mark.parametrize(
@@ -209,8 +192,13 @@ def test_biases_are_those_of_the_whole_step(world, flags):
         pytest.param(2, "--top_k 1", 1.0, [GRADIENT], marks=pytest.mark.thorough),
     ],
 )
-def test_drops_what_the_reference_drops(world, flags, capacity, modes):
-    check_scarce(world, flags, capacity, modes=modes)
+def test_drops(world, flags, capacity, modes, file=CAPACITY):
+    """Gradient, training and the logged share are those of a root that drops the same rows."""
+    for mode in modes:
+        run, theirs = compared(file, world, flags, f"--capacity {capacity}", mode, ("drops", world, capacity))
+        shares = theirs.probes[0][0]
+        assert min(shares) > 0.01, "nothing is dropped"
+        assert [share for *_, share in run.history] == shares, "the logged share is off by some rows"
 
 
 # ------------------------------------------------------------------------------------------------------- edges, misuse

@@ -30,6 +30,7 @@ LAYERS, D, S, B, E, K, FFN = 2, 32, 16, 12, 8, 2, 48
 SHAPE = f"--device cpu --dtype float64 --layers {LAYERS} --dim {D} --heads 4 --kv_heads 2 --ffn {FFN}"
 SHAPE += f" --seq {S} --batch {B}"
 SMALL = f"{SHAPE} --experts {E} --top_k {K}"
+THOROUGH = pytest.mark.thorough
 
 
 @pytest.mark.parametrize(
@@ -59,14 +60,17 @@ def test_ranks_without_rows(recipe, world, flags, file=None):
 
 # -------------------------------------------------------------------------------------------------------- transformers
 @pytest.mark.parametrize(
-    "rope, top_k",
+    "recipe, own",
     [
-        ("", 2),
-        pytest.param("--theta 10000 --batch 16", 1, marks=pytest.mark.thorough),  # so that every expert has rows
+        (MOE, dict(experts="--experts 8 --top_k 2")),
+        (NODES, dict(rope="--theta 5e5 --batch 8", shared=1)),
+        # batches so large that every expert has rows
+        pytest.param(MOE, dict(rope="--theta 10000 --batch 16", experts="--experts 8 --top_k 1"), marks=THOROUGH),
+        pytest.param(NODES, dict(rope="--theta 5e5 --batch 8", shared=2), marks=THOROUGH),
     ],
 )
-def test_computes_what_transformers_computes(rope, top_k):
-    witness.check(MOE, rope, f"--experts 8 --top_k {top_k}")
+def test_computes_what_transformers_computes(recipe, own):
+    witness.check(recipe, **own)
 
 
 # ----------------------------------------------------------------------------------------- functions, alone
@@ -252,18 +256,12 @@ def rows_of_experts(module):
     return lambda: steps
 
 
-def unwritten(module):
-    """A probe: memory that nobody has written holds the largest numbers there are."""
-    torch.use_deterministic_algorithms(True)
-    return lambda: None
-
-
 @pytest.mark.parametrize("recipe, world, flags", [(MOE, 1, ""), (PARALLEL, 4, "--edp 2")])
 def test_busiest_expert(recipe, world, flags, file=None):
     """Its rows over the mean, in the worst layer: of the step, of all ranks, without those of validations around it."""
     flags = f"{SMALL} --steps 3 --lr 1e-1 --warmup 0 {flags}"
-    run = launch(file or recipe, world, flags, probe=together(unwritten, rows_of_experts, evaluated()))
-    rows = np.sum([rows for _, rows, _ in run.probes], axis=0)  # steps layers e
+    run = launch(file or recipe, world, flags, probe=together(rows_of_experts, evaluated()))
+    rows = np.sum([rows for rows, _ in run.probes], axis=0)  # steps layers e
     assert rows.shape == (3, LAYERS, E) and (rows.sum(-1) == B * S * K).all()
     wanted = (rows.max(-1) / rows.mean(-1)).max(-1)
     logged = [busiest for *_, busiest in run.history]

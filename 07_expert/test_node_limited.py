@@ -1,71 +1,19 @@
-"""node_limited.py routes as DeepSeek-V3 does, and a token crosses the network once per node.
+"""In node_limited.py a token crosses the network once per node.
 
-Its root is itself on one rank, where it is compared with transformers.
 Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
 import ast
 import inspect
 
-import compare
 import equivalence
 import pytest
 import torch
-import witness
-from launch import isolated, launch, load, run_folder
+from launch import launch, load
 from probes import phase
-from safetensors.torch import save_file
 
 RECIPE = equivalence.NODES
 TOP_K = 4  # of 16 experts, in 4 groups of which 2 are chosen; two nodes hold 8 each
-
-
-@pytest.mark.parametrize("shared", [1, pytest.param(2, marks=pytest.mark.thorough)])
-def test_computes_what_transformers_computes(shared, file=RECIPE):
-    """GLM-4.5 has these experts, and a Llama's attention: from_pretrained loads what is saved, and logits, loss and
-    gradients are equal. With biases below -1, so that all biased scores are negative; all experts of a layer have rows.
-    """
-    folder = run_folder() / f"glm{shared}"
-    folder.mkdir(exist_ok=True)
-    batch = f"{witness.FLAGS} --batch 8 --data {equivalence.documents()}"
-    flags, generator = f"{batch} --shared {shared} --microbatches 1", torch.Generator().manual_seed(2)
-    start = launch(RECIPE, 1, f"{flags} --steps 0").weights
-    for name, x in start.items():
-        noise = torch.randn(x.shape, generator=generator)
-        x.copy_(noise.sigmoid() / 10 - 1.1 if name.endswith("bias") else 0.2 * noise + (x.ndim == 1))
-    save_file(start, folder / "start.safetensors")
-    flags += f" --init {folder}/start.safetensors"
-    ours = launch(file, 1, f"{flags} {equivalence.GRADIENT}", probe=witness.first_logits)
-    launch(file, 1, f"{flags} --steps 0 --save {folder}/model.safetensors")
-    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
-
-    def theirs():
-        routing = dict(n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5)
-        experts = dict(n_shared_experts=shared, moe_intermediate_size=64, first_k_dense_replace=0, norm_topk_prob=True)
-        rope = dict(rope_type="default", rope_theta=5e5, partial_rotary_factor=1.0)
-        attention = dict(head_dim=8, use_qk_norm=False, attention_bias=False, rope_parameters=rope)
-        config = Glm4MoeConfig(**witness.SHAPE, **routing, **experts, **attention, tie_word_embeddings=False)
-        config._attn_implementation = config._experts_implementation = "eager"
-        config.save_pretrained(folder)
-        loaded = Glm4MoeForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict()
-        with witness.in_float64():
-            model = Glm4MoeForCausalLM(config).double()
-            model.load_state_dict(loaded)
-            logits, loss = witness.loss_of(model, batch)
-            loss.backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(p.grad)
-        return logits.detach(), loss.item(), witness.stored(model, folder / "gradients")
-
-    logits, loss, gradients = isolated(theirs)
-    change = {name: start[name] - tensor for name, tensor in ours.weights.items() if not name.endswith("bias")}
-    gradients = {name: gradient for name, gradient in gradients.items() if not name.endswith("bias")}
-    assert all(gradient.any() for gradient in gradients.values()), "an expert has no rows"
-    errors = compare.relative_errors(change, gradients)
-    errors["logits"] = ((ours.probes[0] - logits).norm() / logits.norm()).item()
-    errors["loss"] = abs(ours.history[0][0] / loss - 1)
-    compare.assert_close(errors, 1e-10, f"{file} against transformers")
 
 
 def hops(module):

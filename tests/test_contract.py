@@ -58,8 +58,9 @@ def test_contract(promise, recipe):
 @pytest.mark.parametrize("recipe, world, flags", OTHERS)
 def test_other_sizes(recipe, world, flags):
     """Training is the root's where the hardest case may not show that it is not; no wait is missing."""
-    probe = equivalence.without_kernels if "--compile" in flags else probes.waits
-    equivalence.check(recipe, world, flags, probe=probe)
+    compiled = "--compile" in flags
+    probe = equivalence.without_kernels if compiled else probes.waits
+    equivalence.check(recipe, world, flags + " --layers 2" * compiled, probe=probe)
 
 
 def test_every_recipe_has_a_hardest_case():

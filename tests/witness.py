@@ -1,4 +1,5 @@
-"""The witness from outside: transformers' Llama computes what the root computes, and its Mixtral what moe.py does."""
+"""The witness from outside: transformers' Llama computes what the root computes, Mixtral what moe.py does, and GLM-4.5,
+which has DeepSeek-V3's experts and a Llama's attention, what node_limited.py does."""
 
 import contextlib
 import sys
@@ -41,6 +42,17 @@ def mixtral_config(experts: int, top_k: int, theta: float = 5e5):
     return MixtralConfig(**SHAPE, **routing, sliding_window=None, tie_word_embeddings=False, rope_parameters=rope)
 
 
+def glm_config(shared: int):
+    """transformers' config of node_limited.py with FLAGS and that many shared experts."""
+    from transformers import Glm4MoeConfig
+
+    routing = dict(n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5)
+    experts = dict(n_shared_experts=shared, moe_intermediate_size=64, first_k_dense_replace=0, norm_topk_prob=True)
+    rope = dict(rope_type="default", rope_theta=5e5, partial_rotary_factor=1.0)
+    attention = dict(head_dim=8, use_qk_norm=False, attention_bias=False, rope_parameters=rope)
+    return Glm4MoeConfig(**SHAPE, **routing, **experts, **attention, tie_word_embeddings=False)
+
+
 @contextlib.contextmanager
 def in_float64():
     """transformers computes norms, rotary angles and the router's softmax in float32: in here that means float64."""
@@ -53,17 +65,24 @@ def class_of(config):
     """The class of transformers that has such a config."""
     import transformers
 
-    return {"llama": transformers.LlamaForCausalLM, "mixtral": transformers.MixtralForCausalLM}[config.model_type]
+    names = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
+    return getattr(transformers, names[config.model_type])
 
 
 def random_model(config):
-    """transformers' model with large random weights, and norm weights that differ from 1, so that no error hides."""
+    """transformers' model with large random weights, and norm weights that differ from 1, so that no error hides.
+
+    Biases of routers are below -1, so that all biased scores are negative.
+    """
     config._attn_implementation = config._experts_implementation = "eager"
     model = class_of(config)(config).double()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.2 + (p.ndim == 1))
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.2 + (p.ndim == 1))  # routers are loaded in float32
+        for name, bias in model.named_buffers():
+            if name.endswith("bias"):
+                bias.copy_(torch.rand(bias.shape, generator=generator) / 10 - 1.1)
     return model
 
 
@@ -111,17 +130,25 @@ def stored(model, folder: Path | str) -> dict[str, torch.Tensor]:
 
 
 def check(
-    recipe: Path | str = ROOT_RECIPE, rope: str = "", experts: str = "", tied: bool = False, documents: bool = False
+    recipe: Path | str = ROOT_RECIPE,
+    rope: str = "",
+    experts: str = "",
+    shared: int = 0,
+    tied: bool = False,
+    documents: bool = False,
 ) -> None:
     """Assert that from_pretrained loads what the recipe saves, and computes the same logits, loss and gradients.
 
-    experts: "--experts E --top_k K" of a recipe that has experts. documents: of one with document masks.
+    experts: "--experts E --top_k K" of a recipe that has experts. shared: so many are shared, of node_limited.py.
+    documents: of one with document masks.
     """
     folder = tempfile.mkdtemp()
     numbers = [float(number) for number in rope.split()[1:4:2]]  # of --theta and --rope_factor
     config = llama_config(*numbers, tied=tied)
     if experts:
         config = mixtral_config(*map(int, experts.split()[1::2]), *numbers[:1])
+    if shared:
+        config, experts = glm_config(shared), f"--shared {shared} --microbatches 1"
     class_of(config)  # imported here, not in each of the forks
     weights = isolated(lambda: stored(random_model(config), f"{folder}/start"))
     start = f"{FLAGS} --data {equivalence.documents()} {rope} {experts} --init {folder}/start/model.safetensors"
@@ -149,7 +176,10 @@ def check(
         return logits.detach(), loss.item(), stored(model, f"{folder}/gradients")
 
     logits, loss, gradients = isolated(theirs)
-    change = {name: weights[name] - tensor for name, tensor in ours.weights.items()}
+    biases = {name for name in weights if name.endswith("bias")}  # of routers, which have no gradient
+    change = {name: weights[name] - tensor for name, tensor in ours.weights.items() if name not in biases}
+    gradients = {name: gradient for name, gradient in gradients.items() if name not in biases}
+    assert all(gradient.any() for gradient in gradients.values()), "an expert has no rows"
     errors = compare.relative_errors(change, gradients)
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     errors["logits"] = ((ours.probes[0] - logits).norm() / logits.norm()).item()
