@@ -7,7 +7,6 @@ from unittest.mock import patch
 import probes
 import pytest
 import torch
-from contract import refusal
 from launch import RankFailed, launch, load
 from mutation import changed
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -270,11 +269,6 @@ def test_a_step(recipe, world, flags, file=None):
 
 
 # -------------------------------------------------------------------------------------------------------------- misuse
-def test_shards_that_do_not_divide_the_ranks():
-    line = refusal(load(HSDP), 4, "--device cpu --shard 3")
-    assert "\n" not in line and "--shard 3" in line and "processes, 4" in line, line
-
-
 MODEL = '        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")'
 FROZEN = "        self.model.embed_tokens.requires_grad_(False)"
 EXTRA = "        self.model.extra = RMSNorm(cfg)", "model.extra.weight must be in exactly one unit"

@@ -8,7 +8,6 @@ from unittest.mock import patch
 import probes
 import pytest
 import torch
-from contract import refusal
 from launch import in_a_fork, launch, load
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -241,23 +240,6 @@ def test_activations_kept(recipe, flag):
     by_tokens = dict(dtype="bfloat16", compile=bool(flag), sequence_parallel=recipe != TENSOR)
     cfg = predict.Config(**shape, **by_tokens, batch=1, tp=2)
     assert launch(recipe, 2, flags, probe=kept).probes == [predict.saved(cfg, "none")] * 2
-
-
-# -------------------------------------------------------------------------------------------------------------- flags
-@pytest.mark.parametrize(
-    "recipe, world, flags, words",
-    [
-        (TENSOR, 3, "--heads 8 --dim 96 --kv_heads 1 --ffn 96", "--heads 8"),
-        (TENSOR, 3, "--heads 6 --dim 96 --kv_heads 2 --ffn 96", "--kv_heads 2"),
-        (TENSOR, 4, "--ffn 386", "--ffn 386"),
-        (SEQUENCE, 4, "--seq 127 --batch 1", "--seq 127"),
-        (TWIN, 8, "--kv_heads 4", "--kv_heads 4"),
-    ],
-)
-def test_sizes(recipe, world, flags, words):
-    """Sizes that tp does not divide end with one line that names the flag."""
-    line = refusal(load(recipe), world, f"--device cpu {flags}")
-    assert words in line and str(world) in line and "\n" not in line
 
 
 def test_ranks_on_two_hosts():

@@ -8,7 +8,6 @@ import weakref
 from unittest.mock import patch
 
 import compare
-import contract
 import probes
 import pytest
 import schedules
@@ -328,21 +327,3 @@ def test_stages_are_balanced():
 
         others = itertools.starmap(slowest, itertools.combinations(range(1, layers), stages - 1))
         assert slowest(*(part[0] for part in split[1:])) == min(others)
-
-
-@pytest.mark.parametrize(
-    "recipe, world, flags, line",
-    [
-        (ONE_F_ONE_B, 4, "--layers 3", "--layers 3: .* processes, 4"),
-        (ONE_F_ONE_B, 2, "--microbatches 6", "--microbatches 6: .*--batch 16"),
-        (INTERLEAVED, 4, "--microbatches 2", "--microbatches 2: .*multiple.* processes, 4"),
-        (INTERLEAVED, 2, "--layers 5 --chunks 3", "--layers 5: .*--chunks.* processes, 6"),
-        (ZBV, 4, "--layers 7", "--layers 7: .*twice.* processes, 8"),
-        (DUALPIPE, 3, "", "--nproc_per_node 3: .*even"),
-        (TWIN, 1, "--schedule LoopedBFS --validate 1", "--validate 1: must be 0, or --schedule 1F1B: .*LoopedBFS"),
-    ],
-)
-def test_sizes(recipe, world, flags, line):
-    """What cannot be split ends with one line that names the flag and what would work."""
-    said = contract.refusal(load(recipe), world, f"--device cpu {flags}")
-    assert said and re.match(line, said) and "\n" not in said, said

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import witness
-from contract import refusal
 from launch import in_a_fork, isolated, launch, load, run_folder
 from probes import OnGPU, evaluated, sent, together
 from safetensors.torch import save_file
@@ -266,27 +265,6 @@ def test_busiest_expert(recipe, world, flags, file=None):
     wanted = (rows.max(-1) / rows.mean(-1)).max(-1)
     logged = [busiest for *_, busiest in run.history]
     assert logged == pytest.approx(wanted, rel=1e-6) and len(set(logged)) == 3, f"the load is {wanted}, not {logged}"
-
-
-# --------------------------------------------------------------------------------------------------------------- sizes
-@pytest.mark.parametrize(
-    "recipe, world, flags, line",
-    [
-        (MOE, 1, "--top_k 9", "--top_k 9: must be at most --experts 8"),
-        (MOE, 1, "--device cuda --dtype bfloat16 --ffn 100", "--ffn 100: it and --dim 128 must be multiples of 8"),
-        (PARALLEL, 4, "--edp 3", "--edp 3: must divide the number of processes, 4"),
-        (PARALLEL, 8, "--experts 6 --edp 2", "--experts 6: must be divisible by the ranks that share them, 4"),
-        (BIAS, 1, "--bias_rate 1e300", "--bias_rate 1e+300: must be at most 1"),
-        (NODES, 8, "--nodes 3", "--nodes 3: must divide both the 8 ranks that share the experts and --groups 4"),
-        (NODES, 8, "--groups 3", "--groups 3: must divide --experts 16"),
-        (NODES, 8, "--top_groups 5", "--top_groups 5: must be at most --groups 4"),
-        (NODES, 8, "--top_k 9", "--top_k 9: --top_groups 2 have 8 experts"),
-    ],
-)
-def test_sizes(recipe, world, flags, line):
-    """A size that cannot be shared out ends with one line that names the flag and what would work."""
-    said = refusal(load(recipe), world, f"--device cpu {flags}")
-    assert said and said.startswith(line) and "\n" not in said, said
 
 
 @pytest.mark.parametrize("recipe", ["06_pipeline/split_backward.py", "10_mixed_precision/fp8_tensorwise.py", MOE])

@@ -183,6 +183,9 @@ EDGES = """
 04_*: 8 --heads 8 --kv_heads 8 --seq 8 --batch 1 | 1 | 2 --ffn 2
 04_*parallel.py 04_*lora.py: 8 --heads 8 --kv_heads 4 | 8 --heads 8 --kv_heads 1
 04_*/[vs]*.py: 4 --vocab 257 | 4 --vocab 259
+05_*/blockwise.py: 1 --seq 9 --blocks 9
+05_*/[ru]*.py: 8 --seq 8 --kv_heads 1 --ulysses 4 | 8 --seq 8 --kv_heads 2 --ulysses 8
+05_*/zigzag.py: 8 --seq 16
 06_*/[!iz]*.py 06_*/zero_bubble.py: 8 --layers 8 | 2 --layers 2
 06_*/interleaved.py 06_*/zbv.py: 8 --layers 16 | 2 --layers 4
 06_*/[!d]*.py: 1 --layers 2 | 3 --layers 8 --batch 12 --microbatches 12
@@ -203,6 +206,39 @@ EDGES = """
 08_4d/[!23]*.py: 8 --dp 1 --cp 1 --tp 8 --pp 1 --ep 1 | 8 --dp 1 --cp 1 --tp 1 --pp 8 --microbatches 1 --ep 1 | 8
 08_4d/[!23]*.py: 8 --dp 8 --cp 1 --tp 1 --pp 1 --batch 8 --microbatches 1 | 8 --dp 1 --cp 8 --tp 1 --pp 1 --seq 16
 08_4d/[!23]*.py: 3 --dp 1 --cp 1 --tp 1 --pp 3 --ep 1 | 1 --dp 1 --cp 1 --tp 1 --pp 1 --ep 1
+"""
+# recipe | ranks | flags that cannot be shared out among them | how the line about them begins
+REFUSED = """
+03_zero/hsdp.py | 4 | --shard 3 | --shard 3: must divide the number of processes, 4
+04_tensor_sequence/tensor_parallel.py | 3 | --heads 8 --dim 96 --kv_heads 1 --ffn 96 | --heads 8: must be divisible by
+04_tensor_sequence/tensor_parallel.py | 3 | --heads 6 --dim 96 --kv_heads 2 --ffn 96 | --kv_heads 2: must divide, or be
+04_tensor_sequence/tensor_parallel.py | 4 | --ffn 386 | --ffn 386: must be divisible by the number of processes, 4
+04_tensor_sequence/sequence_parallel.py | 4 | --seq 127 --batch 1 | --seq 127: times --batch 1, must be divisible by 4
+04_tensor_sequence/torch_dtensor.py | 8 | --kv_heads 4 | --kv_heads 4: must be divisible by the number of processes, 8
+05_context_ring/blockwise.py | 1 | --seq 126 --blocks 4 | --seq 126: must be divisible by --blocks 4
+05_context_ring/ring.py | 4 | --seq 127 | --seq 127: must be divisible by the number of processes, 4
+05_context_ring/striped.py | 8 | --seq 8 | --seq 8: must be at least 16
+05_context_ring/zigzag.py | 4 | --seq 12 | --seq 12: must be divisible by 8
+05_context_ring/ulysses.py | 8 | --dim 96 --heads 12 --kv_heads 4 | --heads 12: must be divisible by the number of
+05_context_ring/usp.py | 4 | --dim 96 --heads 12 --kv_heads 6 --ulysses 4 | --kv_heads 6: must divide, or be divisible
+05_context_ring/usp.py | 4 | --ulysses 3 | --ulysses 3: must divide the number of processes, 4
+05_context_ring/torch_context_parallel.py | 4 | --seq 12 | --seq 12: must be divisible by 8
+06_pipeline/1f1b.py | 4 | --layers 3 | --layers 3: must be at least the number of processes, 4
+06_pipeline/1f1b.py | 2 | --microbatches 6 | --microbatches 6: must divide --batch 16
+06_pipeline/interleaved.py | 4 | --microbatches 2 | --microbatches 2: must be a multiple of the number of processes, 4
+06_pipeline/interleaved.py | 2 | --layers 5 --chunks 3 | --layers 5: must be at least --chunks times the processes, 6
+06_pipeline/zbv.py | 4 | --layers 7 | --layers 7: must be at least twice the number of processes, 8
+06_pipeline/dualpipe.py | 3 | --seed 0 | --nproc_per_node 3: must be an even number of processes in all
+06_pipeline/torch_pipelining.py | 1 | --schedule LoopedBFS --validate 1 | --validate 1: must be 0, or --schedule 1F1B
+07_expert/moe.py | 1 | --top_k 9 | --top_k 9: must be at most --experts 8
+07_expert/moe.py | 1 | --device cuda --dtype bfloat16 --ffn 100 | --ffn 100: it and --dim 128 must be multiples of 8
+07_expert/expert_parallel.py | 4 | --edp 3 | --edp 3: must divide the number of processes, 4
+07_expert/expert_parallel.py | 8 | --experts 6 --edp 2 | --experts 6: must be divisible by the ranks that share them, 4
+07_expert/bias_balancing.py | 1 | --bias_rate 1e300 | --bias_rate 1e+300: must be at most 1
+07_expert/node_limited.py | 8 | --nodes 3 | --nodes 3: must divide both the 8 ranks that share the experts and --groups
+07_expert/node_limited.py | 8 | --groups 3 | --groups 3: must divide --experts 16
+07_expert/node_limited.py | 8 | --top_groups 5 | --top_groups 5: must be at most --groups 4
+07_expert/node_limited.py | 8 | --top_k 9 | --top_k 9: --top_groups 2 have 8 experts
 """
 # recipes | promise of contract.py, or a part of one | why they do not keep it
 EXCEPTIONS = """

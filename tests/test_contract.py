@@ -10,8 +10,8 @@ import contract
 import equivalence
 import probes
 import pytest
-from launch import ROOT, free_port
-from recipes import CASES, EXCEPTIONS, FLAGS, HARDEST, OTHERS, ROOTS, keeps, matches, rows
+from launch import ROOT, free_port, load
+from recipes import CASES, EXCEPTIONS, FLAGS, HARDEST, OTHERS, REFUSED, ROOTS, keeps, matches, rows
 from test_lineage import TRAINING
 
 ASKED = {  # promises that are not asked of all recipes
@@ -61,6 +61,13 @@ def test_other_sizes(recipe, world, flags):
     compiled = "--compile" in flags
     probe = equivalence.without_kernels if compiled else probes.waits
     equivalence.check(recipe, world, flags + " --layers 2" * compiled, probe=probe)
+
+
+@pytest.mark.parametrize("recipe, world, flags, line", rows(REFUSED))
+def test_refused_sizes(recipe, world, flags, line):
+    """Sizes that cannot be shared out end with one line that names the flag and what would work."""
+    said = contract.refusal(load(recipe), int(world), f"--device cpu {flags}")
+    assert said and said.startswith(line) and "\n" not in said, said
 
 
 def test_every_recipe_has_a_hardest_case():
