@@ -49,12 +49,8 @@ def sizes_by_hand(shards: int, whole: bool = False) -> list[int]:
 
 
 def bytes_held(most, begins):
-    """A probe: bytes of all tensors: most while the model is built; when the last micro-batch begins, when the
-    gradients are there, and after the step.
-
-    most: what these are at most, once gloo's threads have let go of what they have sent. begins: the function that is
-    called when the last micro-batch begins.
-    """
+    """A probe: bytes of all tensors: most while the model is built; when the last micro-batch begins, with a call of
+    `begins`; when the gradients are there; after the step. Once gloo's threads have let go, they are at most `most`."""
 
     def probe(module):
         gc.freeze()
@@ -161,11 +157,8 @@ def check_communication(recipe, sizes, shards, world, seen):
 
 
 def memory_by_hand(recipe, sizes, shards, world):
-    """Bytes of everything in memory while the model is built, between micro-batches, with all gradients, and between
-    steps, as headers say; and how many there may be beside the last three.
-
-    No rank ever has the whole model in float32, nor, in stage 3, at all; zero1.py has it twice for a moment.
-    """
+    """Bytes in memory while the model is built, between micro-batches, with all gradients, and between steps; and how
+    many there may be beside the last three. No rank ever has the whole model in float32, but zero1.py."""
     everything, largest = sum(sizes), max(sizes)
     if recipe == LORA:  # 2 bytes per frozen weight and 16 per element of an adapter, which is whole
         state = 2 * everything // shards + 12 * ADAPTERS

@@ -151,10 +151,8 @@ def wanted_shapes(recipe):
 def wanted_traffic(recipe):
     """(Kind, dtype, elements that go in) of a step's collectives.
 
-    Tensor: 2 all-reduces per block forward and 2 backward. Sequence: 2 all-gathers and 2 reduce-scatters, and in
-    backward the same and 2 gathers of kept inputs; asynchronous ones are copies. All of b·s·d activations in bfloat16.
-    With the vocabulary split, embedding and head as well. Logits are never gathered: the loss sends three numbers per
-    token, whatever the vocabulary.
+    Of b·s·d activations 2 all-reduces per block forward and 2 backward, or 2 all-gathers and 2 reduce-scatters, and in
+    backward 2 more gathers of kept inputs; asynchronous ones are copies. The loss sends three numbers per token.
     """
     size, token, half = B * S * D, B * S, "torch.bfloat16"
     singles = [1, 2 * L * max(1, KV // TP) * D // H * D]  # the norm; gradients of key heads of a pair
@@ -206,10 +204,7 @@ def test_a_step(recipe):
 
 # -------------------------------------------------------------------------------------------------------- activations
 def kept(module):
-    """A probe: bytes of activations that the last block keeps for its backward, each storage once.
-
-    The number of tokens of a rank, 11, divides no weight: what it does not divide is a copy of a weight.
-    """
+    """A probe: bytes of activations that the last block keeps. A rank's 11 tokens divide no copy of a weight."""
     storages, forward, compile_ = {}, module.Block.forward, torch.nn.Module.compile
 
     def pack(tensor):

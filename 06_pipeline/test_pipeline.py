@@ -73,10 +73,7 @@ def test_schedule(recipe, sizes):
 
 
 def transport(module, line: schedules.Pipeline, rank: int) -> tuple[list, dict, dict]:
-    """What a rank does on which communicator: its greetings, and the other end of all it sends and receives.
-
-    Asked of the recipe's build_model, send and receive, where messages are only noted.
-    """
+    """A rank's greetings, and the communicator and both ends of all that it sends and receives; nothing is sent."""
     notes = []
 
     def send(tensor, group, group_dst):
@@ -106,10 +103,7 @@ def transport(module, line: schedules.Pipeline, rank: int) -> tuple[list, dict, 
 @pytest.mark.parametrize("recipe", ORDERS)
 @in_a_fork
 def test_communicators(recipe):
-    """Both ends of a message name the same communicator, and nobody waits for ever for what shares it.
-
-    On GPUs, that is: gloo stores what is sent, and so shows no message that is in the way of another.
-    """
+    """Both ends of a message name one communicator, and nobody waits for ever for what shares it, as GPUs would."""
     for p, m in (2, 4), (4, 8):
         module = load(recipe)
         line = schedules.pipeline(module, p, m)
@@ -129,11 +123,8 @@ def test_communicators(recipe):
 
 
 def operands_in_memory(most):
-    """A probe: micro-batches, or chunks of them, whose dy is in memory after a B, at most; and what else is.
-
-    That is the number of tensors returned by parts of the model in the forward of a micro-batch that are in memory
-    after its B, other than the operands of its W. And the number of gradients that hold on to a graph.
-    """
+    """A probe: the most micro-batches, or chunks, whose dy is in memory after a B; tensors of a forward that are after
+    its B, other than the operands of its W; gradients that hold on to a graph."""
 
     def probe(module):
         parts, waiting, peak, others, graphs, done = {}, [], [0], [0], [0], []
@@ -211,9 +202,8 @@ def waiting_for_weights(order):
 def test_memory_and_messages(recipe):
     """Between F and B, as many activations are in memory as the simulator counts; between B and W x and dy alone.
 
-    Beside them lives one tensor: the one that is being sent, has just arrived, or has just been used. A micro-batch
-    crosses a boundary as microbatch x seq x dim float32 elements, and so does its gradient. Gradients that have been
-    sent or used are let go: not all of them at the end of the step. An evaluation leaves no message under way.
+    Beside them lives one tensor, that has just been sent, has arrived, or been used. A micro-batch crosses a boundary
+    as microbatch x seq x dim elements, and so does its gradient. An evaluation leaves no message under way.
     """
     line, message = schedules.pipeline(load(recipe), 4, 8), 1 * 16 * 32 * 4
     in_flight, late = schedules.in_flight(line, until="B"), [waiting_for_weights(order) for order in line.orders]
@@ -299,10 +289,7 @@ def logged_losses(run: Run) -> list[float]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", [SPLIT[0], ZBV])
 def test_casts_are_those_of_the_newest_weights(recipe):
-    """In bfloat16, losses of three steps and of validations between them are the root's, but for rounding.
-
-    With casts of the weights before they would be off by 2 percent. In float64, a cast is the weight itself.
-    """
+    """In bfloat16, losses of steps and validations are the root's; with casts of older weights, off by 2 percent."""
     flags = SMALL.replace("--steps 1", "--steps 3 --validate 1 --dtype bfloat16 --lr 1e-2 --warmup 0")
     root = launch("01_single_gpu/train.py", 1, flags.replace("--microbatches 8", ""))
     run = launch(recipe, 2, flags)

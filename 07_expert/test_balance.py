@@ -1,7 +1,6 @@
 """Auxiliary losses and biases are those of the whole batch, whoever holds it; expert capacity drops what it says.
 
-Each is compared with the root, to which the same is added in the plainest way: probes of it see all tokens at once, add
-the losses to the loss, and count rows one by one.
+Each is compared with the root, to which the same is added in the plainest way.
 """
 
 import math
@@ -25,10 +24,7 @@ RATE = 0.02  # of the biases: probabilities are near 1/8
 
 # ----------------------------------------------------------------------------------------------------- reference probes
 def with_auxiliary_loss(balance: float, z: float):
-    """A probe of the root: add the auxiliary losses of all layers to what is trained, not to what is logged.
-
-    They are of all tokens, also of those whose targets are ignored: those of transformers, for Mixtral and for Switch.
-    """
+    """A probe of the root: add transformers' losses, of all layers and tokens, to what is trained, not to the log."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
     from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
@@ -58,9 +54,7 @@ def with_auxiliary_loss(balance: float, z: float):
 
 def with_bias(rate: float):
     """A probe of the root: choose experts by probability + bias, and move the biases once after each optimizer step.
-
-    Reports the biases, [layers, e], and which part of the tokens would have had other experts without them.
-    """
+    Reports the biases [layers, e], and which part of the tokens would have had other experts without them."""
 
     def probe(module):
         biases, counts, changed, train_step = {}, {}, [], module.train_step

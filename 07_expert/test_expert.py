@@ -1,9 +1,8 @@
-"""moe.py computes what Mixtral computes; with expert parallelism rows reach their experts, and their outputs return.
+"""moe.py computes what Mixtral computes; with expert parallelism rows reach their experts, and their outputs return."""
 
-Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
-"""
-
+import ast
 import contextlib
+import inspect
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -15,7 +14,7 @@ import pytest
 import torch
 import witness
 from launch import in_a_fork, isolated, launch, load, run_folder
-from probes import OnGPU, evaluated, sent, together
+from probes import OnGPU, evaluated, phase, sent, together
 from safetensors.torch import save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -113,10 +112,7 @@ def test_gates_are_not_rounded(recipe, file=None):
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_grouped_matmul(dtype, file=None):
-    """Each block by its own matrix; in bfloat16 by the kernel of GPUs, which rounds once.
-
-    An expert without rows has a gradient: zeros, even where memory was in use.
-    """
+    """Each block by its own matrix; in bfloat16 by the kernel of GPUs, which rounds once. No rows: a gradient of 0."""
 
     def compute():
         torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
@@ -142,10 +138,7 @@ def test_grouped_matmul(dtype, file=None):
 
 @pytest.mark.parametrize("recipe", [MOE, AUXILIARY, BIAS, NODES])
 def test_router_keeps_close_scores_apart(recipe, file=None):
-    """Under bfloat16's autocast too, scores are those of fp32: in 16 bits experts 2^-10 apart would be equal.
-
-    A model cast to bfloat16 still routes in fp32. The gate of a single expert is its score.
-    """
+    """Under autocast or cast to bfloat16, scores are those of fp32: experts 2^-10 apart would be equal in 16 bits."""
 
     def compute(top_k):
         module, generator = load(file or recipe), torch.Generator().manual_seed(0)
@@ -202,10 +195,7 @@ def experts_here(module):
     ],
 )
 def test_bytes_sent_and_held(recipe, ep, edp, flags, rows, file=None):
-    """Two all-to-alls of rows in forward and two in backward, per layer; of gates in fp32 one and one. Nothing else.
-
-    Experts are balanced. A rank holds e/ep of them, of which copies agree to the bit.
-    """
+    """Per layer two all-to-alls of rows in forward, two in backward; of gates in fp32 one and one. Copies are equal."""
     flags = f"{SMALL} --dtype bfloat16 --steps 1 --edp {edp} {flags}"
     probes = launch(file or recipe, ep * edp, flags, probe=together(balanced, sent, experts_here), save=False).probes
     for rank, (_, (seen, _), held) in enumerate(probes):
@@ -219,10 +209,7 @@ def test_bytes_sent_and_held(recipe, ep, edp, flags, rows, file=None):
 @pytest.mark.parametrize("recipe", [CAPACITY, SLOTS, SYMMETRIC])
 @in_a_fork
 def test_the_cpu_waits_for_nothing(recipe, file=None):
-    """A step needs no number that is on a GPU: it runs with tensors that have none.
-
-    But for what CPUs alone do: there one_by_one and push read how many rows there are.
-    """
+    """A step runs with tensors without numbers, but for one_by_one and push, which count rows on CPUs alone."""
     module = load(file or recipe)
     module.one_by_one, module.push = lambda x, w, ends: x @ w.sum(0).T, lambda *_: None
     module.full_tensor = lambda cfg, name, shape: torch.empty(shape, device="meta")
@@ -234,6 +221,51 @@ def test_the_cpu_waits_for_nothing(recipe, file=None):
     batch = torch.zeros(2, B, S, dtype=torch.long, device="meta")
     loss, norm, *_ = module.train_step(cfg, module.build_model(cfg), Mock(), *batch)
     assert loss.is_meta and norm.is_meta
+
+
+def hops(module):
+    """A probe: of every layer, how many tokens go to each node, [nodes]; of every exchange of rows the phase, the
+    ranks that take part, and how many rows go to each."""
+    tokens, rows, route, all_to_all = [], [], module.Router.forward, module.dist.all_to_all_single
+
+    def chosen(self, x):
+        gates, experts = route(self, x)
+        tokens.append(torch.zeros(len(x), 2).scatter_(1, experts // 8, 1).sum(0).tolist())
+        return gates, experts
+
+    def exchange(out, x, arriving=None, leaving=None, group=None, async_op=False):
+        if x.is_floating_point() and x.shape[1] <= 4:  # top_k
+            assert x.dtype == torch.float32, "gates are rounded"
+        elif x.is_floating_point():
+            rows.append((phase(), module.dist.get_process_group_ranks(group), leaving))
+        return all_to_all(out, x, arriving, leaving, group, async_op)
+
+    module.Router.forward, module.dist.all_to_all_single = chosen, exchange
+    return lambda: (tokens, rows)
+
+
+def test_a_token_crosses_once_per_node(file=NODES):
+    """Rows to each node: the tokens that have an expert there, once each; as many come back, and so in backward."""
+    flags = f"{equivalence.SHAPE} --device cpu --dtype bfloat16 --data {equivalence.documents()} --steps 1"
+    probes = launch(file, 4, f"{flags} --nodes 2 --microbatches 1", probe=hops, save=False).probes
+    for rank, (tokens, rows) in enumerate(probes):
+        peers = [rank % 2, rank % 2 + 2]  # the ranks of the same place on both nodes
+        back = [[probes[peer][0][layer][rank // 2] for peer in peers] for layer in range(len(tokens))]
+        for name, what in ("forward", "rows"), ("backward", "gradients"):
+            crossing = [sent for when, ranks, sent in rows if when == name and ranks == peers]
+            assert sorted(crossing) == sorted(tokens + back), f"other {what} cross"
+        first = rank // 2 * 2
+        assert all(ranks in (peers, [first, first + 1]) for _, ranks, _ in rows), "rows cross beside the first hop"
+
+
+@pytest.mark.parametrize("name", "expert_parallel capacity slots node_limited".split())
+def test_no_all_to_all_is_compiled(name, file=None):
+    """torch 2.11 compiles one to gradients of 0, on GPUs; later versions do not, so here the code is read."""
+    tree = ast.parse(inspect.getsource(load(file or f"07_expert/{name}.py")))
+    functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name != "backward"]
+    sending = {f.name: f for f in functions if "AllToAll.apply(" in ast.unparse(f)}
+    left = [name for name, f in sending.items() if "torch.compiler.disable" not in map(ast.unparse, f.decorator_list)]
+    assert sending and not left, f"{left} would be compiled"
 
 
 # ---------------------------------------------------------------------------------------------------------------- load

@@ -1,8 +1,5 @@
 """overlap.py: one half of the batch travels while the other computes. slots.py, symmetric_memory.py: rows are in their
-slots when they are read, whichever rank is late; where slots are too few there will be more; the CPU waits for nothing.
-
-Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
-"""
+slots when they are read, whichever rank is late; where slots are too few there will be more."""
 
 import os
 import re
@@ -28,10 +25,7 @@ SHAPE = expert.SHAPE
 
 # --------------------------------------------------------------------------------------------- overlap: who takes turns
 def test_halves_take_turns(file=None):
-    """While rows of a half are under way, the other half computes: in forward, and in backward.
-
-    But in the last layer, when there is nothing left to do: the last transfer of forward, the first one of backward.
-    """
+    """While rows of a half are under way, the other half computes, but in the last layer, with nothing left to do."""
     layers = 3
     flags = f"{SHAPE} --experts 6 --top_k {K} --layers {layers} --steps 1"
     for found in launch(file or OVERLAP, 2, flags, probe=transfers, save=False).probes:
@@ -50,8 +44,7 @@ WIDTHS = (1, torch.int64), (1, torch.float64), (33, torch.bfloat16), (4096, torc
 def test_kernel(file=None):
     """The kernel writes, to the bit, what the loop over ranks writes, and nothing else.
 
-    5,000 rows are not a multiple of the kernel's block of any width here; no rows are none. Some have no place; rows
-    are read more than once, and from a tensor that is not contiguous.
+    Rows fill no block, some have no place, some are read more than once, from a tensor that is not contiguous.
     """
 
     def compute():
@@ -123,10 +116,7 @@ def scarce(module):
     ],
 )
 def test_too_few_slots(recipe, world, flags, file=None):
-    """A run that starts with too few slots trains and validates as the root does; the log says when slots are added.
-
-    In the first layer all tokens have the same experts: it lacks most, and so does the rank that holds them.
-    """
+    """A run that starts with too few slots, most in the first layer, trains and validates as the root, and says so."""
     common = f"{SHAPE} --experts 6 --top_k {K} --steps 3 --validate 1 --warmup 0 --lr 1e-2"
     weights = compare.read(equivalence.start(equivalence.MOE, f"{SHAPE} --experts 6"))[0]
     weights["model.layers.0.block_sparse_moe.gate.weight"].zero_()
@@ -187,11 +177,8 @@ def writes(module):
 
 @pytest.mark.thorough
 def test_bytes_written(file=None):
-    """Rows go to other ranks twice in forward and twice in backward, per layer; gates once and once, origins once.
-
-    With balanced experts a rank writes (ep-1)/ep·t·top_k·d elements in each. Memory is allocated for the first batch
-    and for a larger one alone.
-    """
+    """Per layer rows cross twice in forward, twice in backward, (ep-1)/ep·t·top_k·d elements of balanced experts; gates
+    once and once, origins once. Memory is allocated for the first batch and for a larger one alone."""
     ep, batch = 3, 9
     rows = batch * S // ep * K * (ep - 1) // ep
     widths = ("forward", 1), ("forward", 1), ("forward", D), ("forward", D), ("backward", D), ("backward", D)
@@ -204,10 +191,8 @@ def test_bytes_written(file=None):
 
 
 def late(module):
-    """A probe: now and then a rank is late, before it writes into others' memory, before a barrier, before it reads.
-
-    And where memory is shared, all ranks are later than the first, which removes the files.
-    """
+    """A probe: now and then a rank is late, before it writes into others' memory, at a barrier, before it reads; and
+    all ranks are later than the first, which removes the files of shared memory."""
     rank = int(os.environ["RANK"])
     random = np.random.default_rng(rank)
 
