@@ -1,6 +1,7 @@
 """Data about recipes: the sizes at which each is compared with its root, and the promises that it does not keep.
 
-A new recipe adds a line to SIZES, and a row to EXCEPTIONS for each promise of contract.py that it does not keep.
+A new recipe adds a line to SIZES, rows to REFUSED for sizes that it refuses, and one to EXCEPTIONS for each promise of
+contract.py that it does not keep.
 """
 
 import itertools
