@@ -30,31 +30,6 @@ def test_longer_sequences_are_refused(recipe):
 
 # ------------------------------------------------------------------------------------------- communication and memory
 @once
-def observed(recipe, dtype):
-    """What those probes see, on 4 ranks."""
-    probe = together(sent, kept, transfers)
-    return launch(recipe, 4, f"{SMALL} --dtype {dtype}", probe=probe).probes
-
-
-@pytest.mark.parametrize("dtype, size", [("float32", 4), pytest.param("bfloat16", 2, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("recipe", OURS)
-def test_bytes_sent(recipe, dtype, size):
-    """The formulas of the headers, per layer: keys and values have the dtype of matmuls, their gradients 4 bytes."""
-    cp, kv, ulysses = 4, KV * D // H, 2
-    keys, heads = (cp - 1) * 2 * B * S // cp * kv, 0
-    if recipe == ULYSSES:
-        keys, heads = 0, (cp - 1) * B * S // cp * (2 * D + 2 * kv) // cp
-    if recipe == USP:
-        keys = (cp // ulysses - 1) * 2 * B * S // cp * kv
-        heads = (ulysses - 1) * B * S // cp * (2 * D + 2 * kv) // ulysses
-    wanted = {"forward": LAYERS * (keys + heads) * size, "backward": LAYERS * (keys * (size + 4) + heads * size)}
-    for rank, ((seen, meets), *_) in enumerate(observed(recipe, dtype)):
-        assert seen == wanted
-        neighbours = (rank // ulysses * ulysses, rank // ulysses * ulysses + 1)
-        assert meets == {ULYSSES: {(0, 1, 2, 3)}, USP: {neighbours}}.get(recipe, set())  # heads stay inside a host
-
-
-@once
 def root_kept():
     """What the root keeps."""
     return launch("01_single_gpu/train.py", 1, SMALL, probe=kept).probes[0]
@@ -65,21 +40,33 @@ def test_blocks_keep_no_scores():
     assert launch(BLOCKWISE, 1, SMALL, probe=kept).probes == [root_kept()]
 
 
+@pytest.mark.parametrize("dtype, size", [("float32", 4), pytest.param("bfloat16", 2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("recipe", OURS)
-def test_activations_kept(recipe):
-    """1/cp of what the root keeps, and an attention output per layer: it is written by heads, and o_proj copies it."""
+def test_a_step(recipe, dtype, size):
+    """On 4 ranks. Sent are, per layer, keys and values in the dtype of matmuls, and their gradients in 4 bytes. Kept is
+    1/cp of what the root keeps, and an attention output per layer, which is written by heads: o_proj copies it.
+
+    Attention runs while keys travel, on the last rank, which always has work; but while gradients come home."""
+    cp, kv, ulysses = 4, KV * D // H, 2
+    keys, heads = (cp - 1) * 2 * B * S // cp * kv, 0
+    if recipe == ULYSSES:
+        keys, heads = 0, (cp - 1) * B * S // cp * (2 * D + 2 * kv) // cp
+    if recipe == USP:
+        keys = (cp // ulysses - 1) * 2 * B * S // cp * kv
+        heads = (ulysses - 1) * B * S // cp * (2 * D + 2 * kv) // ulysses
+    wanted = {"forward": LAYERS * (keys + heads) * size, "backward": LAYERS * (keys * (size + 4) + heads * size)}
     twice = LAYERS * B * S * D * 4 * (recipe != DOCUMENTS)
-    assert [bytes_kept for _, bytes_kept, *_ in observed(recipe, "float32")] == [(root_kept() + twice) // 4] * 4
-
-
-@pytest.mark.parametrize("recipe", [recipe for recipe in OURS if recipe != ULYSSES])
-def test_attention_runs_while_keys_travel(recipe):
-    """... on the last rank, which always has work. Nothing hides the last transfer of backward: gradients come home."""
-    *_, last = observed(recipe, "float32")
+    ranks = launch(recipe, 4, f"{SMALL} --dtype {dtype}", probe=together(sent, kept, transfers)).probes
+    for rank, ((seen, meets), bytes_kept, _) in enumerate(ranks):
+        assert seen == wanted
+        neighbours = (rank // ulysses * ulysses, rank // ulysses * ulysses + 1)
+        assert meets == {ULYSSES: {(0, 1, 2, 3)}, USP: {neighbours}}.get(recipe, set())  # heads stay inside a host
+        assert dtype != "float32" or bytes_kept == (root_kept() + twice) // 4
     for name in "forward", "backward":
-        hidden = [seen for of_phase, _, seen in last[-1] if of_phase == name]
+        hidden = [seen for of_phase, _, seen in ranks[-1][-1] if of_phase == name and recipe != ULYSSES]
         of_a_layer = len(hidden) // LAYERS - (name == "backward")
-        assert of_a_layer > 0 and hidden == ([True] * of_a_layer + [False] * (name == "backward")) * LAYERS, name
+        wanted = ([True] * of_a_layer + [False] * (name == "backward")) * LAYERS
+        assert recipe == ULYSSES or (of_a_layer > 0 and hidden == wanted), f"nothing hides transfers of {name}"
 
 
 def test_scores_of_one_pair_of_blocks_are_in_memory(file=BLOCKWISE):

@@ -32,20 +32,14 @@ def embedding_alone(module):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "recipe, world, flags",
-    [
-        (NAIVE, 3, ""),
-        *((recipe, 3, "--microbatches 3") for recipe in (ONE_F_ONE_B, SPLIT[0])),
-        *((recipe, 2, "--microbatches 2") for recipe in (INTERLEAVED, ZBV)),
-    ],
-)
-def test_frozen_first_stage(recipe, world, flags):
+@pytest.mark.parametrize("recipe, world", [(NAIVE, 3), (ONE_F_ONE_B, 3), (SPLIT[0], 3), (INTERLEAVED, 2), (ZBV, 2)])
+def test_frozen_first_stage(recipe, world):
     """Nothing of it is trained, and so no gradient goes back through it; all else is trained as by the root."""
     common = "--device cpu --dtype float64 --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --seq 16 --batch 6"
     probe = probes.freezes("embed_tokens")
     theirs = launch("01_single_gpu/train.py", 1, f"{common} --steps 2", probe=probe)
-    ours = launch(recipe, world, f"{common} --steps 2 {flags}", probe=probes.together(probe, embedding_alone))
+    common += f" --microbatches {world}" * (recipe != NAIVE)
+    ours = launch(recipe, world, f"{common} --steps 2", probe=probes.together(probe, embedding_alone))
     compare.assert_close(compare.relative_errors(ours.weights, theirs.weights), 1e-10, recipe)
 
 
