@@ -43,10 +43,12 @@ def test_blocks_keep_no_scores():
 @pytest.mark.parametrize("dtype, size", [("float32", 4), pytest.param("bfloat16", 2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("recipe", OURS)
 def test_a_step(recipe, dtype, size):
-    """On 4 ranks. Sent are, per layer, keys and values in the dtype of matmuls, and their gradients in 4 bytes. Kept is
-    1/cp of what the root keeps, and an attention output per layer, which is written by heads: o_proj copies it.
+    """Per layer, keys and values are sent in the dtype of matmuls, gradients in 4 bytes. A rank keeps 1/cp of what the
+    root keeps, and an attention output per layer: plain matmuls write it head by head, and o_proj copies it.
 
-    Attention runs while keys travel, on the last rank, which always has work; but while gradients come home."""
+    Attention runs while keys travel, as the last rank shows, which always has work; nothing hides the last transfer of
+    backward.
+    """
     cp, kv, ulysses = 4, KV * D // H, 2
     keys, heads = (cp - 1) * 2 * B * S // cp * kv, 0
     if recipe == ULYSSES:

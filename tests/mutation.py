@@ -128,7 +128,7 @@ def changed(recipe: str, old: str, new: str, folder: Path) -> str:
     assert source.count(old) == 1, f"{recipe} must contain {old!r} once"
     path = Path(folder) / Path(recipe).name
     path.write_text(source.replace(old, new))
-    compile(path.read_text(), path, "exec")  # it is none of Python's errors
+    compile(path.read_text(), path, "exec")  # whatever is wrong with it, Python runs it
     return str(path)
 
 
