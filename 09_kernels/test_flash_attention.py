@@ -11,13 +11,10 @@ import pytest
 import torch
 from einops import rearrange
 from launch import in_a_fork, load
+from probes import random
 from torch import Tensor
 
 RECIPE, GLUON = "09_kernels/flash_attention.py", "09_kernels/flash_attention_gluon.py"
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def shrink(module: ModuleType, m: int, n: int) -> None:
@@ -121,52 +118,14 @@ def test_views_are_not_copied(file=None):
 @pytest.mark.thorough
 @in_a_fork
 def test_other_strides_are_right(file=None):
-    """Gradients that are expanded; rows, heads and elements of a larger tensor; unaligned ones."""
+    """Gradients that are expanded; elements of a larger tensor that are not aligned, and by columns."""
     module, inputs = load(file or RECIPE), tensors(2, 2, 1, 30, 30, 64)
-    expanded = lambda o, lse: (o.sum(), lse.sum())  # noqa: E731
-    for dtype in torch.float64, torch.float16:
-        ours, plain = (lambda *x, f=f: expanded(*f(*x)) for f in (module.flash_attention_with_lse, module.reference))
-        close(module, ours, plain, inputs, torch.float64, "an expanded gradient")
-        for cut in lambda x: x[:, :, 1::2], lambda x: x[..., 1:33], lambda x: x[..., ::2], lambda x: x.mT[..., :16]:
-            functions = module.flash_attention_with_lse, module.reference
-            ours, plain = (lambda *x, f=f, cut=cut: f(*map(cut, x)) for f in functions)
-            close(module, ours, plain, inputs, dtype, "a view")
-
-
-@pytest.mark.thorough
-@in_a_fork
-def test_compiles_whole():
-    """torch.compile takes it into one graph, forward and backward, with the strides that the kernels return."""
-    module = load(RECIPE)
-    leaves = [random(2, 20, heads * 16).requires_grad_() for heads in (4, 2, 2)]
-
-    def model(*x: Tensor) -> Tensor:
-        q, k, v = (rearrange(y, "b s (h k) -> b h s k", k=16) for y in x)
-        return rearrange(module.flash_attention(q, k, v), "b h s k -> b s (h k)")
-
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    found, exact = (torch.autograd.grad(function(*leaves).square().sum(), leaves) for function in (compiled, model))
-    assert all(torch.allclose(x, y) for x, y in zip(found, exact))
-
-
-def test_refusals():
-    """Operands that do not fit together end with one clear error, before anything is launched."""
-    attention, gluon, (q, k, v) = load(RECIPE).flash_attention, load(GLUON).flash_attention, tensors(1, 4, 2, 8, 8, 16)
-    low = [x.repeat(1, 1, 1, 4).bfloat16() for x in (q, k, v)]
-    for words, function, *given in [
-        ("as many keys as queries", attention, q, k[:, :, :5], v[:, :, :5]),
-        (r"must be \[b, h, s, k\]", attention, q[:, :3], k, v),
-        (r"must be \[b, h, s, k\]", attention, q, k[:, :0], v[:, :0]),
-        ("must be alike", attention, q, k.float(), v),
-        ("256 wide", attention, *(x.repeat(1, 1, 1, 16) for x in (q, k, v))),
-        *(("must be positive", attention, q, k, v, True, scale) for scale in (0, float("inf"))),
-        (r"must be \[b, h, s, k\]", gluon, low[0], *(x[:, :, :5] for x in low[1:])),
-        ("must be alike", gluon, *(x.float() for x in low)),
-        ("must be 64 or 128", gluon, *(x[..., :32] for x in low)),
-        ("must be on a GPU of compute capability 9.0", gluon, *low),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            function(*given)
+    functions = module.flash_attention_with_lse, module.reference
+    ours, plain = (lambda *x, f=f: tuple(y.sum() for y in f(*x)) for f in functions)
+    close(module, ours, plain, inputs, torch.float64, "an expanded gradient")
+    for cut in lambda x: x[..., 1:33], lambda x: x.mT[..., :16]:
+        ours, plain = (lambda *x, f=f, cut=cut: f(*map(cut, x)) for f in functions)
+        close(module, ours, plain, inputs, torch.float16, "a view")
 
 
 # ----------------------------------------------------------------------------------------------------------- on a GPU

@@ -18,6 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Report = Callable[[], Any]
 
 
+def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    """Normal numbers: the same for the same shape."""
+    generator = torch.Generator().manual_seed(sum(shape) + seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+
+
 def together(*probes: Callable[[ModuleType], Report]) -> Callable[[ModuleType], Report]:
     """One probe of several: it reports the list of their reports."""
 
