@@ -65,22 +65,6 @@ def test_rungs_round_alike():
 
 
 @in_a_fork
-def test_halves_of_the_keys_merge():
-    """Attention to two halves, weighted by their log-sum-exps, is attention to all; so are its gradients."""
-    module = load(RECIPE)
-    shrink(module, 16, 16)
-
-    def merged(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        parts = slice(0, 17), slice(17, None)  # 17 and 33 keys: blocks of 16, and one more
-        halves = [module.flash_attention_with_lse(q, k[:, :, part], v[:, :, part], False) for part in parts]
-        lse = torch.logaddexp(halves[0][1], halves[1][1])
-        return sum(o * (part - lse).exp()[..., None] for o, part in halves), lse
-
-    plain = lambda q, k, v: module.reference(q, k, v, False)  # noqa: E731
-    close(module, merged, plain, tensors(1, 2, 1, 33, 50, 16), torch.float64)
-
-
-@in_a_fork
 def test_rows_that_see_nothing(file=None):
     """Zero keys, or scores of -inf alone: 0, and a log-sum-exp of -inf. Beside them, other rows are right."""
     module = load(file or RECIPE)

@@ -26,23 +26,6 @@ def small(file: str | None) -> ModuleType:
 
 # -------------------------------------------------------------------------------------------------------- quantization
 @in_a_fork
-def test_small_blocks(file=None):
-    """Values and scales, also of x transposed, are PyTorch's to the bit: cut blocks, any dtype, zeros, NaN and inf."""
-    module, extremes = small(file), random(48, 48)
-    extremes[:16, :16] = 0
-    extremes[16:32, :16] *= 2.0**-120
-    extremes[32:, :16] *= 2.0**120
-    extremes[0, 20], extremes[20, 20], extremes[40, 20] = torch.nan, torch.inf, -torch.inf
-    given = [(random(*shape), module.E4M3) for shape in ((37, 20), (32, 16), (1, 33), (20, 1))]
-    given += [(random(19, 35, dtype=dtype), module.E5M2) for dtype in (torch.float16, torch.float32)]
-    for kind, quantize in module.quantizers().items():
-        for x, dtype in [*given, (extremes, module.E4M3)]:
-            pairs = zip(quantize(x, dtype), module.quantize_reference(x, kind, dtype), strict=True)
-            same = [module.same(mine, theirs) for mine, theirs in pairs]
-            assert all(same), f"{kind}, {x.shape}, {x.dtype}: {same}"
-
-
-@in_a_fork
 def test_every_bfloat16_is_rounded(file=None):
     """With the scale 1, of all values up to the largest of fp8: to nearest, ties to even, subnormals too."""
     module = load(file or FP8_MATMUL)
@@ -50,8 +33,9 @@ def test_every_bfloat16_is_rounded(file=None):
         bits = torch.arange(2**15, dtype=torch.int16)
         x = bits.view(torch.bfloat16)[bits.view(torch.bfloat16) <= torch.finfo(dtype).max]
         x = torch.nn.functional.pad(torch.cat([x, -x]), (0, -2 * len(x) % 128)).view(-1, 128)
-        values, scale, *_ = module.quantize_tensor(x, dtype)
-        assert scale == 1 and module.same(values, x.to(dtype))
+        for given in x, x.float():
+            values, scale, *_ = module.quantize_tensor(given, dtype)
+            assert scale == 1 and module.same(values, x.to(dtype))
 
 
 # -------------------------------------------------------------------------------------------------------------- matmul

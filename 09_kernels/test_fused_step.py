@@ -14,7 +14,7 @@ from recipes import KERNELS, ROOT_RECIPE
 from torch import Tensor, nn
 
 ADAMW = "09_kernels/adamw.py"
-OPTIONS = dict(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+OPTIONS = dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 
 
 def gradient(form: str, p: Tensor, step: int, i: int) -> Tensor | None:
@@ -30,7 +30,7 @@ def steps(form: str, clip: float, make: Callable) -> tuple[list[Tensor], list[Te
     """The weights after four steps, and the norms. Odd ones lie at odd addresses."""
     weights = []
     for shape in (30, 40), (17,), (3, 5, 7), (40_000,), (1,):
-        place = torch.empty(40_001, dtype=torch.float64)[form == "odd" :]
+        place = torch.empty(40_001, dtype=torch.float64)[1 if form == "odd" else 0 :]
         weights.append(nn.Parameter(place[: torch.Size(shape).numel()].view(shape).copy_(random(*shape))))
     groups = [dict(params=weights[:1], lr=0.03), dict(params=weights[1:], weight_decay=0.0)]
     take, optimizer = make(groups, weights, clip)
@@ -166,10 +166,13 @@ def test_training_starts_from_what_is_not_rounded(file=None):
 
 @in_a_fork
 def test_dtypes_side_by_side(file=None):
-    """Bf16 and fp32 parameters, with gradients of either dtype: one norm clips them all."""
+    """Bf16 and fp32 parameters, with gradients of either dtype: one norm clips them all.
+
+    They begin as zeros: fp32 steps are seen, in which 1 - 0.999 is computed before it is rounded.
+    """
     module = load(file or ADAMW)
     dtypes = torch.bfloat16, torch.float32, torch.float32
-    weights = [nn.Parameter(random(300, seed=i).to(dtype)) for i, dtype in enumerate(dtypes)]
+    weights = [nn.Parameter(torch.zeros(300, dtype=dtype)) for dtype in dtypes]
     optimizer = module.AdamW([dict(params=weights)], lr=0.01, clip=1.0, **OPTIONS)
     wide = [nn.Parameter(p.detach().double()) for p in weights]
     take, torchs = plain([dict(params=wide)], wide, 1.0)

@@ -134,15 +134,17 @@ def test_experts_do_not_see_each_other(file=None):
 @pytest.mark.thorough
 @in_a_fork
 def test_groups_in_any_layout(file=None):
-    """Gradients that are expanded or stored by columns, and offsets that are not contiguous."""
+    """Gradients that are expanded or stored by columns, unaligned weights, and offsets that are not contiguous."""
     module = load(file or GROUPED)
     shrink(module, 2)
     offsets, x, dy, weight = offsets_of([9, 0, 30, 1]), random(40, 24), random(40, 32), random(4, 32, 24)
     twice = torch.tensor([9, 7, 9, 20, 39, 39, 40, 40], dtype=torch.int32)[::2]
-    for what, y, right, given in [
-        ("by columns", dy.T.contiguous().T, dy, offsets),
-        ("expanded", dy[:1].expand(40, 32), dy[:1].repeat(40, 1), offsets),
-        ("offsets", dy, dy, twice),
+    shifted = torch.cat([random(1), weight.flatten()])[1:].view(4, 32, 24)
+    for what, w, y, right, given in [
+        ("by columns", weight, dy.T.contiguous().T, dy, offsets),
+        ("expanded", weight, dy[:1].expand(40, 32), dy[:1].repeat(40, 1), offsets),
+        ("weights", shifted, dy, dy, offsets),
+        ("offsets", weight, dy, dy, twice),
     ]:
-        pairs = zip(products(module, x, weight, y, given), products(module, x, weight, right, offsets))
+        pairs = zip(products(module, x, w, y, given), products(module, x, weight, right, offsets))
         assert all(torch.equal(p, q) for p, q in pairs), what

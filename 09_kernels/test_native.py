@@ -7,6 +7,7 @@ so are blocks.
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,34 +16,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from launch import ROOT, load
+from test_lineage import FAMILY
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program on an H100 can have
-KERNELS = {  # file: kernels that must have been compiled
-    "09_kernels/tiling.py": "matmul_dot",
-    "09_kernels/coarsening.py": "matmul_dot",
-    "09_kernels/rmsnorm.py": "rms_norm_forward rms_norm_backward",
-    "09_kernels/swiglu.py": "silu_mul_forward silu_mul_backward",
-    "09_kernels/rope.py": "rotate_kernel",
-    "09_kernels/cross_entropy.py": "loss_kernel gradient_kernel scale_kernel",
-    "09_kernels/softmax.py": "softmax_forward softmax_backward softmax_forward_long softmax_backward_long",
-    "09_kernels/adamw.py": "squares_kernel adamw_kernel",
-    "09_kernels/matmul.py": "matmul_blocks matmul_tuned matmul_descriptors matmul_persistent",
-    "09_kernels/grouped_matmul.py": "multiply_groups sort_experts multiply_rows",
-    "09_kernels/flash_attention.py": "flash1_forward flash1_backward flash2_forward row_sums flash2_keys "
-    "flash2_queries tma_forward tma_keys tma_queries",
-    "09_kernels/flash_attention_gluon.py": "attend_kernel prepare_kernel backward_kernel finish_kernel",
-    "09_kernels/fp8_matmul.py": "amax_kernel cast_kernel blocks_kernel matmul_kernel blockwise_kernel "
-    "blockwise_gluon_kernel",
-    "10_mixed_precision/fp8_delayed_scaling.py": "cast_kernel",
-    "10_mixed_precision/fp8_zero3.py": "transpose_kernel cast_kernel",
-}
-
-
-LONG = [recipe for recipe in KERNELS if "attention" in recipe or "matmul" in recipe]
+LONG = [path for path in FAMILY if re.match("09.*(attention|matmul)", path)]
+SHORT = [path for path in FAMILY if re.match("09.*(adamw|coars|cross|rms|rope|soft|swi|til)|10.*fp8_(del|zero)", path)]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipes", [*([recipe] for recipe in LONG), [x for x in KERNELS if x not in LONG]])
+@pytest.mark.parametrize("recipes", [*([recipe] for recipe in LONG), SHORT])
 def test_compiles_for_a_gpu(recipes):
     """In a process of its own, in which Triton compiles."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT / 'tests'}"}
@@ -51,9 +33,15 @@ def test_compiles_for_a_gpu(recipes):
     )
     assert end.returncode == 0, end.stderr[-3000:]
     compiled = [line.split() for line in end.stdout.splitlines()]
-    wanted = {(recipe, kernel) for recipe in recipes for kernel in KERNELS[recipe].split()}
-    assert {(recipe, kernel) for recipe, kernel, _ in compiled} == wanted
+    assert {(recipe, kernel) for recipe, kernel, _ in compiled} == {pair for path in recipes for pair in kernels(path)}
     assert all(int(shared) <= SHARED_MEMORY for *_, shared in compiled), end.stdout
+
+
+def kernels(recipe: str) -> list[tuple[str, str]]:
+    """The recipe with each of its kernels: functions in Triton that are given a grid."""
+    source, functions = FAMILY[recipe].source, FAMILY[recipe].definitions.items()
+    jitted = [name for name, text in functions if re.search(r"^@\w+\.jit", text, re.M)]
+    return [(recipe, name) for name in jitted if re.search(rf"{name}(\[|\.fn)", source)]
 
 
 def compile_instead(self, launch, *arguments, grid, warmup=False, **options):
@@ -127,8 +115,12 @@ def launch_all(recipe: str, module: ModuleType) -> None:
             module.matmul(a, b)
         for function in module.blocks, module.descriptors, module.matmul:
             function(x.float(), weight.T.float())
-    elif recipe.endswith(("tiling.py", "coarsening.py")):
-        module.dot(torch.empty(256, 512), torch.empty(512, 256), *([64, 64] if "coarsening" in recipe else []))
+    elif recipe.endswith("tiling.py"):
+        for function in module.ladder(torch.float32).values():
+            function(torch.empty(256, 512), torch.empty(512, 256))
+    elif recipe.endswith("coarsening.py"):
+        module.dot(torch.empty(256, 512), torch.empty(512, 256), 64, 64)
+        module.copy(torch.empty(4096), 1024)
     elif "flash" in recipe:
         q, k, v = (torch.empty(1, 256, heads, 128, dtype=torch.bfloat16).transpose(1, 2) for heads in (4, 2, 2))
         if "gluon" in recipe:
