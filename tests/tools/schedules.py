@@ -266,16 +266,10 @@ class Claim:
 
 CLAIMS = {
     "06_pipeline/afab.py": Claim(
-        "AFAB",
-        idle=lambda p, F, B, W: (p - 1) * (F + B + W),
-        flight=lambda p, r, m, v: m,
-        whole=True,
+        "AFAB", idle=lambda p, F, B, W: (p - 1) * (F + B + W), flight=lambda p, r, m, v: m, whole=True
     ),
     "06_pipeline/1f1b.py": Claim(
-        "1F1B",
-        idle=lambda p, F, B, W: (p - 1) * (F + B + W),
-        flight=lambda p, r, m, v: min(m, p - r),
-        whole=True,
+        "1F1B", idle=lambda p, F, B, W: (p - 1) * (F + B + W), flight=lambda p, r, m, v: min(m, p - r), whole=True
     ),
     "06_pipeline/interleaved.py": Claim(
         "Interleaved, 2 chunks",
@@ -286,9 +280,7 @@ CLAIMS = {
         size=0.5,
     ),
     "06_pipeline/split_backward.py": Claim(
-        "1F1B, backward split",
-        idle=lambda p, F, B, W: (p - 1) * (F + B),
-        flight=lambda p, r, m, v: min(m, p - r),
+        "1F1B, backward split", idle=lambda p, F, B, W: (p - 1) * (F + B), flight=lambda p, r, m, v: min(m, p - r)
     ),
     "06_pipeline/zero_bubble.py": Claim(
         "Zero bubble (ZB-H1)",
