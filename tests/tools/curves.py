@@ -108,11 +108,6 @@ def timed(label: str, recipe: str, dtype: str, change: tuple[str, ...], flags: s
     return {"label": label, "recipe": recipe, "seed": seed, "speed": speed, "losses": losses}
 
 
-def of_formats(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
-    """One curve of each format and of each naive form."""
-    return list(jobs.map(lambda run: measured(*run, flags), RUNS))
-
-
 def of_optimizers(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
     """Curves of both optimizers: of all learning rates from one seed, of the best from three."""
 
@@ -163,7 +158,7 @@ def over_time(flags: str, jobs: ThreadPoolExecutor) -> list[dict]:
 
 
 KINDS = {  # what is run, where it is stored, what is trained
-    "formats": (of_formats, "curves.json", MODEL),
+    "formats": (lambda flags, jobs: list(jobs.map(lambda run: measured(*run, flags), RUNS)), "curves.json", MODEL),
     "optimizers": (of_optimizers, "optimizers.json", MODEL),
     "time": (over_time, "time.json", WIDE),
 }
@@ -174,13 +169,10 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("what", nargs="?", choices=KINDS, default="formats")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--flags", help="what is trained")
     parser.add_argument("--at_once", type=int, default=6, help="runs that share a GPU, but not in time")
     args = parser.parse_args()
-    if few := [flag for flag in ("steps", "at_once") if getattr(args, flag) < 1]:
-        raise SystemExit(f"--{few[0]} {getattr(args, few[0])}: must be at least 1")
     train, file, model = KINDS[args.what]
-    flags = f"{args.flags or model} --steps {args.steps}"
+    flags = f"{model} --steps {args.steps}"
     gpus = isolated(lambda: [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus))))
     for gpu in visible.split(",") * (1 if args.what == "time" else args.at_once):

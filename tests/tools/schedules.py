@@ -103,8 +103,7 @@ def simulate(
 ) -> list[Slot]:
     """Run every rank's list in order, each operation as soon as its input is there; sends never block.
 
-    duration: time of F, B and W, or a function of operation and stage; a whole backward takes the time of B and W.
-    transfer: time from the end of an operation until another rank has its output. Raises Deadlock.
+    duration: of F, B and W, or a function of operation and stage; a whole backward takes as long as B and W.
     """
     cost = duration if callable(duration) else lambda op, stage: duration[op]
     left = [deque(order) for order in pipeline.orders]
@@ -192,10 +191,8 @@ def steps(pipeline: Pipeline, rank: int) -> Iterator[tuple[str, Operation, int]]
 def rendezvous(pipeline: Pipeline, communicators: Callable[[str, int, int], Hashable] = per_direction) -> list[float]:
     """Run every rank's list as run_schedule does, with a transport that stores nothing; return each rank's idle time.
 
-    An operation takes 1, a whole backward 2.
-    communicators(op, source, target): which one carries the outputs of op from source to target. A message passes, in
-    no time, when both its ends have been started, and all that either rank has started before on that communicator has
-    passed. Raises Deadlock.
+    communicators(op, source, target): which one carries the outputs of op. A message passes, in no time, when both its
+    ends have been started, and all that either rank has started before on that communicator has passed.
     """
     left = [deque(steps(pipeline, rank)) for rank in range(len(pipeline.orders))]
     clock, busy = [0.0] * len(left), [0.0] * len(left)
@@ -309,9 +306,7 @@ CLAIMS = {
 def check(module: ModuleType, sizes: Iterable[tuple[int, int]] = QUICK) -> None:
     """Assert what the recipe's header says, for all sizes (ranks, micro-batches) that it allows.
 
-    Every operation once; idle time, for two ratios of F, B and W; micro-batches in flight. Up to 8 ranks and 4
-    micro-batches per rank nothing hangs, or takes longer, without buffers in the transport. The file's name says which
-    recipe it is.
+    Every operation once; idle time; micro-batches in flight; smaller ones do not hang without buffers in the transport.
     """
     claim = CLAIMS[f"06_pipeline/{Path(module.__file__).name}"]
     chunks = (1, 2, 3, 4) if "chunks" in inspect.signature(module.schedule).parameters else [1]
