@@ -1,7 +1,6 @@
 """Attention in blocks is attention: whatever the blocks, of parts of the keys, and in the gradients of both outputs.
 
 The file's own cases run in test_kernels.py, in large blocks; here blocks are small, so that rows have many of them.
-Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
 from collections.abc import Callable

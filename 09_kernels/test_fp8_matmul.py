@@ -1,7 +1,4 @@
-"""Fp8 in many small blocks: groups that reach over the edge, extreme values, views, and all products of a linear layer.
-
-Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
-"""
+"""Fp8 in many small blocks: groups that reach over the edge, views, and all products of a linear layer."""
 
 import functools
 from types import ModuleType

@@ -1,7 +1,4 @@
-"""AdamW in two launches is torch's AdamW after torch's clip, whatever parameters and gradients look like.
-
-Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
-"""
+"""AdamW in two launches is torch's AdamW after torch's clip, whatever parameters and gradients look like."""
 
 import pytest
 import torch

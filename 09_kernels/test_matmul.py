@@ -1,7 +1,4 @@
-"""Matmuls in many small tiles: programs that compute several, tiles that reach over the edge of an expert, odd strides.
-
-Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
-"""
+"""Matmuls in many small tiles: programs with several of them, tiles that reach over an expert, odd strides."""
 
 import functools
 from types import ModuleType
