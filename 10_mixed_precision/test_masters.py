@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
 
-import equivalence
 import pytest
 import torch
 from launch import in_a_fork, isolated, load
@@ -115,29 +114,7 @@ def test_norm_and_clip_round_nothing(recipe, dtype, file=None):
         assert (slot.mean / (0.1 * clipped) - 1).abs().max() < 1e-5, "what the norm clips is rounded"
 
 
-@pytest.mark.thorough
-@in_a_fork
-def test_learning_rate_compiles_nothing_anew(file=None):
-    """Each step has the rate that a scheduler has set, in the same compiled code: with a rate of 0 nothing moves."""
-    equivalence.without_kernels(load(BF16))
-    module, (cfg, model, optimizer), (batch, *_) = start(file or BF16, "--microbatches 1 --compile")
-    for rate in 0.01, 0, 0.03:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        before = [slot.parameter.detach().clone() for slot in optimizer.slots]
-        with torch._dynamo.config.patch(error_on_recompile=rate != 0.01):
-            module.train_step(cfg, model, optimizer, *batch)
-        moved = max((slot.parameter - x).abs().max() for slot, x in zip(optimizer.slots, before))
-        assert rate / 2 <= moved <= 2 * rate, f"weights have moved by {moved}, with a learning rate of {rate}"
-
-
 # -------------------------------------------------------------------------------------------------------- loss scaling
-def state_of(model: torch.nn.Module, optimizer) -> list[torch.Tensor]:
-    """Weights, masters, moments and step counter."""
-    kept = [x for slot in optimizer.slots for x in (slot.master, slot.mean, slot.square)]
-    return [x.detach().clone() for x in (*model.parameters(), *kept, optimizer.steps)]
-
-
 @in_a_fork
 def test_overflow_skips_the_step_and_halves_the_scale(file=None):
     """Nothing else that a later step reads has changed. The scale doubles after every third good step, counted anew."""
@@ -148,28 +125,30 @@ def test_overflow_skips_the_step_and_halves_the_scale(file=None):
         module.train_step(cfg, model, optimizer, *batch)
         scales.append(scaling.scale.item())
     assert scales == [4, 4, 8, 8, 8, 16, 16, 16], f"scales {scales}"
-    before = state_of(model, optimizer)
+    kept = [x for slot in optimizer.slots for x in (slot.master, slot.mean, slot.square)]
+    kept += [*model.parameters(), optimizer.steps]
+    before = [x.detach().clone() for x in kept]
     scaling.scale.fill_(2.0**60)
     for halved in 2.0**59, 2.0**58:
         _, norm = module.train_step(cfg, model, optimizer, *batch)
         assert not norm.isfinite()
-        same = [torch.equal(x, y) for x, y in zip(before, state_of(model, optimizer), strict=True)]
-        assert all(same), f"{same.count(False)} of {len(same)} tensors have changed in a skipped step"
+        changed = sum(not torch.equal(x, y) for x, y in zip(before, kept))
+        assert not changed, f"{changed} of {len(kept)} tensors have changed in a skipped step"
         assert scaling.scale == halved and scaling.good == 0, f"scale {scaling.scale}, {scaling.good} good steps"
     scaling.scale.fill_(2.0**10)
     module.train_step(cfg, model, optimizer, *batch)
-    changed = [not torch.equal(x, y) for x, y in zip(before, state_of(model, optimizer), strict=True)]
-    assert sum(changed) > 0.9 * len(changed), "the step after skipped ones changes nothing"
+    changed = sum(not torch.equal(x, y) for x, y in zip(before, kept))
+    assert changed > 0.9 * len(kept), "the step after skipped ones changes nothing"
 
 
 @in_a_fork
-def test_what_no_scale_helps_ends_the_run(capsys):
+def test_what_no_scale_helps_ends_the_run():
     """A gradient that overflows with a scale of 2 is tried with 1; one that overflows with 1 ends the run.
 
     So do weights that are not finite: the line says where to look, and not that the masters are others.
     """
     module, (cfg, model, _), _ = start(FP16, "--dtype float16 --steps 3")
-    norm, module.build_model = module.gradient_norm, lambda cfg: model
+    data, norm, module.build_model = module.load_data(cfg), module.gradient_norm, lambda cfg: model
     for least in 2, 1:
 
         def overflowing(optimizer, least=least):
@@ -178,15 +157,12 @@ def test_what_no_scale_helps_ends_the_run(capsys):
         model.scaling.scale.fill_(2.0)
         module.gradient_norm = overflowing
         with pytest.raises(SystemExit, match="gradient norm inf") if least == 1 else nullcontext():
-            module.train(cfg, *module.load_data(cfg))
+            module.train(cfg, *data)
         assert model.scaling.scale == 1
-    assert capsys.readouterr().out.count("step 3") == 1
-    module.gradient_norm = norm
-    model.scaling.scale.fill_(4.0)
     for weight in model.lm_head.weight, model.masters["lm_head.weight"]:
         weight.data[0, 0] = math.nan
     with pytest.raises(SystemExit, match="look for NaN in --init"):
-        module.train(replace(cfg, init="weights"), *module.load_data(cfg))
+        module.train(replace(cfg, init="weights"), *data)
 
 
 # --------------------------------------------------------------------------------------------------------------- paste
