@@ -10,7 +10,6 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import compare
 import contract
@@ -21,16 +20,13 @@ import torch.distributed.checkpoint as dcp
 from launch import RankFailed, launch, load, once, run_folder
 from safetensors import safe_open
 
-CHECKPOINT = "08_4d/checkpoint.py"
-TRAIN = "08_4d/train.py"
+CHECKPOINT, TRAIN = "08_4d/checkpoint.py", "08_4d/train.py"
 # uneven layers, key heads that ranks of tp share, a vocabulary that tp does not divide, units with padding
-SIZES = (
-    "--device cpu --dtype float64 --layers 3 --dim 32 --heads 8 --kv_heads 2 --ffn 48 --vocab 259 --seq 16 --batch 12"
-)
-FLAGS = f"{SIZES} --microbatches 2 --warmup 1 --lr 1e-2 --clip 0.5 --every 1"
+SIZES = "--device cpu --dtype float64 --layers 3 --dim 32 --heads 8 --kv_heads 2 --ffn 48 --vocab 259 --seq 16"
+FLAGS = f"{SIZES} --batch 12 --microbatches 2 --warmup 1 --lr 1e-2 --clip 0.5 --every 1"
 SAVED = 4, "--dp 1 --cp 1 --tp 4 --pp 1"  # two ranks of tp hold the same key heads
-TWO = "--dp 2 --cp 1 --tp 1 --pp 1"
-ALONE = "--dp 1 --cp 1 --tp 1 --pp 1"
+TWO, ALONE = "--dp 2 --cp 1 --tp 1 --pp 1", "--dp 1 --cp 1 --tp 1 --pp 1"
+THREE = pytest.param(6, "--dp 3 --cp 1 --tp 1 --pp 2", marks=pytest.mark.thorough)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # as content() reads alone
 
 
@@ -47,12 +43,10 @@ same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)  # names, s
 
 
 @once
-def uninterrupted(
-    world: int, layout: str, steps: int, file: str = CHECKPOINT
-) -> tuple[str, dict[str, torch.Tensor], list[list[float]]]:
-    """A run without an interruption: the folder of its checkpoints, its weights and [loss, norm] per step."""
+def uninterrupted(world: int, layout: str, file: str = CHECKPOINT) -> tuple[str, dict[str, torch.Tensor], list]:
+    """Four steps without an interruption: the folder of their checkpoints, the weights and [loss, norm] per step."""
     folder = tempfile.mkdtemp(dir=run_folder())
-    run = launch(file, world, f"{FLAGS} {layout} --steps {steps} --checkpoint {folder} --keep {steps}")
+    run = launch(file, world, f"{FLAGS} {layout} --steps 4 --checkpoint {folder} --keep 4")
     return folder, run.weights, [step[:2] for step in run.history]
 
 
@@ -70,37 +64,32 @@ def validated_before(module):
 
 def slow_disk(module):
     """A probe: the first rank makes folders late, and every thread begins to write late, but earlier than that."""
-    mkdir, submit = Path.mkdir, module.ThreadPoolExecutor.submit
+    mkdir, write_files = Path.mkdir, module.write_files
 
     def mkdir_late(self, *arguments, **options):
         time.sleep(0.6 * (self.suffix == ".writing" and os.environ["RANK"] == "0"))
         return mkdir(self, *arguments, **options)
 
-    def submit_late(self, work, *arguments):
-        return submit(self, lambda: (time.sleep(0.3), work(*arguments))[1])
+    def write_late(*arguments):
+        time.sleep(0.3)
+        write_files(*arguments)
 
-    Path.mkdir, module.ThreadPoolExecutor.submit = mkdir_late, submit_late
+    Path.mkdir, module.write_files = mkdir_late, write_late
 
 
 def check_resumed(world: int, flags: str, tmp_path: Path, file: str = CHECKPOINT) -> None:
-    """Resume in another layout: weights, moments, losses and norms are those of a run that went on.
-
-    Ranks wait for the folder; what is written is the training as it was when it was copied.
-    """
-    folder, _, history = uninterrupted(*SAVED, 4)
+    """Resume in another layout, on a slow disk: all is as in a run that went on, and as it was when it was copied."""
+    folder, _, history = uninterrupted(*SAVED)
     shutil.copytree(Path(folder, "step-2"), tmp_path / "step-2")
-    resumed = f"{FLAGS} {flags} --steps 4 --checkpoint {tmp_path} --keep 9"
-    run = launch(file, world, resumed, probe=probes.together(validated_before, slow_disk))
+    probe = probes.together(validated_before, slow_disk)
+    run = launch(file, world, f"{FLAGS} {flags} --steps 4 --checkpoint {tmp_path} --keep 9", probe)
     compare.assert_close(compare.history_errors(run.history, history), 1e-10, f"two more steps in {flags}")
     for step in "step-3", "step-4":
         errors = compare.relative_errors(content(tmp_path / step), content(f"{folder}/{step}"))
         compare.assert_close(errors, 1e-10, f"{step} in {flags}")
 
 
-@pytest.mark.parametrize(
-    "world, layout",
-    [(4, "--dp 1 --cp 2 --tp 2 --pp 1"), pytest.param(6, "--dp 3 --cp 1 --tp 1 --pp 2", marks=pytest.mark.thorough)],
-)
+@pytest.mark.parametrize("world, layout", [(4, "--dp 1 --cp 2 --tp 2 --pp 1"), THREE])
 def test_resumes_in_any_layout(world, layout, tmp_path):
     check_resumed(world, layout, tmp_path)
 
@@ -108,7 +97,7 @@ def test_resumes_in_any_layout(world, layout, tmp_path):
 def test_masters_are_kept_in_full(tmp_path):
     """In bfloat16 the fp32 master weights are written, and a resumed run is the same to the bit."""
     world, layout = 2, f"{TWO} --dtype bfloat16"
-    folder, weights, history = uninterrupted(world, layout, 4)
+    folder, weights, history = uninterrupted(world, layout)
     shutil.copytree(Path(folder, "step-2"), tmp_path / "step-2")
     run = launch(CHECKPOINT, world, f"{FLAGS} {layout} --steps 4 --checkpoint {tmp_path}")
     same(run.weights, weights)
@@ -117,12 +106,8 @@ def test_masters_are_kept_in_full(tmp_path):
 
 
 def test_a_checkpoint_holds_the_training(tmp_path):
-    """Weights, both moments and the history; the weights are those of train.py, which knows nothing of checkpoints.
-
-    A run that has no step left writes Hugging Face's weights, in one process, of what four have trained. And nothing is
-    unpickled: torch.load and pickle's loads of files are refused here.
-    """
-    folder, weights, history = uninterrupted(*SAVED, 4)
+    """Weights, which are train.py's, moments and history. A run that has no step left saves them; none unpickles."""
+    folder, weights, history = uninterrupted(*SAVED)
     stored = content(f"{folder}/step-4")
     same({name: stored[f"weight {name}"] for name in weights}, weights)
     kinds = "weight", "exp_avg", "exp_avg_sq"
@@ -147,31 +132,17 @@ def test_a_checkpoint_holds_the_training(tmp_path):
 
 
 def test_only_the_newest_are_kept(tmp_path):
-    """By number: step-8 is older than step-10. Steps with a checkpoint are multiples of --every, and the last one.
-
-    The step is an argument, not the length of the history: a trainer may log every second one. Its cfg is any object.
-    """
-
-    def logs_every_second_step(module):
-        write = module.write
-
-        def thinned(cfg, model, optimizer, step, history, *others):
-            return write(SimpleNamespace(**vars(cfg)), model, optimizer, step, history[1::2], *others)
-
-        module.write = thinned
-
+    """By number: step-8 is older than step-10. Steps with a checkpoint are multiples of --every, and the last one."""
     for steps, first, names in (3, 1, ["step-2", "step-3"]), (11, 4, ["step-10", "step-11"]):
         flags = f"{FLAGS} {ALONE} --every 2 --keep 2 --steps {steps} --checkpoint {tmp_path}"
-        (output,) = launch(CHECKPOINT, 1, flags, probe=logs_every_second_step, save=False).output
+        (output,) = launch(CHECKPOINT, 1, flags, save=False).output
         assert re.search(r"step (\d+)  loss", output)[1] == str(first), output
         found = sorted(path.name for path in tmp_path.iterdir())
         assert found == names, f"there are {found}"
 
 
 def test_goes_on_after_a_kill_on_two_nodes(tmp_path):
-    """Leftovers are removed, by one node alone: the other would look for what is gone. All ranks go on from the newest
-    whole checkpoint that the first one sees: on a network's file system another may see an old list of folders.
-    """
+    """Each node's first process may see another list of folders: rank 0's counts, and it alone removes leftovers."""
 
     def another_node(module):
         os.environ["LOCAL_RANK"] = "0"
@@ -181,7 +152,7 @@ def test_goes_on_after_a_kill_on_two_nodes(tmp_path):
             module.whole = lambda cfg: whole(cfg)[:1]
         return lambda: len(removed)
 
-    folder, weights, _ = uninterrupted(2, TWO, 4)
+    folder, weights, _ = uninterrupted(2, TWO)
     for step, name in (1, "step-1"), (2, "step-2"), (4, "step-3.writing"), (4, "step-0.removing"):
         shutil.copytree(Path(folder, f"step-{step}"), tmp_path / name)
     run = launch(CHECKPOINT, 2, f"{FLAGS} {TWO} --steps 4 --checkpoint {tmp_path} --keep 9", probe=another_node)
@@ -228,7 +199,7 @@ WRONG = {  # a probe, flags, the reason that is said, what is in the folder then
 def test_what_went_wrong_is_said(wrong, tmp_path, file=CHECKPOINT):
     """A checkpoint that cannot be written, or read, ends the run with the reason, and does not count."""
     probe, flags, reason, left = WRONG[wrong]
-    flags = f"{FLAGS} {TWO} --steps 5 --checkpoint {tmp_path} {flags.format(uninterrupted(2, TWO, 4)[0])}"
+    flags = f"{FLAGS} {TWO} --steps 5 --checkpoint {tmp_path} {flags.format(uninterrupted(2, TWO)[0])}"
     with pytest.raises(RankFailed, match=reason):
         launch(file, 2, flags, probe=probe, save=False)
     names = " ".join(path.name for path in tmp_path.iterdir())
@@ -244,14 +215,13 @@ def refused(flags: str) -> str | None:
 
 def test_what_cannot_be_resumed_is_refused(tmp_path):
     """Another model, or no checkpoint. All else may differ: length, batch, learning rate or clip."""
-    folder, *_ = uninterrupted(*SAVED, 4)
-    stored = dict(heads=8, theta=500000.0, rope_factor=1.0, dtype="float64", seed=0)  # shapes do not tell
-    for flag, value in dict(heads=16, theta=100.0, rope_factor=8.0, dtype="float32", seed=1).items():
-        wanted = f"must be {stored[flag]}, as in the checkpoint {folder}/step-4"
-        assert refused(f"--{flag} {value} --checkpoint {folder}") == f"--{flag} {value}: {wanted}"
-    assert refused(f"--steps 3 --checkpoint {folder}").startswith("--steps 3: must be at least 4")
-    assert "--validate 2: must be 0, as in" in refused(f"--checkpoint {folder} --validate 2")
-    assert "--resume step-9: there is none" in refused(f"--checkpoint {folder} --resume step-9")
+    folder, *_ = uninterrupted(*SAVED)
+    stored = dict(heads=8, theta=500000.0, rope_factor=1.0, dtype="float64", seed=0, validate=0)  # shapes do not tell
+    others = dict(heads=16, theta=100.0, rope_factor=8.0, dtype="float32", seed=1, validate=2)
+    bad = {f"--{flag} {value}": f"must be {stored[flag]}, as in " for flag, value in others.items()}
+    bad |= {"--steps 3": "--steps 3: must be at least 4", "--resume step-9": "--resume step-9: there is none"}
+    for flags, words in bad.items():
+        assert words in refused(f"{flags} --checkpoint {folder}"), flags
     others = "--seq 32 --batch 6 --microbatches 1 --lr 1 --clip 1 --warmup 0 --steps 9 --every 3 --keep 1"
     assert refused(f"{others} --checkpoint {folder}") is None
     (tmp_path / "file").write_text("")
@@ -290,7 +260,7 @@ DAMAGE = {
 
 def test_damage_is_noticed(tmp_path, file=CHECKPOINT):
     """Each way to damage a checkpoint of two ranks ends resume with one line that says where, and what to do."""
-    folder, *_ = uninterrupted(2, TWO, 4, file)
+    folder, *_ = uninterrupted(2, TWO, file)
     for name, damage in DAMAGE.items():
         shutil.copytree(folder, tmp_path / name)
         damage(tmp_path / name / "step-4")
@@ -316,10 +286,8 @@ def test_damage_is_noticed(tmp_path, file=CHECKPOINT):
 
 
 def test_resume_goes_back_once(tmp_path, monkeypatch):
-    """--resume sets aside what is newer, damaged or not. torchrun starts a run again with the same flags: it then goes
-    on from the newest. A run that has ended, and another run, mean what --resume says.
-    """
-    folder, *_ = uninterrupted(2, TWO, 4)
+    """--resume sets aside what is newer, damaged or not. The same run, started again, goes on from the newest."""
+    folder, *_ = uninterrupted(2, TWO)
     for step in 2, 3:
         shutil.copytree(Path(folder, f"step-{step}"), tmp_path / f"step-{step}")
     os.truncate(tmp_path / "step-3" / "rank-1.safetensors", 4096)
@@ -328,7 +296,6 @@ def test_resume_goes_back_once(tmp_path, monkeypatch):
         (None, "step-2", "step-2", 1),
         (None, "step-2", "step-2", 2),
         ("run0 step-2", "step-2", "step-2", 3),
-        ("run1 step-2", "step-2", "step-3", 3),
         ("run1 step-1", "step-1", "step-3", 3),  # which --keep may have removed since
     ):
         if note:
@@ -340,37 +307,31 @@ def test_resume_goes_back_once(tmp_path, monkeypatch):
 
 
 def on_disk(module):
-    """A probe: what is synced and renamed, when, and what is in the folder then."""
-    events, fsync, rename = [], os.fsync, Path.rename
+    """A probe: a folder gets its name, or loses it, when what must have been synced before is on disk."""
+    synced, renames, fsync, rename = set(), [], os.fsync, Path.rename
 
-    def synced(descriptor):
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
+    def sync(descriptor):
         fsync(descriptor)
-        events.append((time.monotonic(), "sync", path, []))
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
 
-    def renamed(self, target):
-        there = [str(path) for of in (self, self.parent) for path in of.iterdir()]
-        events.append((time.monotonic(), "rename", str(self), there))
-        return rename(self, target)
+    def renamed(path, target):
+        finished = path.suffix == ".writing"
+        newest = max([*path.parent.glob("step-?"), Path("step-0")], key=lambda folder: folder.name)
+        missing = {path, *path.iterdir()} if finished else {path.parent}
+        renames.append((path.name, newest.name, [file.name for file in missing - synced]))
+        if finished:
+            synced.discard(path.parent)
+        return rename(path, target)
 
-    os.fsync, Path.rename = synced, renamed
-    return lambda: events
+    os.fsync, Path.rename = sync, renamed
+    return lambda: renames
 
 
 def test_it_is_on_disk_before_it_counts(tmp_path):
     """A power cut at any time leaves a whole checkpoint: files, then their names, then the name of the folder, and only
     then the one before is removed."""
-    run = launch(CHECKPOINT, 2, f"{FLAGS} {TWO} --steps 3 --keep 1 --checkpoint {tmp_path}", probe=on_disk, save=False)
-    synced, removed = set(), 0
-    for _, kind, path, there in sorted(event for rank in run.probes for event in rank):
-        if kind == "sync":
-            synced.add(path)
-        elif path.endswith(".writing"):
-            files = [name for name in there if name.startswith(f"{path}/")]
-            assert len(files) == 3 and {*files, path} <= synced, f"{path} gets its name before it is on disk"
-            synced.discard(str(tmp_path))
-        else:
-            newer = f"{path[:-1]}{int(path[-1]) + 1}"
-            assert newer in there and str(tmp_path) in synced, f"{path} is removed before the next one is on disk"
-            removed += 1
-    assert removed == 2
+    run = launch(
+        CHECKPOINT, 1, f"{FLAGS} {ALONE} --steps 2 --keep 1 --checkpoint {tmp_path}", probe=on_disk, save=False
+    )
+    wanted = [("step-1.writing", "step-0", []), ("step-2.writing", "step-1", []), ("step-1", "step-2", [])]
+    assert run.probes[0] == wanted, "renamed are a folder, beside the newest, and what is not yet on disk"

@@ -54,9 +54,7 @@ def test_gradients_are_rounded_once(file=TRAIN):
 
 
 def test_stages_on_a_mesh(file=THREE_D):
-    """Weights are gathered while a stage waits for its first activations. Messages are 1/tp of the activations. Of
-    eight micro-batches two gradients and the one that is being sent are in memory.
-    """
+    """Weights are gathered before activations arrive; messages are 1/tp of these; two gradients are kept."""
 
     def on_the_way(module):
         gathered, receive = [], module.receive
@@ -78,9 +76,7 @@ def test_stages_on_a_mesh(file=THREE_D):
 
 
 def test_stages_share_what_they_must(file=THREE_D):
-    """Each direction has a communicator, along the stages and around: on GPUs, neighbours that both start to send on
-    one would wait for each other. A rank's stages have one list of reductions, that which forward_backward waits for.
-    """
+    """Each direction has a communicator: on one, GPUs that both start to send would wait for each other."""
 
     def own(module):
         models, build = [], module.build_model
@@ -112,9 +108,7 @@ def shown(flags: str, file: str = TRAIN) -> dict[str, list[list[int]]]:
 
 
 def test_the_figure_of_llama_3():
-    """Figure 5 of arXiv:2407.21783: 16 GPUs, two on each axis, in the order tp, cp, pp, dp. Of moe.py, ranks that share
-    experts are neighbours on dp and cp, in both orders: else their all-to-all would leave the host first.
-    """
+    """Figure 5 of arXiv:2407.21783: 16 GPUs, two on each axis. Ranks that share experts are neighbours on dp and cp."""
     groups = shown("--dp 2")
     assert groups["dp"][0] == [0, 4] and groups["pp"][0] == [0, 8]  # by default, pp is the slowest
     ranks = shown("--dp 2 --order tp-cp-pp-dp")

@@ -28,13 +28,8 @@ wait $node0; code0=$?
 wait $node1; code1=$?
 exit $((code0 | code1))
 """
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NODELIST": "node[0-1]",
-    "SLURM_NNODES": "2",
-    "SLURM_GPUS_ON_NODE": "2",
-    "SLURM_CPUS_PER_TASK": "2",
-}
+SLURM = dict(SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[0-1]", SLURM_NNODES="2")
+SLURM |= dict(SLURM_GPUS_ON_NODE="2", SLURM_CPUS_PER_TASK="2")
 
 
 def processes(folder: Path, *values: str) -> Iterator[int]:
@@ -65,10 +60,7 @@ def running(words: list[str], folder: Path, **variables: str) -> Iterator[subpro
 
 @pytest.mark.thorough
 def test_killed_rank(tmp_path):
-    """To the bit the weights, losses and norms of a run without a kill, which the contract compares with the root's.
-
-    Slurm's commands are replaced: scontrol prints the names of the hosts, srun starts its command twice.
-    """
+    """To the bit the weights, losses and norms of a run without a kill. Slurm's srun and scontrol are scripts."""
     for name, text in {"scontrol": SCONTROL, "srun": SRUN}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

@@ -78,10 +78,7 @@ def stored():
 
 def test_stored_runs():
     """Speed within 8 % of all stored rows, and 5 % of most, as plan.py claims; memory within 5 % of all, 1 % of most.
-
-    Nearly 8 % off is tensor parallelism on four GPUs, see WAITING. Of two layouts of a model in a suite, the faster one
-    is predicted as that, if half their spread, or 2 %, tells them.
-    """
+    Of two layouts in a suite the faster is predicted as that, if half their spread, or 2 %, tells them."""
     speeds, memories, suites, pairs = [], [], collections.defaultdict(list), 0
     for suite, file, (tokens, spread, peak), plan in stored():
         cfg = plan.cfg
@@ -175,10 +172,7 @@ def test_what_zero_adds():
 
 
 def test_zbv(monkeypatch):
-    """The order of zbv.py; for equal F, B and W each rank idles (p-1)·B/2; reductions of a chunk hide behind Ws.
-
-    Chunks take as long as their layers, the head included. W is half of all matmuls of backward, those of experts too.
-    """
+    """The order of zbv.py; for equal F, B and W each rank idles (p-1)·B/2; reductions of a chunk hide behind Ws."""
     recipe, layout = load("06_pipeline/zbv.py"), dict(pp=4, dp=1, cp=1, tp=1, chunks=2, microbatches=8, zbv=True)
     for preset in "llama3_8b", "mixtral_8x7b":
         cfg = PLAN.Config(**PLAN.PRESETS[preset], **layout, seq=4096, batch=8)
@@ -337,10 +331,7 @@ def test_best_only_finds_the_same():
 
 
 def test_least_recomputation():
-    """A layout that is too large gets the least recomputation that makes it fit, and ZeRO-2 if that needs less.
-
-    --ours gives neither, and ZBV never recomputes.
-    """
+    """A layout gets the least recomputation that makes it fit, and ZeRO-2 if that needs less."""
     cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], gpus=64, batch=512, seq=8192, dp=64, cp=1, tp=1, pp=1, chunks=1)
     one = PLAN.replace(cfg, shard=1, microbatches=8)
     fits = {gib: PLAN.fitting(PLAN.replace(one, memory=gib), TRAIN) for gib in (100, 74, 60, 45, 25)}
@@ -413,10 +404,7 @@ def test_what_cannot_be(monkeypatch, tmp_path, flags, problem):
 
 
 def test_experts():
-    """2(Ψ + Ψe/ep)/(tp·pp) bytes of weights, the same state; four exchanges per layer, of (ep-1)/ep of all rows.
-
-    Each rank of tp has its part of every expert, but the inputs of all rows.
-    """
+    """2(Ψ + Ψe/ep)/(tp·pp) bytes of weights, the same state; four exchanges per layer, of (ep-1)/ep of all rows."""
     shape = dict(PLAN.PRESETS["mixtral_8x7b"], layers=2, vocab=2**20, seq=4096, batch=8, gpus=8, dp=8, chunks=1)
     shape |= dict(cp=1, tp=1, pp=1, microbatches=1, zero=1, recompute="none")
     whole, half, alone = (PLAN.predict(PLAN.Config(**shape, ep=ep), TRAIN) for ep in (1, 2, 8))
@@ -446,11 +434,7 @@ def test_experts():
 
 
 def test_plans_of_experts():
-    """Experts get ZeRO-1, with full recomputation or none.
-
-    NVIDIA's example for Megatron-Core is among the best, and reaches what version 0.9 is said to reach with Mixtral:
-    468 TFLOP/s of H100s, by a formula that counts all of attention.
-    """
+    """NVIDIA's example for Megatron-Core is among the best, and reaches the 468 TFLOP/s that it is said to."""
     wanted = PLAN.Config(**PLAN.PRESETS["mixtral_8x7b"], gpus=64, batch=256, seq=4096)
     rows, _ = PLAN.plans(wanted, TRAIN, keep=12)
     assert {(row.cfg.zero, row.cfg.shard) for row in rows} == {(1, 1)}
@@ -506,10 +490,7 @@ def test_nanotron():
 
 
 def test_llama_3():
-    """All three fit; by the paper's formula their MFU, to which nothing is fitted, is within 10 % with 8,192 tokens.
-
-    With 131,072 tokens it is not: the formula counts attention across documents, which Llama masks.
-    """
+    """All three fit. By the paper's formula the MFU is within 10 %, but for 131,072 tokens, where it counts masked scores."""
     short, shorter, long = PLAN.llama()
     assert all(plan.memory < 74 for plan, *_ in PLAN.llama())
     assert all(0 < theirs / mfu * 100 - 1 < 0.1 for _, theirs, mfu in (short, shorter))

@@ -1,8 +1,6 @@
 """Matmuls in fp8: what is quantized by which scale, what is multiplied, and what the gradients are.
 
 The reference quantizes in float64 with formats.py, which shares no line with the recipes, and multiplies in float64.
-What is left between it and a recipe is the rounding of results to bf16, and of sums in fp32. That nothing else has
-changed is the contract's: in float64 nothing is in fp8, and the recipes equal the root.
 Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
@@ -141,11 +139,8 @@ def test_forward_has_the_newest_weights(recipe, file=None):
 @pytest.mark.parametrize("recipe", [*KINDS, LOW])
 @in_a_fork
 def test_what_would_not_be_in_fp8_is_noticed(recipe, file=None):
-    """Linear starts as nn.Linear does; it refuses fp32 weights under autocast, and weights that are not those in fp8.
-
-    The next backward notices them after an optimizer that raises no version; and nothing else is taken for that:
-    gradients of two micro-batches are added up, or taken away; the model is a copy, whose last weight is frozen.
-    """
+    """Linear starts as nn.Linear, refuses fp32 weights under autocast, and notices weights that are not those in fp8, in
+    forward or backward. Micro-batches, a copied model and a frozen weight are not taken for that."""
     module, x = load(file or recipe), uneven(16, 32, 0)
     linear, same = (torch.manual_seed(0) and kind(32, 16) for kind in (module.Linear, nn.Linear))
     assert torch.equal(linear.weight, same.weight)
@@ -184,10 +179,7 @@ def test_what_would_not_be_in_fp8_is_noticed(recipe, file=None):
 
 @in_a_fork
 def test_all_linears_of_the_blocks_and_nothing_else(file=None):
-    """Seven products of each block and both their gradients are in fp8; embedding, head and norms are not.
-
-    Embedding and norms stay fp32, as in bf16.py.
-    """
+    """Seven products of each block and both their gradients are in fp8; embedding and norms are fp32."""
     module, (cfg, model, _), batches = start(file or TENSORWISE, SIZES)
     wide = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
     assert wide == {name for name, _ in model.named_parameters() if "embed" in name or "norm" in name}
@@ -200,10 +192,7 @@ def test_all_linears_of_the_blocks_and_nothing_else(file=None):
 
 @in_a_fork
 def test_scales_follow_the_history(file=None):
-    """The scale is that of the largest amax of earlier steps, of all their micro-batches; old ones are forgotten.
-
-    Forwards may run ahead of backwards, as in a pipeline.
-    """
+    """The scale is that of the largest amax of the last steps, of all micro-batches, whose forwards may run ahead."""
     module, (cfg, model, _), _ = start(file or DELAYED, f"{SIZES} --history 3")
     linear = model.model.layers[0].mlp.up_proj
     shape = 16, linear.weight.shape[1]
@@ -259,10 +248,7 @@ def test_no_graph_outlives_its_micro_batch(recipe, file=None):
 
 
 def pretend_to_be_a_gpu() -> list[bool]:
-    """Let tensors say that they are on one: Triton's interpreter runs their kernels, float64 stands for cuBLAS.
-
-    Returns a list that grows by an entry per product: whether tensor cores may add up in few bits.
-    """
+    """Let Triton's interpreter run kernels, and float64 be cuBLAS; return for each product whether it adds up fast."""
     fast = []
 
     def scaled_mm(a, b, a_scale, b_scale, out_dtype, use_fast_accum=False) -> Tensor:
@@ -318,10 +304,7 @@ def test_kernel_in_the_interpreter(recipe, file=None):
 @pytest.mark.parametrize("recipe, casts", [(TENSORWISE, (14, 11)), (DELAYED, (14, 14)), (BLOCKWISE, (14, 11))])
 @in_a_fork
 def test_compiled_blocks(recipe, casts):
-    """One graph serves all steps; in it, q, k and v quantize their input once, and gate and up; weights are checked.
-
-    Not with delayed scaling, whose projections have a history each. The loss is that of the eager model.
-    """
+    """One graph serves all steps; q, k and v quantize their input once, but for delayed scaling; weights are checked."""
     module, (cfg, model, optimizer), batches = start(recipe, f"{SIZES} --layers 1")
     equivalence.without_kernels(module)  # equal casts are joined before there are any
     module.train_step(cfg, model, optimizer, *batches[0])  # before it, delayed scaling has no history

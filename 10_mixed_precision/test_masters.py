@@ -1,7 +1,5 @@
 """Weights of 16 bits and their fp32 masters: gradients are autocast's, nothing else is rounded, the loss scale moves.
 
-In float64, bf16.py and fp16_loss_scaling.py, with a scale of 65,536, equal the root: that is the contract's. And what
-can be pasted of the folder's recipes.
 Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
@@ -11,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
 
+import equivalence
 import pytest
 import torch
 from launch import in_a_fork, isolated, load
@@ -61,10 +60,7 @@ def gradients(file: str, flags: str) -> dict[str, torch.Tensor]:
 
 
 def test_gradient_is_that_of_autocast(file=None):
-    """To the bit: the same products of the same rounded operands, and what autocast leaves in fp32 is in fp32.
-
-    The sum over several micro-batches is the contract's.
-    """
+    """To the bit: the same products of the same rounded operands, and what autocast leaves in fp32 is in fp32."""
     theirs = isolated(lambda: gradients("01_single_gpu/train.py", ""))
     ours = isolated(lambda: gradients(file or BF16, "--microbatches 1"))
     assert ours.keys() == theirs.keys() and all(gradient.any() for gradient in theirs.values())
@@ -114,6 +110,22 @@ def test_norm_and_clip_round_nothing(recipe, dtype, file=None):
         assert (slot.mean / (0.1 * clipped) - 1).abs().max() < 1e-5, "what the norm clips is rounded"
 
 
+@pytest.mark.thorough
+@in_a_fork
+def test_learning_rate_compiles_nothing_anew(file=None):
+    """Each step has the rate that a scheduler has set, in the same compiled code: with a rate of 0 nothing moves."""
+    equivalence.without_kernels(load(BF16))
+    module, (cfg, model, optimizer), (batch, *_) = start(file or BF16, "--microbatches 1 --compile")
+    for rate in 0.01, 0, 0.03:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        before = [slot.parameter.detach().clone() for slot in optimizer.slots]
+        with torch._dynamo.config.patch(error_on_recompile=rate != 0.01):
+            module.train_step(cfg, model, optimizer, *batch)
+        moved = max((slot.parameter - x).abs().max() for slot, x in zip(optimizer.slots, before))
+        assert rate / 2 <= moved <= 2 * rate, f"weights have moved by {moved}, with a learning rate of {rate}"
+
+
 # -------------------------------------------------------------------------------------------------------- loss scaling
 @in_a_fork
 def test_overflow_skips_the_step_and_halves_the_scale(file=None):
@@ -143,10 +155,7 @@ def test_overflow_skips_the_step_and_halves_the_scale(file=None):
 
 @in_a_fork
 def test_what_no_scale_helps_ends_the_run():
-    """A gradient that overflows with a scale of 2 is tried with 1; one that overflows with 1 ends the run.
-
-    So do weights that are not finite: the line says where to look, and not that the masters are others.
-    """
+    """What overflows with a scale of 2 is tried with 1; what overflows with 1 ends the run. So does NaN in weights."""
     module, (cfg, model, _), _ = start(FP16, "--dtype float16 --steps 3")
     data, norm, module.build_model = module.load_data(cfg), module.gradient_norm, lambda cfg: model
     for least in 2, 1:

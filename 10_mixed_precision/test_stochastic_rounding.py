@@ -1,7 +1,6 @@
 """Stochastic rounding: chance is fair, independent, and the same in every run; bytes; what is computed again.
 
-Sums of random numbers are within six standard deviations, which chance would leave once in 500 million sums. Nothing is
-rounded in float64: that the recipe then equals the root is the contract's.
+Sums of random numbers are within six standard deviations, which chance would leave once in 500 million sums.
 Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
@@ -32,11 +31,7 @@ def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------------------ rounding
 @in_a_fork
 def test_every_chance_counts(file=None):
-    """Of the 65,536 values of the random bits, exactly as many round up as x is 65,536ths of the way up.
-
-    Of larger integers, the lowest 16 bits count. All 65,536 numbers of bf16 stay, among them zeros of both signs,
-    subnormals, inf and NaN, whatever the bits.
-    """
+    """Of 65,536 random bits as many round up as x is 65,536ths of the way up; what bf16 has, stays, NaN and inf, too."""
     module, generator = load(file or SR), torch.Generator().manual_seed(0)
     upper = torch.linspace(1, 0x7F7E, 20).int()  # as bits of bf16: exponents from end to end, then any mantissa
     lower = torch.randint(2**16, (20,), generator=generator, dtype=torch.int32)
@@ -61,11 +56,7 @@ def test_every_chance_counts(file=None):
 
 # -------------------------------------------------------------------------------------------------------------- chance
 def test_bits_are_independent(file=None):
-    """No bit tells of another: of the same number, of neighbours, of other steps, tensors and seeds.
-
-    None is constant, and each value of the upper and of the lower 16 bits is as frequent as chance allows. Keys that
-    differ in one of their lower bits do not give the same numbers in another order.
-    """
+    """No bit tells of another: of the same number, of neighbours, of other steps, tensors, seeds and keys."""
 
     def compute():
         random_bits, n = load(file or SR).random_bits, 2**14
@@ -106,10 +97,7 @@ def test_no_two_tensors_share_a_key(file=None):
 
 @in_a_fork
 def test_an_update_rounds_each_element_by_its_index(file=None):
-    """Weight and moments are what bits of the flat index make of them, for each its own bits.
-
-    They do not depend on what else is rounded with it: every run, and every layout of a tensor, rounds alike.
-    """
+    """Weight and moments have their own bits of the flat index, whatever else is rounded with them."""
     module, generator = load(file or SR), torch.Generator().manual_seed(0)
     weight, mean, gradient = (torch.randn(3, 100, generator=generator).bfloat16() for _ in range(3))
     square = mean.square()
@@ -130,10 +118,7 @@ def test_an_update_rounds_each_element_by_its_index(file=None):
 @pytest.mark.parametrize("flags", ["", pytest.param("--compile", marks=pytest.mark.thorough)])
 @in_a_fork
 def test_each_step_rounds_fairly_and_otherwise(flags, file=None):
-    """Of the same moments and gradients, two steps make others, which are right on average.
-
-    At p of the way, two roundings differ with 2p(1 - p): of all p alike, a third. One code has any learning rate.
-    """
+    """Right on average; at p of the way, two roundings differ with 2p(1 - p), a third of all. One code has any rate."""
     module, (cfg, model, optimizer), batches = start(file or SR, f"--microbatches 1 --clip inf {flags}")
     module.train_step(cfg, model, optimizer, *batches[0])
     module.forward_backward(cfg, model, *batches[1])
@@ -184,10 +169,7 @@ def test_sums_of_micro_batches_are_fp32(file=None):
 @pytest.mark.parametrize("recipe", [SR, FP8])
 @in_a_fork
 def test_bytes_between_steps(recipe, file=None):
-    """All tensors of the process together have 6 bytes per parameter between steps: no master, gradient or sum is left.
-
-    Beside them there are 8 bytes of keys per tensor and the count of steps, together less than the smallest matrix.
-    """
+    """All tensors have 6 bytes per parameter between steps, beside 8 of keys per tensor: no master, gradient or sum."""
     for flags in "--microbatches 1", "--microbatches 2":
         gc.freeze()  # what there is already is not counted
         module, (cfg, model, optimizer), batches = start(file or recipe, flags)
