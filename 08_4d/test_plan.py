@@ -490,7 +490,7 @@ def test_nanotron():
 
 
 def test_llama_3():
-    """All three fit. By the paper's formula the MFU is within 10 %, but for 131,072 tokens, where it counts masked scores."""
+    """All three fit. By the paper's formula the MFU is within 10 %; with 131,072 tokens that counts masked scores."""
     short, shorter, long = PLAN.llama()
     assert all(plan.memory < 74 for plan, *_ in PLAN.llama())
     assert all(0 < theirs / mfu * 100 - 1 < 0.1 for _, theirs, mfu in (short, shorter))

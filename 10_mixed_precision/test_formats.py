@@ -22,7 +22,7 @@ INTEGERS = {8: torch.uint8, 16: torch.int16}
 
 @functools.cache
 def inputs():
-    """The upper 20 bits of float32: so all numbers of shorter formats, what is half-way between two, and its neighbours."""
+    """The upper 20 bits of fp32: all numbers of shorter formats, what is half-way between two, and its neighbours."""
     bits = torch.arange(2**20, dtype=torch.int32)[:, None] << 12 | torch.tensor([0, 1, 0xFFF], dtype=torch.int32)
     return bits.view(torch.float32).flatten()
 
@@ -49,7 +49,7 @@ def test_limits_and_numbers_are_torchs(name):
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_rounds_like_torch(name):
-    """Every cast of torch, to the bit; that to e4m3 saturates. Between its first two numbers, e8m0 rounds up in torch."""
+    """Every cast of torch, to the bit; that to e4m3 saturates. Between its first two numbers torch rounds e8m0 up."""
     f, x = FORMATS.FORMATS[name], inputs()
     if name == "fp32":
         x = x.double()

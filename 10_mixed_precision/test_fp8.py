@@ -139,8 +139,8 @@ def test_forward_has_the_newest_weights(recipe, file=None):
 @pytest.mark.parametrize("recipe", [*KINDS, LOW])
 @in_a_fork
 def test_what_would_not_be_in_fp8_is_noticed(recipe, file=None):
-    """Linear starts as nn.Linear, refuses fp32 weights under autocast, and notices weights that are not those in fp8, in
-    forward or backward. Micro-batches, a copied model and a frozen weight are not taken for that."""
+    """Linear starts as nn.Linear, refuses fp32 weights under autocast, and notices weights that are not those in fp8,
+    in forward or backward. Micro-batches, a copied model and a frozen weight are not taken for that."""
     module, x = load(file or recipe), uneven(16, 32, 0)
     linear, same = (torch.manual_seed(0) and kind(32, 16) for kind in (module.Linear, nn.Linear))
     assert torch.equal(linear.weight, same.weight)
@@ -304,7 +304,7 @@ def test_kernel_in_the_interpreter(recipe, file=None):
 @pytest.mark.parametrize("recipe, casts", [(TENSORWISE, (14, 11)), (DELAYED, (14, 14)), (BLOCKWISE, (14, 11))])
 @in_a_fork
 def test_compiled_blocks(recipe, casts):
-    """One graph serves all steps; q, k and v quantize their input once, but for delayed scaling; weights are checked."""
+    """One graph serves all steps; q, k and v quantize their input once, but in delayed scaling; weights are checked."""
     module, (cfg, model, optimizer), batches = start(recipe, f"{SIZES} --layers 1")
     equivalence.without_kernels(module)  # equal casts are joined before there are any
     module.train_step(cfg, model, optimizer, *batches[0])  # before it, delayed scaling has no history

@@ -74,7 +74,7 @@ def seen_by_one_gpu(flags: str, weights_of_steps: list[dict[str, Tensor]]) -> li
 
 @pytest.mark.parametrize("world", [3, pytest.param(8, marks=pytest.mark.thorough)])
 def test_ranks_compute_what_micro_batches_of_one_gpu_do(world, file=None):
-    """In two steps. Gradients of matrices are fp32 sums of the same bf16 numbers; the embedding's is added up in bf16."""
+    """In two steps. Gradients of matrices are fp32 sums of the same bf16 numbers, embedding's is a sum in bf16."""
     batch = f"--batch {4 * world}"
     run = launch(file or FP8_ZERO3, world, f"{SMALL} {batch} --steps 2 --lr 1.5", seen_by_ranks)
     flags, weights_of_steps = f"{batch} --microbatches {2 * world}", [weights for weights, _ in run.probes[0]]
@@ -114,7 +114,7 @@ def bytes_of_weights(module: ModuleType):
 
 
 def test_bytes_that_are_sent_and_held(file=None):
-    """The header's: a block is gathered in a byte per element, twice, but the last one. Two are held, one transposed."""
+    """The header's: a block is gathered in a byte per element, twice, but the last one. Two are held, one turned."""
     world, micro = 3, 2
     probe = probes.together(probes.communication, bytes_of_weights)
     run = launch(file or FP8_ZERO3, world, f"{SMALL} --microbatches {micro} --steps 2", probe)
@@ -146,6 +146,7 @@ MISUSE = [  # what a trainer does wrong, as a change of the recipe's; what it is
 
 
 @pytest.mark.parametrize("how", range(len(MISUSE)))
+@in_a_fork
 def test_misuse_is_noticed(how, tmp_path, file=None):
     """Weights in fp8 that are old, or none, end the run with one line."""
     old, new, says = MISUSE[how]
@@ -179,7 +180,7 @@ def test_whenever_streams_get_to_it(when, file=None):
 
 @pytest.mark.thorough
 def test_compiled():
-    """Gradients have 26 dB to those of the eager fp8_tensorwise.py, as code rounds elsewhere; a wrong scale leaves 6."""
+    """Gradients have 26 dB to those of the eager fp8_tensorwise.py, as code rounds elsewhere; of a wrong scale 6."""
     probe = probes.together(equivalence.without_kernels, seen_by_ranks)
     run = launch(FP8_ZERO3, 1, f"{SMALL} --layers 1 --microbatches 2 --steps 1 --compile", probe)
     ((weights, found),) = run.probes[0][1]
