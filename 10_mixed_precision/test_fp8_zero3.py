@@ -74,7 +74,7 @@ def seen_by_one_gpu(flags: str, weights_of_steps: list[dict[str, Tensor]]) -> li
 
 @pytest.mark.parametrize("world", [3, pytest.param(8, marks=pytest.mark.thorough)])
 def test_ranks_compute_what_micro_batches_of_one_gpu_do(world, file=None):
-    """In two steps. Gradients of matrices are fp32 sums of the same bf16 numbers, embedding's is a sum in bf16."""
+    """In two steps. Gradients of matrices are fp32 sums of the same bf16 numbers; the embedding's in bf16."""
     batch = f"--batch {4 * world}"
     run = launch(file or FP8_ZERO3, world, f"{SMALL} {batch} --steps 2 --lr 1.5", seen_by_ranks)
     flags, weights_of_steps = f"{batch} --microbatches {2 * world}", [weights for weights, _ in run.probes[0]]
