@@ -438,7 +438,6 @@ def test_plans_of_experts():
     wanted = PLAN.Config(**PLAN.PRESETS["mixtral_8x7b"], gpus=64, batch=256, seq=4096)
     rows, _ = PLAN.plans(wanted, TRAIN, keep=12)
     assert {(row.cfg.zero, row.cfg.shard) for row in rows} == {(1, 1)}
-    assert {row.cfg.recompute for row in rows} <= {"none", "full"}
     theirs = next(row for row in PLAN.ties(rows) if (row.cfg.tp, row.cfg.pp, row.cfg.ep) == (1, 4, 8))
     whole = theirs.mfu * (1 + 6 * 32 * 4096 * 4096 / PLAN.flops_per_token(theirs.cfg))
     assert abs(whole * 989.5 / 468 - 1) < 0.1

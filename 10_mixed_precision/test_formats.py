@@ -103,7 +103,6 @@ def test_overflow():
     assert e4m3[0] == 448 and e4m3[1].isnan()
 
 
-# ----------------------------------------------------------------------------------------------------------- gradients
 def test_update_is_adamws():
     """The step that the root's optimizer makes next, to the rounding of float32; gradients are not yet clipped."""
     before, after = isolated(lambda: [vars(FORMATS.observe(steps)) for steps in (3, 4)])
@@ -143,7 +142,6 @@ def test_lost_updates():
     assert FORMATS.lost(case, fp32, 1.0) == 0 and FORMATS.lost(case, bf16, 0.1) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------- main
 @in_a_fork
 def test_command(monkeypatch, capsys, tmp_path):
     """What the README says to type, with fewer steps: tables that have every format, and pictures; or one line."""

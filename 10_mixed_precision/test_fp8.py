@@ -18,9 +18,8 @@ from launch import in_a_fork, launch, load
 from torch import Tensor, nn
 
 FOLDER = "10_mixed_precision"
-TENSORWISE, DELAYED, BLOCKWISE = KINDS = [
-    f"{FOLDER}/fp8_{name}.py" for name in ("tensorwise", "delayed_scaling", "blockwise")
-]
+NAMES = "tensorwise", "delayed_scaling", "blockwise"
+TENSORWISE, DELAYED, BLOCKWISE = KINDS = [f"{FOLDER}/fp8_{name}.py" for name in NAMES]
 STOCHASTIC = f"{FOLDER}/fp8_stochastic_rounding.py"  # its linears are those of fp8_tensorwise.py, to the letter
 LOW = f"{FOLDER}/fp8_low_memory.py"  # casts weights when they are used: test_low_memory.py
 FORMATS, start = load(f"{FOLDER}/formats.py"), load(f"{FOLDER}/test_masters.py").start

@@ -126,7 +126,6 @@ def test_learning_rate_compiles_nothing_anew(file=None):
         assert rate / 2 <= moved <= 2 * rate, f"weights have moved by {moved}, with a learning rate of {rate}"
 
 
-# -------------------------------------------------------------------------------------------------------- loss scaling
 @in_a_fork
 def test_overflow_skips_the_step_and_halves_the_scale(file=None):
     """Nothing else that a later step reads has changed. The scale doubles after every third good step, counted anew."""
@@ -174,7 +173,6 @@ def test_what_no_scale_helps_ends_the_run():
         module.train(replace(cfg, init="weights"), *data)
 
 
-# --------------------------------------------------------------------------------------------------------------- paste
 @pytest.mark.parametrize("path", [path for path in TRAINING if path.startswith("10_mixed_precision/")])
 @in_a_fork
 def test_can_be_pasted_in_its_order(path, tmp_path):

@@ -28,7 +28,6 @@ def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
     return lower.view(torch.float32).double(), (lower + 0x10000).view(torch.float32).double()
 
 
-# ------------------------------------------------------------------------------------------------------------ rounding
 @in_a_fork
 def test_every_chance_counts(file=None):
     """Of 65,536 random bits as many round up as x is 65,536ths of the way up; what bf16 has stays, NaN and inf, too."""
@@ -54,7 +53,6 @@ def test_every_chance_counts(file=None):
     assert module.round_stochastically(quiet, torch.full((4,), 0xFFFF)).isnan().all(), "a NaN is lost"
 
 
-# -------------------------------------------------------------------------------------------------------------- chance
 def test_bits_are_independent(file=None):
     """No bit tells of another: of the same number, of neighbours, of other steps, tensors, seeds and keys."""
 
@@ -114,7 +112,6 @@ def test_an_update_rounds_each_element_by_its_index(file=None):
         assert torch.equal(found, wanted), f"the {kind} is not rounded by the bits of its index"
 
 
-# ------------------------------------------------------------------------------------------------------------ training
 @pytest.mark.parametrize("flags", ["", pytest.param("--compile", marks=pytest.mark.thorough)])
 @in_a_fork
 def test_each_step_rounds_fairly_and_otherwise(flags, file=None):
@@ -143,7 +140,6 @@ def test_each_step_rounds_fairly_and_otherwise(flags, file=None):
         assert abs(off) < SIGMAS, f"the mean error is {off:.1f} standard deviations"
 
 
-# ------------------------------------------------------------------------------------------------------- micro-batches
 @in_a_fork
 def test_sums_of_micro_batches_are_fp32(file=None):
     """What the optimizer gets of four micro-batches is the exact sum of their bf16 gradients; of one, its own."""
@@ -165,7 +161,6 @@ def test_sums_of_micro_batches_are_fp32(file=None):
         module.gradient_norm(optimizer)
 
 
-# --------------------------------------------------------------------------------------------------------------- bytes
 @pytest.mark.parametrize("recipe", [SR, FP8])
 @in_a_fork
 def test_bytes_between_steps(recipe, file=None):
