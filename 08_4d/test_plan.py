@@ -259,6 +259,7 @@ LAYOUT = "dp", "cp", "tp", "pp", "chunks", "microbatches"
 QUESTIONS = [  # what only some layouts can do
     dict(gpus=16, gpus_per_node=16, batch=16, ffn=96, seq=24),  # fewer layers than GPUs
     dict(gpus=8, batch=4, seq=20, ffn=100),  # tp divides the tokens of several sequences
+    dict(gpus=6, batch=12, dim=48, heads=6, kv_heads=2, vocab=257, seq=36),
     dict(gpus=8, batch=6, experts=2, ffn=72, seq=12, layers=5),  # half an expert is no multiple of 8
     dict(gpus=8, batch=32, zero=2),
     dict(gpus=8, batch=16, zero=3),
@@ -341,6 +342,9 @@ def test_least_recomputation():
     assert PLAN.fitting(PLAN.replace(one, machine="H200"), TRAIN)[0].recompute == "none"  # it has more memory
     assert PLAN.fitting(PLAN.replace(one, ours=True, memory=25), TRAIN) == []
     assert PLAN.fitting(PLAN.replace(one, dp=32, pp=2, chunks=2, zbv=True), TRAIN) == []
+    sizes = dict(PLAN.PRESETS["llama3_70b"], gpus=32, batch=8, seq=2048, dp=4, tp=8)
+    (row,) = PLAN.plans(PLAN.Config(**sizes, ours=True), TRAIN)[0]
+    assert row.cfg.microbatches == 1  # which needs no fp32 sums of gradients
 
 
 def test_flags_of_others():
@@ -365,8 +369,9 @@ def test_flags_of_others():
     megatron, titan = PLAN.elsewhere(PLAN.Config(**PLAN.PRESETS["mixtral_8x7b"], **layout, chunks=1, ep=8))
     assert "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 8" in megatron
     assert "--parallelism.expert_parallel_degree 8" in titan
-    (titan,) = PLAN.elsewhere(PLAN.Config(**PLAN.PRESETS["llama3_8b"], **layout, chunks=2, zbv=True))
-    assert "pipeline_parallel_schedule ZBVZeroBubble" in titan
+    in_a_v = PLAN.Config(**PLAN.PRESETS["llama3_8b"], **layout, chunks=2, zbv=True)
+    (titan,) = PLAN.elsewhere(in_a_v)
+    assert "pipeline_parallel_schedule ZBVZeroBubble" in titan and PLAN.needs(in_a_v) == "ZBV"
 
 
 RUNS = """model,nodes,dp,tp,pp,micro_batches,micro_batch_size,zero,tokens_per_s_per_gpu,gpu_memory_GB
@@ -382,10 +387,12 @@ RUNS = """model,nodes,dp,tp,pp,micro_batches,micro_batch_size,zero,tokens_per_s_
         ("--tp 3", "--tp 3: must divide --gpus 8"),
         ("--draw none/x.svg", "--draw none/x.svg: there is no such folder"),
         ("--measured /dev/zero", "--measured /dev/zero: cannot be read as .csv"),
+        ("--shard 2 --pp 2", "--zero 3: must go without --cp and --pp, and so must --shard"),
         ("--scale --gpus 8", "--gpus: not beside --scale"),
         ("--preset mixtral_8x7b --gpus 6 --batch 24 --seq 4096", "It would fit with 16 GPUs"),  # whole nodes
         ("--preset llama3_8b --gpus 1 --seq 8192 --batch 1", "/low_memory.py (72.2 GiB) or with 2 GPUs"),
         ("--preset llama3_8b --seq 8192 --batch 8 --memory 20 --ours", "It would fit without --ours"),
+        ("--memory 0.01", "It would fit with nothing that is planned here"),
         ("1.34B,1,4,2 > 2B,1,4,2", "line 2: model 2B: must be one of "),  # of a file of runs with this change
         ("1.34B,1,4,2 > 1.34B,1,,2", "line 2: dp : must be a whole number > 0"),
         ("1.34B,1,4,2 > 1.34B,2,4,2", "line 2: dp·tp·pp must be 8 per node"),
@@ -438,6 +445,7 @@ def test_plans_of_experts():
     wanted = PLAN.Config(**PLAN.PRESETS["mixtral_8x7b"], gpus=64, batch=256, seq=4096)
     rows, _ = PLAN.plans(wanted, TRAIN, keep=12)
     assert {(row.cfg.zero, row.cfg.shard) for row in rows} == {(1, 1)}
+    assert {row.cfg.recompute for row in rows} <= {"none", "full"}
     theirs = next(row for row in PLAN.ties(rows) if (row.cfg.tp, row.cfg.pp, row.cfg.ep) == (1, 4, 8))
     whole = theirs.mfu * (1 + 6 * 32 * 4096 * 4096 / PLAN.flops_per_token(theirs.cfg))
     assert abs(whole * 989.5 / 468 - 1) < 0.1
