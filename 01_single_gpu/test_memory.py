@@ -36,6 +36,7 @@ def test_tables_of_the_playbook():
     assert table("2.11")["1B"] == [2.302, 2.302, 9.207, 1.062] and table("2.25")["ZeRO-2"][:3] == [15, 1.875, 7.5]
     assert table("3.11")["tp 16"] == [8.219, 8.219, 32.875, 7.188, 28.75, 115]
     assert table("3.21")["tp 16"] == [1.328, 5.312, 21.25]
+    assert table("0.4")["8B"][:3] == [21, 35, 4]
     sums = [sum(MEMORY.book_states(7.5e9, zero, 64).values()) / 1e9 for zero in range(4)]
     assert [round(x, 1) for x in sums] == [120, 31.4, 16.6, 1.9]
     for t, sp in (1, False), (8, False), (8, True):

@@ -58,13 +58,9 @@ def test_report_of_a_gpu_trace():
 
 def test_report_of_a_cpu_trace():
     """What hands a collective over, and waits, is not computation, nor is a function of autograd around it."""
-    events = [
-        event("aten::mm", "cpu_op", 0, 10),
-        event("AllToAll", "cpu_op", 14, 30),
-        event("aten::clone", "cpu_op", 15, 3),
-        event("c10d::alltoall_base_", "cpu_op", 20, 10),
-        event("gloo:all_to_all", "user_annotation", 22, 20),
-    ]
+    cpu = "cpu_op"
+    events = [event("aten::mm", cpu, 0, 10), event("AllToAll", cpu, 14, 30), event("aten::clone", cpu, 15, 3)]
+    events += [event("c10d::alltoall_base_", cpu, 20, 10), event("gloo:all_to_all", "user_annotation", 22, 20)]
     spans = load(PROFILING).classify(events)
     assert spans["optimizer"] == [(0, 10), (15, 18)] and spans["communication"] == [(22, 42)]
 

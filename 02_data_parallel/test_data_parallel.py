@@ -1,11 +1,10 @@
 """The data-parallel recipes train as the root does, their replicas stay alike, and they communicate what they say."""
 
-import contextlib
 import os
 import tempfile
 import time
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import MagicMock, call, patch
 
 import compare
 import equivalence
@@ -101,36 +100,30 @@ def test_gradients_in_the_order_of_a_compiled_block():
 # -------------------------------------------------------------------------------------------------------------- a step
 def reductions(module):
     """A probe: bytes of every reduction, and whether it starts, and is waited for, while backward is running."""
-    started, waited, running, backward = [], [], [False], torch.Tensor.backward
-    all_reduce, coalesced = module.dist.all_reduce, module.dist.ProcessGroup.allreduce_coalesced
+    started, waited, all_reduce = [], [], module.dist.all_reduce
+    coalesced = module.dist.ProcessGroup.allreduce_coalesced
 
     class Watched:
         def __init__(self, work):
             self.work = work
 
         def wait(self):
-            waited.append(running[0])
+            waited.append(probes.phase())
             return self.work.wait()
 
     def watched(tensor, *args, async_op=False, **kwargs):
-        started.append((tensor.nbytes, async_op and running[0]))
+        started.append((tensor.nbytes, probes.phase()))
         work = all_reduce(tensor, *args, async_op=async_op, **kwargs)
         return Watched(work) if async_op else work
 
     def watched_list(group, tensors):
-        started.append((sum(tensor.nbytes for tensor in tensors), running[0]))
+        started.append((sum(tensor.nbytes for tensor in tensors), probes.phase()))
         return Watched(coalesced(group, tensors))
 
-    def watched_backward(loss):
-        running[0] = True
-        backward(loss)
-        running[0] = False
-
     module.dist.all_reduce, module.dist.ProcessGroup.allreduce_coalesced = watched, watched_list
-    torch.Tensor.backward = watched_backward
     if hasattr(module, "Buckets"):  # its all-reduce runs beside backward on a GPU's stream
-        by_copying = module.all_reduce
-        module.all_reduce = lambda shared, i: started.append((4 * shared.sizes[i], running[0])) or by_copying(shared, i)
+        copied = module.all_reduce
+        module.all_reduce = lambda shared, i: started.append((4 * shared.sizes[i], probes.phase())) or copied(shared, i)
     return lambda: (started, waited)
 
 
@@ -203,7 +196,6 @@ def test_buckets():
     for mb in 0, 0.005, 0.02, 257 / 8192, 100:  # the fourth is the exact size of two matrices and a norm
         found = [sum(p.nbytes for p in bucket) for bucket in module.make_buckets(model, mb)]
         assert found == buckets_by_hand(sizes, mb * 2**20)
-        assert {0: len(found) == len(sizes), 100: len(found) == 1}.get(mb, 1 < len(found) < len(sizes))
     first, second, *_ = module.make_buckets(parameters(module)[0], 200)
     assert 2**20 - first[0].nbytes < sum(p.nbytes for p in first) <= 2**20 < sum(p.nbytes for p in second)
 
@@ -237,22 +229,11 @@ def test_gradients_keep_their_strides(file):
 @in_a_fork
 def test_symmetric_memory_is_allocated_in_its_pool():
     """... on GPUs: torch registers no other memory, and torch.cuda.memory_allocated counts what lies there."""
-    module, pools = load(COPY_ENGINES), []
-    handle = SimpleNamespace(get_buffer=lambda *which: which, barrier=print)
-    allocate = lambda n, **how: pools and SimpleNamespace(shape=(n,), pool=pools[-1], **how)  # noqa: E731
-    module.symmetric_memory = SimpleNamespace(get_mem_pool=str, rendezvous=lambda tensor, group: handle)
-    torch.cuda.current_device, torch.empty = lambda: 3, allocate
-
-    @contextlib.contextmanager
-    def pool(name):
-        yield pools.append(name)
-        pools.pop()
-
-    torch.cuda.use_mem_pool = pool
-    group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
-    (theirs, ours), barrier = module.share(5, torch.float32, "cuda", group)
-    assert theirs == (0, (5,), torch.float32) and barrier is print
-    assert (ours.pool, ours.dtype, ours.device) == ("cuda:3", torch.float32, torch.device("cuda:3"))
+    module, pool, before = load(COPY_ENGINES), MagicMock(), []
+    module.symmetric_memory, torch.cuda.use_mem_pool, torch.cuda.current_device = MagicMock(), pool, lambda: 3
+    torch.empty = lambda *_, **__: before.append(pool.mock_calls[-1]) or MagicMock()
+    module.share(5, torch.float32, "cuda", SimpleNamespace(size=lambda: 2, rank=lambda: 2))
+    assert before == [call().__enter__()], "it is allocated before, or after, its pool is in use"
 
 
 @pytest.mark.parametrize("file", IN_HOOKS)
@@ -284,13 +265,13 @@ def test_a_step(recipe, tmp_path, monkeypatch):
     if recipe == COPY_ENGINES:
         wanted = [-(-size // 12) * 12 for size in wanted]  # padded, so that each of 3 ranks sums as many elements
     for (started, waited), gradients, micro_batches, *memory in run.probes:
-        assert started.pop() == (4, False)  # the logged loss
+        assert started.pop() == (4, "forward")  # the logged loss
         if recipe == NAIVE:
-            assert sorted(started) == sorted((size, False) for size in sizes)
+            assert sorted(started) == sorted((size, "forward") for size in sizes)
         else:
-            assert started == [(size, True) for size in wanted]
-            assert waited == [False] * len(wanted) * (recipe != COPY_ENGINES), "to wait earlier would hide nothing"
-        more = gradients - (sum(sizes) if recipe != COPY_ENGINES else 0)
+            assert started == [(size, "backward") for size in wanted]
+            assert waited == ["forward"] * len(wanted) * (recipe != COPY_ENGINES), "to wait earlier would hide nothing"
+        more = gradients - sum(sizes) * (recipe != COPY_ENGINES)
         assert abs(more) < 500, "gradients are held twice"  # less: gloo's threads held a message when counting began
         assert micro_batches == 1
         if recipe == COPY_ENGINES:  # by the formulas of the header
@@ -307,8 +288,7 @@ def compiled_graphs(module):
 
 @pytest.mark.thorough
 def test_a_compiled_block_is_backward_in_two_parts():  # the others inherit the block
-    """The gradients of the first can be reduced during the second. The blocks share one compilation; the loss is one
-    more graph."""
+    """Gradients of the first are reduced during the second. Blocks share one compilation; the loss is one more graph."""
     assert launch(OVERLAP, 1, f"{SMALL} --compile --steps 1", probe=compiled_graphs).probes == [3]
 
 
@@ -326,11 +306,9 @@ def test_diloco_communicates_once_per_round():
     """
     probe = probes.together(probes.whole_parameters, reductions, slow_outer_steps)
     run = launch(DILOCO, 4, f"{SMALL} --inner_steps 2 --steps 4", probe=probe)
-    sizes = sorted([4 * p.numel() for p in run.weights.values()] * 2)
-    first = run.probes[0][0]
+    first, sizes = run.probes[0][0], sorted([4 * p.numel() for p in run.weights.values()] * 2)
     for replica, (started, _), _ in run.probes:
-        assert len(first) > 10 and replica == first
-        assert sorted(size for size, _ in started) == sizes
+        assert len(first) > 10 and replica == first and sorted(size for size, _ in started) == sizes
     assert all(run.history[step][2] > 0.3 for step in (1, 3))
 
 
@@ -339,11 +317,12 @@ def options_of_the_wrapper(module):
     seen, clip_gradients = [], module.clip_gradients
 
     def clipped(cfg, *args):
-        seen.append(args[-1]._get_ddp_logging_data())
+        data = args[-1]._get_ddp_logging_data()
+        seen.append((data["bucket_cap_bytes"], data["gradient_as_bucket_view"]))
         return clip_gradients(cfg, *args)
 
     module.clip_gradients = clipped
-    return lambda: [(data["bucket_cap_bytes"], data["gradient_as_bucket_view"]) for data in seen]
+    return lambda: seen
 
 
 @pytest.mark.thorough
@@ -357,8 +336,7 @@ def test_options_of_the_twins(recipe):
 @pytest.mark.parametrize(
     "recipe, world, flags, words",
     [
-        *((r, 3, "--batch 16", ["--batch 16", "processes, 3"]) for r in (NAIVE, NO_SYNC, COPY_ENGINES, DILOCO)),
-        (NO_SYNC, 2, "--microbatches 3", ["--microbatches 3", "8 sequences"]),
+        (NAIVE, 3, "--batch 16", ["--batch 16", "processes, 3"]),
         (NO_SYNC, 4, "--batch 12 --microbatches 4", ["--microbatches 4", "must divide the 3 sequences"]),
         (BUCKETED, 2, "--bucket_mb -1", ["--bucket_mb -1", "> 0 and finite, or 0"]),
         (DILOCO, 2, "--inner_steps 4 --validate 6", ["--validate 6", "a multiple of --inner_steps 4"]),
