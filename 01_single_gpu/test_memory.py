@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import sys
 from dataclasses import fields, replace
 
@@ -36,7 +35,7 @@ def test_tables_of_the_playbook():
     assert table("2.11")["1B"] == [2.302, 2.302, 9.207, 1.062] and table("2.25")["ZeRO-2"][:3] == [15, 1.875, 7.5]
     assert table("3.11")["tp 16"] == [8.219, 8.219, 32.875, 7.188, 28.75, 115]
     assert table("3.21")["tp 16"] == [1.328, 5.312, 21.25]
-    assert table("0.4")["8B"][:3] == [21, 35, 4]
+    assert table("0.4")["8B"][:3] == [21, 35, 4] and table("2.12")["70B"] == [140, 130.385]
     sums = [sum(MEMORY.book_states(7.5e9, zero, 64).values()) / 1e9 for zero in range(4)]
     assert [round(x, 1) for x in sums] == [120, 31.4, 16.6, 1.9]
     for t, sp in (1, False), (8, False), (8, True):
@@ -78,9 +77,7 @@ def kept_by_block(file):
 @pytest.mark.thorough
 @pytest.mark.parametrize("file", [*map(OF_01, (*RECIPES, "lora")), *map(OF_10, BLOCKS)])
 def test_kept_by_a_block(file):
-    """To the byte, compiled: activations, and the copies that autocast makes of weights, but not of frozen ones. (Peaks
-    below are eager.) In fp8 but for scales of whole tensors and of squares.
-    """
+    """To the byte, compiled: activations, and autocast's copies of weights; in fp8 but for scales of whole tensors."""
     found = isolated(lambda: kept_by_block(file))
     cfg = MEMORY.config_of(file, load(file).Config(**SHORT, dtype="bfloat16", compile=True), 0, 1)
     cfg = replace(cfg, microbatches=1)
@@ -89,9 +86,7 @@ def test_kept_by_a_block(file):
 
 
 def test_what_no_measured_peak_shows():
-    """Each of more ranks than key heads keeps a whole one. At the optimizer, ZeRO has fp32 gradients in shards. In fp8
-    a block is gathered in 1 byte per element, in backward transposed, too.
-    """
+    """Key heads of more ranks than there are; at the optimizer, fp32 gradients in shards; in fp8, a gathered block."""
     cut = replace(SMOLLM, tp=4, cp=4, ulysses=4)  # 16 ranks share the heads
     few, each = (MEMORY.saved(replace(cut, kv_heads=n), "none") for n in (4, 16))
     assert few == each
@@ -112,17 +107,13 @@ def highest(step):
 
 
 def allocated(file, rank, ranks, shape):
-    """Peak of the bytes that a step of one of the ranks allocates on the CPU, above weights and optimizer state.
-
-    Collectives do nothing but return. Attention that gathers keys allocates what cuDNN returns, and no scores. oneDNN
-    is off: its matmuls allocate room of their own.
-    """
-    torch.backends.mkldnn.set_flags(False)
+    """Peak of the bytes that a step of one of the ranks allocates on the CPU, above weights and optimizer state."""
+    torch.backends.mkldnn.set_flags(False)  # its matmuls allocate room of their own
     torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     module = load(file)
     cfg, zeros = module.Config(**shape, device="cpu"), torch.zeros_like
     data, model = module.load_data(cfg)[0], module.build_model(cfg)
-    if hasattr(module, "local_attention"):
+    if hasattr(module, "local_attention"):  # what cuDNN returns, without the scores that a CPU has in memory
         module.local_attention = lambda q, k, v, causal: (zeros(q), torch.zeros(*q.shape[:3], 1))
         module.local_attention_backward = lambda gradient, q, o, lse, k, v, causal: (zeros(q), zeros(k), zeros(v))
     optimizer = module.make_optimizer(cfg, model)
@@ -250,19 +241,18 @@ def test_measure():
 def test_report_and_picture(tmp_path, monkeypatch, capsys):
     """The prediction is printed; a measurement is printed, stored, and drawn beside it."""
     run, file, picture = replace(SMOLLM, zero=2, dp=4, batch=16), tmp_path / "memory.json", tmp_path / "memory.svg"
-    predicted = MEMORY.peak(run)[1]
-    flags = "--preset smollm_1_7b --seq 2048 --batch 16 --dp 4 --zero 2 --dtype bfloat16 --compile"
+    kinds, recipe = MEMORY.peak(run)[1], "01_single_gpu/train.py"
+    total = sum(kinds.values())
     monkeypatch.setattr(MEMORY, "measure", lambda *_: (run, 30 * 2**30, {}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.chdir(ROOT)
-    for words in f"--measure 01_single_gpu/train.py --json {file} --batch 16", f"--draw {picture} {file}", flags:
+    flags = "--preset smollm_1_7b --seq 2048 --batch 16 --dp 4 --zero 2 --dtype bfloat16 --compile"
+    for words in f"--measure {recipe} --json {file} --batch 16", f"--draw {picture} {file}", flags:
         monkeypatch.setattr(sys, "argv", ["memory.py", *words.split()])
         MEMORY.main()
-    printed = capsys.readouterr().out
-    assert f"measured 30.00 GiB  error {sum(predicted.values()) / (30 * 2**30) - 1:+.1%}" in printed
-    (row,) = json.loads(file.read_text())["rows"]
-    assert row["file"] == "01_single_gpu/train.py" and row["predicted"] == predicted and row["measured"] == 30 * 2**30
-    assert all(f">{word}<" in picture.read_text() for word in ("train", "measured", *predicted))
-    sizes = [int(size.replace(",", "")) for size in re.findall(r"([\d,]+) bytes", printed)]
-    assert sizes == [*predicted.values(), sum(predicted.values())]
+    printed, (row,) = capsys.readouterr().out, json.loads(file.read_text())["rows"]
+    assert f"measured 30.00 GiB  error {total / (30 * 2**30) - 1:+.1%}" in printed
+    assert (row["file"], row["predicted"], row["measured"]) == (recipe, kinds, 30 * 2**30)
+    assert all(f">{word}<" in picture.read_text() for word in ("train", "measured", *kinds))
+    assert all(f"{size:,} bytes" in printed for size in (*kinds.values(), total))

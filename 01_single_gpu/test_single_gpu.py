@@ -1,5 +1,6 @@
 """The root computes what transformers computes, and does with data, flags and files what it says."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -52,7 +53,7 @@ def test_an_untied_file_is_refused(tmp_path, file=TIED):
         assert line and f"lm_head.weight is floats {shape}, the model has {words}" in line, "it is accepted"
 
 
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1, high_freq_factor=4)
 LLAMA3 |= dict(original_max_position_embeddings=8192)
 PUBLISHED = dict(model_type="llama", num_attention_heads=8, hidden_act="silu", rms_norm_eps=1e-5, rope_theta=5e5)
 PUBLISHED |= dict(rope_scaling=LLAMA3)
@@ -67,7 +68,6 @@ IDS = "--rope_factor 8 --vocab 1000 --data ids.bin"
         (dict(rope_scaling=None), "--vocab 256", None),
         (dict(rope_scaling=None, rope_parameters=LLAMA3), IDS, None),  # as of transformers 5
         *((dict(rope_scaling={**LLAMA3, name: None}), IDS, f"has {name} None, ") for name in LLAMA3),
-        (dict(rope_scaling=None, rope_parameters={**LLAMA3, "factor": 4.0}), IDS, "has factor 4.0, "),
         (dict(rope_scaling="yarn"), IDS, "is no JSON of a model's config"),
         *(({name: value}, IDS, f"has {name} {value}, ") for name, value in OTHERS.items()),
         *(({name: None}, IDS, f"has {name} ") for name in ("rms_norm_eps", "rope_theta")),  # others by default
@@ -78,12 +78,8 @@ def test_a_published_model_is_this_one(change, flags, words, tmp_path):
     """Its config.json is compared in all that shapes do not show, and its token ids are no bytes."""
     module, path = load(TRAIN), tmp_path / "config.json"
     path.write_text(json.dumps({name: value for name, value in {**PUBLISHED, **change}.items() if value is not None}))
-    try:
+    with pytest.raises(SystemExit, match=words) if words else contextlib.nullcontext():
         module.check_config(config(module, flags), path)
-    except SystemExit as end:
-        assert words and words in end.code
-    else:
-        assert words is None, "it is accepted"
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -137,8 +133,8 @@ def test_what_is_held_out(lengths, cut, tmp_path):
     (seen, seen_starts), (unseen, unseen_starts) = root.load_data(cfg)
     assert (seen.tolist(), unseen.tolist()) == (ids[:cut].tolist(), ids[cut:].tolist())
     assert [*seen_starts, *(unseen_starts + cut)] == starts.tolist()
-    (everything, all_starts), _ = root.load_data(dataclasses.replace(cfg, validate=0))
-    assert (everything.tolist(), all_starts.tolist()) == (ids.tolist(), starts.tolist())
+    everything, nothing = root.load_data(dataclasses.replace(cfg, validate=0))
+    assert (everything[0].tolist(), everything[1].tolist()) == (ids.tolist(), starts.tolist()) and not len(nothing[0])
     with pytest.raises(SystemExit, match="must have at least 1020 tokens with --seq 50, has 1000"):
         root.load_data(dataclasses.replace(cfg, seq=50))
 
@@ -171,17 +167,14 @@ def test_token_files(dtype, vocab, tmp_path):
 def test_token_files_are_never_read_whole(tmp_path):
     """40 GB, most of it a hole, are there at once; an id beyond the vocabulary is found in its batch."""
     module, file = load(TRAIN), tmp_path / "tokens.bin"
-    with open(file, "wb") as tokens:
-        tokens.write(np.arange(1, 4097, dtype=np.uint16).tobytes())
-        tokens.truncate(40 * 2**30)
+    np.arange(1, 4097, dtype=np.uint16).tofile(file)
+    os.truncate(file, 40 * 2**30)
     start = time.perf_counter()
     cfg = config(module, f"--data {file} --vocab 5000 --seq 8")
     data, _ = module.load_data(cfg)
     module.make_batch(cfg, data, 0)
     assert time.perf_counter() - start < 2 and len(data[0]) == 20 * 2**30 and data[0].dtype == np.uint16
-    ids = np.ones(2**21, np.uint16)
-    ids[2**20 :] = 256
-    ids.tofile(file)
+    np.repeat(np.array([1, 256], np.uint16), 2**20).tofile(file)
     cfg = config(module, f"--data {file} --vocab 256 --seq 8 --batch 64")
     with pytest.raises(SystemExit, match="--vocab 256: must be above 256, an id in"):
         module.make_batch(cfg, module.load_data(cfg)[0], 0)
@@ -296,15 +289,13 @@ def test_flags(capsys):
 
 def test_save_respects_links_and_modes(tmp_path):
     """The file that a link names is written, with the mode that umask gives, and nothing is left beside it."""
-    module, link = load(TRAIN), tmp_path / "link"
+    module, link, umask = load(TRAIN), tmp_path / "link", os.umask(0o27)
     link.symlink_to(tmp_path / "file")
     for _ in range(2):  # over an older one, too
         module.write_weights(config(module, f"--save {link}"), {"weight": torch.ones(2)}, [])
-    assert link.is_symlink()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
-    umask = os.umask(0)
     os.umask(umask)
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~umask
+    assert link.is_symlink() and sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
 
 
 def test_micro_batches_must_divide_the_batch():

@@ -13,17 +13,6 @@ from launch import in_a_fork, launch, load
 COLLECTIVES = "02_data_parallel/collectives.py"
 
 
-def links(position, n):
-    """Children of a position in the binary tree, and one for its parent: 3 inside, 2 at the end, 1 at root and leaf."""
-    return 1 if position == 0 or position % 2 else 3 if position < n - 1 else 2
-
-
-def bytes_in_trees(rank, n, size, trees):
-    """Bytes of float64 that a rank sends in the double tree: a part of the tensor over each of its links."""
-    parts = [size // trees + (i < size % trees) for i in range(trees)]
-    return sum(8 * part * links((rank - i) % n, n) for i, part in enumerate(parts))
-
-
 def the_examples(module):
     """A probe: what examples() returns on this rank."""
     found, original = [], module.examples
@@ -118,23 +107,21 @@ def all_reduces(sizes):
     """A probe: instead of the table, all-reduce tensors of these sizes by every algorithm.
 
     Its report has, by size and algorithm: whether the sum is right, bytes claimed, bytes counted, exchanges by group,
-    the messages (group, step, from, to, bytes) that this rank has sent and received, and the groups in which it
-    exchanges before it waits for the first time.
+    messages (group, step, from, to, bytes) sent and received, and how many groups exchange before the first wait.
     """
 
     def probe(module):
-        dist, results, groups, at_once = module.dist, {}, [], set()
+        dist, results, groups = module.dist, {}, []
         exchange, batch, send, finish = module.exchange, dist.batch_isend_irecv, dist.send, module.finish
-        steps, batches, sent, received, alone, waits = Counter(), [], [], [], [], []
+        steps, batches, sent, received, alone, before = Counter(), [], [], [], [], []
 
         def watched_finish(works, sums):
-            waits.extend(works)
+            before.extend([len(steps)] * bool(works))
             finish(works, sums)
 
         def watched_exchange(sends, receives, group):
             number, rank = groups.index(group), dist.get_rank()
             steps[number] += 1
-            at_once.update([number] if not waits else [])
             sent.extend((number, steps[number], rank, to, x.nbytes) for x, to in sends)
             received.extend((number, steps[number], source, rank, x.nbytes) for x, source in receives)
             batches.clear()
@@ -153,15 +140,14 @@ def all_reduces(sizes):
                     "4 trees": (module.double_tree_all_reduce, groups[:4], size),
                 }
                 for name, (all_reduce, *args) in algorithms.items():
-                    for log in steps, sent, received, alone, waits, at_once:
+                    for log in steps, sent, received, alone, before:
                         log.clear()
                     x = torch.arange(size, dtype=torch.float64) * (dist.get_rank() + 1) + dist.get_rank()
                     sum_of_all = x.clone()
                     dist.all_reduce(sum_of_all)
                     claimed = all_reduce(x, *args)
                     right, counted = torch.equal(x, sum_of_all), sum(message[-1] for message in sent) + sum(alone)
-                    seen = list(steps.values()), sent[:], received[:], len(at_once)
-                    results[size, name] = right, claimed, counted, *seen
+                    results[size, name] = right, claimed, counted, list(steps.values()), sent[:], received[:], before[:1]
 
         module.exchange, module.finish = watched_exchange, watched_finish
         dist.batch_isend_irecv = lambda operations: batches.append(1) or batch(operations)
@@ -191,14 +177,14 @@ def test_all_reduce(n=5):
         for rank, results in enumerate(ranks):
             times = math.log2(core) + (rank + core < n) if rank < core else 1
             wanted = {"doubling": times * size * 8}
-            wanted |= {f"{trees} trees": bytes_in_trees(rank, n, size, trees) for trees in (2, 4)}
             if size == n * 3 * 8:
                 wanted |= dict.fromkeys(("1 ring", "3 rings"), 2 * (n - 1) * size * 8 // n)
             for name in wanted_steps | {"doubling": []}:
-                right, claimed, counted, steps, *_, at_once = results[size, name]
+                right, claimed, counted, steps, *_, before = results[size, name]
                 assert right and claimed == counted == wanted.get(name, counted), (rank, size, name, claimed, counted)
+                assert counted <= 2 * 8 * (size + 4) or "tree" not in name, (rank, size, name, counted)
                 # rings, and trees, all start a step before the first is waited for
-                assert name == "doubling" or (steps, at_once) == (wanted_steps[name], int(name[0])), (rank, size, name)
+                assert name == "doubling" or (steps, before) == (wanted_steps[name], [int(name[0])]), (rank, size, name)
         for name in wanted_steps:  # uneven chunks and trees, too: the ranks together send 2 (N-1) K
             assert sum(results[size, name][2] for results in ranks) == 2 * (n - 1) * size * 8
             sent, received = (sorted(sum((results[size, name][i] for results in ranks), [])) for i in (4, 5))

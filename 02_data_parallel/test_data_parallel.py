@@ -240,10 +240,9 @@ def test_symmetric_memory_is_allocated_in_its_pool():
 def test_two_gradients_in_a_backward_are_refused(file):
     """A layer runs twice in reentrant checkpoints: its bucket would be reduced after the first of its gradients."""
     module, model, flat = load(file), torch.nn.Linear(3, 3), torch.empty(15)
-    model.first, x = torch.nn.Parameter(torch.ones(1, 3)), 0  # its gradient comes last
     model.shared = SimpleNamespace(buffers=[flat], sizes=[15], stream=None)
-    for _ in range(2):
-        x = x + checkpoint(model, model.first, use_reentrant=True)
+    model.first = torch.nn.Parameter(torch.ones(1, 3))  # its gradient comes last
+    x = checkpoint(model, model.first, use_reentrant=True) + checkpoint(model, model.first, use_reentrant=True)
     with patch.object(module.dist, "get_rank", lambda: 0), pytest.raises(RuntimeError, match="use_reentrant=False"):
         module.backward(model, x.sum(), *[1] * (file != OVERLAP))
 
@@ -251,10 +250,7 @@ def test_two_gradients_in_a_backward_are_refused(file):
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", [NAIVE, *IN_HOOKS, NO_SYNC])
 def test_a_step(recipe, tmp_path, monkeypatch):
-    """One reduction per parameter, or per bucket, while the last backward runs; they are waited for when it is over.
-
-    No gradient is held twice, and no micro-batch's activations outlive its backward. No file is left.
-    """
+    """One reduction per parameter, or per bucket, in the last backward; no gradient is held twice. No file is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     flags = "--bucket_mb 0.02 --microbatches 2" if recipe == NO_SYNC else IN_HOOKS.get(recipe, "")
     probe = [reductions, bytes_of_gradients, probes.activations_in_memory]
@@ -262,8 +258,8 @@ def test_a_step(recipe, tmp_path, monkeypatch):
     run = launch(recipe, 3, f"{SMALL} {flags} --steps 1", probe=probe)
     _, sizes = parameters(load(recipe), layers=2, dim=32, heads=4, kv_heads=2, ffn=48)
     wanted = sizes if recipe in (NAIVE, OVERLAP) else buckets_by_hand(sizes, 0.02 * 2**20)
-    if recipe == COPY_ENGINES:
-        wanted = [-(-size // 12) * 12 for size in wanted]  # padded, so that each of 3 ranks sums as many elements
+    if recipe == COPY_ENGINES:  # padded, so that each of 3 ranks sums as many elements
+        wanted = [-(-size // 12) * 12 for size in wanted]
     for (started, waited), gradients, micro_batches, *memory in run.probes:
         assert started.pop() == (4, "forward")  # the logged loss
         if recipe == NAIVE:
@@ -288,7 +284,7 @@ def compiled_graphs(module):
 
 @pytest.mark.thorough
 def test_a_compiled_block_is_backward_in_two_parts():  # the others inherit the block
-    """Gradients of the first are reduced during the second. Blocks share one compilation; the loss is one more graph."""
+    """Gradients of the first are reduced during the second. Blocks share one compilation; the loss is a third graph."""
     assert launch(OVERLAP, 1, f"{SMALL} --compile --steps 1", probe=compiled_graphs).probes == [3]
 
 
@@ -300,10 +296,7 @@ def slow_outer_steps(module):
 
 
 def test_diloco_communicates_once_per_round():
-    """4 steps in rounds of 2: each parameter twice, in 4 bytes per element, and nothing else, not even for the log.
-
-    Then all workers agree to the bit. The time of outer steps is in the log.
-    """
+    """4 steps in rounds of 2: each parameter twice, in 4 bytes per element, and nothing else. Then workers agree."""
     probe = probes.together(probes.whole_parameters, reductions, slow_outer_steps)
     run = launch(DILOCO, 4, f"{SMALL} --inner_steps 2 --steps 4", probe=probe)
     first, sizes = run.probes[0][0], sorted([4 * p.numel() for p in run.weights.values()] * 2)
