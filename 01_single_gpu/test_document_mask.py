@@ -14,13 +14,7 @@ from witness import check
 IGNORE = -100
 
 
-def models(file):
-    """Root and documents, each with its config and a small model in float64, with the same weights."""
-    torch.set_default_dtype(torch.float64)
-    sizes = dict(layers=2, dim=32, heads=4, kv_heads=2, ffn=48, vocab=40, device="cpu", dtype="float64")
-    modules = load(ROOT_RECIPE), load(file)
-    configs = [module.Config(**sizes) for module in modules]
-    return *modules, *configs, *(module.build_model(cfg) for module, cfg in zip(modules, configs))
+LENGTHS = [[5, 1, 10], [16], [1, 1, 13, 1]]
 
 
 def batch(lengths: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,13 +27,14 @@ def batch(lengths: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
-LENGTHS = [[5, 1, 10], [16], [1, 1, 13, 1]]
-
-
 @in_a_fork
 def test_equals_each_document_alone(file=DOCUMENTS):
     """The sum of losses and all gradients; alone, a document's positions begin at 0."""
-    root, module, root_cfg, cfg, theirs, ours = models(file)
+    torch.set_default_dtype(torch.float64)
+    root, module = load(ROOT_RECIPE), load(file)
+    sizes = dict(layers=2, dim=32, heads=4, kv_heads=2, ffn=48, vocab=40, device="cpu", dtype="float64")
+    root_cfg, cfg = root.Config(**sizes), module.Config(**sizes)
+    theirs, ours = root.build_model(root_cfg), module.build_model(cfg)  # with the same weights
     inputs, targets = batch(LENGTHS)
     loss, total = module.forward(cfg, ours, inputs, targets), 0
     loss.backward()

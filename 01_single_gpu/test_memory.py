@@ -206,6 +206,8 @@ def test_peak_on_gpus(file, flags, gpus, gib, monkeypatch):
     "flags, message",
     [
         ("--tp 3", "--tp 3: must divide --heads and --ffn, and so 8"),
+        ("--layers 0", "--layers 0: must be at least 1"),
+        ("--measure 02_data_parallel/torch_ddp.py", "--measure 02_data_parallel/torch_ddp.py: must be one of 01_"),
         ("--pp 5 --schedule zbv", "--layers 8: must be at least twice --pp 5"),
         ("--cp 3 --seq 9 --ulysses 0 --heads 6 --kv_heads 2 --dim 96", "--ulysses 3: must divide --kv_heads 2 /"),
         ("--fp8 tensorwise --zero 2 --dp 2", "--precision autocast: must be masters or stochastic with --fp8 tensor"),

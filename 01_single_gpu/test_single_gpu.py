@@ -33,7 +33,6 @@ def test_compiled(name):
     equivalence.check_quickly(f"01_single_gpu/{name}.py", 1, "--compile")
 
 
-# -------------------------------------------------------------------------------------------------------- transformers
 def test_computes_what_transformers_computes():
     witness.check(TRAIN, witness.ROPE)
 
@@ -82,7 +81,6 @@ def test_a_published_model_is_this_one(change, flags, words, tmp_path):
         module.check_config(config(module, flags), path)
 
 
-# ----------------------------------------------------------------------------------------------------------------- data
 def config(module, flags=""):
     """The Config of a command line."""
     sys.argv = [TRAIN, "--device", "cpu", *flags.split()]
@@ -180,7 +178,6 @@ def test_token_files_are_never_read_whole(tmp_path):
         module.make_batch(cfg, module.load_data(cfg)[0], 0)
 
 
-# ------------------------------------------------------------------------------------------- initial weights, optimizer
 def test_initial_weights():
     """Normal with deviation 0.02, norms 1; every tensor has its own numbers, and so has every seed, but no dtype."""
     flags = "--seed 0", "--seed 0 --dtype float32", "--seed 1"
@@ -196,42 +193,34 @@ def test_initial_weights():
     assert len({tensor.numpy().tobytes() for tensor in same_shape}) == len(same_shape) == 6
 
 
-def gradients_and_weights(module):
-    """A probe: of each step the weights before it, their gradients before the clip, and the weights after it."""
-    taken, train_step = [], module.train_step
-
-    def step(cfg, model, optimizer, *batch):
-        assert all(p.grad is None for p in model.parameters()), "a gradient of the step before is left"
-        module.forward_backward(cfg, model, *batch)
-        before = {name: (p.detach().clone().numpy(), p.grad.numpy()) for name, p in model.named_parameters()}
-        optimizer.zero_grad()
-        result = train_step(cfg, model, optimizer, *batch)
-        taken.append({name: (*before[name], p.detach().clone().numpy()) for name, p in model.named_parameters()})
-        return result
-
-    module.train_step = step
-    return lambda: taken
-
-
+@in_a_fork
 def test_optimizer():
     """AdamW, its decay on matrices alone, and the clip, written out here by the formulas (arXiv:1711.05101)."""
-    lr, decay, eps, clip = 1e-2, 0.3, 1e-3, 0.5
+    torch.set_default_dtype(torch.float64)
+    lr, decay, eps, clip, module = 1e-2, 0.3, 1e-3, 0.5, load(TRAIN)
     flags = f"{SMALL} --steps 4 --warmup 1 --lr {lr} --weight_decay {decay} --eps {eps} --clip {clip}"
     rates = [lr / 2, lr, 0.775 * lr, 0.325 * lr]  # half way up, at the top, and down a cosine to a tenth
-    steps = launch(TRAIN, 1, flags, probe=gradients_and_weights).probes[0]
-    m, v = dict.fromkeys(steps[0], 0), dict.fromkeys(steps[0], 0)
-    for t, (rate, step) in enumerate(zip(rates, steps, strict=True), 1):
-        norm = sum((g**2).sum() for _, g, _ in step.values()) ** 0.5
+    cfg = config(module, flags)
+    model, batch = module.build_model(cfg), module.make_batch(cfg, module.load_data(cfg)[0], 0)
+    optimizer = module.make_optimizer(cfg, model)
+    m, v = ({name: 0 for name, _ in model.named_parameters()} for _ in range(2))
+    for t, rate in enumerate(rates, 1):
+        module.forward_backward(cfg, model, *batch)
+        before = {name: (p.detach().clone(), p.grad) for name, p in model.named_parameters()}
+        norm = torch.stack([g.norm() for _, g in before.values()]).norm()
         assert norm > clip
-        for name, (before, g, after) in step.items():
+        optimizer.zero_grad()
+        module.set_learning_rate(cfg, optimizer, t - 1)
+        module.train_step(cfg, model, optimizer, *batch)
+        for name, p in model.named_parameters():
+            weight, g = before[name]
             g = g * clip / (norm + 1e-6)
             m[name], v[name] = 0.9 * m[name] + 0.1 * g, 0.95 * v[name] + 0.05 * g**2
             update = m[name] / (1 - 0.9**t) / ((v[name] / (1 - 0.95**t)) ** 0.5 + eps)
-            wanted = before * (1 - rate * decay * (g.ndim > 1)) - rate * update
-            assert np.abs(wanted - after).max() <= 1e-12, (t, name)
+            wanted = weight * (1 - rate * decay * (g.ndim > 1)) - rate * update
+            assert p.grad is None and (wanted - p).abs().max() <= 1e-12, (t, name)
 
 
-# ------------------------------------------------------------------------------------------------------------ bfloat16
 def test_norm_and_rotation_round_once():
     """In bfloat16 they compute in float32: each output is its exact value rounded once, an error of at most 2^-8."""
     module = load(TRAIN)
@@ -248,7 +237,6 @@ def test_norm_and_rotation_round_once():
     assert ((low - exact).abs() <= 2**-7.99 * exact.abs() + 1e-6).all()  # the sum of two products may cancel
 
 
-# ------------------------------------------------------------------------------------------------------- recomputation
 def operations_of_a_block(name):
     """How many matmuls, and how many forwards of attention, a block's forward and backward take."""
     module, seen = load(f"01_single_gpu/{name}.py"), []
@@ -268,7 +256,6 @@ def test_checkpointing_computes_again():
     assert plain == selective == (3 * 7, 1) and full == (4 * 7 - 1, 2)
 
 
-# -------------------------------------------------------------------------------------------------------- command line
 def test_flags(capsys):
     """They come before the preset, and that before the defaults. None is taken for another, and --help has all."""
     module = load(TRAIN)
