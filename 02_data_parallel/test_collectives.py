@@ -98,98 +98,77 @@ def test_binary_trees():
         assert inner[0] & inner[1] == ({1} if n % 2 else set()), n
 
 
-def chunk_of(size):
-    """Elements per chunk of two trees: a half has up to 6 chunks."""
-    return size // 12 + 1
+def all_reduces(module):
+    """A probe: instead of the table, all-reduce by every algorithm, and compare with the library and the formulas."""
+    dist, groups = module.dist, []
+    exchange, batch, send, finish = module.exchange, dist.batch_isend_irecv, dist.send, module.finish
+    steps, batches, sent, received, alone, before = Counter(), [], [], [], [], []
+
+    def watched_finish(works, sums):
+        before.extend([len(steps)] * bool(works))
+        finish(works, sums)
+
+    def watched_exchange(sends, receives, group):
+        number, rank = groups.index(group), dist.get_rank()
+        steps[number] += 1
+        sent.extend((number, steps[number], rank, to, x.nbytes) for x, to in sends)
+        received.extend((number, steps[number], source, rank, x.nbytes) for x, source in receives)
+        batches.clear()
+        works = exchange(sends, receives, group)
+        assert len(batches) == bool(sends or receives), "messages of a step are in several batches"
+        return works
+
+    def of_all_ranks(found):
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, found)
+        return sum(gathered[1:], gathered[0])
+
+    def compare(size):
+        rank, n, chunk = dist.get_rank(), dist.get_world_size(), size // 12 + 1  # a half has up to 6 chunks
+        core, height = 1 << math.floor(math.log2(n)), math.ceil(math.log2(n))
+        chunks = math.ceil(math.ceil(size / 2) / chunk)
+        for all_reduce, args, wanted in (  # and exchanges by group
+            (module.ring_all_reduce, [groups[:1]], [2 * (n - 1)]),
+            (module.ring_all_reduce, [groups[:3]], [2 * (n - 1)] * 3),
+            (module.double_tree_all_reduce, [groups[:2], chunk], [2 * height + chunks - 1] * 2),
+            (module.double_tree_all_reduce, [groups[:4], size], [2 * height] * 4),
+            (module.recursive_doubling_all_reduce, [], None),
+        ):
+            for log in steps, sent, received, alone, before:
+                log.clear()
+            x = torch.arange(size, dtype=torch.float64) * (rank + 1) + rank
+            sum_of_all = x.clone()
+            dist.all_reduce(sum_of_all)
+            claimed, counted = all_reduce(x, *args), sum(message[-1] for message in sent) + sum(alone)
+            assert torch.equal(x, sum_of_all) and claimed == counted, (size, wanted, claimed, counted)
+            assert sorted(of_all_ranks(sent)) == sorted(of_all_ranks(received)), (size, wanted)
+            if wanted:  # the ranks together send 2 (N-1) K; rings, and trees, start before the first is waited for
+                assert (list(steps.values()), before[0]) == (wanted, len(wanted)), (size, steps, wanted)
+                assert of_all_ranks(counted) == 2 * (n - 1) * size * 8 and counted <= 2 * 8 * (size + 4)
+            else:
+                times = math.log2(core) + (rank + core < n) if rank < core else 1
+                assert counted == times * size * 8, (size, counted)
+            if all_reduce is module.ring_all_reduce and size % (3 * n) == 0:
+                assert counted == 2 * (n - 1) * size * 8 // n
+
+    def instead_of_the_table(cfg):
+        groups.extend([dist.new_group() for _ in range(4)] + [None])
+        for size in 1, 7, 120, 1000:
+            compare(size)
+
+    module.exchange, module.finish = watched_exchange, watched_finish
+    dist.batch_isend_irecv = lambda operations: batches.append(1) or batch(operations)
+    dist.send = lambda tensor, *args: alone.append(tensor.nbytes) or send(tensor, *args)
+    module.print_examples, module.print_table = lambda cfg: None, instead_of_the_table
+    return lambda: None
 
 
-def all_reduces(sizes):
-    """A probe: instead of the table, all-reduce tensors of these sizes by every algorithm.
-
-    Its report has, by size and algorithm: whether the sum is right, bytes claimed, bytes counted, exchanges by group,
-    messages (group, step, from, to, bytes) sent and received, and how many groups exchange before the first wait.
-    """
-
-    def probe(module):
-        dist, results, groups = module.dist, {}, []
-        exchange, batch, send, finish = module.exchange, dist.batch_isend_irecv, dist.send, module.finish
-        steps, batches, sent, received, alone, before = Counter(), [], [], [], [], []
-
-        def watched_finish(works, sums):
-            before.extend([len(steps)] * bool(works))
-            finish(works, sums)
-
-        def watched_exchange(sends, receives, group):
-            number, rank = groups.index(group), dist.get_rank()
-            steps[number] += 1
-            sent.extend((number, steps[number], rank, to, x.nbytes) for x, to in sends)
-            received.extend((number, steps[number], source, rank, x.nbytes) for x, source in receives)
-            batches.clear()
-            works = exchange(sends, receives, group)
-            assert len(batches) == bool(sends or receives), "messages of a step are in several batches"
-            return works
-
-        def instead_of_the_table(cfg):
-            groups.extend([dist.new_group() for _ in range(4)] + [None])
-            for size in sizes:
-                algorithms = {
-                    "1 ring": (module.ring_all_reduce, groups[:1]),
-                    "3 rings": (module.ring_all_reduce, groups[:3]),
-                    "doubling": (module.recursive_doubling_all_reduce,),
-                    "2 trees": (module.double_tree_all_reduce, groups[:2], chunk_of(size)),
-                    "4 trees": (module.double_tree_all_reduce, groups[:4], size),
-                }
-                for name, (all_reduce, *args) in algorithms.items():
-                    for log in steps, sent, received, alone, before:
-                        log.clear()
-                    x = torch.arange(size, dtype=torch.float64) * (dist.get_rank() + 1) + dist.get_rank()
-                    sum_of_all = x.clone()
-                    dist.all_reduce(sum_of_all)
-                    claimed = all_reduce(x, *args)
-                    right, counted = torch.equal(x, sum_of_all), sum(message[-1] for message in sent) + sum(alone)
-                    seen = list(steps.values()), sent[:], received[:], before[:1]
-                    results[size, name] = right, claimed, counted, *seen
-
-        module.exchange, module.finish = watched_exchange, watched_finish
-        dist.batch_isend_irecv = lambda operations: batches.append(1) or batch(operations)
-        dist.send = lambda tensor, *args: alone.append(tensor.nbytes) or send(tensor, *args)
-        module.print_examples, module.print_table = lambda cfg: None, instead_of_the_table
-        return lambda: results
-
-    return probe
-
-
-def test_all_reduce(n=5):
+def test_all_reduce():
     """Equal to the library's sum, also where nothing divides; bytes and steps by the formulas.
 
     Sender and receiver start every transfer in the same step, in the only batch of that step: so NCCL cannot deadlock.
     """
-    sizes = [1, 7, n * 3 * 8, 1000]
-    ranks = launch(COLLECTIVES, n, "--device cpu", probe=all_reduces(sizes), save=False).probes
-    core, height = 1 << math.floor(math.log2(n)), math.ceil(math.log2(n))
-    for size in sizes:
-        chunks = math.ceil(math.ceil(size / 2) / chunk_of(size))
-        wanted_steps = {
-            "1 ring": [2 * (n - 1)],
-            "3 rings": [2 * (n - 1)] * 3,
-            "2 trees": [2 * height + chunks - 1] * 2,
-            "4 trees": [2 * height] * 4,
-        }
-        for rank, results in enumerate(ranks):
-            times = math.log2(core) + (rank + core < n) if rank < core else 1
-            wanted = {"doubling": times * size * 8}
-            if size == n * 3 * 8:
-                wanted |= dict.fromkeys(("1 ring", "3 rings"), 2 * (n - 1) * size * 8 // n)
-            for name in wanted_steps | {"doubling": []}:
-                right, claimed, counted, steps, *_, before = results[size, name]
-                assert right and claimed == counted == wanted.get(name, counted), (rank, size, name, claimed, counted)
-                assert counted <= 2 * 8 * (size + 4) or "tree" not in name, (rank, size, name, counted)
-                # rings, and trees, all start a step before the first is waited for
-                assert name == "doubling" or (steps, before) == (wanted_steps[name], [int(name[0])]), (rank, size, name)
-        for name in wanted_steps:  # uneven chunks and trees, too: the ranks together send 2 (N-1) K
-            assert sum(results[size, name][2] for results in ranks) == 2 * (n - 1) * size * 8
-            sent, received = (sorted(sum((results[size, name][i] for results in ranks), [])) for i in (4, 5))
-            assert sent == received, (size, name)
+    launch(COLLECTIVES, 5, "--device cpu", probe=all_reduces, save=False)
 
 
 def test_flags():
