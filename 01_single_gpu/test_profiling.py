@@ -52,6 +52,7 @@ def test_report_of_a_gpu_trace():
     wanted = dict(step=0.9, forward=0.103, backward=0.105, optimizer=0.03, compute=0.238, communication=0.51)
     assert ms == pytest.approx({**wanted, "exposed": 0.45, "idle": 0.9 - 0.688})
     assert profiling.timeline(spans)["exposed"] == [(0.21, 0.26), (0.3, 0.7)]
+    assert profiling.summarize(spans, step_ms=0.1)["idle"] == 0
     with pytest.raises(SystemExit, match="no kernels"):
         profiling.classify([e for e in trace_of_a_gpu() if e["cat"] != "kernel"])
 
@@ -60,7 +61,8 @@ def test_report_of_a_cpu_trace():
     """What hands a collective over, and waits, is not computation, nor is a function of autograd around it."""
     cpu = "cpu_op"
     events = [event("aten::mm", cpu, 0, 10), event("AllToAll", cpu, 14, 30), event("aten::clone", cpu, 15, 3)]
-    events += [event("c10d::alltoall_base_", cpu, 20, 10), event("gloo:all_to_all", "user_annotation", 22, 20)]
+    events += [event(name, cpu, 20, 10) for name in ("record_param_comms", "c10d::alltoall_base_")]
+    events += [event("gloo:all_to_all", "user_annotation", 22, 20)]
     spans = load(PROFILING).classify(events)
     assert spans["optimizer"] == [(0, 10), (15, 18)] and spans["communication"] == [(22, 42)]
 

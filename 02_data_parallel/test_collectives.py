@@ -46,16 +46,22 @@ def test_examples_of_collectives():
 
 
 def known_times(module):
-    """A probe: the library takes 10 us, the others 2, 4 and 8 times as long."""
-    times = iter((1e-5, 2e-5, 4e-5, 8e-5))
-    module.seconds = lambda *_: next(times)
-    return lambda: None
+    """A probe: the library takes 10 us, the others 2, 4 and 8 times as long. Reports how many rings and trees."""
+    groups = []
+
+    def seconds(cfg, call, x, *rest):
+        groups.append(len(set(rest[0])) if rest else 0)
+        return 2 ** (len(groups) - 1) * 1e-5
+
+    module.seconds = seconds
+    return lambda: groups
 
 
 def test_printed_bandwidth():
     """Microseconds, algorithm and bus bandwidth in GB/s of each way, and the share of the library's speed."""
     flags = "--device cpu --smallest 65536 --largest 65536 --rings 3 --trees 2"
     run = launch(COLLECTIVES, 4, flags, probe=known_times, save=False)
+    assert run.probes[0] == [0, 3, 0, 2]
     (row,) = re.findall(r"^ +65,536 .*", run.output[0], re.M)
     cells = sum(((10 * times, 6.5536 / times, 1.5 * 6.5536 / times) for times in (1, 2, 4, 8)), ())
     assert [float(n) for n in re.findall(r"[\d.]+", row.replace(",", ""))] == pytest.approx([65536, *cells, 50], 0.01)
