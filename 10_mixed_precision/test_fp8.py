@@ -149,6 +149,8 @@ def test_what_would_not_be_in_fp8_is_noticed(recipe, file=None):
     if recipe == LOW:  # casts weights at each use
         return
     model = nn.Sequential(*(module.Linear(32, 32) for _ in range(3))).bfloat16()
+    with pytest.raises(RuntimeError, match=OLD):
+        model(x)
     module.quantize_weights(model)
     model = copy.deepcopy(model)
     model[2].requires_grad_(False)

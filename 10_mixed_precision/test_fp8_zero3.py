@@ -138,6 +138,7 @@ def test_bytes_that_are_sent_and_held(file=None):
 QUANTIZE = "    quantize_weights(model)\n"
 MISUSE = [  # what a trainer does wrong, as a change of the recipe's; what it is told
     (f"{QUANTIZE}    optimizer", "    optimizer", "call quantize_weights(model) before the first forward"),
+    (f"{QUANTIZE}    proxy", f"{QUANTIZE}    use_fp8(model)\n    proxy", "call quantize_weights(model) before the"),
     ("    use_fp8(model)\n", "", "call use_fp8(model) before quantize_weights(model)"),
     # one projection of each block is a linear of torch; nobody transposes the last unit
     ("up_proj = Linear(cfg.dim, cfg.ffn)", "up_proj = nn.Linear(cfg.dim, cfg.ffn, bias=False)", "no other matrices"),
