@@ -4,7 +4,7 @@ import os
 import tempfile
 import time
 from types import SimpleNamespace
-from unittest.mock import MagicMock, call, patch
+from unittest.mock import patch
 
 import compare
 import equivalence
@@ -52,43 +52,6 @@ def check_one_sequence_alone(recipe, flags):
 def test_parameters_without_gradient_on_some_ranks(recipe):
     """... count as zero there; the sum is right, in whatever order, and whatever bucket, they are reduced."""
     check_one_sequence_alone(recipe, IN_HOOKS.get(recipe, ""))
-
-
-def gradients_in_another_order(module):
-    """A probe: backward has the gradient of gate_proj before that of up_proj, unlike the order of the parameters."""
-
-    def forward(mlp, x):
-        up = mlp.up_proj(x)
-        return mlp.down_proj(torch.nn.functional.silu(mlp.gate_proj(x)) * up)
-
-    module.MLP.forward = forward
-    return lambda: None
-
-
-def last_rank_is_late(module):
-    """A probe: past each barrier of shared memory, the others go on for a moment before the last rank does."""
-    share = getattr(module, "share", None)
-
-    def late(*args):
-        memory, barrier = share(*args)
-
-        def passed():
-            barrier()
-            time.sleep(0.005 * (module.dist.get_rank() == module.dist.get_world_size() - 1))
-
-        return memory, passed
-
-    module.share = late
-    return lambda: None
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("when", ["at once", "late"])
-@pytest.mark.parametrize("recipe", IN_HOOKS)
-def test_whenever_streams_get_to_it(recipe, when):
-    """A reduction happens between its start and the wait for it, and starts when its gradients are there."""
-    probe = probes.together(gradients_in_another_order, last_rank_is_late, streams(when))
-    equivalence.check(recipe, 2, IN_HOOKS[recipe], probe=probe)
 
 
 @pytest.mark.thorough
@@ -220,16 +183,6 @@ def test_gradients_keep_their_strides(file):
     load(file).flatten([transposed, gaps], *[torch.empty(12)] * (file == COPY_ENGINES))
     assert (transposed.grad.stride(), gaps.grad.stride()) == (transposed.stride(), (2, 1))
     assert torch.equal(transposed.grad, gradient) and torch.equal(gaps.grad, gradient)
-
-
-@in_a_fork
-def test_symmetric_memory_is_allocated_in_its_pool():
-    """... on GPUs: torch registers no other memory, and torch.cuda.memory_allocated counts what lies there."""
-    module, pool, before = load(COPY_ENGINES), MagicMock(), []
-    module.symmetric_memory, torch.cuda.use_mem_pool, torch.cuda.current_device = MagicMock(), pool, lambda: 3
-    torch.empty = lambda *_, **__: before.append(pool.mock_calls[-1]) or MagicMock()
-    module.share(5, torch.float32, "cuda", SimpleNamespace(size=lambda: 2, rank=lambda: 2))
-    assert before == [call().__enter__()], "it is allocated before, or after, its pool is in use"
 
 
 @pytest.mark.parametrize("file", IN_HOOKS)

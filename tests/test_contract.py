@@ -19,9 +19,9 @@ ASKED = {  # promises that are not asked of all recipes
     "large_values": "01_*/train.py 03_*/zero3.py 04_* 05_* 06_*/zbv.py 07_*/moe.py 09_*",
     "frozen": "02_* 04_* 05_* 06_* 07_*",
     # where something runs beside the computation; of 05, striped.py and usp.py do what zigzag.py does with other tokens
-    "streams": "03_*/zero1_overlap.py 03_*/zero[23]*.py 03_*/hsdp.py 03_*/offload.py 03_*/lora.py"
-    " 04_*/sequence_parallel.py 04_*/async_tensor_parallel.py 05_*/all_gather_kv.py 05_*/ring.py 05_*/zigzag.py"
-    " 05_*/documents.py 07_*/expert_parallel.py 07_*/overlap.py",
+    "streams": "02_*/overlap.py 02_*/bucketed.py 02_*/co*.py 03_*/zero1_overlap.py 03_*/zero[23]*.py 03_*/hsdp.py"
+    " 03_*/offload.py 03_*/lora.py 04_*/sequence_parallel.py 04_*/async_tensor_parallel.py 05_*/all_gather_kv.py"
+    " 05_*/ring.py 05_*/zigzag.py 05_*/documents.py 07_*/expert_parallel.py 07_*/overlap.py",
     # the line that ends a run is the same to the letter, except where train is another; each way to sum the loss once
     "divergence": "01_*/train.py 01_*/lora.py 02_*/naive.py 02_*/diloco.py */accelerate_* 03_*/zero3.py"
     " 03_*/torch_fsdp.py 04_*/vocab_parallel.py 04_*/torch_dtensor.py 05_*/zigzag.py 06_*/1f1b.py 06_*/zbv.py"
