@@ -9,7 +9,7 @@ Of some suites more is measured: the idle share of pipelines, beside what schedu
 durations; the timeline of the slowest rank by 01_single_gpu/profiling.py, whose --draw makes a picture of those in
 tests/results/timelines.
 
-expert_layer        one layer of experts, ours and that of transformers, and its matmuls alone
+expert_layer        one layer of experts, ours and that of transformers
 context_attention   what one rank of four computes in the attention of 05_context_ring, without transfers
 collectives         the table of 02_data_parallel/collectives.py
 kernels [NAME ...]  `measure` of the files of 09_kernels, the median round, into tests/results/kernels.json
@@ -482,28 +482,8 @@ def layers_of_experts() -> list[tuple[str, torch.nn.Module]]:
         ]
 
 
-def grouped_matmuls(ends: torch.Tensor, rows: int) -> dict[str, Callable[[], torch.Tensor]]:
-    """The matmuls of the layer, forward and backward, of rows in blocks that end at `ends`."""
-    from torch.nn.functional import grouped_mm
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-    d, f, e = 2048, 1024, len(ends)
-    x, hidden, up, down = random(rows, d), random(rows, f), random(e, 2 * f, d) / 50, random(e, d, f) / 50
-    wide = random(rows, 2 * f)
-    return {
-        "gate and up": lambda: grouped_mm(x, up.mT, offs=ends),
-        "down": lambda: grouped_mm(hidden, down.mT, offs=ends),
-        "gradient of the input of gate and up": lambda: grouped_mm(wide, up, offs=ends),
-        "gradient of the input of down": lambda: grouped_mm(x, down, offs=ends),
-        "gradient of gate and up": lambda: grouped_mm(wide.mT, x, offs=ends),
-        "gradient of down": lambda: grouped_mm(x.mT, hidden, offs=ends),
-    }
-
-
 def expert_layer(rounds: int) -> dict[str, object]:
-    """One layer of experts on one GPU, OLMoE's shape, 16,384 tokens, bfloat16: ours, the library's, its matmuls."""
+    """One layer of experts on one GPU, OLMoE's shape, 16,384 tokens, bfloat16: ours and the library's."""
     import transformers
 
     torch.manual_seed(0)
@@ -522,17 +502,11 @@ def expert_layer(rounds: int) -> dict[str, object]:
             x.grad = None
             layer.zero_grad()
 
-    module, (_, first) = load(MOE), layers[0]
-    once(first, True)
-    _, _, ends = module.sort_by_expert(first.gate(x.detach().flatten(0, 1))[1], len(first.rows))
-    matmuls = grouped_matmuls(ends, 8 * 16384)
-    runs = [partial(once, layer, backward) for _, layer in layers for backward in (False, True)]
-    middle = medians([*runs, *matmuls.values()], rounds)
+    middle = medians([partial(once, layer, backward) for _, layer in layers for backward in (False, True)], rounds)
     times = zip(layers, middle[::2], middle[1::2])
     rows = [{"label": label, "forward_ms": forward, "both_ms": both} for (label, _), forward, both in times]
-    alone = [{"label": label, "ms": ms} for label, ms in zip(matmuls, middle[len(runs) :])]
-    print(*rows, *alone, sep="\n", flush=True)
-    return {"transformers": transformers.__version__, "rows": rows, "matmuls": alone}
+    print(*rows, sep="\n", flush=True)
+    return {"transformers": transformers.__version__, "rows": rows}
 
 
 ON_ONE_GPU = dict(context_attention=context_attention, expert_layer=expert_layer)

@@ -234,7 +234,7 @@ def suite_table(suite: dict) -> str:
     """Return the table of a suite on one card, with the command that measured it."""
     if "table" in suite:  # as a recipe has printed it
         return f"{about(suite)}\n\n```\n{suite['table'].rstrip()}\n```"
-    rows = suite["rows"] + suite.get("matmuls", [])
+    rows = suite["rows"]
     note = about(suite) + (f", code of commit {suite['commit']} or before" if "commit" in suite else "")
     if most := max(apart(row) if "rounds" in row else 0 for row in rows):
         note += f"; rounds differ by at most {100 * most:.1f} %"
