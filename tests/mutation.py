@@ -13,6 +13,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import re
 import shutil
@@ -55,11 +56,8 @@ CLASSES = (  # of bugs: what kind of mistake each is
 
 @dataclass(frozen=True)
 class Bug:
-    """In a recipe, `old` becomes `new`; to be seen on `world` ranks with `flags`, by what `seen` names.
+    """In a recipe, `old` becomes `new`; `seen` names what sees it on `world` ranks with `flags`.
 
-    seen: "one step" of gradient descent or "four steps" of AdamW, compared with the root; "late", one step with
-    simulated streams; a promise of tests/contract.py; another entry of SEES in tests/test_bugs.py; or the call of a
-    test in a folder, like test_muon.test_orthogonalise(dtype="float64"), given `recipe`, `file`, `world` and `flags`.
     where: the file and line that has it.
     """
 
@@ -89,20 +87,10 @@ def bugs() -> list[Bug]:
 
 
 def bugs_of(path: Path) -> list[Bug]:
-    """The bugs of a file, which looks like this:
+    """The bugs of a file, in the format that CONTRIBUTING.md describes.
 
-        diff 02_data_parallel/bucketed.py
-
-        @@ dropped collective | one step | 2 ranks | --bucket_mb 0.05 @@
-        the last bucket of backward is never all-reduced
-        -< len(buckets) and
-        +< len(buckets) - 1 and
-
-    `diff` names the recipe of the bugs below it. `@@` opens a bug: its class, what sees it, the number of ranks if it
-    is not 1, its flags if it has any, and what is wrong, in the next line if this one would be too long. Lines with `-`
-    are the old source, lines with `+` the new one; a line with a space is in both. The recipe must contain the old
-    source once. Its first and its last line may be parts of lines; `\\n` behind the last one says that the newline
-    belongs to it. Empty lines, and comments with `#`, mean nothing.
+    `diff RECIPE` names the recipe of the bugs below it. Lines with a space are old and new; `\\n` behind the last says
+    that the newline belongs to it. What is wrong may stand in a line of its own. `#` opens a comment.
     """
     text, place, recipe, found = path.read_text() + "\n", 0, None, []
     while place < len(text):
@@ -110,7 +98,7 @@ def bugs_of(path: Path) -> list[Bug]:
         where = f"{path.parent.name}/{path.name}:{line + 1}"
         entry = ENTRY.match(text, place)
         if not entry or (entry["seen"] and not recipe):
-            raise ValueError(f"{where}: not in the format that tests/mutation.py describes: {text.splitlines()[line]}")
+            raise ValueError(f"{where}: not in the format that CONTRIBUTING.md describes: {text.splitlines()[line]}")
         place, recipe = entry.end(), entry["recipe"] or recipe
         if entry["seen"]:
             old, new = (
@@ -164,52 +152,21 @@ def resumed(file: str, world: int, flags: str, probe=None, timeout: float = 60) 
         return launch(file, world, flags, probe, timeout)
 
 
-def error_of_kernel(file: str) -> float:
-    """The largest error, in float32, of the outputs and gradients that a file of kernels checks.
+def error_of_kernel(file: str) -> float | None:
+    """The largest error, in float32, of what a file of kernels compares with float64; None if it compares bits.
 
-    What a kernel does not write is 0, not what the memory was before. Of files that compare to the bit, the error of
-    what differs.
+    What a kernel does not write is 0, not what the memory was before.
     """
-    module, found, equal = load(file), [0.0], torch.equal
-
-    def error(a: torch.Tensor, b: torch.Tensor) -> float:
-        a, b = a.double(), b.double()
-        if not equal(a.isfinite(), b.isfinite()):
-            return float("inf")
-        return (torch.where(b.isfinite(), a - b, 0).norm() / b[b.isfinite()].norm().clamp_min(1e-300)).item()
-
-    def noted(a: torch.Tensor, b: torch.Tensor) -> bool:
-        found.append(error(a, b) if a.shape == b.shape else float("inf"))
-        return equal(a, b)
-
-    module.DTYPES = (torch.float32,)
+    module, found = load(file), []
+    relative_error = getattr(module, "relative_error", None)
+    module.DTYPES, module.relative_error = (
+        (torch.float32,),
+        lambda *pair: found.append(relative_error(*pair)) or found[-1],
+    )
     torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
-    if hasattr(module, "relative_error"):
-        module.relative_error = lambda a, b: found.append(error(a, b)) or found[-1]
-    if not hasattr(module, "errors"):
-        torch.equal = noted
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         module.check(torch.device("cpu"))
-    return max(found)
-
-
-@once
-def without_bug_in_kernel(recipe: str) -> float:
-    """The same error of the file as it is: its roundings."""
-    return isolated(lambda: error_of_kernel(recipe))
-
-
-def measured_kernel(bug: Bug) -> dict[str, object]:
-    """As measured, of a file of kernels: the gradient's error is that of all outputs and gradients."""
-    entry = {"recipe": bug.recipe, "what": bug.what, "gradient": None, "loss": None, "end": None}
-    with tempfile.TemporaryDirectory() as folder:
-        file = mutate(bug, Path(folder))
-        try:
-            error = isolated(lambda: error_of_kernel(file))
-            entry["gradient"] = error if error != without_bug_in_kernel(bug.recipe) else 0.0
-        except AssertionError:
-            entry["end"] = "crashes"
-    return entry if entry["gradient"] != float("inf") else {**entry, "gradient": None, "end": "gives NaN"}
+    return max(found, default=None)
 
 
 def dtype_of(bug: Bug) -> str:
@@ -223,12 +180,16 @@ def measured(bug: Bug) -> dict[str, object]:
 
     Both against the recipe without it. Of DiLoCo, which has no gradient of the whole batch, the gradient is the change
     of the weights; of checkpoints, that of a whole run, which is resumed. "end" says what happens instead where nothing
-    can be measured. Rounding by chance is no error of a gradient, so that its bugs have one of 32 bits.
+    can be measured. Rounding by chance is no error of a gradient, so that its bugs have one of 32 bits. Of a file of
+    kernels, the gradient's error is the largest of all outputs and gradients.
     """
-    if "def train_step" not in (ROOT / bug.recipe).read_text():
-        return measured_kernel(bug)
-    root = root_of(bug.recipe)
     entry = {"recipe": bug.recipe, "what": bug.what, "gradient": None, "loss": None, "end": None}
+    if "def train_step" not in (ROOT / bug.recipe).read_text():
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(AssertionError):
+            error = isolated(lambda: error_of_kernel(mutate(bug, Path(folder))))
+            return entry | ({"end": "gives NaN"} if error == math.inf else {"gradient": error})
+        return entry | {"end": "crashes"}
+    root = root_of(bug.recipe)
     flags = bug.flags + (" --compile" if bug.seen.startswith("compiled") else "")
     init = equivalence.start(root, f"{equivalence.SHAPE} {equivalence.shared(flags)}")
     dtype = dtype_of(bug)
