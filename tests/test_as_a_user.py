@@ -4,13 +4,11 @@ They leave by os._exit; a process that crashes when its interpreter ends, or imp
 recipe is tried of each that ends with something else in its hands.
 """
 
-import multiprocessing
 import os
 import re
 import subprocess
 
 import pytest
-import torch.distributed.run
 from launch import ROOT
 from test_lineage import FAMILY
 
@@ -42,39 +40,11 @@ def command(recipe: str) -> list[str]:
     return [*words[: words.index(recipe) + 1], *SMALL.split(), *layout]
 
 
-def assert_trained(code: int | None, output: str) -> None:
-    assert code == 0, output
-    lines = [line.split("  loss")[0].strip() for line in output.splitlines()]
-    assert lines == ["step 1", "step 2", "median"], output
-
-
-def run(words: list[str]) -> None:
-    end = subprocess.run(words, cwd=ROOT, env=ONE_THREAD, text=True, stdout=subprocess.PIPE, timeout=200)
-    assert_trained(end.returncode, end.stdout)
-
-
-def test_first_command():
-    run(command(FIRST))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("recipe", AT_THE_END)
-def test_run(recipe, tmp_path):
-    """The launcher is a fork, which has imported torch already; the processes that it starts import all they need."""
-    program, *words = command(recipe)
-    if program != "torchrun":
-        return run([program, *words])
-
-    def torchrun() -> None:
-        with open(tmp_path / "output", "w") as output:
-            os.dup2(output.fileno(), 1)
-        os.chdir(ROOT)
-        os.environ.update(ONE_THREAD)
-        torch.distributed.run.main(words)
-
-    launcher = multiprocessing.get_context("fork").Process(target=torchrun)
-    launcher.start()
-    launcher.join(timeout=200)
-    launcher.terminate()  # if it has not ended: it stops what it has started
-    launcher.join()
-    assert_trained(launcher.exitcode, (tmp_path / "output").read_text())
+@pytest.mark.parametrize(
+    "recipe", [FIRST, *(pytest.param(recipe, marks=pytest.mark.thorough) for recipe in AT_THE_END)]
+)
+def test_command(recipe):
+    end = subprocess.run(command(recipe), cwd=ROOT, env=ONE_THREAD, text=True, stdout=subprocess.PIPE, timeout=200)
+    assert end.returncode == 0, end.stdout
+    lines = [line.split("  loss")[0].strip() for line in end.stdout.splitlines()]
+    assert lines == ["step 1", "step 2", "median"], end.stdout
