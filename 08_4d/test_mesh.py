@@ -48,7 +48,7 @@ def test_gradients_are_rounded_once(file=TRAIN):
     with patch.dict(recipes.HARDEST, {TRAIN: (4, "--dp 4 --cp 1 --tp 1 --pp 1 --microbatches 3")}):
         world, roots, ours, init = contract.hardest(TRAIN, "bfloat16")
     run = launch(file, world, f"{ours} {equivalence.LOW_GRADIENT}")
-    exact = contract.in_parts(recipes.ROOT_RECIPE, f"{roots} {equivalence.LOW_GRADIENT}", 4 * 3, True, 3)
+    exact = equivalence.in_parts(recipes.ROOT_RECIPE, f"{roots} {equivalence.LOW_GRADIENT}", 4 * 3, True, 3)
     errors = compare.relative_errors(run.weights, exact.weights, compare.read(init)[0])
     compare.assert_close(errors, contract.ROUNDED_ONCE, "gradients in bfloat16")
 

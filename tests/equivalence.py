@@ -98,21 +98,6 @@ def reference(root: str, flags: str) -> Run:
     return run
 
 
-def bfloat16_weights(module: ModuleType) -> Callable[[], None]:
-    """A probe of the root: the gradient of a copy of the model whose weights are bfloat16."""
-    forward_backward = module.forward_backward
-
-    def rounded(cfg, model, *batch):
-        low = copy.deepcopy(model).to(torch.bfloat16)
-        loss = forward_backward(cfg, low, *batch)
-        for p, q in zip(model.parameters(), low.parameters()):
-            p.grad = q.grad.to(p.dtype)
-        return loss
-
-    module.forward_backward = rounded
-    return lambda: None
-
-
 def sum_of_parts(parts: int, low_weights: bool, rounded: int = 0) -> Callable[[ModuleType], Callable[[], None]]:
     """A probe of the root: the gradients of so many parts of the batch, computed one by one and summed in float64.
 
@@ -125,7 +110,7 @@ def sum_of_parts(parts: int, low_weights: bool, rounded: int = 0) -> Callable[[M
             if low_weights:
                 low = copy.deepcopy(model).to(torch.bfloat16)
             totals, sums = ([torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()] for _ in range(2))
-            loss = 0.0
+            inputs, targets, loss = inputs.to(cfg.device), targets.to(cfg.device), 0.0
             for i, (x, y) in enumerate(zip(inputs.chunk(parts), targets.chunk(parts)), 1):
                 part = module.forward(cfg, low, x, y) / tokens
                 part.backward()
@@ -147,9 +132,10 @@ def sum_of_parts(parts: int, low_weights: bool, rounded: int = 0) -> Callable[[M
 
 
 @once
-def low_reference(root: str, flags: str, low_weights: bool) -> Run:
-    """The root's run in bfloat16, under autocast or with bfloat16 weights."""
-    return launch(root, 1, f"{flags} --dtype bfloat16", probe=bfloat16_weights if low_weights else None)
+def in_parts(root: str, flags: str, parts: int, low_weights: bool, rounded: int = 0) -> Run:
+    """The root's run with the exact sum of the gradients of so many parts of the batch."""
+    probe = sum_of_parts(parts, low_weights, rounded) if low_weights or parts > 1 else None
+    return launch(root, 1, flags, probe=probe)
 
 
 def unfused_attention(module: ModuleType) -> Callable[[], None]:
@@ -230,7 +216,8 @@ def check_low_precision(recipe: str, world: int, flags: str) -> dict[str, float]
         errors = compare.relative_errors(ours.weights, exact.weights, before)
         errors |= compare.history_errors(ours.history, exact.history) if dtype == wide and not alone else {}
         if dtype == "bfloat16":
-            theirs = low_reference(root, f"{common} {shared(flags)} {LOW_GRADIENT}", not keeps(recipe, "autocast"))
+            low = f"{common} --dtype bfloat16 {shared(flags)} {LOW_GRADIENT}"
+            theirs = in_parts(root, low, 1, not keeps(recipe, "autocast"))
             roots = compare.relative_errors(theirs.weights, exact.weights, before)
             errors = {name: error and error / roots[name] for name, error in errors.items()}  # 0 of biases that count
         worst[dtype] = compare.assert_close(errors, TOLERANCE[dtype], f"{recipe} on {world} ranks in {dtype}")

@@ -300,21 +300,12 @@ def run_rank(recipe, argv, rank, world, port, folder, data, probe) -> None:
 
 
 def work_of(pid: int) -> float:
-    """The CPU time that the threads of a process and its children have used, in ticks of 10 ms.
-
-    NaN if one of them is about to run, waits for a disk, or has just ended, or if there is no /proc.
-    """
-    used, threads = 0, list(Path(f"/proc/{pid}/task").glob("*"))
+    """The CPU time of a process, in ticks of 10 ms; NaN if it is about to run, waits for a disk, or has ended."""
     try:
-        for thread in threads:
-            state, *numbers = (thread / "stat").read_text().rpartition(") ")[2].split()
-            if state in "RD":
-                return math.nan
-            children = map(int, (thread / "children").read_text().split())
-            used += int(numbers[10]) + int(numbers[11]) + sum(map(work_of, children))
-    except OSError:  # it has just ended
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
         return math.nan
-    return used if threads else math.nan
+    return math.nan if state in "RD" else sum(map(int, numbers[10:14]))
 
 
 def wait(ranks, folder, timeout) -> None:
