@@ -24,7 +24,6 @@ Not simulated: DistributedDataParallel and DTensor, which start their collective
 """
 
 import contextlib
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -208,24 +207,6 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
         started, in_step, build_model, train_step = [], [False], module.build_model, module.train_step
         compile_ = torch.nn.Module.compile
 
-        def arrive(by: int = 1) -> list[int]:
-            """Count the collectives that this rank has come to; return every rank's number."""
-            store = dist.distributed_c10d._get_default_store()
-            store.add(f"arrived/{dist.get_rank()}", by)
-            return [store.add(f"arrived/{r}", 0) for r in range(dist.get_world_size())]
-
-        def fall_behind() -> None:
-            """Hold rank 0 after a barrier of shared memory until the others have come to the next collective.
-
-            It still reads what they may write again too early. Where they wait for it in another way, it goes on.
-            """
-            end = time.monotonic() + 0.2
-            while late and in_step[0] and dist.get_rank() == 0 and time.monotonic() < end:
-                mine, *others = arrive(0)
-                if all(number > mine for number in others):
-                    break
-                time.sleep(0.0005)
-
         class Work:
             """A collective: put into its group's queue behind what is before it on its stream."""
 
@@ -238,11 +219,7 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
                         stream.run(before)
                     if not self.let_go:
                         loan.watched = []  # the collective keeps its tensors itself
-                    if late and in_step[0]:  # later rank 0, whose store counts, may have left
-                        arrive()
                     start(group, *loan.take()).wait()
-                    if name == "barrier":
-                        fall_behind()
 
                 self.queue = queues[group.group_name]
                 self.number = self.queue.put(writing(written, work))
@@ -302,7 +279,6 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
 
             def wait_event(self, event):
                 event()
-                fall_behind()
 
         def build(*args):
             model = build_model(*args)
