@@ -704,12 +704,3 @@ def gathered_at_a_time(module: ModuleType) -> Report:
     module.gather = lambda *args: gather(*args) or count()
     module.build_model, module.train_step = build, step
     return lambda: [blocks[0], ends[0], max(after)]
-
-
-def never_a_process_group(module: ModuleType) -> Report:
-    def forbidden(*_, **__):
-        raise AssertionError("made a process group before looking at the flags")
-
-    if hasattr(module, "dist"):
-        module.dist.init_process_group = forbidden
-    return lambda: None

@@ -1,6 +1,7 @@
 """DiLoCo in one process: what the ranks of 02_data_parallel/diloco.py must do together, from the paper's formulas."""
 
 import copy
+import sys
 
 import compare
 import equivalence
@@ -9,17 +10,16 @@ from launch import isolated, launch, load
 
 RECIPE = "02_data_parallel/diloco.py"
 WORKERS, INNER, STEPS, OUTER_LR, MOMENTUM = 3, 2, 7, 0.6, 0.8  # the last round is cut short
-FLAGS = (
-    f"--inner_steps {INNER} --steps {STEPS} --outer_lr {OUTER_LR} --outer_momentum {MOMENTUM} "
-    "--lr 1e-2 --warmup 3 --clip 0.3"
-)
+OWN = f"--inner_steps {INNER} --outer_lr {OUTER_LR} --outer_momentum {MOMENTUM}"
+FLAGS = f"--steps {STEPS} --lr 1e-2 --warmup 3 --clip 0.3"
 
 
 def simulate(flags: str) -> tuple[compare.Weights, list[list[float]]]:
     """Weights after the last outer step, and [loss, gradient norm] of every step of the first worker."""
     root = load(equivalence.root_of(RECIPE))
     torch.set_default_dtype(torch.float64)
-    cfg = root.Config(**flags_as_fields(root, flags))
+    sys.argv = [RECIPE, *flags.split()]
+    cfg = root.parse_config()
     data, agreed = root.load_data(cfg)[0], root.build_model(cfg)
     workers = [copy.deepcopy(agreed) for _ in range(WORKERS)]
     optimizers = [root.make_optimizer(cfg, worker) for worker in workers]
@@ -51,20 +51,12 @@ def simulate(flags: str) -> tuple[compare.Weights, list[list[float]]]:
     return {name: p.detach() for name, p in agreed.named_parameters()}, history
 
 
-def flags_as_fields(root, flags: str) -> dict[str, object]:
-    """Those of the flags that the root has, in the types of its Config."""
-    words = flags.split()
-    types = {name: type(field.default) for name, field in root.Config.__dataclass_fields__.items()}
-    pairs = {flag[2:]: value for flag, value in zip(words[::2], words[1::2])}
-    return {name: types[name](value) for name, value in pairs.items() if name in types}
-
-
 def check(recipe: str = RECIPE) -> dict[str, float]:
     """Assert that the recipe's weights, and its first worker's log, are those of the simulation."""
     init = equivalence.start(equivalence.root_of(RECIPE), equivalence.SHAPE)
     documents = equivalence.documents()
     flags = f"{equivalence.SHAPE} --device cpu --dtype float64 --data {documents} --init {init} {FLAGS}"
-    ours = launch(recipe, WORKERS, flags)
+    ours = launch(recipe, WORKERS, f"{flags} {OWN}")
     weights, history = isolated(lambda: simulate(flags))
     assert min(norm for _, norm in history) > 0.3, "the clip never acted"
     errors = compare.relative_errors(ours.weights, weights, compare.read(init)[0])
