@@ -2,10 +2,8 @@
 
     python tests/equivalence.py [--device cuda] [--jobs 4] [RECIPE ...]     run the checks, store errors for the README
 
-On the CPU in float64, where rounding is near 1e-15 and the effect of a bug far above 1e-6. Two runs are compared with
-the root's: one step of gradient descent, which turns the change of the weights into the gradient, and four steps of
-AdamW with a clip that acts. The text is cut into short documents, so that every rank and micro-batch has its own number
-of valid tokens; norm weights are random; 6 query heads share 2 key and value heads; 5 layers split evenly over nothing.
+On the CPU in float64: one step of gradient descent, which turns the change of the weights into the gradient, and four
+steps of AdamW with a clip that acts. tests/README.md says of what texts, weights and sizes.
 
 On CPUs, tests/contract.py has low precision: where only the batch is cut, nothing is rounded that the root does not
 round. On GPUs, over NCCL, the gradients of all cases that fit: in float32 to 1e-5 (Muon: in float64), and in bfloat16
@@ -13,8 +11,7 @@ no further from the root's float32 gradient than twice as far as the root's own 
 the same numbers as often as the root; where it adds up in another order, or rounds the parts of a sum before adding
 them, both errors are random sums of as many roundings of the same size, so their norms are alike, and twice leaves room
 for chance in small tensors. Recipes whose weights are themselves bfloat16, with master weights beside them, round more:
-gradients are handed over in 16 bits, and a CPU adds up that of the embedding in 16 bits, a row per token. Their measure
-is the root with bfloat16 weights, which rounds all of that too, whatever instructions a CPU has.
+their measure is the root with bfloat16 weights.
 """
 
 import argparse

@@ -145,7 +145,7 @@ def compiled(path: Path, source: str) -> CodeType:
 
 
 @functools.cache
-def read_folder(folder: str, **sizes: int) -> tuple[str, tuple[tuple[numpy.ndarray, numpy.ndarray], ...]]:
+def read_folder(folder: str, **sizes: int) -> tuple[str, tuple]:
     """The root's definition of load_data, and what it returns for a folder."""
     root = load("01_single_gpu/train.py")
     return inspect.getsource(root.load_data), root.load_data(root.Config(data=folder, **sizes))
