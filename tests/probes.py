@@ -226,12 +226,6 @@ def alive(references: list[weakref.ref], peak: int, enough: int) -> int:
     return max(peak, settled(lambda: sum(reference() is not None for reference in references), enough))
 
 
-def threads_of_gloo() -> int:
-    """How many threads of gloo there are (Linux)."""
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum("gloo" in name for name in names)
-
-
 def group_is_gone(patience: float) -> Callable[[ModuleType], Report]:
     """A probe: after main, whether there is a default process group, and how many threads of gloo are left.
 
@@ -239,8 +233,12 @@ def group_is_gone(patience: float) -> Callable[[ModuleType], Report]:
     now and then. patience: seconds that the last of them may take to end.
     """
 
+    def threads() -> int:
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        return sum("gloo" in name for name in names)
+
     def report() -> tuple[bool, int]:
-        return torch.distributed.is_initialized(), settled(threads_of_gloo, 0, patience)
+        return torch.distributed.is_initialized(), settled(threads, 0, patience)
 
     return lambda module: report
 

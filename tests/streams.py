@@ -9,6 +9,7 @@ numbers of one device, to 1e-10 in float64, no wait is missing that these number
   each side stream one for its operations. `wait` makes what is waited for happen, and all that is before it.
 - Operations on tensors are caught below autograd (`OnStream`), collectives where Python hands them to a process group
   (`COLLECTIVES` says what each one writes). A collective that is missing there is refused: it would not be late.
+- Whatever is started must be waited for before the step ends, by the main stream or by a side stream.
 - A side stream waits for the main one whenever it is given something to read, and right before that: else it may read
   too early.
 - Memory: what a side stream still reads or writes must belong to somebody else too, else a GPU's allocator gives it
@@ -203,14 +204,14 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
     def probe(module: ModuleType) -> Callable[[], None]:
         dist, current = module.dist, [None]  # the stream in use, None for the main one
         queues = defaultdict(lambda: Queue(late))  # of collectives, by the name of their group
-        in_step, build_model, train_step = [False], module.build_model, module.train_step
+        started, in_step, build_model, train_step = [], [False], module.build_model, module.train_step
         compile_ = torch.nn.Module.compile
 
         class Work:
             """A collective: put into its group's queue behind what is before it on its stream."""
 
-            def __init__(self, group, start: Callable, arguments: tuple, written: list[torch.Tensor]):
-                stream, self.let_go = current[0], False
+            def __init__(self, group, name: str, start: Callable, arguments: tuple, written: list[torch.Tensor]):
+                stream, self.name, self.waited, self.let_go = current[0], name, False, False
                 before, loan = stream.end() if stream else 0, Loan(arguments, stream)
 
                 def work():
@@ -222,8 +223,10 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
 
                 self.queue = queues[group.group_name]
                 self.number = self.queue.put(writing(written, work))
+                started.append(self)
 
             def wait(self, *_) -> bool:
+                self.waited = True
                 if current[0]:  # the process goes on, and from here on what the collective uses is not its own
                     self.let_go = True
                     current[0].put(partial(self.queue.run, self.number))
@@ -235,17 +238,20 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
             """A message on its way: it has been sent, and must not change until it is waited for."""
 
             def __init__(self, work, tensors: list[torch.Tensor]):
-                self.work, self.tensors = work, [(tensor, tensor.clone()) for tensor in tensors]
+                self.name, self.work, self.waited = "send", work, False
+                self.tensors = [(tensor, tensor.clone()) for tensor in tensors]
+                started.append(self)
 
             def wait(self, *_) -> bool:
+                self.waited = True
                 assert all(torch.equal(*pair) for pair in self.tensors), "a message has changed while it was sent"
                 return self.work.wait()
 
-        def deferred(which, original):
+        def deferred(name, which, original):
             def collective(group, *arguments, **options):
                 tensors = arguments[which] if which is not None else []
                 tensors = tensors if isinstance(tensors, list | tuple) else [tensors]
-                return Work(group, lambda g, *args: original(g, *args, **options), arguments, tensors)
+                return Work(group, name, lambda g, *args: original(g, *args, **options), arguments, tensors)
 
             return collective
 
@@ -286,14 +292,17 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
             return model
 
         def step(*args):
+            started.clear()
             in_step[0] = True
             result = train_step(*args)
             in_step[0] = False
+            forgotten = [work.name for work in started if not work.waited]
+            assert not forgotten, f"nobody has waited for: {', '.join(forgotten)}"
             return result
 
         group, send = dist.ProcessGroup, dist.ProcessGroup.send
         for name in filter(partial(hasattr, group), COLLECTIVES):
-            setattr(group, name, deferred(COLLECTIVES[name], getattr(group, name)))
+            setattr(group, name, deferred(name, COLLECTIVES[name], getattr(group, name)))
         for name in filter(partial(hasattr, group), NOT_SIMULATED):
             setattr(group, name, refused(name, getattr(group, name)))
         group.send = lambda self, tensors, *args: Message(send(self, tensors, *args), tensors)

@@ -10,6 +10,7 @@ import functools
 import re
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 import compare
 import pytest
@@ -77,13 +78,18 @@ def test_trains_as_before(technique):
     assert seen == expected.keys(), "not all has been trained, or logged"
 
 
+def into_an_empty_file(folder: Path, path: str) -> ModuleType:
+    """Import a file that holds the imports of a recipe, and what its Copy line lists, but nothing else."""
+    file = folder / Path(path).name
+    file.write_text("\n".join(definitions(path)))
+    return load(file)
+
+
 @pytest.mark.parametrize("path", KERNELS)
 @in_a_fork
 def test_a_kernel_needs_nothing_else(path, tmp_path):
     """The definitions on the Copy line can be run in its order, and need no others."""
-    file = tmp_path / Path(path).name
-    file.write_text("\n".join(definitions(path)))
-    names = vars(load(file)).keys() | vars(builtins).keys() | {"__annotations__"}
+    names = vars(into_an_empty_file(tmp_path, path)).keys() | vars(builtins).keys() | {"__annotations__"}
     missing = loaded(compile("\n".join(definitions(path)), path, "exec")) - names
     assert not missing, f"Copy does not list {missing}"
 
