@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import witness
-from launch import ROOT, isolated, launch, load, read_history
+from launch import ROOT, in_a_fork, isolated, launch, load, read_history
 from safetensors.torch import load_file
 
 PAGE = ROOT / "01_single_gpu" / "README.md"
@@ -128,10 +129,13 @@ def transformers_of(folder: Path | str, flags: str) -> tuple[float, dict[str, to
         return witness.loss_of(model, flags)[1].item(), weights
 
 
-def walk(tied: bool) -> None:
-    """Go through the section in the current folder."""
+@pytest.mark.parametrize("tied", [True, False])
+@in_a_fork
+def test_section(tied, tmp_path):
+    """Go through the section in an empty folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401  once, before the forks
 
+    os.chdir(tmp_path)
     (tokenise, shape, back), commands = blocks()
     isolated(lambda: publish(tied))
     Path("texts").mkdir()
@@ -163,12 +167,6 @@ def walk(tied: bool) -> None:
     rounded = {name: tensor.float() for name, tensor in sharded.items()}
     compare.assert_close(compare.relative_errors(saved, rounded), 0, "what transformers has saved")
     assert abs(next_loss / loss - 1) <= 1e-6 < 1e-2 < abs(next_loss / history[0][0] - 1)  # of weights in float32
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_section(tied, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    isolated(lambda: walk(tied))
 
 
 def test_presets_have_the_published_shapes():
