@@ -26,7 +26,6 @@ from pathlib import Path
 from types import ModuleType
 
 import compare
-import probes
 import torch
 from launch import ROOT, Run, launch, once, run_folder
 from recipes import CASES, LORA, MOE, MUON, NODES, ROOT_RECIPE, keeps, root_of
@@ -88,10 +87,9 @@ def start(root: str, flags: str, large: bool = False) -> str:
 
 @once
 def reference(root: str, flags: str) -> Run:
-    """The root's run. Checks that the case is not vacuous: the clip acts, valid tokens differ."""
-    run = launch(root, 1, flags, probe=probes.valid_tokens)
+    """The root's run. Checks that the case is not vacuous: the clip acts."""
+    run = launch(root, 1, flags)
     assert TRAINING not in flags or min(norm for _, norm, *_ in run.history) > 0.5, "the clip never acted"
-    assert len(set(run.probes[0])) > 1, "all sequences have as many valid tokens"
     return run
 
 

@@ -46,14 +46,6 @@ def saves(module: ModuleType) -> Report:
     return lambda: written[0]
 
 
-def valid_tokens(module: ModuleType) -> Report:
-    """The number of valid targets of each sequence of the first batch."""
-    made = []
-    original = module.make_batch
-    module.make_batch = lambda *args: made.append(original(*args)) or made[-1]
-    return lambda: (made[0][1] != module.IGNORE).sum(1).tolist()
-
-
 def phase() -> str:
     """Whether autograd computes gradients at the moment: "backward", else "forward"."""
     return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
