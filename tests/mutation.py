@@ -4,6 +4,7 @@ Each folder has its list, `bugs.diff`. tests/test_bugs.py asserts that every one
 does to the gradient and to a loss curve, for tests/BUGS.md.
 
     python tests/mutation.py [--jobs 2] [FOLDER ...]         measure the bugs of all folders, or of these
+    python tests/mutation.py --list [FOLDER ...]             print all bugs, by class, with what was measured
     python tests/mutation.py --long [--jobs 2] [FOLDER ...]  train 300 steps with those that tests/BUGS.md shows
 """
 
@@ -278,6 +279,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folders", nargs="*", metavar="FOLDER")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--list", action="store_true")
     parser.add_argument("--long", action="store_true")
     args = parser.parse_args()
     if args.jobs < 1:
@@ -288,6 +290,11 @@ def main() -> None:
     chosen = [bug for bug in bugs() if not args.folders or bug.recipe.split("/")[0] in args.folders]
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     entries = {(entry["recipe"], entry["what"]): entry for entry in kept}
+    if args.list:
+        for bug in sorted(chosen, key=lambda bug: CLASSES.index(bug.kind)):
+            _, _, *measures = entries.get((bug.recipe, bug.what), {"recipe": "", "what": ""}).items()
+            print(f"{bug.kind:18} {bug.recipe:42} seen by {bug.seen}", bug.what, dict(measures), "", sep="\n")
+        return
     launching.IMPATIENT = True  # in the pool, too
     run_folder()  # of this process, for those of the pool
     load("01_single_gpu/train.py")
