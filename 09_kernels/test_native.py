@@ -20,7 +20,7 @@ from test_lineage import FAMILY
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program on an H100 can have
 LONG = [path for path in FAMILY if re.match("09.*(attention|matmul)", path)]
-SHORT = [path for path in FAMILY if re.match("09.*(adamw|coars|cross|rms|rope|soft|swi|til)|10.*fp8_(del|zero)", path)]
+SHORT = [path for path in FAMILY if re.match("09.*(adamw|cross|rms|rope|soft|swi)|10.*fp8_(del|zero)", path)]
 
 
 @pytest.mark.thorough
@@ -115,12 +115,6 @@ def launch_all(recipe: str, module: ModuleType) -> None:
             module.matmul(a, b)
         for function in module.blocks, module.descriptors, module.matmul:
             function(x.float(), weight.T.float())
-    elif recipe.endswith("tiling.py"):
-        for function in module.ladder(torch.float32).values():
-            function(torch.empty(256, 512), torch.empty(512, 256))
-    elif recipe.endswith("coarsening.py"):
-        module.dot(torch.empty(256, 512), torch.empty(512, 256), 64, 64)
-        module.copy(torch.empty(4096), 1024)
     elif "flash" in recipe:
         q, k, v = (torch.empty(1, 256, heads, 128, dtype=torch.bfloat16).transpose(1, 2) for heads in (4, 2, 2))
         if "gluon" in recipe:
