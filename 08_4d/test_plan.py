@@ -96,7 +96,7 @@ def test_stored_runs():
 
 
 def test_memory_is_what_memory_py_says():
-    """Within 2 %, and up to two units more, a reduction's copies that memory.py leaves out; ZeRO-3 within 3 %."""
+    """Within 2 %, and up to two units more, a reduction's copies that memory.py leaves out."""
     kind = dict(dtype="bfloat16", compile=True)
 
     def bytes_of(**flags):
@@ -113,31 +113,14 @@ def test_memory_is_what_memory_py_says():
                 theirs, units = bytes_of(**same, **kind, **own), PLAN.stages(cfg, TRAIN)[stage]
                 ours = PLAN.memory(cfg, TRAIN, stage, units)
                 assert 0.98 * theirs <= ours <= 1.02 * theirs + 4 * max(units), (cfg, stage, ours, theirs)
-    for preset, dp, batch, m in (("smollm_1_7b", 8, 16, 2), ("llama3_8b", 2, 2, 1), ("llama3_1b", 64, 256, 4)):
-        for again in PLAN.RECOMPUTE:
-            same = dict(PLAN.PRESETS[preset], seq=4096, dp=dp, batch=batch, microbatches=m, recompute=again)
-            theirs = bytes_of(**same, **kind, zero=3)
-            ours = PLAN.memory_of_shards(PLAN.Config(**same, cp=1, tp=1, pp=1, shard=dp))
-            copies = 4 * same["vocab"] * same["dim"]  # of the head's reduction: memory.py leaves them out
-            assert 0.99 * theirs <= ours <= 1.03 * theirs + copies * (again != "none"), (preset, again, ours, theirs)
     same = dict(PLAN.PRESETS["llama3_8b"], seq=8192, batch=1, recompute="selective")
     theirs = bytes_of(**same, **kind, precision="stochastic")
     assert PLAN.low_memory(PLAN.Config(**same)) * 2**30 == pytest.approx(theirs, rel=0.01)
 
 
-def test_recomputation():
-    """Full: backward takes as much longer as forward, but for down_proj and its reduce-scatter."""
-    sizes = dict(PLAN.PRESETS["llama3_8b"], seq=8192, batch=8, microbatches=8, gpus=8, dp=1, cp=2, tp=2, pp=2, chunks=1)
-    none, full = (PLAN.Config(**sizes, recompute=again) for again in ("none", "full"))
-    forward = sum(pair[0] for pair in PLAN.block_times(none, TRAIN).values())
-    again = forward - 2 * 4096 * 4096 * 14336 / 2 / 720e12 - PLAN.gathered(none)
-    assert PLAN.block_times(full, TRAIN)["recompute"] == (0, pytest.approx(again))
-
-
-def simulated(seconds, m, transfer=0, chunks=1, hidden=True):
+def simulated(seconds, m, transfer=0, chunks=1):
     """When a pipeline ends whose ranks take so long for forward, backward, ZeRO's gather and its reduction."""
-    cfg = PLAN.Config(pp=len(seconds), chunks=chunks)
-    return PLAN.simulate(seconds, transfer, cfg, m, PLAN.replace(TRAIN, hidden=hidden))
+    return PLAN.simulate(seconds, transfer, PLAN.Config(pp=len(seconds), chunks=chunks), m, TRAIN)
 
 
 @pytest.mark.parametrize("name, chunks", [("1f1b", 1), ("interleaved", 3)])
@@ -146,11 +129,12 @@ def test_simulated_as_the_schedules_are(name, chunks):
     recipe = load(f"06_pipeline/{name}.py")
     for p, m in ((1, 3), (2, 6), (4, 4), (8, 16)):
         ranks = [(1 + 0.1 * rank, 2 + 0.3 * (rank == p - 1), 0, 0) for rank in range(p)]
-        slots = schedules.simulate(
-            schedules.pipeline(recipe, p, m, chunks),
-            lambda op, stage, r=ranks, p=p: r[stage % p]["FB".index(op)] / chunks if op in "FB" else 0,
-            0.2 * (p > 1),
-        )
+        line, hop = schedules.pipeline(recipe, p, m, chunks), 0.2 * (p > 1)
+
+        def takes(op, stage, ranks=ranks):
+            return ranks[stage % len(ranks)]["FB".index(op)] / chunks if op in "FB" else 0
+
+        slots = schedules.simulate(line, takes, hop)
         assert simulated(ranks, m, 0.2, chunks) == pytest.approx(schedules.makespan(slots))
         slow_first = [(0.0322 + 0.0025 * (rank == 0), 0.0505 + 0.003 * (rank == 0), 0.01, 0.02) for rank in range(p)]
         cfg = PLAN.Config(pp=p, chunks=chunks, microbatches=32 * p)
@@ -162,49 +146,16 @@ def test_what_zero_adds():
     """Hidden communication costs half of itself, beside the first forward and the last backward; the rest shows."""
     assert simulated([(10, 20, 4, 8)], 3) == 90 + 2 + 4
     assert simulated([(10, 20, 14, 50)], 1) == 30 + 5 + 30
-    assert simulated([(10, 20, 0, 0), (10, 20, 8, 0)], 1) == 60  # gathered while the stage waits
-    assert simulated([(10, 20, 0, 8), (10, 20, 0, 0)], 1) == 64  # beside the last backward of all
-    # the gradient comes half of 12 later; the first rank waits for no reduction but its own
-    assert simulated([(10, 20, 0, 0), (10, 20, 0, 12)], 1) == 66
-    assert simulated([(10, 20, 4, 8)], 3, hidden=False) == 90 + 4 + 8
     # halves: of the first chunk's gather, of 1 s that the second chunk's gather goes on, and of two reductions
     assert simulated([(10, 20, 8, 16)], 4, chunks=2) == 120 + 2 + 0.5 + 8
 
 
-def test_zbv(monkeypatch):
-    """The order of zbv.py; for equal F, B and W each rank idles (p-1)·B/2; reductions of a chunk hide behind Ws."""
-    recipe, layout = load("06_pipeline/zbv.py"), dict(pp=4, dp=1, cp=1, tp=1, chunks=2, microbatches=8, zbv=True)
-    for preset in "llama3_8b", "mixtral_8x7b":
-        cfg = PLAN.Config(**PLAN.PRESETS[preset], **layout, seq=4096, batch=8)
-        assert 0.48 < PLAN.shares(cfg)[0][0] < 0.49 and 0.38 < PLAN.share_of_weights(cfg, TRAIN) < 0.45
-    monkeypatch.setattr(PLAN, "shares", lambda cfg: [[0.5, 0.5]] * cfg.pp)
-    monkeypatch.setattr(PLAN, "share_of_weights", lambda *_: 0.5)
-    for ranks, m in ((2, 1), (2, 3), (3, 5), (4, 7), (4, 16)):
+def test_zbv():
+    """The order of zbv.py."""
+    recipe = load("06_pipeline/zbv.py")
+    for ranks, m in ((2, 1), (3, 5), (4, 16)):
         for rank in range(ranks):
             assert PLAN.schedule_in_a_v(rank, ranks, m) == recipe.schedule(rank, ranks, m)
-        if m >= 2 * ranks - 1:
-            cfg = PLAN.Config(pp=ranks, chunks=2, zbv=True)
-            ends = [PLAN.simulate([(2, 4, 0, reduce)] * ranks, 0, cfg, m, TRAIN) for reduce in (0, 8)]
-            # chunk 1 is reduced in 4 s, from its last W on, which the last rank's other Ws follow; then chunk 0
-            assert ends == [6 * m + (ranks - 1), 6 * m + (ranks - 1) - ranks + 8]
-
-
-@pytest.mark.parametrize(
-    "dp, cp, tp, pp, shard, slower",
-    [
-        (1, 4, 2, 2, 0, ["pp"]),  # the second stage is on another node
-        (1, 4, 4, 1, 0, ["cp", "dp"]),  # the rings of keys, and of ZeRO, go through both nodes
-        (1, 1, 16, 1, 0, ["tp"]),
-        (16, 1, 1, 1, 8, ["dp"]),  # groups of HSDP are on one node, their all-reduce is not
-    ],
-)
-def test_two_nodes(dp, cp, tp, pp, shard, slower):
-    """What goes from node to node takes longer, what stays on a node does not."""
-    sizes = dict(PLAN.PRESETS["llama3_8b"], seq=8192, batch=16, microbatches=16 // dp, gpus=16, chunks=1)
-    layout = dict(dp=dp, cp=cp, tp=tp, pp=pp, shard=shard)
-    far, near = (PLAN.predict(PLAN.Config(**sizes, **layout, gpus_per_node=n), TRAIN).step for n in (8, 16))
-    found = [axis for axis in ("cp", "dp", "pp", "tp") if getattr(far, axis) > 1.001 * getattr(near, axis) + 1e-9]
-    assert found == slower, (far, near)
 
 
 def test_what_leaves_a_node_or_a_pod():
@@ -223,6 +174,7 @@ def test_finds_the_best(monkeypatch, capsys, tmp_path):
     rows = PLAN.plans(PLAN.Config(**model), TRAIN)[0]
     speeds, best = [row.tokens for row in rows], rows[0].cfg
     assert speeds == sorted(speeds, reverse=True) and max(row.memory for row in rows) <= 74
+    assert all(PLAN.least(row.cfg, TRAIN) <= row.step.total() for row in rows), "what is skipped may be the best"
 
     def printed(flags):
         monkeypatch.setattr(sys, "argv", ["plan.py", *flags.split()])
@@ -313,22 +265,11 @@ def test_the_printed_line_has_the_model():
     for preset, sizes in PLAN.PRESETS.items():
         cfg = typed(*recipe_of(PLAN.Config(**sizes, preset=preset, dp=1, cp=1, tp=1, pp=1, chunks=1, microbatches=1)))
         assert all(getattr(cfg, name) == size for name, size in sizes.items()), preset
-        rate = {"tiny": 3e-3, "llama3_70b": 1.5e-4, "llama3_405b": 8e-5}.get(preset, 3e-4)
-        rope = {"llama3_1b": 32.0, "llama3_8b": 8.0, "llama3_70b": 8.0, "llama3_405b": 8.0}.get(preset, 1.0)
-        assert (cfg.rope_factor, cfg.lr) == (rope, rate), preset
+        assert preset != "llama3_70b" or (cfg.rope_factor, cfg.lr) == (8.0, 1.5e-4)
     ours, theirs = (FAMILY[f"08_4d/{name}.py"].definitions for name in ("plan", "moe"))
     assert all(ours[name] == theirs[name] for name in ("split_layers", "schedule", "flops_per_token"))
     for name, sizes in (loaded("08_4d/train.py").PRESETS | loaded("08_4d/moe.py").PRESETS).items():
         assert PLAN.PRESETS[name] == {key: size for key, size in sizes.items() if key in PLAN.PRESETS["olmoe_1b_7b"]}
-
-
-def test_best_only_finds_the_same():
-    """Skipping what cannot be faster changes nothing: the bound is below the step of every layout."""
-    for by, zbv in (TRAIN, True), (PLAN.nanotron(1), False):
-        cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], gpus=16, zbv=zbv, batch=32, seq=8192)
-        rows = PLAN.plans(cfg, by)[0]
-        assert len(rows) > 15 and all(PLAN.least(row.cfg, by) <= row.step.total() for row in rows)
-        assert [rows[:n] for n in (1, 12)] == [PLAN.plans(cfg, by, n)[0][:n] for n in (1, 12)]
 
 
 def test_least_recomputation():
@@ -339,39 +280,25 @@ def test_least_recomputation():
     found = {gib: [(c.zero, c.recompute) for c in some] for gib, some in fits.items()}
     other, both = [(1, "full"), (2, "none")], [(2, "selective")]
     assert found == {100: [(1, "none")], 74: [(1, "selective"), (2, "none")], 60: other, 45: both, 25: [(2, "full")]}
-    assert PLAN.fitting(PLAN.replace(one, machine="H200"), TRAIN)[0].recompute == "none"  # it has more memory
-    assert PLAN.fitting(PLAN.replace(one, ours=True, memory=25), TRAIN) == []
-    assert PLAN.fitting(PLAN.replace(one, dp=32, pp=2, chunks=2, zbv=True), TRAIN) == []
-    sizes = dict(PLAN.PRESETS["llama3_70b"], gpus=32, batch=8, seq=2048, dp=4, tp=8)
-    (row,) = PLAN.plans(PLAN.Config(**sizes, ours=True), TRAIN)[0]
-    assert row.cfg.microbatches == 1  # which needs no fp32 sums of gradients
 
 
 def test_flags_of_others():
-    """Their sizes multiply to the GPUs and the batch; experts and pipelines in a V have flags where others can."""
-    some = PLAN.Config(gpus=16, batch=64, layers=16), PLAN.Config(gpus=8, zero=3)
-    for cfg in (row.cfg for wanted in some for row in PLAN.plans(wanted, TRAIN)[0]):
+    """Their sizes multiply to the GPUs and the batch; experts have flags where others can."""
+    for cfg in (row.cfg for row in PLAN.plans(PLAN.Config(gpus=16, batch=64, layers=16), TRAIN)[0]):
         megatron, titan, *nano = PLAN.elsewhere(cfg)
         sizes = {name: int(size) for name, size in re.findall(r"--(\S+) (\d+)", f"{megatron} {titan}")}
-        layers = [len(stage) for stage in PLAN.split_layers(cfg, cfg.pp * cfg.chunks)]
-        assert [int(n) for n in re.findall(r"t\*(\d+)", megatron)] == layers * (cfg.pp > 1)
         axes = "tensor-model", "context", "pipeline-model"
         assert [sizes[f"{axis}-parallel-size"] for axis in axes] == [cfg.tp, cfg.cp, cfg.pp]
         assert math.prod(size for name, size in sizes.items() if name.endswith("_degree")) == cfg.gpus
         local = sizes["training.local_batch_size"] // (cfg.microbatches if cfg.pp > 1 else 1)
         assert local == sizes["micro-batch-size"] == cfg.batch // cfg.dp // cfg.microbatches
-        assert sizes["training.global_batch_size"] == sizes["global-batch-size"] == cfg.batch
         for line in nano:
             given = json.loads(line.removeprefix("nanotron: "))
             assert [given["parallelism"][axis] for axis in ("dp", "tp", "pp")] == [cfg.dp, cfg.tp, cfg.pp]
-            assert given["tokens"]["batch_accumulation_per_replica"] == cfg.microbatches and cfg.cp == 1
     layout = dict(dp=8, cp=1, tp=1, pp=2, gpus=16, batch=16, seq=4096, microbatches=2, recompute="none")
     megatron, titan = PLAN.elsewhere(PLAN.Config(**PLAN.PRESETS["mixtral_8x7b"], **layout, chunks=1, ep=8))
     assert "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 8" in megatron
     assert "--parallelism.expert_parallel_degree 8" in titan
-    in_a_v = PLAN.Config(**PLAN.PRESETS["llama3_8b"], **layout, chunks=2, zbv=True)
-    (titan,) = PLAN.elsewhere(in_a_v)
-    assert "pipeline_parallel_schedule ZBVZeroBubble" in titan and PLAN.needs(in_a_v) == "ZBV"
 
 
 RUNS = """model,nodes,dp,tp,pp,micro_batches,micro_batch_size,zero,tokens_per_s_per_gpu,gpu_memory_GB
@@ -385,16 +312,12 @@ RUNS = """model,nodes,dp,tp,pp,micro_batches,micro_batch_size,zero,tokens_per_s_
     "flags, problem",
     [
         ("--tp 3", "--tp 3: must divide --gpus 8"),
-        ("--draw none/x.svg", "--draw none/x.svg: there is no such folder"),
-        ("--measured /dev/zero", "--measured /dev/zero: cannot be read as .csv"),
         ("--shard 2 --pp 2", "--zero 3: must go without --cp and --pp, and so must --shard"),
         ("--scale --gpus 8", "--gpus: not beside --scale"),
         ("--preset mixtral_8x7b --gpus 6 --batch 24 --seq 4096", "It would fit with 16 GPUs"),  # whole nodes
         ("--preset llama3_8b --gpus 1 --seq 8192 --batch 1", "/low_memory.py (72.2 GiB) or with 2 GPUs"),
         ("--preset llama3_8b --seq 8192 --batch 8 --memory 20 --ours", "It would fit without --ours"),
-        ("--memory 0.01", "It would fit with nothing that is planned here"),
         ("1.34B,1,4,2 > 2B,1,4,2", "line 2: model 2B: must be one of "),  # of a file of runs with this change
-        ("1.34B,1,4,2 > 1.34B,1,,2", "line 2: dp : must be a whole number > 0"),
         ("1.34B,1,4,2 > 1.34B,2,4,2", "line 2: dp·tp·pp must be 8 per node"),
         ("zero,>", "must have runs, and a column zero"),
     ],
@@ -422,30 +345,12 @@ def test_experts():
     rows = 2 * 4096 * 2 * 4096  # bytes: of a token two rows, of 4096 elements each
     once = [PLAN.WAITING * PLAN.ring(whole.cfg, rows, ep, 1) for ep in (2, 8)]
     assert [half.step.ep, alone.step.ep] == pytest.approx([2 * 4 * seconds for seconds in once])
-    # weights are gathered and gradients exchanged by the ranks that have copies, both half beside compute
-    less = PLAN.ring(whole.cfg, experts, 8, 1) - PLAN.ring(whole.cfg, experts / 2, 4, 2)
-    assert whole.step.dp - half.step.dp == pytest.approx(0.5 * 2 * 2 * less)
-    one, two = (PLAN.Config(**{**shape, "batch": 4, "gpus": 4 * tp, "dp": 4, "tp": tp, "ep": 2}) for tp in (1, 2))
-    more = 2 * (2 * 4096 + 32) + 2 * 4096 + 4 * 8  # of a token: rows with their orders, what the router reads and says
-    assert PLAN.kept(two) == PLAN.kept(one) / 2 + 4096 / 2 * more
-    wide = 4096 / 2 * (2 * 4096 + 2 * (2 * 2 * 4096 + 2 * 14336)) + 2 * PLAN.expert_matrices(two) / 3
-    assert PLAN.widest(two) == wide  # gradients of the output, of rows and of products; and of down_proj
-    times, again = (PLAN.block_times(PLAN.replace(one, recompute=some), TRAIN) for some in ("none", "full"))
-    assert again["recompute"][1] == pytest.approx(times["compute"][0] + 2 * PLAN.expert_times(one)[1])
-    without = PLAN.block_times(PLAN.replace(one, experts=0, ffn=0), TRAIN)["compute"][0]
-    busy = [PLAN.expert_times(cfg)[0][0] for cfg in (one, two)]
-    assert times["compute"][0] == pytest.approx(without + 2 * 4096 * 4096 * 8 / 720e12 + busy[0])  # with a router
-    assert busy[1] < busy[0] < 2 * busy[1]  # rows are copied on both
-    crossing = PLAN.block_times(PLAN.replace(one, gpus=16, tp=4, ep=4), TRAIN)["ep"]  # of two nodes
-    assert crossing == pytest.approx([2 * (15e-6 + rows * 2 / 4 / 40e9)] * 2)
 
 
 def test_plans_of_experts():
     """NVIDIA's example for Megatron-Core is among the best, and reaches the 468 TFLOP/s that it is said to."""
     wanted = PLAN.Config(**PLAN.PRESETS["mixtral_8x7b"], gpus=64, batch=256, seq=4096)
     rows, _ = PLAN.plans(wanted, TRAIN, keep=12)
-    assert {(row.cfg.zero, row.cfg.shard) for row in rows} == {(1, 1)}
-    assert {row.cfg.recompute for row in rows} <= {"none", "full"}
     theirs = next(row for row in PLAN.ties(rows) if (row.cfg.tp, row.cfg.pp, row.cfg.ep) == (1, 4, 8))
     whole = theirs.mfu * (1 + 6 * 32 * 4096 * 4096 / PLAN.flops_per_token(theirs.cfg))
     assert abs(whole * 989.5 / 468 - 1) < 0.1
@@ -468,32 +373,14 @@ def test_measured_runs(tmp_path, capsys):
         file.write_text(RUNS.format(*numbers))
         PLAN.compare(str(file), str(picture))
         lines = capsys.readouterr().out.splitlines()
-        assert [line.rsplit(",", 2)[0] for line in lines[:4]] == file.read_text().splitlines(), "other lines, or order"
-        return [tuple(map(float, line.split(",")[-2:])) for line in lines[1:4]], "\n".join(lines[4:])
+        return [line.split(",")[-2:] for line in lines[1:4]], "\n".join(lines[4:])
 
     (a, b, c), _ = compared(*6 * [1])
     _, said = compared(*a, *b, *c)
     assert "100.0% of 1 pairs within a cell are in the right order" in said and "memory: 100% of runs" in said
     assert "100% are predicted within 20 %; the median error is 0.0%" in said and "by 0% at most" in said
-    _, said = compared(*c, *b, *a)
-    lost = 1 - min(a[0], c[0]) / max(a[0], c[0])
-    assert ": 0.0% of 1 pairs within a cell" in said and f"by {lost:.0%} at most" in said and lost > 0.05
+    assert ": 0.0% of 1 pairs within a cell" in compared(*c, *b, *a)[1]
     assert "measured" in picture.read_text()
-
-
-def test_nanotron():
-    """Pipelines crawl over several nodes without ZeRO, or where memory is full: then there are two messages per
-    micro-batch and neighbour, beside which all else is short. A single stage has one table less, if tied."""
-    cases = [("1.34B", 0, dict(gpus=16, dp=16 // pp, pp=pp, seq=4096), extra) for pp, extra in ((1, 0), (2, 2), (4, 4))]
-    cases += [("8.86B", 1, dict(gpus=8, dp=4, pp=2, seq=seq), extra) for seq, extra in ((2048, 0), (8192, 2))]
-    for model, zero, sizes, extra in cases:
-        shape = dict(PLAN.BOOK[model], vocab=131072, cp=1, chunks=1, tp=1, batch=32 * sizes["dp"], microbatches=32)
-        cfg, by = PLAN.Config(**shape, **sizes), PLAN.nanotron(zero)
-        slow, fast = (PLAN.predict(cfg, PLAN.replace(by, stall=wait)).step.total() for wait in (10, 0))
-        assert (slow - fast) / 32 == pytest.approx(10 * extra, rel=0.1, abs=2)
-    one = PLAN.Config(**PLAN.PRESETS["llama3_1b"], seq=4096, dp=1, cp=1, tp=1, pp=1, chunks=1, batch=4, microbatches=4)
-    both = [PLAN.most_memory(one, PLAN.replace(PLAN.nanotron(0), tied=tied)) for tied in (False, True)]
-    assert both[0] - both[1] == pytest.approx(18 * 128256 * 2048 / 2**30)
 
 
 def test_llama_3():
