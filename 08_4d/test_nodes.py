@@ -22,11 +22,8 @@ SCONTROL = """#!/bin/sh
 # The command, without srun's own options, once per node.
 SRUN = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
-SLURM_NODEID=0 "$@" & node0=$!
-SLURM_NODEID=1 "$@" & node1=$!
-wait $node0; code0=$?
-wait $node1; code1=$?
-exit $((code0 | code1))
+"$@" & node0=$!
+"$@" && wait $node0
 """
 SLURM = dict(SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[0-1]", SLURM_NNODES="2")
 SLURM |= dict(SLURM_GPUS_ON_NODE="2", SLURM_CPUS_PER_TASK="2")

