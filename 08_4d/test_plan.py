@@ -332,6 +332,9 @@ def test_experts():
     assert whole.step.ep == 0 and half.step.optimizer == whole.step.optimizer
     rows = 2 * 4096 * 2 * 4096  # bytes: of a token two rows, of 4096 elements each
     assert half.step.ep == pytest.approx(2 * 4 * PLAN.WAITING * PLAN.ring(whole.cfg, rows, 2, 1))
+    # weights are gathered and gradients exchanged by the ranks that have copies, both half beside compute
+    less = PLAN.ring(whole.cfg, experts, 8, 1) - PLAN.ring(whole.cfg, experts / 2, 4, 2)
+    assert whole.step.dp - half.step.dp == pytest.approx(0.5 * 2 * 2 * less)
 
 
 def test_plans_of_experts():
