@@ -9,7 +9,6 @@ from equivalence import documents
 from launch import in_a_fork, launch, load
 from probes import OnGPU
 from recipes import DOCUMENTS, ROOT_RECIPE
-from witness import check
 
 IGNORE = -100
 
@@ -126,9 +125,3 @@ def test_lengths_compile_nothing_anew(file=DOCUMENTS):
     """The first batch compiles, the first with another number of documents does once more, and no other."""
     (graphs,) = launch(file, 1, f"{SMALL} --data {documents()} --steps 8 --compile", probe=compilations).probes
     assert graphs[0] < graphs[-1] == graphs[2] <= 2 * graphs[0], f"compiled again: {graphs}"
-
-
-@pytest.mark.thorough
-def test_computes_what_transformers_computes(file=DOCUMENTS):
-    """Its packed attention tells documents by positions that begin anew."""
-    check(file, documents=True)

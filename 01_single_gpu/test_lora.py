@@ -9,7 +9,7 @@ import pytest
 import torch
 from compare import assert_close, history_errors, relative_errors
 from contract import refusal
-from launch import in_a_fork, isolated, launch, load
+from launch import isolated, launch, load
 from recipes import LORA, ROOT_RECIPE
 from safetensors.torch import load_file
 
@@ -115,10 +115,3 @@ def test_where_adapters_cannot_be_written(tmp_path):
     for name, words in ("", None), ("none/new", "no folder for it"), ("file", "is no folder"):
         line = refusal(load(LORA), 1, f"--device cpu --adapters {tmp_path / name}")
         assert line == (words and f"--adapters {tmp_path / name}: {words}"), line
-
-
-@in_a_fork
-def test_a_pasted_linear_initialises_itself():
-    linear, x = load(LORA).LoRALinear(6, 4, 2, 8.0), torch.randn(3, 6)
-    linear.weight.data = torch.randn(4, 6)
-    assert torch.equal(linear(x), x @ linear.weight.T) and linear.lora_A.weight.abs().max() < 6**-0.5

@@ -63,14 +63,6 @@ def test_state_can_be_loaded(recipe, file=None):
         assert torch.equal(p, q) and set(first.state[p]) == {"step", "momentum"}, "the state that was loaded is another"
 
 
-def test_a_tied_head_is_updated_once():
-    module = load(MUON)
-    model = module.build_model(module.Config(layers=1, device="cpu"))
-    model.lm_head.weight = model.model.embed_tokens.weight
-    updated = [p for group in module.make_optimizer(module.Config(), model).param_groups for p in group["params"]]
-    assert len(updated) == len(set(updated)) == len(list(model.parameters()))
-
-
 def test_rates_that_overflow_are_refused():
     assert refusal(load(MUON), 1, "--device cpu --lr 1e39").startswith("--lr 1e+39: must be at most 1e30")
 

@@ -210,6 +210,7 @@ EDGES = """
 """
 # recipe | ranks | flags that cannot be shared out among them | how the line about them begins
 REFUSED = """
+01_single_gpu/gradient_accumulation.py | 1 | --microbatches 5 | --microbatches 5: must divide --batch 16
 03_zero/hsdp.py | 4 | --shard 3 | --shard 3: must divide the number of processes, 4
 04_tensor_sequence/tensor_parallel.py | 3 | --heads 8 --dim 96 --kv_heads 1 --ffn 96 | --heads 8: must be divisible by
 04_tensor_sequence/tensor_parallel.py | 3 | --heads 6 --dim 96 --kv_heads 2 --ffn 96 | --kv_heads 2: must divide, or be
@@ -240,6 +241,10 @@ REFUSED = """
 07_expert/node_limited.py | 8 | --groups 3 | --groups 3: must divide --experts 16
 07_expert/node_limited.py | 8 | --top_groups 5 | --top_groups 5: must be at most --groups 4
 07_expert/node_limited.py | 8 | --top_k 9 | --top_k 9: --top_groups 2 have 8 experts
+10_mixed_precision/fp8_tensorwise.py | 1 | --device cuda --dtype bfloat16 --ffn 136 | --ffn 136: fp8 matmuls take
+10_mixed_precision/fp8_tensorwise.py | 1 | --device cuda --dtype bfloat16 --seq 5 | --seq 5: fp8 matmuls take
+10_mixed_precision/fp8_tensorwise.py | 1 | --device cuda --dtype bfloat16 --dim 256 --ffn 16 | --device cuda:
+10_mixed_precision/fp8_blockwise.py | 1 | --device cuda --dtype bfloat16 | --dim 128: blocks need multiples of 512
 """
 # recipes | promise of contract.py, or a part of one | why they do not keep it
 EXCEPTIONS = """
