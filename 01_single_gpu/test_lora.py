@@ -8,8 +8,7 @@ import equivalence
 import pytest
 import torch
 from compare import assert_close, history_errors, relative_errors
-from contract import refusal
-from launch import isolated, launch, load
+from launch import in_a_fork, isolated, launch, load
 from recipes import LORA, ROOT_RECIPE
 from safetensors.torch import load_file
 
@@ -88,30 +87,17 @@ def test_what_peft_reads(tmp_path, file, world):
     assert_close(errors, 1e-12, "merged weights")
 
 
-def what_is_frozen(module):
-    """A probe: of the parameters at the end of a step dtypes, whether they are trained, whether AdamW has moments."""
-    seen, train_step = set(), module.train_step
-
-    def step(cfg, model, optimizer, *batch):
-        result = train_step(cfg, model, optimizer, *batch)
-        for name, p in model.named_parameters():
-            seen.add(("lora_" in name, str(p.dtype), p.requires_grad, p in optimizer.state))
-        return result
-
-    module.train_step = step
-    return lambda: seen
-
-
+@in_a_fork
 def test_frozen_weights_take_two_bytes(file=LORA):
     """... and no gradient, no moments; adapters are fp32, and so are the weights into which they are merged."""
-    run = launch(file, 1, f"{SHAPE} --dtype bfloat16 --steps 1", probe=what_is_frozen)
-    frozen, trained = (False, "torch.bfloat16", False, False), (True, "torch.float32", True, True)
-    assert run.probes == [{frozen, trained}], f"other dtypes, gradients or moments: {run.probes}"
-    assert all((x.dtype == torch.float32) == ("_proj." in name) for name, x in run.weights.items()), "merged in 16 bits"
-
-
-def test_where_adapters_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    for name, words in ("", None), ("none/new", "no folder for it"), ("file", "is no folder"):
-        line = refusal(load(LORA), 1, f"--device cpu --adapters {tmp_path / name}")
-        assert line == (words and f"--adapters {tmp_path / name}: {words}"), line
+    module = load(file)
+    cfg = module.Config(layers=2, dim=32, ffn=48, device="cpu", dtype="bfloat16")
+    model, data = module.build_model(cfg), module.load_data(cfg)[0]
+    optimizer = module.make_optimizer(cfg, model)
+    module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, 0))
+    seen = {("lora_" in name, p.dtype, p.requires_grad, p in optimizer.state) for name, p in model.named_parameters()}
+    frozen, trained = (False, torch.bfloat16, False, False), (True, torch.float32, True, True)
+    assert seen == {frozen, trained}, f"other dtypes, gradients or moments: {seen}"
+    weights = model.state_dict()
+    module.merge_adapters(weights, 1.0)
+    assert all((x.dtype == torch.float32) == ("_proj." in name) for name, x in weights.items()), "merged in 16 bits"

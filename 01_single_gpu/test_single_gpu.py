@@ -203,7 +203,7 @@ def operations_of_a_block(name):
     module, seen = load(f"01_single_gpu/{name}.py"), []
     cfg = config(module)
     block, x = module.build_model(cfg).model.layers[0], torch.randn(4, cfg.seq, cfg.dim, requires_grad=True)
-    with probes.Operations(lambda name, _: seen.append(name)):
+    with probes.Operations(lambda name, *_: seen.append(name)):
         block(x, module.rope_table(cfg, torch.arange(cfg.seq))).sum().backward()
     forwards = [name for name in seen if "attention" in name and "backward" not in name]
     return sum(name == "aten::mm" for name in seen), len(forwards)
@@ -218,18 +218,12 @@ def test_checkpointing_computes_again():
 
 
 def test_flags(capsys):
-    """They come before the preset, and that before the defaults. None is taken for another, and --help has all."""
+    """They come before the preset, and that before the defaults. None is taken for another."""
     module = load(TRAIN)
     cfg = config(module, "--preset llama3_1b --layers 2")
     assert (cfg.layers, cfg.dim, cfg.seq, cfg.compile) == (2, 2048, 128, False)
     assert config(module) == module.Config(device="cpu", **module.PRESETS["tiny"])
-    smollm = config(module, "--preset smollm_1_7b")  # the rest of its shape shows in the FLOPs of the log line
-    assert (smollm.heads, smollm.kv_heads, smollm.theta, smollm.rope_factor) == (32, 32, 10_000, 1)
     for flags, words in ("--preset gpt5", "llama3_8b"), ("--ep 2", "--ep 2"):  # not --eps
         with pytest.raises(SystemExit, match="2"):
             config(module, flags)
         assert re.fullmatch(f".*{words}.*\n", capsys.readouterr().err)
-    with pytest.raises(SystemExit, match="0"):
-        config(module, "--help")
-    text = capsys.readouterr().out
-    assert all(f"--{name}" in text for name in vars(cfg))

@@ -211,6 +211,9 @@ EDGES = """
 # recipe | ranks | flags that cannot be shared out among them | how the line about them begins
 REFUSED = """
 01_single_gpu/gradient_accumulation.py | 1 | --microbatches 5 | --microbatches 5: must divide --batch 16
+01_single_gpu/muon.py | 1 | --lr 1e39 | --lr 1e+39: must be at most 1e30
+01_single_gpu/lora.py | 1 | --adapters no/new | --adapters no/new: no folder for it
+01_single_gpu/lora.py | 1 | --adapters /dev/null | --adapters /dev/null: is no folder
 03_zero/hsdp.py | 4 | --shard 3 | --shard 3: must divide the number of processes, 4
 04_tensor_sequence/tensor_parallel.py | 3 | --heads 8 --dim 96 --kv_heads 1 --ffn 96 | --heads 8: must be divisible by
 04_tensor_sequence/tensor_parallel.py | 3 | --heads 6 --dim 96 --kv_heads 2 --ffn 96 | --kv_heads 2: must divide, or be
