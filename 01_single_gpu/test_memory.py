@@ -94,16 +94,20 @@ def test_logits_of_one_chunk(file="01_single_gpu/chunked_loss.py"):
         assert held < tensors + 1, f"logits of an earlier chunk are held: {held}"
 
 
+PIPELINES = [(f"06_pipeline/{schedule}.py", 4, 512) for schedule in MEMORY.SCHEDULES]
+CHECKPOINTING = [(f"01_single_gpu/{name}_checkpointing.py", 1, 512) for name in ("selective", "activation")]
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "schedule, ranks, vocab", [*((schedule, 4, 512) for schedule in MEMORY.SCHEDULES), ("zero_bubble", 2, 4096)]
-)
-def test_peak_of_pipelines(schedule, ranks, vocab):
-    """Token ids of a batch are counted as a micro-batch's, and rotary tables beside the embedding's gradient."""
+@pytest.mark.parametrize("file, ranks, vocab", [*PIPELINES, *CHECKPOINTING, ("06_pipeline/zero_bubble.py", 2, 4096)])
+def test_peak_on_the_cpu(file, ranks, vocab):
+    """Uncompiled, the allocator's own count of a real step.
+
+    Token ids of a batch are counted as a micro-batch's, and rotary tables beside the embedding's gradient.
+    """
     shape = dict(layers=2 * ranks + 2, dim=64, heads=4, kv_heads=2, ffn=256, vocab=vocab, seq=64, batch=16)
-    shape |= dict(microbatches=8, dtype="float32" if vocab == 4096 else "bfloat16")
-    file = f"06_pipeline/{schedule}.py"
-    for rank in 0, ranks - 1:
+    shape |= dict(dtype="float32" if vocab == 4096 else "bfloat16") | (dict(microbatches=8) if ranks > 1 else {})
+    for rank in {0, ranks - 1}:
         found = isolated(lambda rank=rank: allocated(file, rank, ranks, shape))
         cfg = MEMORY.config_of(file, load(file).Config(**shape), rank, ranks)
         moment, kinds = MEMORY.peak(cfg)
