@@ -118,6 +118,6 @@ def test_lengths_compile_nothing_anew(file=DOCUMENTS):
     without_kernels(module)
     cfg = module.Config(layers=2, dim=32, ffn=48, seq=32, batch=8, data=documents(), device="cpu", compile=True)
     model, data = module.build_model(cfg), module.load_data(cfg)[0]
-    for step in range(8):
-        with torch._dynamo.config.patch(error_on_recompile=step > 2):
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for step in range(8):
             module.forward_backward(cfg, model, *module.make_batch(cfg, data, step))

@@ -74,8 +74,11 @@ def allocated(file, rank, ranks, shape):
     torch.backends.mkldnn.set_flags(False)  # its matmuls allocate room of their own
     torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     module = load(file)
-    cfg = module.Config(**shape, device="cpu")
+    cfg, zeros = module.Config(**shape, device="cpu"), torch.zeros_like
     data, model = module.load_data(cfg)[0], module.build_model(cfg)
+    if hasattr(module, "local_attention"):  # what cuDNN returns, without the scores that a CPU has in memory
+        module.local_attention = lambda q, k, v, causal: (zeros(q), torch.zeros(*q.shape[:3], 1))
+        module.local_attention_backward = lambda gradient, q, o, lse, k, v, causal: (zeros(q), zeros(k), zeros(v))
     optimizer = module.make_optimizer(cfg, model)
     module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, 0))  # makes the optimizer's state
     batch = module.make_batch(cfg, data, 1)
@@ -94,26 +97,32 @@ def test_logits_of_one_chunk(file="01_single_gpu/chunked_loss.py"):
         assert held < tensors + 1, f"logits of an earlier chunk are held: {held}"
 
 
-PIPELINES = [(f"06_pipeline/{schedule}.py", 4, 512) for schedule in MEMORY.SCHEDULES]
-CHECKPOINTING = [(f"01_single_gpu/{name}_checkpointing.py", 1, 512) for name in ("selective", "activation")]
+SHAPE = dict(dim=64, heads=4, kv_heads=2, ffn=256, vocab=512, seq=64, batch=16, dtype="bfloat16")
+GATHERED = dict(layers=2, dim=256, kv_heads=4, ffn=1024, vocab=256, seq=1024, batch=2)  # keys and their gradients
+CASES = [
+    *((f"06_pipeline/{schedule}.py", 4, dict(microbatches=8)) for schedule in MEMORY.SCHEDULES),
+    ("06_pipeline/zero_bubble.py", 2, dict(microbatches=8, vocab=4096, dtype="float32")),
+    *((f"01_single_gpu/{name}_checkpointing.py", 1, dict(vocab=128)) for name in ("selective", "activation")),
+    ("05_context_ring/all_gather_kv.py", 4, GATHERED),
+]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("file, ranks, vocab", [*PIPELINES, *CHECKPOINTING, ("06_pipeline/zero_bubble.py", 2, 4096)])
-def test_peak_on_the_cpu(file, ranks, vocab):
+@pytest.mark.parametrize("file, ranks, changes", CASES)
+def test_peak_on_the_cpu(file, ranks, changes):
     """Uncompiled, the allocator's own count of a real step.
 
-    Token ids of a batch are counted as a micro-batch's, and rotary tables beside the embedding's gradient.
+    Token ids of a batch are counted as a micro-batch's, and rotary tables beside the embedding's gradient; of gathered
+    keys, positions and gradients of norms are left out.
     """
-    shape = dict(layers=2 * ranks + 2, dim=64, heads=4, kv_heads=2, ffn=256, vocab=vocab, seq=64, batch=16)
-    shape |= dict(dtype="float32" if vocab == 4096 else "bfloat16") | (dict(microbatches=8) if ranks > 1 else {})
-    for rank in {0, ranks - 1}:
+    shape, gathers = SHAPE | dict(layers=2 * ranks + 2) | changes, file.startswith("05")
+    for rank in {ranks - 1} if gathers else {0, ranks - 1}:
         found = isolated(lambda rank=rank: allocated(file, rank, ranks, shape))
         cfg = MEMORY.config_of(file, load(file).Config(**shape), rank, ranks)
         moment, kinds = MEMORY.peak(cfg)
         less = sum(kinds.values()) - sum(MEMORY.resident(cfg).values()) - MEMORY.WORKSPACE - found
         tables = (moment == "embedding") * 4 * 2 * cfg.seq * cfg.dim // cfg.heads
-        assert 0 <= less <= 16 * MEMORY.tokens(cfg) + tables, rank
+        assert -16 * cfg.seq * gathers <= less <= 16 * MEMORY.tokens(cfg) + tables, rank
 
 
 def measured_before():
