@@ -9,6 +9,7 @@ from equivalence import documents, without_kernels
 from launch import in_a_fork, load
 from probes import OnGPU
 from recipes import DOCUMENTS, ROOT_RECIPE
+from witness import check
 
 IGNORE = -100
 
@@ -121,3 +122,9 @@ def test_lengths_compile_nothing_anew(file=DOCUMENTS):
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         for step in range(8):
             module.forward_backward(cfg, model, *module.make_batch(cfg, data, step))
+
+
+@pytest.mark.thorough
+def test_computes_what_transformers_computes(file=DOCUMENTS):
+    """Its packed attention tells documents by positions that begin anew."""
+    check(file, documents=True)

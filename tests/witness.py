@@ -86,7 +86,15 @@ def random_model(config):
     return model
 
 
-def loss_of(model, flags: str) -> tuple[torch.Tensor, torch.Tensor]:
+def restarted_positions(last: torch.Tensor) -> torch.Tensor:
+    """Positions [b, s] that begin at 0 after the last token of a document: transformers tells documents by them."""
+    positions = torch.zeros(last.shape, dtype=torch.long)
+    for i in range(1, last.shape[1]):
+        positions[:, i] = (positions[:, i - 1] + 1) * ~last[:, i - 1]
+    return positions
+
+
+def loss_of(model, flags: str, documents: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's logits on the root's first batch of these flags, and from them the mean loss of its valid targets.
 
     documents: attention does not cross from one to the next.
@@ -95,7 +103,8 @@ def loss_of(model, flags: str) -> tuple[torch.Tensor, torch.Tensor]:
     module = load(ROOT_RECIPE)
     cfg = module.parse_config()
     inputs, targets = module.make_batch(cfg, module.load_data(cfg)[0], 0)
-    logits = model(input_ids=inputs).logits
+    packed = dict(position_ids=restarted_positions(targets == module.IGNORE), use_cache=False) if documents else {}
+    logits = model(input_ids=inputs, **packed).logits
     losses = -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return logits, losses[targets != module.IGNORE].sum() / (targets != module.IGNORE).sum()
 
@@ -126,10 +135,12 @@ def check(
     experts: str = "",
     shared: int = 0,
     tied: bool = False,
+    documents: bool = False,
 ) -> None:
     """Assert that from_pretrained loads what the recipe saves, and computes the same logits, loss and gradients.
 
     experts: "--experts E --top_k K" of a recipe that has experts. shared: so many are shared, of node_limited.py.
+    documents: of one with document masks.
     """
     folder = tempfile.mkdtemp()
     numbers = [float(number) for number in rope.split()[1:4:2]]  # of --theta and --rope_factor
@@ -157,7 +168,7 @@ def check(
             if experts.endswith("--top_k 1"):
                 for layer in model.model.layers:
                     layer.mlp.gate.forward = partial(switch_router, layer.mlp.gate)
-            logits, loss = loss_of(model, f"{FLAGS} --data {equivalence.documents()} {rope}")
+            logits, loss = loss_of(model, f"{FLAGS} --data {equivalence.documents()} {rope}", documents)
             loss.backward()
         with torch.no_grad():
             for p in model.parameters():
