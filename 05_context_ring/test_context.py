@@ -226,6 +226,13 @@ def test_whole_parts(file=DOCUMENTS):
     assert found == ends | begins, "other pieces are whole parts"
 
 
+def test_documents_end_with_their_rows():
+    """Lengths that run over the end of a row are refused: what is in the next row would see nothing."""
+    load(DOCUMENTS).check_lengths(torch.tensor([3, 1, 4]), 2, 4)
+    with pytest.raises(ValueError, match="be cut where a row ends"):
+        load(DOCUMENTS).check_lengths(torch.tensor([3, 5]), 2, 4)
+
+
 def test_pieces_are_forgotten():
     """The lengths of documents differ from batch to batch: what is kept of each would fill the memory of a long run."""
     visible = load(DOCUMENTS).visible

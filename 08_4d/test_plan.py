@@ -373,6 +373,17 @@ def test_measured_runs(tmp_path, capsys):
     assert "measured" in picture.read_text()
 
 
+def test_pipelines_that_crawl():
+    """... over several nodes without ZeRO, or where memory is full: two messages per micro-batch and neighbour wait."""
+    cases = [("1.34B", 0, dict(gpus=16, dp=16 // pp, pp=pp, seq=4096), extra) for pp, extra in ((1, 0), (2, 2), (4, 4))]
+    cases += [("8.86B", 1, dict(gpus=8, dp=4, pp=2, seq=seq), extra) for seq, extra in ((2048, 0), (8192, 2))]
+    for model, zero, sizes, extra in cases:
+        batch = dict(batch=32 * sizes["dp"], microbatches=32, vocab=131072, cp=1, tp=1, chunks=1)
+        cfg, by = PLAN.Config(**PLAN.BOOK[model], **sizes, **batch), PLAN.nanotron(zero)
+        slow, fast = (PLAN.predict(cfg, PLAN.replace(by, stall=wait)).step.total() for wait in (10, 0))
+        assert (slow - fast) / 32 == pytest.approx(10 * extra, rel=0.1, abs=2)
+
+
 def test_llama_3():
     """All three fit. By the paper's formula the MFU is within 10 %; with 131,072 tokens that counts masked scores."""
     short, shorter, long = PLAN.llama()
