@@ -53,6 +53,8 @@ def test_what_no_measured_peak_shows():
     cut = replace(SMOLLM, tp=4, cp=4, ulysses=4)  # 16 ranks share the heads
     few, each = (MEMORY.saved(replace(cut, kv_heads=n), "none") for n in (4, 16))
     assert few == each
+    few, each = (MEMORY.parameters(replace(SMOLLM, tp=16, kv_heads=n)) for n in (4, 16))
+    assert few == each
     full = replace(SMOLLM, zero=3, dp=4)
     found, fp8 = MEMORY.moments(full), MEMORY.moments(replace(full, fp8="tensorwise"))
     kinds, n = found["optimizer"], sum(MEMORY.parameters(full).values())

@@ -27,6 +27,7 @@ SMALL = "--device cpu --layers 4 --dim 32 --heads 4 --kv_heads 2 --ffn 48 --voca
     "recipe, world, flags",
     [
         (TWO_D, 4, "--dp 2 --tp 2 --heads 4 --kv_heads 2"),
+        (THREE_D, 4, stages(2, 1, 2, 2)),
         (TRAIN, 8, f"{mesh(1, 2, 2, 2)} --chunks 2 --layers 5"),
         (MOE, 4, f"{mesh(2, 1, 1, 2)} --ep 2"),
     ],
