@@ -158,7 +158,8 @@ def test_initial_weights():
 def test_optimizer():
     """AdamW, its decay on matrices alone, and the clip, written out here by the formulas (arXiv:1711.05101)."""
     torch.set_default_dtype(torch.float64)
-    lr, decay, eps, clip, module = 1e-2, 0.3, 1e-3, 0.5, load(TRAIN)
+    lr, decay, eps, clip = 1e-2, 0.3, 1e-3, 0.5
+    module = load(TRAIN)
     flags = f"{SMALL} --steps 4 --warmup 1 --lr {lr} --weight_decay {decay} --eps {eps} --clip {clip}"
     rates = [lr / 2, lr, 0.775 * lr, 0.325 * lr]  # half way up, at the top, and down a cosine to a tenth
     cfg = config(module, flags)
