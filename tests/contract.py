@@ -349,7 +349,7 @@ def check_activations(recipe: str, file: str | None = None) -> None:
     """
     world, flags = SMALLEST[recipe]
     limit = 128 * 16 * 32 * 4 // world // 2
-    seen = [probes.kept_outside_autograd]
+    seen = [probes.kept_outside_autograd(limit)]
     if "autograd.Function" in FAMILY[recipe].source and keeps(recipe, "bytes of backward"):
         seen.append(probes.left_by_backward(limit))
     flags += " --batch 128 --steps 2"  # the first step may make buffers

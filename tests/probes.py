@@ -413,28 +413,33 @@ def things_in_memory(module: ModuleType) -> Report:
     return lambda: {kind: counts[i::4] for i, kind in enumerate(("tensors", "objects", "hooks", "gradients"))}
 
 
-def kept_outside_autograd(module: ModuleType) -> Report:
-    """Bytes of tensors that a forward leaves in memory although all that is saved for backward is thrown away."""
-    kept, train_step = [], module.train_step
+def kept_outside_autograd(enough: int) -> Callable[[ModuleType], Report]:
+    """A probe: bytes that a forward leaves although what it saves is thrown away. enough: as in left_by_backward."""
 
-    def step(cfg, *args):
-        result = train_step(cfg, *args)
-        *_, model, _, inputs, targets = args
-        model = model.chunks[0] if hasattr(model, "chunks") else model  # where a rank has several stages, the first
-        x, targets = held(module, cfg, model, inputs, targets)
-        if getattr(model, "stage", 0):  # a later one; on a mesh, a rank of tp has its rows of the tokens
-            shape = (x.numel() // model.tp.size(), cfg.dim) if on_mesh(model) else (*x.shape, cfg.dim)
-            x = torch.zeros(shape, requires_grad=True)
-        with torch.no_grad():  # of fewer sequences: leaves weights that are gathered
-            module.forward(cfg, model, x[: len(x) // 8], targets[: len(targets) // 8])
-        before = bytes_of_tensors()
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
-            out = module.forward(cfg, model, x, targets)
-        kept.append(bytes_of_tensors() - before - out.untyped_storage().nbytes())
-        return result
+    def probe(module: ModuleType) -> Report:
+        kept, train_step = [], module.train_step
 
-    module.train_step = step
-    return lambda: kept[-1]
+        def step(cfg, *args):
+            result = train_step(cfg, *args)
+            *_, model, _, inputs, targets = args
+            model = model.chunks[0] if hasattr(model, "chunks") else model  # where a rank has several stages, the first
+            x, targets = held(module, cfg, model, inputs, targets)
+            if getattr(model, "stage", 0):  # a later one; on a mesh, a rank of tp has its rows of the tokens
+                shape = (x.numel() // model.tp.size(), cfg.dim) if on_mesh(model) else (*x.shape, cfg.dim)
+                x = torch.zeros(shape, requires_grad=True)
+            with torch.no_grad():  # of fewer sequences: leaves weights that are gathered
+                module.forward(cfg, model, x[: len(x) // 8], targets[: len(targets) // 8])
+            before = settled(bytes_of_tensors, 0, 0.05)
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+                out = module.forward(cfg, model, x, targets)
+            there = before + out.untyped_storage().nbytes()
+            kept.append(settled(lambda: bytes_of_tensors() - there, enough))
+            return result
+
+        module.train_step = step
+        return lambda: kept[-1]
+
+    return probe
 
 
 def left_by_backward(enough: int) -> Callable[[ModuleType], Report]:
