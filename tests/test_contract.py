@@ -28,11 +28,13 @@ ASKED = {  # promises that are not asked of all recipes
 }
 PLAIN = {  # promises of which the plain run asks these recipes alone, and the thorough run all
     # the first of a folder, and those that add up in a way of their own
-    "bfloat16": "01_* 02_*/naive.py 03_*/zero1_masters.py 03_*/zero1_overlap.py 03_*/zero3.py 04_*"
-    " 05_*/all_gather_kv.py 05_*/zigzag.py 05_*/usp.py 06_*/1f1b.py 06_*/zbv.py 07_*/moe.py 07_*/expert_parallel.py"
-    " 08_*/train.py 08_*/moe.py 09_* 10_*",
+    "bfloat16": "01_*/[tg]*.py 02_*/naive.py 03_*/zero1_*.py 03_*/zero3.py 04_*/[sv]*.py 05_*/all_gather_kv.py"
+    " 05_*/zigzag.py 06_*/1f1b.py 06_*/zbv.py 07_*/moe.py 07_*/expert_parallel.py 08_*/train.py 09_* 10_*",
     "large_values": "01_* 03_* 04_*/[va]*.py 05_*/blockwise.py 05_*/zigzag.py 05_*/usp.py 06_* 07_* 09_*",
-    "run": "0[1-7]_* 08_*/[!23]*.py 10_*",  # 2d.py and 3d.py log and save as train.py, and kernels are interpreted
+    # the first of a folder, those with a train of their own, and those that keep most between steps
+    "run": "0[18]_*/train.py 01_*/muon.py 02_*/naive.py 02_*/bucketed.py 02_*/copy_engines.py 02_*/diloco.py"
+    " 03_*/zero[13].py 03_*/offload.py 04_*/[at]*parallel.py 05_*/zigzag.py 05_*/documents.py 06_*/1f1b.py 06_*/zbv.py"
+    " 07_*/moe.py 07_*/overlap.py 07_*/slots.py 08_*/checkpoint.py 10_*/fp16*.py 10_*/fp8_d*.py 10_*/s*.py",
 }
 
 
