@@ -91,7 +91,7 @@ def test_what_peft_reads(tmp_path, file, world):
 def test_frozen_weights_take_two_bytes(file=LORA):
     """... and no gradient, no moments; adapters are fp32, and so are the weights into which they are merged."""
     module = load(file)
-    cfg = module.Config(layers=2, dim=32, ffn=48, device="cpu", dtype="bfloat16")
+    cfg = module.Config(layers=2, dim=32, ffn=48, seq=16, device="cpu", dtype="bfloat16")
     model, data = module.build_model(cfg), module.load_data(cfg)[0]
     optimizer = module.make_optimizer(cfg, model)
     module.train_step(cfg, model, optimizer, *module.make_batch(cfg, data, 0))

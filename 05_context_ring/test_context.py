@@ -31,12 +31,12 @@ def test_longer_sequences_are_refused(recipe):
 # ------------------------------------------------------------------------------------------- communication and memory
 @once
 def root_kept():
-    """What the root keeps."""
+    """Bytes of activations that the root keeps for its backward."""
     return launch("01_single_gpu/train.py", 1, SMALL, probe=kept).probes[0]
 
 
 def test_blocks_keep_no_scores():
-    """... for backward, but what the root's fused attention keeps."""
+    """Plain blocks keep for backward what the root's fused attention keeps, and no more."""
     assert launch(BLOCKWISE, 1, SMALL, probe=kept).probes == [root_kept()]
 
 

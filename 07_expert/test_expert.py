@@ -368,7 +368,7 @@ def test_kernel(file=None):
 
 
 def test_rows_that_do_not_fit_the_memory():
-    """Of another dtype or width: an error, where the kernel would write into what is behind the row."""
+    """Rows of another dtype or width are an error: the kernel would write into the memory behind the row."""
     module, memory, place = load(SYMMETRIC), torch.zeros(4, 3), torch.arange(2)
     to = module.Shared([memory], torch.tensor([memory.data_ptr()]))
     for rows in torch.ones(2, 3).double(), torch.ones(2, 3).bfloat16(), torch.ones(2, 4), torch.ones(2, 2):

@@ -152,7 +152,7 @@ def test_zbv():
 
 
 def test_two_nodes():
-    """What goes from node to node takes longer, what stays there (HSDP's shards) does not; of an all-to-all (n-8)/n."""
+    """Transfers between nodes take longer; HSDP's shards stay inside a node, and their transfers take as long."""
     sizes = dict(PLAN.PRESETS["llama3_8b"], seq=8192, batch=16, microbatches=1, gpus=16, chunks=1)
     cases = ((1, 4, 2, 2, 0), ["pp"]), ((1, 4, 4, 1, 0), ["cp", "dp"]), ((16, 1, 1, 1, 8), ["dp"])
     for layout, slower in cases:

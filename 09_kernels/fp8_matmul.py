@@ -759,7 +759,7 @@ def check(device: str) -> None:
     for name in ladder():
         for dtype in OUTPUTS if device != "cpu" else OUTPUTS[1:]:  # the interpreter cuts bits of bfloat16 off
             check_matmul(name, dtype, device)
-    for k in (4096, 128) if device == "cuda" else ():  # of 128, tiles are done while the ones before are still stored
+    for k in (4096, 128) if device == "cuda" else ():  # with 128, the TMA still stores a tile when the next is ready
         x, w = torch.randn(2, 4096, k, device=device).bfloat16()
         for kind, run in quantizers().items():
             if differing(lambda run=run, x=x: tuple(y.float() for y in run(x))):

@@ -310,7 +310,7 @@ def test_autocast_does_not_reach_swiglu(file=None):
 
 @in_a_fork
 def test_targets_of_cross_entropy(file=None):
-    """What is no column gives NaN; as torch's, another index than -100 may be ignored; the least logits give log v."""
+    """A target that is no column gives NaN, and an ignored index other than -100 works as in torch."""
     module = load(file or CROSS_ENTROPY)
     x, weight = (random(n, 9).requires_grad_() for n in (6, 9))
 

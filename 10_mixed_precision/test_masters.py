@@ -137,7 +137,7 @@ def test_overflow_skips_the_step_and_halves_the_scale(file=None):
 
 @in_a_fork
 def test_what_no_scale_helps_ends_the_run():
-    """What overflows with a scale of 2 is tried with 1; what overflows with 1 ends the run."""
+    """A step that overflows with a scale of 2 is tried again with 1; an overflow with 1 ends the run."""
     module, (cfg, model, _), _ = start(FP16, "--dtype float16 --steps 3")
     data, norm, module.build_model = module.load_data(cfg), module.gradient_norm, lambda cfg: model
     for least in 2, 1:

@@ -29,7 +29,7 @@ def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @in_a_fork
 def test_every_chance_counts(file=None):
-    """Of 65,536 random bits as many round up as x is 65,536ths of the way up; what bf16 has stays, NaN and inf, too."""
+    """x rounds up for n of the 65,536 random bits if it lies n/65,536 of the way up; bf16 numbers, NaN and inf stay."""
     module, generator = load(file or SR), torch.Generator().manual_seed(0)
     upper = torch.linspace(1, 0x7F7E, 20).int()  # as bits of bf16: exponents from end to end, then any mantissa
     lower = torch.randint(2**16, (20,), generator=generator, dtype=torch.int32)

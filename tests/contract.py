@@ -119,9 +119,9 @@ def of_root(root: str, flags: str, probe: str, *arguments: object) -> Run:
 
 
 def check_streams(recipe: str, file: str | None = None) -> None:
-    """Training is the root's whenever a GPU's streams get to it: an operation runs as early as it may, or as late.
+    """Training equals the root's if asynchronous operations run as early as they may, and as late.
 
-    It may run at some time between its start and the end of the wait for it.
+    An operation may run at any time between its start and the end of the wait for it.
     """
     for when in "at once", "late":
         probe = probes.together(probes.last_rank_is_late, streams(when))
@@ -361,7 +361,7 @@ def check_activations(recipe: str, file: str | None = None) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- failure
 def failure_of(*launched: object) -> RankFailed:
-    """How a launch fails, which has to."""
+    """Launch, and return the failure; raise if there is none."""
     try:
         launch(*launched)
     except RankFailed as failure:

@@ -19,7 +19,7 @@ Report = Callable[[], Any]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
-    """Normal numbers: the same for the same shape."""
+    """Random normal elements, the same for the same shape and seed."""
     generator = torch.Generator().manual_seed(sum(shape) + seed)
     return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
 

@@ -267,10 +267,8 @@ def test_header(path):
 
 
 def test_parents_form_a_tree():
-    """All descends from the root; files of kernels, which train nothing, have trees of their own."""
-    TopologicalSorter(
-        {path: parents(recipe) for path, recipe in FAMILY.items()}
-    ).prepare()  # raises if there is a cycle
+    """All recipes descend from the root; files of kernels, which train nothing, have trees of their own."""
+    TopologicalSorter({path: parents(recipe) for path, recipe in FAMILY.items()}).prepare()  # raises at a cycle
     assert [path for path, recipe in TRAINING.items() if not parents(recipe)] == ["01_single_gpu/train.py"]
     ladders = [parent for path in FAMILY.keys() - TRAINING for parent in parents(FAMILY[path])]
     assert all(parent.startswith("09_kernels/") for parent in ladders)
