@@ -217,6 +217,63 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
+# ---------------------------------------------------------------------------------------------------------- training
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
+    loss = forward(cfg, model, inputs, targets) / tokens
+    loss.backward()
+    return loss.detach()
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    return forward(cfg, model, inputs.to(cfg.device), targets.to(cfg.device)) / tokens
+
+
+def merge_adapters(weights: dict[str, Tensor], scale: float) -> None:
+    """Replace W, A and B of every linear by W + scale·B·A, in the dtype of A and B: fp32 rounds little away."""
+    for name in [name for name in weights if name.endswith(".lora_A.weight")]:
+        linear = name.removesuffix(".lora_A.weight")
+        a, b = weights.pop(name), weights.pop(f"{linear}.lora_B.weight")
+        weights[f"{linear}.weight"] = weights[f"{linear}.weight"] + scale * (b @ a)
+
+
+def save_adapters(cfg: Config, model: nn.Module) -> None:
+    """Write the folder --adapters: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(...), FOLDER)."""
+    weights = {f"base_model.model.{name}": p.detach() for name, p in model.named_parameters() if "lora_" in name}
+    linears = sorted({name.split(".")[-3] for name in weights})  # base_model. ... .q_proj.lora_A.weight
+    config = dict(peft_type="LORA", r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=linears)
+    folder = Path(cfg.adapters)
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(to_bytes(weights, {"format": "pt"}))
+
+
+# ------------------------------------------- the same in every recipe, or nearly: 01_single_gpu/train.py explains it
 def init_files(cfg: Config) -> list[str]:
     """Return the path of --init, or all paths that match it."""
     paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
@@ -271,7 +328,6 @@ def build_model(cfg: Config) -> Model:
     return model
 
 
-# -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
 
@@ -321,7 +377,6 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
-# ---------------------------------------------------------------------------------------------------------- training
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW of the adapters."""
     adapters = [p for p in model.parameters() if p.requires_grad]
@@ -335,42 +390,6 @@ def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) 
     decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
     for group in optimizer.param_groups:
         group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
-
-
-def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
-    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
-
-
-def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
-    tokens = (targets != IGNORE).sum()
-    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
-    loss = forward(cfg, model, inputs, targets) / tokens
-    loss.backward()
-    return loss.detach()
-
-
-def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Clip the global gradient norm to --clip; return the norm before clipping."""
-    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-
-
-def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
-    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
-    loss = forward_backward(cfg, model, inputs, targets)
-    norm = clip_gradients(cfg, model)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss, norm
-
-
-@torch.no_grad()
-def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, without gradients"""
-    tokens = (targets != IGNORE).sum()
-    return forward(cfg, model, inputs.to(cfg.device), targets.to(cfg.device)) / tokens
 
 
 def flops_per_token(cfg: Config) -> float:
@@ -400,25 +419,6 @@ def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -
     """Print the mean loss of a batch of unseen text, the same one each time."""
     loss = evaluate(cfg, model, *make_batch(cfg, unseen, 0)).item()
     print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
-
-
-def merge_adapters(weights: dict[str, Tensor], scale: float) -> None:
-    """Replace W, A and B of every linear by W + scale·B·A, in the dtype of A and B: fp32 rounds little away."""
-    for name in [name for name in weights if name.endswith(".lora_A.weight")]:
-        linear = name.removesuffix(".lora_A.weight")
-        a, b = weights.pop(name), weights.pop(f"{linear}.lora_B.weight")
-        weights[f"{linear}.weight"] = weights[f"{linear}.weight"] + scale * (b @ a)
-
-
-def save_adapters(cfg: Config, model: nn.Module) -> None:
-    """Write the folder --adapters: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(...), FOLDER)."""
-    weights = {f"base_model.model.{name}": p.detach() for name, p in model.named_parameters() if "lora_" in name}
-    linears = sorted({name.split(".")[-3] for name in weights})  # base_model. ... .q_proj.lora_A.weight
-    config = dict(peft_type="LORA", r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=linears)
-    folder = Path(cfg.adapters)
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    (folder / "adapter_model.safetensors").write_bytes(to_bytes(weights, {"format": "pt"}))
 
 
 def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[float, ...]]) -> None:
@@ -466,7 +466,6 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         save_adapters(cfg, model)
 
 
-# -------------------------------------------------------------------------------------------------------------- main
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
     parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)

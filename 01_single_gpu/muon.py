@@ -191,6 +191,77 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
+# ---------------------------------------------------------------------------------------------------------- training
+def orthogonalise(x: Tensor) -> Tensor:
+    """Set the singular values of x [m, n] to 0.68 ... 1.2; those below 0.3 % of its norm stay smaller."""
+    a, b, c = COEFFICIENTS
+    tall = len(x) > x.shape[1]
+    x = x.T if tall else x  # then x·xᵀ is the smaller product
+    x = x / x.norm().clamp(min=1e-7)  # no singular value is above 1: the polynomial would blow it up
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+@torch.no_grad()
+def muon_step(cfg: Config, optimizer: torch.optim.Optimizer) -> None:
+    """Update the matrices of groups that have a momentum, and free their gradients: AdamW leaves them out."""
+    for group in (group for group in optimizer.param_groups if "momentum" in group):
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state = optimizer.state[p]
+            if "momentum" not in state:  # new, or AdamW's
+                state.clear()
+                state.update(step=torch.zeros(()), momentum=torch.zeros_like(p))  # its load_state_dict wants a step
+            momentum = state["momentum"]
+            momentum.lerp_(p.grad, 1 - group["momentum"])
+            update = p.grad.lerp(momentum, group["momentum"])  # Nesterov
+            update = orthogonalise(update.to(torch.bfloat16 if cfg.dtype == "bfloat16" else update.dtype))
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.add_(update, alpha=-group["lr"] * 0.2 * max(p.shape) ** 0.5)
+            p.grad = None
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
+    loss = forward(cfg, model, inputs, targets) / tokens
+    loss.backward()
+    return loss.detach()
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    muon_step(cfg, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    return forward(cfg, model, inputs.to(cfg.device), targets.to(cfg.device)) / tokens
+
+
+# ------------------------------------------- the same in every recipe, or nearly: 01_single_gpu/train.py explains it
 def init_files(cfg: Config) -> list[str]:
     """Return the path of --init, or all paths that match it."""
     paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
@@ -238,7 +309,6 @@ def build_model(cfg: Config) -> Model:
     return model
 
 
-# -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
 
@@ -288,39 +358,6 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
-# ---------------------------------------------------------------------------------------------------------- training
-def orthogonalise(x: Tensor) -> Tensor:
-    """Set the singular values of x [m, n] to 0.68 ... 1.2; those below 0.3 % of its norm stay smaller."""
-    a, b, c = COEFFICIENTS
-    tall = len(x) > x.shape[1]
-    x = x.T if tall else x  # then x·xᵀ is the smaller product
-    x = x / x.norm().clamp(min=1e-7)  # no singular value is above 1: the polynomial would blow it up
-    for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
-
-
-@torch.no_grad()
-def muon_step(cfg: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Update the matrices of groups that have a momentum, and free their gradients: AdamW leaves them out."""
-    for group in (group for group in optimizer.param_groups if "momentum" in group):
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            state = optimizer.state[p]
-            if "momentum" not in state:  # new, or AdamW's
-                state.clear()
-                state.update(step=torch.zeros(()), momentum=torch.zeros_like(p))  # its load_state_dict wants a step
-            momentum = state["momentum"]
-            momentum.lerp_(p.grad, 1 - group["momentum"])
-            update = p.grad.lerp(momentum, group["momentum"])  # Nesterov
-            update = orthogonalise(update.to(torch.bfloat16 if cfg.dtype == "bfloat16" else update.dtype))
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(update, alpha=-group["lr"] * 0.2 * max(p.shape) ** 0.5)
-            p.grad = None
-
-
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay on matrices only; those of the blocks are in a group for muon_step."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim > 1]
@@ -337,43 +374,6 @@ def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) 
     decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
     for group in optimizer.param_groups:
         group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
-
-
-def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
-    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
-
-
-def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
-    tokens = (targets != IGNORE).sum()
-    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
-    loss = forward(cfg, model, inputs, targets) / tokens
-    loss.backward()
-    return loss.detach()
-
-
-def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Clip the global gradient norm to --clip; return the norm before clipping."""
-    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-
-
-def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
-    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
-    loss = forward_backward(cfg, model, inputs, targets)
-    norm = clip_gradients(cfg, model)
-    muon_step(cfg, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss, norm
-
-
-@torch.no_grad()
-def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, without gradients"""
-    tokens = (targets != IGNORE).sum()
-    return forward(cfg, model, inputs.to(cfg.device), targets.to(cfg.device)) / tokens
 
 
 def flops_per_token(cfg: Config) -> float:
@@ -443,7 +443,6 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         save(cfg, model, history)
 
 
-# -------------------------------------------------------------------------------------------------------------- main
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
     parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)

@@ -282,120 +282,7 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
-def init_files(cfg: Config) -> list[str]:
-    """Return the path of --init, or all paths that match it."""
-    paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
-    return [path for path in paths if os.path.isfile(path)]
-
-
-def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
-    """Return the shape of every tensor of the full model by its published name."""
-    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
-    attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
-    mlp = {f"mlp.{x}_proj": shape for x, shape in dict(gate=[f, d], up=[f, d], down=[d, f]).items()}
-    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **mlp)
-    shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
-    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
-
-
-def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
-
-    Published models that tie their head store it as the embedding.
-    """
-    if cfg.init:
-        files = [safe_open(path, "pt") for path in init_files(cfg)]
-        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
-        return next(file.get_tensor(stored) for file in files if stored in file.keys())
-    if len(shape) == 1:
-        return torch.ones(shape)
-    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
-    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
-
-
-def build_model(cfg: Config) -> Model:
-    """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice."""
-    with torch.device("meta"):
-        model = Model(cfg)
-    model.to_empty(device=cfg.device)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(full_tensor(cfg, name, p.shape))
-    if cfg.compile:
-        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
-        for block in model.model.layers.children():  # the blocks share one compilation
-            block.compile()
-    return model
-
-
-# -------------------------------------------------------------------------------------------------------------- data
-def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
-
-    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
-    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
-    --validate holds out the documents that start in the last twentieth; if none does, the end of the last document.
-    """
-    path = Path(cfg.data)
-    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-    if unreadable := [file for file in files if not (file.is_file() and os.access(file, os.R_OK))]:
-        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
-    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
-        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
-        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
-            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
-        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
-    else:
-        documents = [np.fromfile(file, np.uint8) for file in files]
-        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
-        starts = np.cumsum([0, *map(len, documents[:-1])])
-        wrong = not ids.all()  # text has no byte 0, other files have
-    if wrong:
-        raise SystemExit(f"--data {cfg.data}: must be text, or one .bin file: ids.astype(np.uint32).tofile(FILE)")
-    if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
-        raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
-    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
-        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
-    cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
-    cut = min(starts[(starts >= cut) & (starts < len(ids) - cfg.seq)], default=cut)
-    return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
-
-
-def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
-
-    A window may hold several documents. Attention crosses from one to the next; the loss does not.
-    """
-    ids, starts = data
-    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
-    where = first + np.arange(cfg.seq + 1)  # b s+1
-    window = torch.from_numpy(ids[where].astype(np.int64))
-    if (largest := window.max()) >= cfg.vocab:
-        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
-    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
-    if unrelated.all():
-        raise SystemExit(f"--data {cfg.data}: a batch without a target: each token starts a document")
-    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
-
-
 # ---------------------------------------------------------------------------------------------------------- training
-def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
-    """Return AdamW, with weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
-
-
-def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
-    warm = min(1, (step + 1) / (cfg.warmup + 1))
-    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
-    for group in optimizer.param_groups:
-        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
-
-
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> sum of the losses of the valid targets"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
@@ -457,6 +344,119 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     loss = forward(cfg, model, *own)
     dist.all_reduce(loss)  # one element; everyone waits
     return loss / tokens
+
+
+# ------------------------------------------- the same in every recipe, or nearly: 01_single_gpu/train.py explains it
+def init_files(cfg: Config) -> list[str]:
+    """Return the path of --init, or all paths that match it."""
+    paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+    return [path for path in paths if os.path.isfile(path)]
+
+
+def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
+    """Return the shape of every tensor of the full model by its published name."""
+    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
+    attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
+    mlp = {f"mlp.{x}_proj": shape for x, shape in dict(gate=[f, d], up=[f, d], down=[d, f]).items()}
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **mlp)
+    shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
+
+    Published models that tie their head store it as the embedding.
+    """
+    if cfg.init:
+        files = [safe_open(path, "pt") for path in init_files(cfg)]
+        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
+        return next(file.get_tensor(stored) for file in files if stored in file.keys())
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def build_model(cfg: Config) -> Model:
+    """Build the model and fill it tensor by tensor, so that at most one full tensor is held twice."""
+    with torch.device("meta"):
+        model = Model(cfg)
+    model.to_empty(device=cfg.device)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(full_tensor(cfg, name, p.shape))
+    if cfg.compile:
+        model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
+        for block in model.model.layers.children():  # the blocks share one compilation
+            block.compile()
+    return model
+
+
+def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    --validate holds out the documents that start in the last twentieth; if none does, the end of the last document.
+    """
+    path = Path(cfg.data)
+    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+    if unreadable := [file for file in files if not (file.is_file() and os.access(file, os.R_OK))]:
+        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
+    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
+    else:
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        starts = np.cumsum([0, *map(len, documents[:-1])])
+        wrong = not ids.all()  # text has no byte 0, other files have
+    if wrong:
+        raise SystemExit(f"--data {cfg.data}: must be text, or one .bin file: ids.astype(np.uint32).tofile(FILE)")
+    if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
+        raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
+    cut = min(starts[(starts >= cut) & (starts < len(ids) - cfg.seq)], default=cut)
+    return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    if unrelated.all():
+        raise SystemExit(f"--data {cfg.data}: a batch without a target: each token starts a document")
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW, with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
 
 
 def flops_per_token(cfg: Config) -> float:
@@ -529,7 +529,6 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         save(cfg, model, history)
 
 
-# -------------------------------------------------------------------------------------------------------------- main
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
     parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)

@@ -176,6 +176,55 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
+# ---------------------------------------------------------------------------------------------------------- training
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    loss = forward(cfg, model, inputs, targets) / tokens
+    loss.backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
+            p.grad = torch.zeros_like(p)
+        dist.all_reduce(p.grad)  # 2 (dp-1)/dp of its bytes out and in per rank; everyone waits, nothing computes
+    loss = loss.detach()
+    dist.all_reduce(loss)  # one element, for the log; everyone waits
+    return loss
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    loss = forward(cfg, model, *own)
+    dist.all_reduce(loss)  # one element; everyone waits
+    return loss / tokens
+
+
+# ------------------------------------------- the same in every recipe, or nearly: 01_single_gpu/train.py explains it
 def init_files(cfg: Config) -> list[str]:
     """Return the path of --init, or all paths that match it."""
     paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
@@ -223,7 +272,6 @@ def build_model(cfg: Config) -> Model:
     return model
 
 
-# -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
 
@@ -273,7 +321,6 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
-# ---------------------------------------------------------------------------------------------------------- training
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -288,53 +335,6 @@ def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) 
     decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
     for group in optimizer.param_groups:
         group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
-
-
-def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
-    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
-
-
-def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
-    tokens = (targets != IGNORE).sum()
-    rank, dp = dist.get_rank(), dist.get_world_size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
-    loss = forward(cfg, model, inputs, targets) / tokens
-    loss.backward()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
-            p.grad = torch.zeros_like(p)
-        dist.all_reduce(p.grad)  # 2 (dp-1)/dp of its bytes out and in per rank; everyone waits, nothing computes
-    loss = loss.detach()
-    dist.all_reduce(loss)  # one element, for the log; everyone waits
-    return loss
-
-
-def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Clip the global gradient norm to --clip; return the norm before clipping."""
-    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-
-
-def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
-    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
-    loss = forward_backward(cfg, model, inputs, targets)
-    norm = clip_gradients(cfg, model)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss, norm
-
-
-@torch.no_grad()
-def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
-    tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
-    dist.all_reduce(loss)  # one element; everyone waits
-    return loss / tokens
 
 
 def flops_per_token(cfg: Config) -> float:
@@ -407,7 +407,6 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         save(cfg, model, history)
 
 
-# -------------------------------------------------------------------------------------------------------------- main
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
     parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)

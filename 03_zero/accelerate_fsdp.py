@@ -186,6 +186,79 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
+def make_accelerator(cfg: Config) -> Accelerator:
+    """Return Accelerate with its plugin for fully_shard."""
+    low = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if cfg.dtype == "bfloat16" else {}
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+        mixed_precision_policy=MixedPrecisionPolicy(**low, cast_forward_inputs=False),
+    )
+    precision = "bf16" if cfg.dtype == "bfloat16" else "no"
+    accelerator = Accelerator(cpu=cfg.device == "cpu", mixed_precision=precision, fsdp_plugin=plugin)
+    dp, state = accelerator.num_processes, accelerator.state
+    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin  # which it ignores on CPUs
+    state.parallelism_config = ParallelismConfig(dp_shard_size=dp)  # so that it takes the mesh: its own is of GPUs
+    state.device_mesh = init_device_mesh(cfg.device, (dp,), mesh_dim_names=("dp_shard_cp",))
+    return accelerator
+
+
+def sum_gradients(model: Model) -> None:
+    """Have the gradients of the ranks summed, which fully_shard would average."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # instead of a product with 1, which gloo cannot do
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def forward_backward(cfg: Config, accelerator: Accelerator, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    loss = forward(cfg, model, inputs, targets) / tokens
+    accelerator.backward(loss)
+    loss = loss.detach()
+    dist.all_reduce(loss, group=model.dp)  # one element, for the log; everyone waits
+    return loss
+
+
+def clip_gradients(cfg: Config, accelerator: Accelerator, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    # the norms of the slices, one element per tensor out and in per rank; everyone waits
+    return accelerator.clip_grad_norm_(model.parameters(), cfg.clip).full_tensor()
+
+
+def train_step(cfg: Config, accelerator: Accelerator, model: Model, optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, accelerator, model, inputs, targets)
+    norm = clip_gradients(cfg, accelerator, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    loss = forward(cfg, model, *own)
+    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    return loss / tokens
+
+
+# ------------------------------------------- the same in every recipe, or nearly: 01_single_gpu/train.py explains it
 def init_files(cfg: Config) -> list[str]:
     """Return the path of --init, or all paths that match it."""
     paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
@@ -218,34 +291,6 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
-def make_accelerator(cfg: Config) -> Accelerator:
-    """Return Accelerate with its plugin for fully_shard."""
-    low = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if cfg.dtype == "bfloat16" else {}
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
-        reshard_after_forward=True,
-        cpu_ram_efficient_loading=False,
-        mixed_precision_policy=MixedPrecisionPolicy(**low, cast_forward_inputs=False),
-    )
-    precision = "bf16" if cfg.dtype == "bfloat16" else "no"
-    accelerator = Accelerator(cpu=cfg.device == "cpu", mixed_precision=precision, fsdp_plugin=plugin)
-    dp, state = accelerator.num_processes, accelerator.state
-    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin  # which it ignores on CPUs
-    state.parallelism_config = ParallelismConfig(dp_shard_size=dp)  # so that it takes the mesh: its own is of GPUs
-    state.device_mesh = init_device_mesh(cfg.device, (dp,), mesh_dim_names=("dp_shard_cp",))
-    return accelerator
-
-
-def sum_gradients(model: Model) -> None:
-    """Have the gradients of the ranks summed, which fully_shard would average."""
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # instead of a product with 1, which gloo cannot do
-
-
 def build_model(cfg: Config, accelerator: Accelerator) -> Model:
     """Build the model, shard it before it has memory, then fill it tensor by tensor: no rank ever has it all."""
     dp = accelerator.state.device_mesh.get_group()
@@ -267,7 +312,6 @@ def build_model(cfg: Config, accelerator: Accelerator) -> Model:
     return model
 
 
-# -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
 
@@ -317,7 +361,6 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
-# ---------------------------------------------------------------------------------------------------------- training
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -332,49 +375,6 @@ def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) 
     decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
     for group in optimizer.param_groups:
         group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
-
-
-def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
-    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
-
-
-def forward_backward(cfg: Config, accelerator: Accelerator, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
-    tokens = (targets != IGNORE).sum()
-    rank, dp = model.dp.rank(), model.dp.size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
-    loss = forward(cfg, model, inputs, targets) / tokens
-    accelerator.backward(loss)
-    loss = loss.detach()
-    dist.all_reduce(loss, group=model.dp)  # one element, for the log; everyone waits
-    return loss
-
-
-def clip_gradients(cfg: Config, accelerator: Accelerator, model: Model) -> Tensor:
-    """Clip the global gradient norm to --clip; return the norm before clipping."""
-    # the norms of the slices, one element per tensor out and in per rank; everyone waits
-    return accelerator.clip_grad_norm_(model.parameters(), cfg.clip).full_tensor()
-
-
-def train_step(cfg: Config, accelerator: Accelerator, model: Model, optimizer, inputs: Tensor, targets: Tensor):
-    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
-    loss = forward_backward(cfg, accelerator, model, inputs, targets)
-    norm = clip_gradients(cfg, accelerator, model)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss, norm
-
-
-@torch.no_grad()
-def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
-    tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
-    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
-    return loss / tokens
 
 
 def flops_per_token(cfg: Config) -> float:
@@ -453,7 +453,6 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         save(cfg, model, history)
 
 
-# -------------------------------------------------------------------------------------------------------------- main
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
     parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)

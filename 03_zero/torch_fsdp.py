@@ -186,6 +186,72 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
+def shard(cfg: Config, model: Model) -> None:
+    """Split every tensor over the ranks by its first axis. What is gathered together is a unit."""
+    low = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if cfg.dtype == "bfloat16" else {}
+    precision = MixedPrecisionPolicy(**low, cast_forward_inputs=False)  # else the rotary tables would be cast too
+    mesh = DeviceMesh.from_group(model.dp, cfg.device)
+    last, head = model.model.layers[-1], [model.model.norm, model.lm_head]
+    for unit in [model.model.embed_tokens, *model.model.layers, head, model]:
+        # (dp-1)/dp of the bytes of its weights out and in per rank, before forward and before backward, while the unit
+        # before it computes; (dp-1)/dp of those of its gradients after backward, while the one after that computes
+        free = unit is not last and unit is not head  # backward needs these two first
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=free)
+
+
+def sum_gradients(model: Model) -> None:
+    """Have the gradients of the ranks summed, which fully_shard would average."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # instead of a product with 1, which gloo cannot do
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    loss = forward(cfg, model, inputs, targets) / tokens
+    loss.backward()
+    loss = loss.detach()
+    dist.all_reduce(loss, group=model.dp)  # one element, for the log; everyone waits
+    return loss
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    # the norms of the slices, one element per tensor out and in per rank; everyone waits
+    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip).full_tensor()
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    loss = forward(cfg, model, *own)
+    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    return loss / tokens
+
+
+# ------------------------------------------- the same in every recipe, or nearly: 01_single_gpu/train.py explains it
 def init_files(cfg: Config) -> list[str]:
     """Return the path of --init, or all paths that match it."""
     paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
@@ -218,27 +284,6 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
 
 
-def shard(cfg: Config, model: Model) -> None:
-    """Split every tensor over the ranks by its first axis. What is gathered together is a unit."""
-    low = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if cfg.dtype == "bfloat16" else {}
-    precision = MixedPrecisionPolicy(**low, cast_forward_inputs=False)  # else the rotary tables would be cast too
-    mesh = DeviceMesh.from_group(model.dp, cfg.device)
-    last, head = model.model.layers[-1], [model.model.norm, model.lm_head]
-    for unit in [model.model.embed_tokens, *model.model.layers, head, model]:
-        # (dp-1)/dp of the bytes of its weights out and in per rank, before forward and before backward, while the unit
-        # before it computes; (dp-1)/dp of those of its gradients after backward, while the one after that computes
-        free = unit is not last and unit is not head  # backward needs these two first
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=free)
-
-
-def sum_gradients(model: Model) -> None:
-    """Have the gradients of the ranks summed, which fully_shard would average."""
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # instead of a product with 1, which gloo cannot do
-
-
 def build_model(cfg: Config) -> Model:
     """Build the model, shard it before it has memory, then fill it tensor by tensor: no rank ever has it all."""
     dp = dist.group.WORLD
@@ -258,7 +303,6 @@ def build_model(cfg: Config) -> Model:
     return model
 
 
-# -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
 
@@ -308,7 +352,6 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
-# ---------------------------------------------------------------------------------------------------------- training
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -323,49 +366,6 @@ def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) 
     decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
     for group in optimizer.param_groups:
         group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
-
-
-def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
-    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
-
-
-def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
-    tokens = (targets != IGNORE).sum()
-    rank, dp = model.dp.rank(), model.dp.size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
-    loss = forward(cfg, model, inputs, targets) / tokens
-    loss.backward()
-    loss = loss.detach()
-    dist.all_reduce(loss, group=model.dp)  # one element, for the log; everyone waits
-    return loss
-
-
-def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Clip the global gradient norm to --clip; return the norm before clipping."""
-    # the norms of the slices, one element per tensor out and in per rank; everyone waits
-    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip).full_tensor()
-
-
-def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
-    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
-    loss = forward_backward(cfg, model, inputs, targets)
-    norm = clip_gradients(cfg, model)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss, norm
-
-
-@torch.no_grad()
-def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
-    tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
-    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
-    return loss / tokens
 
 
 def flops_per_token(cfg: Config) -> float:
@@ -443,7 +443,6 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         save(cfg, model, history)
 
 
-# -------------------------------------------------------------------------------------------------------------- main
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
     parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)

@@ -307,6 +307,57 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
+# ---------------------------------------------------------------------------------------------------------- training
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
+    loss = forward(cfg, model, inputs, targets) / tokens
+    loss.backward()
+    return loss.detach()
+
+
+def clip_gradients(cfg: Config, model: Model) -> Tensor:
+    """Clip the global gradient norm to --clip; return the norm before clipping."""
+    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+
+
+def count_rows(model: Model) -> Tensor:
+    """Return the rows of each expert in this step, [layers, e]; count from 0 again."""
+    rows = torch.stack([block.mlp.rows for block in model.model.layers]).float()  # layers e
+    for block in model.model.layers:
+        block.mlp.rows.zero_()
+    return rows
+
+
+def busiest(rows: Tensor) -> Tensor:
+    """Return the rows of the busiest expert over the mean of its layer, in the worst layer."""
+    return (rows.amax(1) / rows.mean(1)).amax()
+
+
+def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss, gradient norm and the busiest expert's load."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = clip_gradients(cfg, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm, busiest(count_rows(model))
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    return forward(cfg, model, inputs.to(cfg.device), targets.to(cfg.device)) / tokens
+
+
+# ------------------------------------------- the same in every recipe, or nearly: 01_single_gpu/train.py explains it
 def init_files(cfg: Config) -> list[str]:
     """Return the path of --init, or all paths that match it."""
     paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
@@ -326,6 +377,18 @@ def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
+def published(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert."""
+    for name, tensor in weights.items():
+        module, _, last = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
+        parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=-2))) if last == "gate_up_proj" else {"w2": tensor}
+        if not module.endswith(".experts"):
+            yield f"{module}.{last}", tensor
+            continue
+        for part, matrices in parts.items():
+            yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices))
+
+
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
 
@@ -339,18 +402,6 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
         return torch.ones(shape)
     generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
     return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
-
-
-def published(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert."""
-    for name, tensor in weights.items():
-        module, _, last = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
-        parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=-2))) if last == "gate_up_proj" else {"w2": tensor}
-        if not module.endswith(".experts"):
-            yield f"{module}.{last}", tensor
-            continue
-        for part, matrices in parts.items():
-            yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices))
 
 
 def build_model(cfg: Config) -> Model:
@@ -370,7 +421,6 @@ def build_model(cfg: Config) -> Model:
     return model
 
 
-# -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
 
@@ -420,7 +470,6 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
-# ---------------------------------------------------------------------------------------------------------- training
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -435,55 +484,6 @@ def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) 
     decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
     for group in optimizer.param_groups:
         group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
-
-
-def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
-    with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
-
-
-def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
-    tokens = (targets != IGNORE).sum()
-    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
-    loss = forward(cfg, model, inputs, targets) / tokens
-    loss.backward()
-    return loss.detach()
-
-
-def clip_gradients(cfg: Config, model: Model) -> Tensor:
-    """Clip the global gradient norm to --clip; return the norm before clipping."""
-    return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-
-
-def count_rows(model: Model) -> Tensor:
-    """Return the rows of each expert in this step, [layers, e]; count from 0 again."""
-    rows = torch.stack([block.mlp.rows for block in model.model.layers]).float()  # layers e
-    for block in model.model.layers:
-        block.mlp.rows.zero_()
-    return rows
-
-
-def busiest(rows: Tensor) -> Tensor:
-    """Return the rows of the busiest expert over the mean of its layer, in the worst layer."""
-    return (rows.amax(1) / rows.mean(1)).amax()
-
-
-def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
-    """Run one optimizer step on the global batch [b, s]; return loss, gradient norm and the busiest expert's load."""
-    loss = forward_backward(cfg, model, inputs, targets)
-    norm = clip_gradients(cfg, model)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss, norm, busiest(count_rows(model))
-
-
-@torch.no_grad()
-def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, without gradients"""
-    tokens = (targets != IGNORE).sum()
-    return forward(cfg, model, inputs.to(cfg.device), targets.to(cfg.device)) / tokens
 
 
 def flops_per_token(cfg: Config) -> float:
@@ -554,7 +554,6 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         save(cfg, model, history)
 
 
-# -------------------------------------------------------------------------------------------------------------- main
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
     parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)

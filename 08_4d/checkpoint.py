@@ -809,38 +809,6 @@ class Model(nn.Module):
         self.chunks = nn.ModuleList(Stage(cfg, groups, links, path, stage, background) for stage in stages)
 
 
-def init_files(cfg: Config) -> list[str]:
-    """Return the path of --init, or all paths that match it."""
-    paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
-    return [path for path in paths if os.path.isfile(path)]
-
-
-def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
-    """Return the shape of every tensor of the full model by its published name."""
-    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
-    attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
-    mlp = {f"mlp.{x}_proj": shape for x, shape in dict(gate=[f, d], up=[f, d], down=[d, f]).items()}
-    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **mlp)
-    shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
-    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
-
-
-def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
-    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
-
-    Published models that tie their head store it as the embedding.
-    """
-    if cfg.init:
-        files = [safe_open(path, "pt") for path in init_files(cfg)]
-        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
-        return next(file.get_tensor(stored) for file in files if stored in file.keys())
-    if len(shape) == 1:
-        return torch.ones(shape)
-    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
-    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
-
-
 def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
     """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
 
@@ -852,17 +820,6 @@ def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
     if layer not in SPLIT or (SPLIT[layer] == 1 and kind == "bias"):
         return 0, 1
     return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
-
-
-def local_tensor(cfg: Config, tp: dist.ProcessGroup, name: str, shape: torch.Size) -> Tensor:
-    """Return this rank's part, of the given shape, of a full tensor of the initial weights."""
-    axis, parts = placement(name, tp.size(), cfg.kv_heads)
-    whole = [n * parts if i == axis else n for i, n in enumerate(shape)]
-    rows = cfg.vocab if name in VOCABULARY else whole[0]
-    full = full_tensor(cfg, name, torch.Size([rows, *whole[1:]]))
-    if rows < whole[0]:
-        full = nn.functional.pad(full, (0, 0) * (full.ndim - 1) + (0, whole[0] - rows))
-    return full.chunk(parts, axis)[tp.rank() * parts // tp.size()]
 
 
 @torch.no_grad()
@@ -929,97 +886,7 @@ def make_units(cfg: Config, model: nn.Module) -> None:
         embedding.register_post_accumulate_grad_hook(lambda p: reduce(proxy, proxy.replicated))  # the last gradient
 
 
-def build_model(cfg: Config) -> Model:
-    """Build this rank's part of the model: no rank ever has all weights."""
-    groups = make_groups(cfg)
-    pp = groups["pp"]
-    path = [*range(pp.size())] * cfg.chunks
-    along = connect({"F": pp, "B": groups["back"]}, path[: pp.size()], cfg.device)
-    # From the last rank messages wrap around to the first. With two ranks, activations then go both ways between the
-    # same two, and so do gradients: on one communicator, ranks that each had started a send first would wait forever.
-    wrap = {"F": deque(), "B": deque()}
-    if pp.size() > 1:
-        wrap = connect({"F": groups["wrap"], "B": groups["wrap_back"]}, path[pp.size() - 1 :][:2], cfg.device)
-    with torch.device("meta"):
-        model = Model(cfg, groups, [along if rank else wrap for rank in path[1:]], path)
-    for chunk in model.chunks:
-        make_units(cfg, chunk)
-        model.units += chunk.units
-    if cfg.compile:
-        for chunk in model.chunks:
-            chunk.loss = torch.compile(chunk.loss)  # its own .compile() would leave a module of torch.nn as it is
-            for block in chunk.model.layers.children():  # the blocks share one compilation
-                block.compile()
-    return model
-
-
-# -------------------------------------------------------------------------------------------------------------- data
-def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
-
-    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
-    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
-    --validate holds out the documents that start in the last twentieth; if none does, the end of the last document.
-    """
-    path = Path(cfg.data)
-    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-    if unreadable := [file for file in files if not (file.is_file() and os.access(file, os.R_OK))]:
-        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
-    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
-        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
-        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
-            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
-        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
-    else:
-        documents = [np.fromfile(file, np.uint8) for file in files]
-        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
-        starts = np.cumsum([0, *map(len, documents[:-1])])
-        wrong = not ids.all()  # text has no byte 0, other files have
-    if wrong:
-        raise SystemExit(f"--data {cfg.data}: must be text, or one .bin file: ids.astype(np.uint32).tofile(FILE)")
-    if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
-        raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
-    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
-        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
-    cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
-    cut = min(starts[(starts >= cut) & (starts < len(ids) - cfg.seq)], default=cut)
-    return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
-
-
-def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
-
-    A window may hold several documents. Attention crosses from one to the next; the loss does not.
-    """
-    ids, starts = data
-    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
-    where = first + np.arange(cfg.seq + 1)  # b s+1
-    window = torch.from_numpy(ids[where].astype(np.int64))
-    if (largest := window.max()) >= cfg.vocab:
-        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
-    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
-    if unrelated.all():
-        raise SystemExit(f"--data {cfg.data}: a batch without a target: each token starts a document")
-    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
-
-
 # ---------------------------------------------------------------------------------------------------------- training
-def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
-    """Return AdamW for this rank's shards, with weight decay on matrices only."""
-    matrices = [unit.matrices for unit in model.units]
-    vectors = [unit.vectors for unit in model.units]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
-
-
-def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
-    warm = min(1, (step + 1) / (cfg.warmup + 1))
-    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
-    for group in optimizer.param_groups:
-        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
-
-
 def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[str, int, int]]:
     """Return what a rank does, in order: (F forward or B backward, micro-batch, chunk)."""
     groups = [range(i, min(i + ranks, microbatches)) for i in range(0, microbatches, ranks)]
@@ -1150,82 +1017,9 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     return loss
 
 
-def flops_per_token(cfg: Config) -> float:
-    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
-
-    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
-    """
-    kv = cfg.dim // cfg.heads * cfg.kv_heads
-    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
-    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
-
-
-def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
-    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
-    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
-    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
-    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
-    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
-    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
-    if dist.get_rank() == 0:
-        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
-
-
-def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -> None:
-    """Print the mean loss of a batch of unseen text, the same one each time."""
-    loss = evaluate(cfg, model, *make_batch(cfg, unseen, 0)).item()
-    if dist.get_rank() == 0:
-        print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
-
-
 def parameter_names(model: Model) -> dict[nn.Parameter, str]:
     """Return the name of each parameter of this rank's stages in the whole model."""
     return {p: name for chunk in model.chunks for name, p in chunk.named_parameters()}
-
-
-def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
-    """Return the full weights of this rank's stages on the CPU of their first rank, {} on others; all take part."""
-    names, weights, tp = parameter_names(model), {}, model.tp
-    for unit in model.units:
-        full = unit.shard.new_empty(len(unit.full))
-        # (N-1)/N of the bytes of a unit out and in per rank, N ranks in its group; everyone waits
-        dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
-        for p, weight in zip(unit.parameters, full.split(unit.sizes)):
-            if model.dp_cp.rank() == 0:
-                axis, parts = placement(names[p], tp.size(), cfg.kv_heads)
-                shards = [weight.new_empty(p.shape) for _ in range(tp.size())] if tp.rank() == 0 else None
-                # a part out of each rank, all into one; everyone waits
-                dist.gather(weight.view(p.shape), shards, group=tp, group_dst=0)
-                if tp.rank() == 0:
-                    whole = torch.cat(shards[:: tp.size() // parts], axis)
-                    weights[names[p]] = (whole[: cfg.vocab] if names[p] in VOCABULARY else whole).cpu()  # unpadded
-    return weights
-
-
-def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[float, ...]]) -> None:
-    """Write full weights for transformers; the metadata holds config and the numbers of each step."""
-    if not all(weight.isfinite().all() for weight in weights.values()):
-        raise SystemExit(f"--save {cfg.save}: not written, weights are inf or NaN; try a lower --lr or more --warmup")
-    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
-    part = Path(f"{os.path.realpath(cfg.save)}.tmp")
-    part.write_bytes(to_bytes(weights, metadata))
-    part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
-
-
-def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
-    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    mine, weights = unshard(cfg, model), {}
-    shapes = [None] * model.pp.size()
-    # names and shapes; everyone waits
-    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
-    for rank, owned in enumerate(shapes):
-        for name, shape in owned.items():
-            tensor = mine[name].to(cfg.device) if name in mine else torch.empty(shape, device=cfg.device)
-            dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another; everyone waits
-            if dist.get_rank() == 0:
-                weights[name] = tensor.cpu()
-    if dist.get_rank() == 0:
-        write_weights(cfg, weights, history)
 
 
 class SaveSlices(dcp.DefaultSavePlanner):
@@ -1517,6 +1311,212 @@ def resume(
     return step, history
 
 
+# ------------------------------------------- the same in every recipe, or nearly: 01_single_gpu/train.py explains it
+def init_files(cfg: Config) -> list[str]:
+    """Return the path of --init, or all paths that match it."""
+    paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
+    return [path for path in paths if os.path.isfile(path)]
+
+
+def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
+    """Return the shape of every tensor of the full model by its published name."""
+    d, f, v, kv = cfg.dim, cfg.ffn, cfg.vocab, cfg.dim // cfg.heads * cfg.kv_heads
+    attention = {f"self_attn.{x}_proj": shape for x, shape in zip("qkvo", [[d, d], [kv, d], [kv, d], [d, d]])}
+    mlp = {f"mlp.{x}_proj": shape for x, shape in dict(gate=[f, d], up=[f, d], down=[d, f]).items()}
+    block = dict(input_layernorm=[d], post_attention_layernorm=[d], **attention, **mlp)
+    shapes = {"model.embed_tokens": [v, d], "model.norm": [d], "lm_head": [v, d]}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(cfg.layers) for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
+    """Return one full tensor of the initial weights: from --init, or drawn by a generator seeded with (seed, name).
+
+    Published models that tie their head store it as the embedding.
+    """
+    if cfg.init:
+        files = [safe_open(path, "pt") for path in init_files(cfg)]
+        stored = name if any(name in file.keys() for file in files) else "model.embed_tokens.weight"
+        return next(file.get_tensor(stored) for file in files if stored in file.keys())
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
+    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+
+
+def local_tensor(cfg: Config, tp: dist.ProcessGroup, name: str, shape: torch.Size) -> Tensor:
+    """Return this rank's part, of the given shape, of a full tensor of the initial weights."""
+    axis, parts = placement(name, tp.size(), cfg.kv_heads)
+    whole = [n * parts if i == axis else n for i, n in enumerate(shape)]
+    rows = cfg.vocab if name in VOCABULARY else whole[0]
+    full = full_tensor(cfg, name, torch.Size([rows, *whole[1:]]))
+    if rows < whole[0]:
+        full = nn.functional.pad(full, (0, 0) * (full.ndim - 1) + (0, whole[0] - rows))
+    return full.chunk(parts, axis)[tp.rank() * parts // tp.size()]
+
+
+def build_model(cfg: Config) -> Model:
+    """Build this rank's part of the model: no rank ever has all weights."""
+    groups = make_groups(cfg)
+    pp = groups["pp"]
+    path = [*range(pp.size())] * cfg.chunks
+    along = connect({"F": pp, "B": groups["back"]}, path[: pp.size()], cfg.device)
+    # From the last rank messages wrap around to the first. With two ranks, activations then go both ways between the
+    # same two, and so do gradients: on one communicator, ranks that each had started a send first would wait forever.
+    wrap = {"F": deque(), "B": deque()}
+    if pp.size() > 1:
+        wrap = connect({"F": groups["wrap"], "B": groups["wrap_back"]}, path[pp.size() - 1 :][:2], cfg.device)
+    with torch.device("meta"):
+        model = Model(cfg, groups, [along if rank else wrap for rank in path[1:]], path)
+    for chunk in model.chunks:
+        make_units(cfg, chunk)
+        model.units += chunk.units
+    if cfg.compile:
+        for chunk in model.chunks:
+            chunk.loss = torch.compile(chunk.loss)  # its own .compile() would leave a module of torch.nn as it is
+            for block in chunk.model.layers.children():  # the blocks share one compilation
+                block.compile()
+    return model
+
+
+def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
+
+    Text has one id per byte and one document per file. A .bin file is one document of uint16 ids, or of uint32 ids if
+    --vocab is above 65536 or if the upper halves of the first ids are all 0. It is memory-mapped, never read whole.
+    --validate holds out the documents that start in the last twentieth; if none does, the end of the last document.
+    """
+    path = Path(cfg.data)
+    files = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+    if unreadable := [file for file in files if not (file.is_file() and os.access(file, os.R_OK))]:
+        raise SystemExit(f"--data {cfg.data}: cannot read {unreadable[0]}")
+    if path.suffix == ".bin" and path.is_file() and path.stat().st_size > 1:
+        ids, starts = np.memmap(path, np.uint16, "r", shape=path.stat().st_size // 2), np.zeros(1, np.int64)
+        if cfg.vocab > 2**16 or not ids[1:4096:2].any():  # the upper halves of 2,048 uint32 ids
+            ids = ids[: len(ids) // 2 * 2].view(np.uint32)
+        wrong = len(ids) > 1 and not ids[1:4096:2].any()  # int64 ids
+    else:
+        documents = [np.fromfile(file, np.uint8) for file in files]
+        ids = np.concatenate([np.zeros(0, np.uint8), *documents])
+        starts = np.cumsum([0, *map(len, documents[:-1])])
+        wrong = not ids.all()  # text has no byte 0, other files have
+    if wrong:
+        raise SystemExit(f"--data {cfg.data}: must be text, or one .bin file: ids.astype(np.uint32).tofile(FILE)")
+    if len(ids) < (least := (cfg.seq + 1) * (20 if cfg.validate else 1)):
+        raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
+    if (largest := ids[: 2**20].max()) >= cfg.vocab:  # an id beyond the first million is found in its batch
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, a {ids.dtype} id in {cfg.data}")
+    cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
+    cut = min(starts[(starts >= cut) & (starts < len(ids) - cfg.seq)], default=cut)
+    return (ids[:cut], starts[starts < cut]), (ids[cut:], starts[starts >= cut] - cut)
+
+
+def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [b, s] of the global batch: windows of the text, chosen by (seed, step) alone.
+
+    A window may hold several documents. Attention crosses from one to the next; the loss does not.
+    """
+    ids, starts = data
+    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    where = first + np.arange(cfg.seq + 1)  # b s+1
+    window = torch.from_numpy(ids[where].astype(np.int64))
+    if (largest := window.max()) >= cfg.vocab:
+        raise SystemExit(f"--vocab {cfg.vocab}: must be above {largest}, an id in {cfg.data}")
+    unrelated = torch.from_numpy(np.isin(where[:, 1:], starts))  # a document does not follow from the one before it
+    if unrelated.all():
+        raise SystemExit(f"--data {cfg.data}: a batch without a target: each token starts a document")
+    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+
+
+def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
+    """Return AdamW for this rank's shards, with weight decay on matrices only."""
+    matrices = [unit.matrices for unit in model.units]
+    vectors = [unit.vectors for unit in model.units]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
+
+
+def set_learning_rate(cfg: Config, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
+    warm = min(1, (step + 1) / (cfg.warmup + 1))
+    decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
+
+
+def flops_per_token(cfg: Config) -> float:
+    """Count the FLOPs of forward and backward: 6 per weight in a matmul, and 6·layers·dim·seq in causal attention.
+
+    The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
+    """
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
+    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+
+
+def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
+    """Print one line for a step that took `seconds`. MFU: model FLOPs per second over the GPU's dense bf16 peak."""
+    speed = cfg.batch * cfg.seq / seconds / dist.get_world_size()
+    gpu = torch.cuda.get_device_name() if cfg.device == "cuda" else "cpu"
+    mfu = f"{speed * flops_per_token(cfg) / PEAK_FLOPS[gpu]:.1%}" if gpu in PEAK_FLOPS else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cfg.device == "cuda" else "-"
+    tail = f"tokens/s/GPU {speed:,.0f}  MFU {mfu}  memory {memory}"
+    if dist.get_rank() == 0:
+        print(f"{label:>9}  loss {loss:.4f}  gradient norm {norm:.3f}  {tail}", flush=True)
+
+
+def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -> None:
+    """Print the mean loss of a batch of unseen text, the same one each time."""
+    loss = evaluate(cfg, model, *make_batch(cfg, unseen, 0)).item()
+    if dist.get_rank() == 0:
+        print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
+
+
+def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[float, ...]]) -> None:
+    """Write full weights for transformers; the metadata holds config and the numbers of each step."""
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise SystemExit(f"--save {cfg.save}: not written, weights are inf or NaN; try a lower --lr or more --warmup")
+    metadata = {"format": "pt", "config": json.dumps(asdict(cfg)), "history": json.dumps(history)}
+    part = Path(f"{os.path.realpath(cfg.save)}.tmp")
+    part.write_bytes(to_bytes(weights, metadata))
+    part.replace(part.with_suffix(""))  # at once: whoever has mapped an older file keeps that
+
+
+def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
+    """Return the full weights of this rank's stages on the CPU of their first rank, {} on others; all take part."""
+    names, weights, tp = parameter_names(model), {}, model.tp
+    for unit in model.units:
+        full = unit.shard.new_empty(len(unit.full))
+        # (N-1)/N of the bytes of a unit out and in per rank, N ranks in its group; everyone waits
+        dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
+        for p, weight in zip(unit.parameters, full.split(unit.sizes)):
+            if model.dp_cp.rank() == 0:
+                axis, parts = placement(names[p], tp.size(), cfg.kv_heads)
+                shards = [weight.new_empty(p.shape) for _ in range(tp.size())] if tp.rank() == 0 else None
+                # a part out of each rank, all into one; everyone waits
+                dist.gather(weight.view(p.shape), shards, group=tp, group_dst=0)
+                if tp.rank() == 0:
+                    whole = torch.cat(shards[:: tp.size() // parts], axis)
+                    weights[names[p]] = (whole[: cfg.vocab] if names[p] in VOCABULARY else whole).cpu()  # unpadded
+    return weights
+
+
+def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
+    """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
+    mine, weights = unshard(cfg, model), {}
+    shapes = [None] * model.pp.size()
+    # names and shapes; everyone waits
+    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
+    for rank, owned in enumerate(shapes):
+        for name, shape in owned.items():
+            tensor = mine[name].to(cfg.device) if name in mine else torch.empty(shape, device=cfg.device)
+            dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another; everyone waits
+            if dist.get_rank() == 0:
+                weights[name] = tensor.cpu()
+    if dist.get_rank() == 0:
+        write_weights(cfg, weights, history)
+
+
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
     """Build the model, resume, train it, log every step, write checkpoints, save."""
     torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
@@ -1553,12 +1553,16 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         Path(cfg.checkpoint, "resumed").unlink(missing_ok=True)  # the same command may follow, and means what it says
 
 
-# -------------------------------------------------------------------------------------------------------------- main
-def show(cfg: Config) -> None:
-    """Print which ranks form the groups of each axis, if the layout is possible."""
-    check(cfg, cfg.dp * cfg.cp * cfg.tp * cfg.pp)
-    for axis, groups in group_ranks(cfg).items():
-        print(f"{axis:>8}  {'  '.join(','.join(map(str, ranks)) for ranks in groups)}")
+def parse_config() -> Config:
+    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
+    parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    for name, hint in get_type_hints(Config).items():
+        value = dict(type=type(getattr(Config, name)), choices=get_args(hint) or None)
+        kind = dict(action="store_true") if hint is bool else value
+        parser.add_argument(f"--{name}", help=f"default: {getattr(Config, name)}", **kind)
+    given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
+    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
 
 
 def check_folder(cfg: Config) -> None:
@@ -1575,16 +1579,11 @@ def check_folder(cfg: Config) -> None:
             raise SystemExit(f"--checkpoint {folder}: {path.name} must be a folder, no file or link: move it away")
 
 
-def parse_config() -> Config:
-    """Read the command line. Flags override the preset, which overrides the defaults of Config."""
-    parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
-    parser.formatter_class = RawDescriptionHelpFormatter
-    for name, hint in get_type_hints(Config).items():
-        value = dict(type=type(getattr(Config, name)), choices=get_args(hint) or None)
-        kind = dict(action="store_true") if hint is bool else value
-        parser.add_argument(f"--{name}", help=f"default: {getattr(Config, name)}", **kind)
-    given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
-    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+def show(cfg: Config) -> None:
+    """Print which ranks form the groups of each axis, if the layout is possible."""
+    check(cfg, cfg.dp * cfg.cp * cfg.tp * cfg.pp)
+    for axis, groups in group_ranks(cfg).items():
+        print(f"{axis:>8}  {'  '.join(','.join(map(str, ranks)) for ranks in groups)}")
 
 
 def check_config(cfg: Config, path: Path) -> None:

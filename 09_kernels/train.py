@@ -983,6 +983,43 @@ class Model(nn.Module):
         return nn.functional.linear(x, self.lm_head.weight.to(x.dtype))
 
 
+# ---------------------------------------------------------------------------------------------------------- training
+def slots_by_name(model: Model, optimizer: AdamW) -> dict[str, Slot]:
+    """Return what the optimizer keeps for each parameter of the model."""
+    slots = {slot.parameter: slot for slot in optimizer.slots}
+    return {name: slots[p] for name, p in model.named_parameters()}
+
+
+def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
+    return model.loss(model.hidden(inputs).flatten(0, 1), model.lm_head.weight, targets.flatten())
+
+
+def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
+    tokens = (targets != IGNORE).sum()
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
+    loss = forward(cfg, model, inputs, targets) / tokens
+    loss.backward()
+    return loss.detach()
+
+
+def train_step(cfg: Config, model: Model, optimizer: AdamW, inputs: Tensor, targets: Tensor):
+    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
+    loss = forward_backward(cfg, model, inputs, targets)
+    norm = optimizer.step()  # clips, too
+    optimizer.zero_grad()
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, without gradients"""
+    tokens = (targets != IGNORE).sum()
+    return forward(cfg, model, inputs.to(cfg.device), targets.to(cfg.device)) / tokens
+
+
+# ------------------------------------------- the same in every recipe, or nearly: 01_single_gpu/train.py explains it
 def init_files(cfg: Config) -> list[str]:
     """Return the path of --init, or all paths that match it."""
     paths = [cfg.init] if os.path.exists(cfg.init) else glob(cfg.init)
@@ -1036,7 +1073,6 @@ def build_model(cfg: Config) -> Model:
     return model
 
 
-# -------------------------------------------------------------------------------------------------------------- data
 def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """Return the text to train on, and that for --validate: token ids, and the offset at which each document starts.
 
@@ -1086,7 +1122,6 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
     return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
 
 
-# ---------------------------------------------------------------------------------------------------------- training
 def make_optimizer(cfg: Config, model: Model) -> AdamW:
     """Return AdamW, with weight decay on matrices only, and with masters that are not rounded as the weights are."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -1099,47 +1134,12 @@ def make_optimizer(cfg: Config, model: Model) -> AdamW:
     return optimizer
 
 
-def slots_by_name(model: Model, optimizer: AdamW) -> dict[str, Slot]:
-    """Return what the optimizer keeps for each parameter of the model."""
-    slots = {slot.parameter: slot for slot in optimizer.slots}
-    return {name: slots[p] for name, p in model.named_parameters()}
-
-
 def set_learning_rate(cfg: Config, optimizer: AdamW, step: int) -> None:
     """Warm up linearly over --warmup steps, then follow a cosine from --lr down to a tenth of it at --steps."""
     warm = min(1, (step + 1) / (cfg.warmup + 1))
     decayed = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
     for group in optimizer.param_groups:
         group["lr"] = cfg.lr * warm * (0.55 + 0.45 * math.cos(math.pi * decayed))
-
-
-def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> sum of the losses of the valid targets"""
-    return model.loss(model.hidden(inputs).flatten(0, 1), model.lm_head.weight, targets.flatten())
-
-
-def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
-    tokens = (targets != IGNORE).sum()
-    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
-    loss = forward(cfg, model, inputs, targets) / tokens
-    loss.backward()
-    return loss.detach()
-
-
-def train_step(cfg: Config, model: Model, optimizer: AdamW, inputs: Tensor, targets: Tensor):
-    """Run one optimizer step on the global batch [b, s]; return loss and gradient norm, without waiting for the GPU."""
-    loss = forward_backward(cfg, model, inputs, targets)
-    norm = optimizer.step()  # clips, too
-    optimizer.zero_grad()
-    return loss, norm
-
-
-@torch.no_grad()
-def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, without gradients"""
-    tokens = (targets != IGNORE).sum()
-    return forward(cfg, model, inputs.to(cfg.device), targets.to(cfg.device)) / tokens
 
 
 def flops_per_token(cfg: Config) -> float:
@@ -1210,7 +1210,6 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         save(cfg, model, optimizer, history)
 
 
-# -------------------------------------------------------------------------------------------------------------- main
 def parse_config() -> Config:
     """Read the command line. Flags override the preset, which overrides the defaults of Config."""
     parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)

@@ -32,7 +32,10 @@ ROOT = Path(__file__).resolve().parent.parent
 parse = functools.cache(ast.parse)  # for many tests
 RULE = re.compile(r"# -{20,} (.+)$")
 KEYS = "Parent Lesson Plumbing Copy Use Mind Together Needs Run Source".split()  # of a header, in this order
-SECTIONS = ["config", "communication", "kernels", "model", "data", "training", "reference", "measure", "main"]
+SAME = "the same in every recipe, or nearly: 01_single_gpu/train.py explains it"
+SECTIONS = ["config", "communication", "kernels", "model", "training", "reference", "measure", SAME, "main"]
+PLACES = """init_files tensor_shapes full_tensor build_model load_data make_batch make_optimizer set_learning_rate
+flops_per_token log validate write_weights save train parse_config check_config check_init check main""".split()
 LIBRARIES = {"torch", "triton", "einops", "numpy", "safetensors"}
 DRAWING = {"memory.py", "profiling.py", "plan.py", "formats.py"}
 ENVIRONMENT = set("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE TORCHELASTIC_RESTART_COUNT".split())  # torchrun's
@@ -338,13 +341,15 @@ def test_form(path):
 
 @pytest.mark.parametrize("path", TRAINING)
 def test_order(path):
-    """Config opens the file, behind the constants that it needs; the checks of the input stand just above main.
+    """Config opens the file, behind the constants that it needs; what is the same in every recipe ends it.
 
     Annotations are not evaluated: a copied `model: Model` works in a file that has no Model.
     """
     names = [name for name in FAMILY[path].definitions if "." not in name]
-    assert names[-5:] == ["parse_config", "check_config", "check_init", "check", "main"]
     assert all(name.isupper() for name in names[: names.index("Config")])
+    lesson = FAMILY[path].source.split(f" {SAME}\n")[0]
+    assert [name for name in names if name in PLACES] == PLACES, "out of order"
+    assert not [name for name in PLACES if re.search(rf"^def {name}\(", lesson, re.M)], "below the last rule"
     assert ast.unparse(parse(FAMILY[path].source).body[1]) == "from __future__ import annotations"
 
 
