@@ -8,14 +8,6 @@ the head's gradient is added up in several parts.
 
 Parent:   01_single_gpu/train.py
 Lesson:   Model, hidden_states, chunk_loss, backward_in_chunks, forward_backward, evaluate
-Plumbing: Config
-Copy:     chunk_loss, backward_in_chunks, hidden_states, evaluate
-Use:      Call backward_in_chunks in place of loss.backward(), with what the head reads [t, d] and targets [t]. tokens
-          counts the valid targets of the global batch, and model.loss sums.
-Together: - Buckets: see 02_data_parallel/bucketed.py. Not under DDP, which expects one backward.
-          - ZeRO: if the head is the embedding, too, do not hook unit 0: call reduce(model, 0) after each micro-batch.
-          - FSDP2, which gathers weights in forwards: call register_fsdp_forward_method(model, "hidden_states").
-Needs:    cfg.device, cfg.dtype, cfg.loss_chunks, model.hidden_states, model.lm_head, model.loss, IGNORE
 Run:      python 01_single_gpu/chunked_loss.py
 Source:   Hsu et al. 2024, arXiv:2410.10989; Wijmans et al. 2024, arXiv:2411.09009
 """
@@ -517,3 +509,15 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config
+# Copy:     chunk_loss, backward_in_chunks, hidden_states, evaluate
+# Use:      Call backward_in_chunks in place of loss.backward(), with what the head reads [t, d] and targets [t]. tokens
+#           counts the valid targets of the global batch, and model.loss sums.
+# Needs:    cfg.device, cfg.dtype, cfg.loss_chunks, model.hidden_states, model.lm_head, model.loss, IGNORE
+# Together: - Buckets: see 02_data_parallel/bucketed.py. Not under DDP, which expects one backward.
+#           - ZeRO: if the head is the embedding, too, do not hook unit 0: call reduce(model, 0) after each micro-batch.
+#           - FSDP2, which gathers weights in forwards: call register_fsdp_forward_method(model, "hidden_states").

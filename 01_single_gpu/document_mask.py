@@ -13,15 +13,6 @@ a row as one document, as train.py's does.)
 
 Parent:   01_single_gpu/train.py
 Lesson:   document_lengths, check_lengths, attention, Attention.forward, Block.forward, Model.forward, forward
-Plumbing: Config, make_batch, check
-Copy:     document_lengths, check_lengths, attention
-Use:      1. Call document_lengths once per micro-batch, and pass the lengths to all layers.
-          2. Its targets are the next tokens, with IGNORE as your loss has it. It takes every ignored one for the first
-             of a document: if you ignore others, too, as in prompts, note the lengths, a tensor on the CPU, where you
-             pack the rows.
-Mind:     - Learned positions must start anew in each document.
-          - attention has no padding mask, no dropout, and the scale k**-0.5: if your model has others, raise an error.
-Needs:    IGNORE
 Run:      python 01_single_gpu/document_mask.py
 Source:   Llama 3, arXiv:2407.21783, section 3.2; Krell et al. 2021, arXiv:2107.02027
 """
@@ -539,3 +530,17 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, make_batch, check
+# Copy:     document_lengths, check_lengths, attention
+# Use:      1. Call document_lengths once per micro-batch, and pass the lengths to all layers.
+#           2. Its targets are the next tokens, with IGNORE as your loss has it. It takes every ignored one for the
+#              first of a document: if you ignore others, too, as in prompts, note the lengths, a tensor on the CPU,
+#              where you pack the rows.
+# Mind:     - Learned positions must start anew in each document.
+#           - attention has no padding mask, no dropout, and the scale k**-0.5: if your model has others, raise an
+#             error.
+# Needs:    IGNORE

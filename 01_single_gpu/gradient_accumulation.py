@@ -6,7 +6,6 @@ divided by its own count, the tokens of micro-batches with few valid tokens woul
 
 Parent:   01_single_gpu/train.py
 Lesson:   forward_backward
-Plumbing: Config, check, evaluate
 Run:      python 01_single_gpu/gradient_accumulation.py --microbatches 8
 Source:   Ultra-Scale Playbook, "Gradient accumulation"
 """
@@ -486,3 +485,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, check, evaluate

@@ -12,17 +12,6 @@ rank·(in + out) elements, W in·out; for llama3_8b at rank 16 that is 0.5 %. Ac
 Parent:   01_single_gpu/train.py
 Lesson:   LoRALinear, Attention.__init__, MLP.__init__, Model.__init__, full_adapter, build_model, make_optimizer,
           merge_adapters, save_adapters, save
-Plumbing: Config, flops_per_token, train, check
-Copy:     LoRALinear, merge_adapters, save_adapters
-Use:      1. Replace linears, of which none may have a bias. Assign their weights, which keeps their dtype. Then freeze
-             all but "lora_", these weights, too.
-          2. Train under autocast, or bring A and B to the dtype of the weights. Give the optimizer what requires a
-             gradient.
-          3. The scale of merge_adapters is alpha/rank. Save the model itself, not what DDP or torch.compile wraps
-             around it. PEFT wants transformers' names.
-Mind:     - Checkpoint with use_reentrant=False: the first block's input needs no gradient.
-          - Do not merge adapters of a head that is the embedding, too: both would change.
-Needs:    cfg.adapters, cfg.lora_alpha, cfg.lora_rank, "lora_"
 Run:      python 01_single_gpu/lora.py
           python 01_single_gpu/lora.py --init 'model-*.safetensors' --preset llama3_8b --batch 2 --seq 4096 \
           --dtype bfloat16 --compile --data text.bin --adapters adapters
@@ -559,3 +548,18 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, flops_per_token, train, check
+# Copy:     LoRALinear, merge_adapters, save_adapters
+# Use:      1. Replace linears, of which none may have a bias. Assign their weights, which keeps their dtype. Then
+#              freeze all but "lora_", these weights, too.
+#           2. Train under autocast, or bring A and B to the dtype of the weights. Give the optimizer what requires a
+#              gradient.
+#           3. The scale of merge_adapters is alpha/rank. Save the model itself, not what DDP or torch.compile wraps
+#              around it. PEFT wants transformers' names.
+# Mind:     - Checkpoint with use_reentrant=False: the first block's input needs no gradient.
+#           - Do not merge adapters of a head that is the embedding, too: both would change.
+# Needs:    cfg.adapters, cfg.lora_alpha, cfg.lora_rank, "lora_"

@@ -13,14 +13,6 @@ hundredth with a million.
 
 Parent:   01_single_gpu/train.py
 Lesson:   COEFFICIENTS, orthogonalise, muon_step, make_optimizer, train_step
-Plumbing: Config, check
-Copy:     COEFFICIENTS, orthogonalise, muon_step
-Use:      1. Give AdamW a group of matrices with the key "momentum", say 0.95 (again after loading a state that lacks
-             it). Call muon_step just before optimizer.step(); leave both out where a loss scaler skips a step.
-             All other parameters go into other groups, each once: a tied head is the embedding.
-          2. Make three parameters of a fused qkv weight, two of a fused gate and up.
-Mind:     Shards of tensor parallelism are no whole matrices.
-Needs:    cfg.dtype, "momentum"
 Run:      python 01_single_gpu/muon.py
 Source:   Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982
 """
@@ -533,3 +525,15 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, check
+# Copy:     COEFFICIENTS, orthogonalise, muon_step
+# Use:      1. Give AdamW a group of matrices with the key "momentum", say 0.95 (again after loading a state that lacks
+#              it). Call muon_step just before optimizer.step(); leave both out where a loss scaler skips a step. All
+#              other parameters go into other groups, each once: a tied head is the embedding.
+#           2. Make three parameters of a fused qkv weight, two of a fused gate and up.
+# Mind:     Shards of tensor parallelism are no whole matrices.
+# Needs:    cfg.dtype, "momentum"

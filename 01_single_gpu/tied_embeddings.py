@@ -7,13 +7,6 @@ name for a parameter is easily lost: `to_empty` gives each module memory of its 
 
 Parent:   01_single_gpu/train.py
 Lesson:   Model, tensor_shapes
-Copy:     Model
-Use:      In your own model, let the head read embed_tokens.weight. Initialise that as a head (standard deviation 0.02,
-          say): the default of nn.Embedding is 1.
-Mind:     - Where parameters are grouped, by ZeRO or DDP, the matrix counts once. Its gradient is complete when the
-            *lookup's* backward has ended, the last of all.
-          - With ZeRO-3 its unit is gathered for the head, too, in forward and in backward.
-Needs:    cfg.dim, cfg.dtype, cfg.layers, cfg.vocab, IGNORE, RMSNorm, rope_table, Block
 Run:      python 01_single_gpu/tied_embeddings.py
 Source:   Press and Wolf 2017, arXiv:1608.05859; SmolLM2, arXiv:2502.02737
 """
@@ -486,3 +479,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     Model
+# Use:      In your own model, let the head read embed_tokens.weight. Initialise that as a head (standard deviation
+#           0.02, say): the default of nn.Embedding is 1.
+# Mind:     - Where parameters are grouped, by ZeRO or DDP, the matrix counts once. Its gradient is complete when the
+#             *lookup's* backward has ended, the last of all.
+#           - With ZeRO-3 its unit is gathered for the head, too, in forward and in backward.
+# Needs:    cfg.dim, cfg.dtype, cfg.layers, cfg.vocab, IGNORE, RMSNorm, rope_table, Block

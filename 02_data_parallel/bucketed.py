@@ -7,18 +7,6 @@ such as the head's of a large model.
 
 Parent:   02_data_parallel/overlap.py
 Lesson:   make_buckets, flatten, backward
-Plumbing: Config, forward_backward, check
-Copy:     make_buckets, flatten, backward, evaluate
-Use:      1. Start with the same weights on all ranks. They must be of one dtype.
-          2. Call backward instead of loss.backward(), for the last micro-batch of a step. Gradients are summed: divide
-             the loss by the valid tokens of all ranks.
-Mind:     - Checkpoint with use_reentrant=False.
-          - A parameter that no rank uses in a step gets zeros, which AdamW decays.
-Together: - On a mesh, hand the group of dp to every function of dist, and clip by the other axis's clip_gradients.
-          - Chunked loss: call backward_in_chunks with leaf, x.detach().requires_grad_() of the hidden states x. Then
-            call backward(model, (x * leaf.grad).sum(), bucket_mb).
-          - Pipelines: see 06_pipeline/1f1b.py. Context parallelism has its own backward_and_sum, over dp and cp.
-Needs:    cfg.device, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/bucketed.py
 Source:   Li et al. 2020, PyTorch Distributed, arXiv:2006.15704
 """
@@ -571,3 +559,19 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, forward_backward, check
+# Copy:     make_buckets, flatten, backward, evaluate
+# Use:      1. Start with the same weights on all ranks. They must be of one dtype.
+#           2. Call backward instead of loss.backward(), for the last micro-batch of a step. Gradients are summed:
+#              divide the loss by the valid tokens of all ranks.
+# Mind:     - Checkpoint with use_reentrant=False.
+#           - A parameter that no rank uses in a step gets zeros, which AdamW decays.
+# Needs:    cfg.device, IGNORE, forward
+# Together: - On a mesh, hand the group of dp to every function of dist, and clip by the other axis's clip_gradients.
+#           - Chunked loss: call backward_in_chunks with leaf, x.detach().requires_grad_() of the hidden states x. Then
+#             call backward(model, (x * leaf.grad).sum(), bucket_mb).
+#           - Pipelines: see 06_pipeline/1f1b.py. Context parallelism has its own backward_and_sum, over dp and cp.

@@ -6,9 +6,6 @@ tensors instead and reduce them in one kernel: as few launches and as many bytes
 
 Parent:   02_data_parallel/bucketed.py
 Lesson:   backward
-Copy:     make_buckets, backward, evaluate (as bucketed.py says; the group is dist.group.WORLD here)
-Mind:     what overlap.py says: gradients are reduced where they are, not copied.
-Needs:    cfg.device, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/coalesced.py
 Source:   NCCL user guide, "Group calls", aggregated operations
 """
@@ -553,3 +550,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     make_buckets, backward, evaluate (as bucketed.py says; the group is dist.group.WORLD here)
+# Mind:     what overlap.py says: gradients are reduced where they are, not copied.
+# Needs:    cfg.device, IGNORE, forward

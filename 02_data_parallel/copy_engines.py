@@ -9,10 +9,6 @@ and the receive buffer takes (dp-1)/dp of the largest.
 
 Parent:   02_data_parallel/bucketed.py
 Lesson:   share, Buckets, all_reduce, Model.__init__, build_model, padded, flatten, backward
-Plumbing: check
-Copy:     make_buckets, share, Buckets, padded, flatten, all_reduce, backward, evaluate (as bucketed.py says;
-          build_model shows how to make Buckets)
-Needs:    cfg.device, model.shared, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/copy_engines.py
 Source:   torch.distributed._symmetric_memory; the two waves: pytorch/pytorch#143988
 """
@@ -637,3 +633,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: check
+# Copy:     make_buckets, share, Buckets, padded, flatten, all_reduce, backward, evaluate (as bucketed.py says;
+#           build_model shows how to make Buckets)
+# Needs:    cfg.device, model.shared, IGNORE, forward

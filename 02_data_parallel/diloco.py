@@ -8,13 +8,6 @@ an outer step takes the place of the gradients. The log shows the first worker; 
 
 Parent:   02_data_parallel/naive.py
 Lesson:   make_outer_optimizer, forward_backward, outer_step, train
-Plumbing: Config, check
-Copy:     make_outer_optimizer, outer_step, evaluate
-Use:      1. Start with the same weights on all ranks, or they never agree. Make the outer optimizer after weights are
-             loaded; a checkpoint has its state, too.
-          2. Divide a worker's loss by (the valid tokens of all ranks) / (their number).
-          3. Call outer_step after every --inner_steps steps. Save weights, and evaluate, right after it.
-Needs:    cfg.device, cfg.outer_lr, cfg.outer_momentum, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/diloco.py
 Source:   Douillard et al. 2023, DiLoCo, arXiv:2311.08105
 """
@@ -534,3 +527,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, check
+# Copy:     make_outer_optimizer, outer_step, evaluate
+# Use:      1. Start with the same weights on all ranks, or they never agree. Make the outer optimizer after weights are
+#              loaded; a checkpoint has its state, too.
+#           2. Divide a worker's loss by (the valid tokens of all ranks) / (their number).
+#           3. Call outer_step after every --inner_steps steps. Save weights, and evaluate, right after it.
+# Needs:    cfg.device, cfg.outer_lr, cfg.outer_momentum, IGNORE, forward

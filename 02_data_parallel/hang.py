@@ -15,15 +15,6 @@ the CPUs of all ranks. On GPUs, PyTorch's flight recorder costs nothing, and say
 
 Parent:   02_data_parallel/naive.py
 Lesson:   COLLECTIVES, watch, meet, give_up, mistaken
-Plumbing: Config, forward_backward, check, main
-Copy:     COLLECTIVES, watch, meet, give_up
-Use:      Call watch once there is a process group, with a store that all ranks reach, as main does. Call what it
-          returns where an exception would end a rank, and faulthandler.cancel_dump_traceback_later() at the end.
-Mind:     - It does not see functions that were imported by name before, nor what DDP or FSDP calls.
-          - It compares neither op nor src.
-          - --timeout must be several times the longest pause between collectives. faulthandler prints the frames of
-            code that still runs: with --timeout 1 its printing has ended ranks by a segmentation fault.
-          - For mistakes it also takes a collective that ranks call in different lines, and uneven all-to-alls.
 Run:      torchrun --nproc_per_node 8 02_data_parallel/hang.py
           torchrun --nproc_per_node 8 02_data_parallel/hang.py --hang skip
 Source:   PyTorch's flight recorder, docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
@@ -633,3 +624,16 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, forward_backward, check, main
+# Copy:     COLLECTIVES, watch, meet, give_up
+# Use:      Call watch once there is a process group, with a store that all ranks reach, as main does. Call what it
+#           returns where an exception would end a rank, and faulthandler.cancel_dump_traceback_later() at the end.
+# Mind:     - It does not see functions that were imported by name before, nor what DDP or FSDP calls.
+#           - It compares neither op nor src.
+#           - --timeout must be several times the longest pause between collectives. faulthandler prints the frames of
+#             code that still runs: with --timeout 1 its printing has ended ranks by a segmentation fault.
+#           - For mistakes it also takes a collective that ranks call in different lines, and uneven all-to-alls.

@@ -5,7 +5,6 @@ parameter and receives as many. Nothing computes meanwhile, so all of that time 
 
 Parent:   01_single_gpu/train.py
 Lesson:   forward_backward
-Plumbing: log, save, check, main, evaluate, validate
 Run:      torchrun --nproc_per_node 8 02_data_parallel/naive.py
 Source:   Ultra-Scale Playbook, "Data parallelism"
 """
@@ -501,3 +500,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: log, save, check, main, evaluate, validate

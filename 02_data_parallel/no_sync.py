@@ -5,10 +5,6 @@ Micro-batches add up in .grad on each rank. The sums are reduced once per step, 
 
 Parent:   02_data_parallel/bucketed.py, 01_single_gpu/gradient_accumulation.py
 Lesson:   forward_backward
-Plumbing: Config, check, evaluate
-Copy:     make_buckets, flatten, backward, evaluate (call loss.backward() for all micro-batches but the last, backward
-          for that one; otherwise as bucketed.py says)
-Needs:    cfg.device, cfg.microbatches, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/no_sync.py
 Source:   Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.4
 """
@@ -570,3 +566,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, check, evaluate
+# Copy:     make_buckets, flatten, backward, evaluate (call loss.backward() for all micro-batches but the last, backward
+#           for that one; otherwise as bucketed.py says)
+# Needs:    cfg.device, cfg.microbatches, IGNORE, forward

@@ -7,15 +7,6 @@ is compiled as two graphs. Still one collective per tensor: for small tensors, s
 
 Parent:   02_data_parallel/naive.py
 Lesson:   Block, backward, forward_backward
-Copy:     backward, evaluate
-Use:      1. Start with the same weights on all ranks.
-          2. Call backward instead of loss.backward(), once per step. Gradients are summed: divide the loss by the valid
-             tokens of all ranks.
-          3. In a mesh, hand the group of dp to every function of dist.
-Mind:     - A parameter that no rank uses in a step gets zeros, which AdamW decays.
-          - A parameter that is only reshaped and added, as pos in x + pos[None] with one sequence per rank, gets a
-            gradient that backward still reads while it is reduced in place: look pos up in an nn.Embedding.
-Needs:    cfg.device, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 02_data_parallel/overlap.py
 Source:   Ultra-Scale Playbook, "First optimization: Overlap gradient synchronization with backward pass"
 """
@@ -538,3 +529,16 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     backward, evaluate
+# Use:      1. Start with the same weights on all ranks.
+#           2. Call backward instead of loss.backward(), once per step. Gradients are summed: divide the loss by the
+#              valid tokens of all ranks.
+#           3. In a mesh, hand the group of dp to every function of dist.
+# Mind:     - A parameter that no rank uses in a step gets zeros, which AdamW decays.
+#           - A parameter that is only reshaped and added, as pos in x + pos[None] with one sequence per rank, gets a
+#             gradient that backward still reads while it is reduced in place: look pos up in an nn.Embedding.
+# Needs:    cfg.device, IGNORE, forward

@@ -6,7 +6,6 @@ splits the graph of a block where a bucket ends, so that its gradients are there
 
 Parent:   02_data_parallel/naive.py
 Lesson:   build_model, forward_backward
-Plumbing: Config, forward, save, check
 Run:      torchrun --nproc_per_node 8 02_data_parallel/torch_ddp.py
 Source:   Li et al. 2020, PyTorch Distributed, arXiv:2006.15704
 """
@@ -501,3 +500,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, forward, save, check

@@ -7,9 +7,6 @@ every rank. Instead, build_model calls the wrapping function inside it, while th
 
 Parent:   03_zero/torch_fsdp.py
 Lesson:   make_accelerator, build_model, forward_backward, clip_gradients, train_step, train, main
-Copy:     make_accelerator, sum_gradients, clip_gradients, evaluate (build_model shows how to wrap a model that has no
-          memory yet)
-Needs:    cfg.clip, cfg.device, cfg.dtype, model.dp, IGNORE, forward
 Run:      accelerate launch --multi_gpu --num_processes 8 03_zero/accelerate_fsdp.py
           torchrun --nproc_per_node 8 03_zero/accelerate_fsdp.py
 Source:   Gugger et al. 2022, Accelerate
@@ -544,3 +541,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     make_accelerator, sum_gradients, clip_gradients, evaluate (build_model shows how to wrap a model that has no
+#           memory yet)
+# Needs:    cfg.clip, cfg.device, cfg.dtype, model.dp, IGNORE, forward

@@ -8,12 +8,6 @@ the all-to-all of zero3.py sends shard/4 times as much across hosts, with every 
 
 Parent:   03_zero/zero3.py
 Lesson:   Unit, reduce_scatter, build_model
-Plumbing: Config, reduce, Model.__init__, make_unit, forward_backward, clip_gradients, check
-Copy:     Unit, gather, free, reduce_scatter, take_gradients, reduce, before_forward, after_forward, after_backward,
-          make_unit, check_units, clip_gradients, evaluate (as zero3.py says, but the norm counts every replica: clip
-          with this file's clip_gradients; set model.requires_all_reduce with the last micro-batch)
-Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.requires_all_reduce, model.sending,
-          model.stream, model.units, model.world, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/hsdp.py --shard 4
 Source:   Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277, section 3.2.2
 """
@@ -730,3 +724,13 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, reduce, Model.__init__, make_unit, forward_backward, clip_gradients, check
+# Copy:     Unit, gather, free, reduce_scatter, take_gradients, reduce, before_forward, after_forward, after_backward,
+#           make_unit, check_units, clip_gradients, evaluate (as zero3.py says, but the norm counts every replica: clip
+#           with this file's clip_gradients; set model.requires_all_reduce with the last micro-batch)
+# Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.requires_all_reduce, model.sending,
+#           model.stream, model.units, model.world, IGNORE, forward

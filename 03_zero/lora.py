@@ -12,18 +12,6 @@ Per micro-batch a rank sends (dp-1)/dp of 4Ψ bytes, less one gather of embeddin
 
 Parent:   03_zero/zero3.py, 01_single_gpu/lora.py
 Lesson:   Unit, after_backward, make_unit, check_units, build_model, sum_gradients, forward_backward
-Plumbing: Config, Model.__init__, save_adapters, save, check
-Copy:     Unit, gather, free, before_forward, after_forward, after_backward, make_unit, check_units, sum_gradients,
-          clip_gradients, evaluate, save_adapters
-Use:      beside what 01_single_gpu/lora.py says:
-          1. Give the model the attributes of Model.__init__. Put each frozen parameter into one unit, the embedding
-             into unit 0. Call check_units. Adapters start equal on all ranks.
-          2. Call before_forward before and after_forward after each unit (for unit 0 not, if embedding and head are one
-             tensor). After each backward free all units.
-          3. Call sum_gradients after the last backward, and divide the loss by the valid tokens of all ranks.
-          4. Gather each unit, as save does, before you merge adapters or save weights.
-Needs:    cfg.adapters, cfg.clip, cfg.device, cfg.lora_alpha, cfg.lora_rank, cfg.microbatches, model.dp, model.gathers,
-          model.units, "lora_", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/lora.py
           torchrun --nproc_per_node 2 03_zero/lora.py --init 'model-*.safetensors' --preset llama3_8b --batch 4 \
           --seq 4096 --dtype bfloat16 --compile --data text.bin --adapters adapters
@@ -733,3 +721,19 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, Model.__init__, save_adapters, save, check
+# Copy:     Unit, gather, free, before_forward, after_forward, after_backward, make_unit, check_units, sum_gradients,
+#           clip_gradients, evaluate, save_adapters
+# Use:      beside what 01_single_gpu/lora.py says:
+#           1. Give the model the attributes of Model.__init__. Put each frozen parameter into one unit, the embedding
+#              into unit 0. Call check_units. Adapters start equal on all ranks.
+#           2. Call before_forward before and after_forward after each unit (for unit 0 not, if embedding and head are
+#              one tensor). After each backward free all units.
+#           3. Call sum_gradients after the last backward, and divide the loss by the valid tokens of all ranks.
+#           4. Gather each unit, as save does, before you merge adapters or save weights.
+# Needs:    cfg.adapters, cfg.clip, cfg.device, cfg.lora_alpha, cfg.lora_rank, cfg.microbatches, model.dp,
+#           model.gathers, model.units, "lora_", IGNORE, forward

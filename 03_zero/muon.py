@@ -10,14 +10,6 @@ number of ranks.
 
 Parent:   03_zero/zero1.py, 01_single_gpu/muon.py
 Lesson:   newton_schulz_flops, by_owner, muon_step, make_optimizer, train_step
-Plumbing: Model.__init__, build_model, check
-Copy:     newton_schulz_flops, by_owner, muon_step
-Use:      beside what zero1.py and 01_single_gpu/muon.py say, whose muon_step this one replaces:
-          1. Make one unit of what by_owner returns, end to end, with the padding, and one of all other parameters.
-          2. Give the optimizer the first's `matrices` as a group of its own with the key "momentum".
-          3. Set model.owned to this rank's shapes, without the padding.
-Mind:     what zero1.py says. A matrix that is frozen later moves on at full speed, as momentum is orthogonalised.
-Needs:    cfg.dtype, model.owned, "momentum", orthogonalise
 Run:      torchrun --nproc_per_node 8 03_zero/muon.py
 Source:   Liu et al. 2025, Muon is scalable for LLM training, arXiv:2502.16982
 """
@@ -644,3 +636,15 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Model.__init__, build_model, check
+# Copy:     newton_schulz_flops, by_owner, muon_step
+# Use:      beside what zero1.py and 01_single_gpu/muon.py say, whose muon_step this one replaces:
+#           1. Make one unit of what by_owner returns, end to end, with the padding, and one of all other parameters.
+#           2. Give the optimizer the first's `matrices` as a group of its own with the key "momentum".
+#           3. Set model.owned to this rank's shapes, without the padding.
+# Mind:     what zero1.py says. A matrix that is frozen later moves on at full speed, as momentum is orthogonalised.
+# Needs:    cfg.dtype, model.owned, "momentum", orthogonalise

@@ -8,15 +8,6 @@ norm of the whole gradient first, and moves 28 bytes per parameter of the shard 
 
 Parent:   03_zero/zero2.py
 Lesson:   Unit, gather, reduce_scatter, pinned, make_unit, clip_gradients
-Plumbing: build_model, train_step, save, main
-Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, pinned, make_unit, check_units,
-          clip_gradients, evaluate
-Use:      as zero2.py says, whose Mind holds, too, but:
-          1. After a step set unit.norm to None instead of unit.gradient.
-          2. Scale the loss, not the gradients: unit.norm is computed when they are reduced.
-          3. Clip before every step: clip_gradients waits until the gradients have reached the CPU.
-Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
-          model.world, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/offload.py
 Source:   Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840
 """
@@ -696,3 +687,16 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: build_model, train_step, save, main
+# Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, pinned, make_unit, check_units,
+#           clip_gradients, evaluate
+# Use:      as zero2.py says, whose Mind holds, too, but:
+#           1. After a step set unit.norm to None instead of unit.gradient.
+#           2. Scale the loss, not the gradients: unit.norm is computed when they are reduced.
+#           3. Clip before every step: clip_gradients waits until the gradients have reached the CPU.
+# Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
+#           model.world, IGNORE, forward

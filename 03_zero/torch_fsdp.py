@@ -8,11 +8,6 @@ have 2 bytes instead of 4; slices, and gradients while they are summed, keep 4.
 
 Parent:   02_data_parallel/naive.py
 Lesson:   shard, sum_gradients, build_model, forward_backward, clip_gradients, save
-Plumbing: Model.__init__, evaluate
-Copy:     shard, sum_gradients, clip_gradients, evaluate (sum_gradients only if the loss is divided by the tokens of all
-          ranks, as here; if embedding and head are one tensor, put the embedding into the head's list)
-Needs:    cfg.clip, cfg.device, cfg.dtype, model.dp, model.lm_head, model.model.embed_tokens, model.model.layers,
-          model.model.norm, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/torch_fsdp.py
 Source:   Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277; Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """
@@ -537,3 +532,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Model.__init__, evaluate
+# Copy:     shard, sum_gradients, clip_gradients, evaluate (sum_gradients only if the loss is divided by the tokens of
+#           all ranks, as here; if embedding and head are one tensor, put the embedding into the head's list)
+# Needs:    cfg.clip, cfg.device, cfg.dtype, model.dp, model.lm_head, model.model.embed_tokens, model.model.layers,
+#           model.model.norm, IGNORE, forward

@@ -7,19 +7,6 @@ bytes of weights, 4Ψ of gradients, 4Ψ/dp of summed gradients and 8Ψ/dp of mom
 
 Parent:   02_data_parallel/naive.py
 Lesson:   Unit, reduce_scatter, gather, make_unit, make_optimizer, forward_backward, clip_gradients, train_step
-Plumbing: Model.__init__, build_model, evaluate, main
-Copy:     Unit, gather, reduce_scatter, make_unit, clip_gradients, evaluate
-Use:      1. Start with the same weights on all ranks. Put each trained parameter into exactly one unit, and the units
-             into model.units. The optimizer and clip_gradients take unit.matrices and unit.vectors, never
-             model.parameters().
-          2. After the last backward call reduce_scatter. Gradients are summed: divide the loss by the valid tokens of
-             all ranks.
-          3. After each step, also one that is given up, gather and zero unit.gradients. Never set a .grad to None: they
-             are views of it.
-Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
-          - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
-Together: clip_gradients sums over model.world: beside a pipeline or tensor parallelism, over all ranks.
-Needs:    cfg.clip, cfg.device, model.dp, model.units, model.world, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """
@@ -583,3 +570,20 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Model.__init__, build_model, evaluate, main
+# Copy:     Unit, gather, reduce_scatter, make_unit, clip_gradients, evaluate
+# Use:      1. Start with the same weights on all ranks. Put each trained parameter into exactly one unit, and the units
+#              into model.units. The optimizer and clip_gradients take unit.matrices and unit.vectors, never
+#              model.parameters().
+#           2. After the last backward call reduce_scatter. Gradients are summed: divide the loss by the valid tokens of
+#              all ranks.
+#           3. After each step, also one that is given up, gather and zero unit.gradients. Never set a .grad to None:
+#              they are views of it.
+# Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
+#           - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
+# Needs:    cfg.clip, cfg.device, model.dp, model.units, model.world, IGNORE, forward
+# Together: clip_gradients sums over model.world: beside a pipeline or tensor parallelism, over all ranks.

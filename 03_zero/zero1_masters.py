@@ -14,19 +14,6 @@ masters, and gradients need an fp32 sum. Sending a gradient in bf16 loses nothin
 
 Parent:   03_zero/zero1.py
 Lesson:   Unit, gather, reduce_scatter, take_gradients, make_unit, forward_backward, save
-Plumbing: Config, check_units, build_model, train_step
-Copy:     Unit, gather, reduce_scatter, take_gradients, make_unit, check_units, clip_gradients, evaluate
-Use:      1. Put each trained parameter into exactly one unit, frozen ones into none. Call check_units.
-          2. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
-             into the shards, too: a gather writes over the parameters.
-          3. Gather before the first forward and after each step. After the last backward, and only then, call
-             reduce_scatter with what take_gradients returns.
-          4. Gradients are summed: divide the loss by the valid tokens of all ranks. To give up a step, call
-             model.zero_grad() beside the optimizer's.
-Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
-          - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
-Together: clip_gradients sums over model.world: beside a pipeline or tensor parallelism, over all ranks.
-Needs:    cfg.clip, cfg.device, model.dp, model.units, model.world, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1_masters.py --dtype bfloat16
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054; Micikevicius et al. 2017, arXiv:1710.03740
 """
@@ -632,3 +619,20 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, check_units, build_model, train_step
+# Copy:     Unit, gather, reduce_scatter, take_gradients, make_unit, check_units, clip_gradients, evaluate
+# Use:      1. Put each trained parameter into exactly one unit, frozen ones into none. Call check_units.
+#           2. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
+#              into the shards, too: a gather writes over the parameters.
+#           3. Gather before the first forward and after each step. After the last backward, and only then, call
+#              reduce_scatter with what take_gradients returns.
+#           4. Gradients are summed: divide the loss by the valid tokens of all ranks. To give up a step, call
+#              model.zero_grad() beside the optimizer's.
+# Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
+#           - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
+# Needs:    cfg.clip, cfg.device, model.dp, model.units, model.world, IGNORE, forward
+# Together: clip_gradients sums over model.world: beside a pipeline or tensor parallelism, over all ranks.

@@ -11,29 +11,6 @@ backward is at and for at most two in flight; with several micro-batches their f
 
 Parent:   03_zero/zero1_masters.py, 01_single_gpu/gradient_accumulation.py, 02_data_parallel/overlap.py
 Lesson:   Unit, gather, reduce_scatter, reduce, before_forward, Model.forward, forward_backward
-Plumbing: Config, Model.__init__, build_model, train_step, check, evaluate
-Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit, check_units, clip_gradients,
-          evaluate
-Use:      1. Give the model the attributes of Model.__init__. Put each trained parameter into exactly one unit
-             (embedding and head, if they are one tensor, into unit 0), frozen ones into none. Call check_units.
-          2. Call before_forward before each unit, in each forward. Hook unit 0 as build_model does, or, if it is
-             several tensors, call reduce(model, 0) after each backward. Run backward once after each forward.
-          3. Set model.requires_gradient_sync for the last micro-batch alone, as forward_backward does.
-          4. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
-             into the shards, too: a gather writes over the parameters.
-          5. Gradients are summed: divide the loss by the valid tokens of all ranks.
-          6. When shards have changed (a step, a checkpoint, an average), set unit.gathering to None. To give up a step,
-             set unit.sums to None and call model.zero_grad() beside the optimizer's.
-Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
-          - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
-            Never freeze all of unit 0 later: unit 1 would not be reduced.
-Together: - clip_gradients sums over model.world: beside a pipeline or tensor parallelism, over all ranks. Else each
-            stage or place on tp has a norm of its own. More: 08_4d/README.md.
-          - Pipelines: requires_gradient_sync is False in the schedule. Then set it, and reduce each unit, unit 0 last.
-          - Chunked loss: if the head is the embedding, too, do not hook unit 0: call reduce(model, 0) after each
-            micro-batch.
-Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.requires_gradient_sync, model.sending,
-          model.stream, model.units, model.world, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero1_overlap.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054; Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473
 """
@@ -697,3 +674,31 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, Model.__init__, build_model, train_step, check, evaluate
+# Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit, check_units,
+#           clip_gradients, evaluate
+# Use:      1. Give the model the attributes of Model.__init__. Put each trained parameter into exactly one unit
+#              (embedding and head, if they are one tensor, into unit 0), frozen ones into none. Call check_units.
+#           2. Call before_forward before each unit, in each forward. Hook unit 0 as build_model does, or, if it is
+#              several tensors, call reduce(model, 0) after each backward. Run backward once after each forward.
+#           3. Set model.requires_gradient_sync for the last micro-batch alone, as forward_backward does.
+#           4. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
+#              into the shards, too: a gather writes over the parameters.
+#           5. Gradients are summed: divide the loss by the valid tokens of all ranks.
+#           6. When shards have changed (a step, a checkpoint, an average), set unit.gathering to None. To give up a
+#              step, set unit.sums to None and call model.zero_grad() beside the optimizer's.
+# Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
+#           - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
+#             Never freeze all of unit 0 later: unit 1 would not be reduced.
+# Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.requires_gradient_sync,
+#           model.sending, model.stream, model.units, model.world, IGNORE, forward
+# Together: - clip_gradients sums over model.world: beside a pipeline or tensor parallelism, over all ranks. Else each
+#             stage or place on tp has a norm of its own. More: 08_4d/README.md.
+#           - Pipelines: requires_gradient_sync is False in the schedule. Then set it, and reduce each unit, unit 0
+#             last.
+#           - Chunked loss: if the head is the embedding, too, do not hook unit 0: call reduce(model, 0) after each
+#             micro-batch.

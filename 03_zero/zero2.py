@@ -7,26 +7,6 @@ at most two in flight. With one micro-batch, stage 1 does the same.
 
 Parent:   03_zero/zero1_overlap.py
 Lesson:   Unit, reduce_scatter, reduce
-Plumbing: Model.__init__, forward_backward, train_step
-Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit, check_units, clip_gradients,
-          evaluate
-Use:      1. Give the model the attributes of Model.__init__. Put each trained parameter into exactly one unit
-             (embedding and head, if they are one tensor, into unit 0), frozen ones into none. Call check_units.
-          2. Call before_forward before each unit, in each forward. Hook unit 0 as build_model does, or, if it is
-             several tensors, call reduce(model, 0) after each backward.
-          3. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
-             into the shards, too: a gather writes over the parameters.
-          4. Gradients are summed: divide the loss by the valid tokens of all ranks.
-          5. When shards have changed (a step, a checkpoint, an average), set unit.gathering to None, after a step also
-             unit.gradient. To give up a step, do the same, and call model.zero_grad().
-Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
-          - All ranks run the same number of micro-batches.
-          - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
-            Never freeze all of unit 0 later: unit 1 would not be reduced.
-Together: as zero1_overlap.py says, but a pipeline reduces with each of its micro-batches. Not where backward is split:
-          its weight gradients come after the reduce.
-Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
-          model.world, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero2.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """
@@ -685,3 +665,27 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Model.__init__, forward_backward, train_step
+# Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit, check_units,
+#           clip_gradients, evaluate
+# Use:      1. Give the model the attributes of Model.__init__. Put each trained parameter into exactly one unit
+#              (embedding and head, if they are one tensor, into unit 0), frozen ones into none. Call check_units.
+#           2. Call before_forward before each unit, in each forward. Hook unit 0 as build_model does, or, if it is
+#              several tensors, call reduce(model, 0) after each backward.
+#           3. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
+#              into the shards, too: a gather writes over the parameters.
+#           4. Gradients are summed: divide the loss by the valid tokens of all ranks.
+#           5. When shards have changed (a step, a checkpoint, an average), set unit.gathering to None, after a step
+#              also unit.gradient. To give up a step, do the same, and call model.zero_grad().
+# Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
+#           - All ranks run the same number of micro-batches.
+#           - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
+#             Never freeze all of unit 0 later: unit 1 would not be reduced.
+# Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
+#           model.world, IGNORE, forward
+# Together: as zero1_overlap.py says, but a pipeline reduces with each of its micro-batches. Not where backward is
+#           split: its weight gradients come after the reduce.

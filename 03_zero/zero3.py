@@ -8,27 +8,6 @@ units. A rank sends (dp-1)/dp of that.
 
 Parent:   03_zero/zero2.py
 Lesson:   Unit, gather, free, before_forward, after_forward, after_backward, Model.forward, build_model
-Copy:     Unit, gather, free, reduce_scatter, take_gradients, reduce, before_forward, after_forward, after_backward,
-          make_unit, check_units, clip_gradients, evaluate
-Use:      1. Give the model the attributes of Model.__init__. Put each trained parameter into exactly one unit, the
-             embedding into unit 0; frozen ones into none. Free each new unit. Call check_units.
-          2. Call before_forward before and after_forward after each unit, in each forward. Hook unit 0 as build_model
-             does, or, if it is several tensors, call reduce(model, 0) after each backward. Run backward once after each
-             forward.
-          3. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
-             into the shards, too: a gather writes over the parameters.
-          4. Gradients are summed: divide the loss by the valid tokens of all ranks.
-          5. When shards have changed (a step, a checkpoint, an average), set unit.gathering to None, after a step also
-             unit.gradient. To give up a step, set unit.gradient and unit.pending to None, and call model.zero_grad().
-Mind:     - Between steps, parameters have no memory: to read, copy or move them crashes, and a state_dict saves none.
-          - All ranks run the same number of micro-batches.
-          - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
-            Never freeze all of unit 0 later: unit 1 would not be reduced.
-          - If unit 0 is more than an embedding (a norm after it, a head that is the same tensor) or is a block, since
-            the embedding is frozen, do not call after_forward for it, and free it after the last backward.
-Together: as zero1_overlap.py says, but not in a pipeline, where forwards run ahead of backwards.
-Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
-          model.world, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero3.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277
 """
@@ -728,3 +707,29 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     Unit, gather, free, reduce_scatter, take_gradients, reduce, before_forward, after_forward, after_backward,
+#           make_unit, check_units, clip_gradients, evaluate
+# Use:      1. Give the model the attributes of Model.__init__. Put each trained parameter into exactly one unit, the
+#              embedding into unit 0; frozen ones into none. Free each new unit. Call check_units.
+#           2. Call before_forward before and after_forward after each unit, in each forward. Hook unit 0 as build_model
+#              does, or, if it is several tensors, call reduce(model, 0) after each backward. Run backward once after
+#              each forward.
+#           3. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
+#              into the shards, too: a gather writes over the parameters.
+#           4. Gradients are summed: divide the loss by the valid tokens of all ranks.
+#           5. When shards have changed (a step, a checkpoint, an average), set unit.gathering to None, after a step
+#              also unit.gradient. To give up a step, set unit.gradient and unit.pending to None, and call
+#              model.zero_grad().
+# Mind:     - Between steps, parameters have no memory: to read, copy or move them crashes, and a state_dict saves none.
+#           - All ranks run the same number of micro-batches.
+#           - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
+#             Never freeze all of unit 0 later: unit 1 would not be reduced.
+#           - If unit 0 is more than an embedding (a norm after it, a head that is the same tensor) or is a block, since
+#             the embedding is frozen, do not call after_forward for it, and free it after the last backward.
+# Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
+#           model.world, IGNORE, forward
+# Together: as zero1_overlap.py says, but not in a pipeline, where forwards run ahead of backwards.

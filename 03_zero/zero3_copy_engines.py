@@ -9,13 +9,6 @@ the largest unit. All GPUs must be on one host.
 Parent:   03_zero/zero3.py, 02_data_parallel/copy_engines.py
 Lesson:   Unit, publish, wait, gather, free, reduce_scatter, reduce, before_forward, after_backward, Model.__init__,
           build_model
-Plumbing: take_gradients, train_step, check
-Copy:     Unit, share, publish, wait, gather, free, reduce_scatter, take_gradients, reduce, before_forward,
-          after_forward, after_backward, make_unit, check_units, clip_gradients, evaluate (as zero3.py says, but
-          build_model shows how to make the memory; publish before the first forward and after each step, and then set
-          unit.gathered to False)
-Needs:    cfg.clip, cfg.device, cfg.microbatches, model.barrier, model.dp, model.gathers, model.memory, model.stream,
-          model.units, model.world, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 03_zero/zero3_copy_engines.py
 Source:   Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """
@@ -761,3 +754,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: take_gradients, train_step, check
+# Copy:     Unit, share, publish, wait, gather, free, reduce_scatter, take_gradients, reduce, before_forward,
+#           after_forward, after_backward, make_unit, check_units, clip_gradients, evaluate (as zero3.py says, but
+#           build_model shows how to make the memory; publish before the first forward and after each step, and then set
+#           unit.gathered to False)
+# Needs:    cfg.clip, cfg.device, cfg.microbatches, model.barrier, model.dp, model.gathers, model.memory, model.stream,
+#           model.units, model.world, IGNORE, forward

@@ -10,10 +10,6 @@ sequence_parallel.py: 3 + 2/tp times n·d activations, for send and receive buff
 
 Parent:   04_tensor_sequence/sequence_parallel.py, 02_data_parallel/copy_engines.py
 Lesson:   Shared, total, pull, push, multiply, ColumnParallel, RowParallel, make_shared
-Plumbing: Attention, MLP, Block.__init__, Model, build_model, check
-Copy:     share, Shared, total, pull, push, multiply, ColumnParallel, RowParallel, clip_gradients (make_shared shows how
-          to make Shared; the rest, gather_tokens to sum_replicas, as sequence_parallel.py says)
-Needs:    cfg.clip, cfg.kv_heads, model.tp, placement
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/async_tensor_parallel.py
 Source:   Wang et al. 2023, ASPLOS, doi:10.1145/3567955.3567959; Jangda et al. 2022, CoCoNet, arXiv:2105.05720
 """
@@ -839,3 +835,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Attention, MLP, Block.__init__, Model, build_model, check
+# Copy:     share, Shared, total, pull, push, multiply, ColumnParallel, RowParallel, clip_gradients (make_shared shows
+#           how to make Shared; the rest, gather_tokens to sum_replicas, as sequence_parallel.py says)
+# Needs:    cfg.clip, cfg.kv_heads, model.tp, placement

@@ -13,13 +13,6 @@ the others. Once per step, a rank also sends 2·(tp-1)/tp of 4 bytes per element
 
 Parent:   04_tensor_sequence/tensor_parallel.py, 01_single_gpu/lora.py
 Lesson:   placement, sum_partial, forward_backward
-Plumbing: Config, Attention.__init__, MLP.__init__, Model.__init__, build_model, unshard, save_adapters, save, check
-Copy:     LoRALinear, SPLIT, CopyToTP, ReduceFromTP, placement, sum_partial, clip_gradients, unshard, merge_adapters,
-          save_adapters (as tensor_parallel.py and 01_single_gpu/lora.py say; draw each whole matrix alike on all ranks;
-          name all split layers in SPLIT, and those of keys and values in placement; call sum_partial after the last
-          backward)
-Needs:    cfg.adapters, cfg.clip, cfg.kv_heads, cfg.lora_alpha, cfg.lora_rank, model.replicas, model.tp, ".lora_A.",
-          ".lora_B.", "k_proj", "lora_", "v_proj"
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/lora.py
 Source:   Hu et al. 2021, arXiv:2106.09685; Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
@@ -671,3 +664,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, Attention.__init__, MLP.__init__, Model.__init__, build_model, unshard, save_adapters, save, check
+# Copy:     LoRALinear, SPLIT, CopyToTP, ReduceFromTP, placement, sum_partial, clip_gradients, unshard, merge_adapters,
+#           save_adapters (as tensor_parallel.py and 01_single_gpu/lora.py say; draw each whole matrix alike on all
+#           ranks; name all split layers in SPLIT, and those of keys and values in placement; call sum_partial after the
+#           last backward)
+# Needs:    cfg.adapters, cfg.clip, cfg.kv_heads, cfg.lora_alpha, cfg.lora_rank, model.replicas, model.tp, ".lora_A.",
+#           ".lora_B.", "k_proj", "lora_", "v_proj"

@@ -14,13 +14,6 @@ block keeps take 1/tp.
 Parent:   04_tensor_sequence/vocab_parallel.py
 Lesson:   gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, Attention, MLP, Model,
           sum_replicas
-Plumbing: check, main
-Copy:     SPLIT, gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, placement, sum_replicas,
-          clip_gradients (Attention, MLP and Model show their calls; under autocast, x must have its dtype already; call
-          sum_replicas once per step, after the last backward)
-Together: With ZeRO, see 08_4d/2d.py: in place of sum_replicas, a weight that tp replicates is in a unit over all ranks
-          that hold it.
-Needs:    cfg.clip, cfg.kv_heads, model.model.layers, model.replicas, model.tp, "k_proj", "v_proj"
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/sequence_parallel.py
 Source:   Korthikanti et al. 2022, arXiv:2205.05198
 """
@@ -733,3 +726,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: check, main
+# Copy:     SPLIT, gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, placement, sum_replicas,
+#           clip_gradients (Attention, MLP and Model show their calls; under autocast, x must have its dtype already;
+#           call sum_replicas once per step, after the last backward)
+# Needs:    cfg.clip, cfg.kv_heads, model.model.layers, model.replicas, model.tp, "k_proj", "v_proj"
+# Together: With ZeRO, see 08_4d/2d.py: in place of sum_replicas, a weight that tp replicates is in a unit over all
+#           ranks that hold it.

@@ -9,21 +9,6 @@ rank, with their gradients and AdamW's moments; so do the activations between sp
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
 Lesson:   SPLIT, CopyToTP, ReduceFromTP, Attention, MLP, placement, build_model, sum_replicas, clip_gradients, save
-Plumbing: Config, Block.__init__, Model.__init__, forward_backward, check
-Copy:     SPLIT, CopyToTP, ReduceFromTP, placement, sum_replicas, clip_gradients
-Use:      1. Name your layers in SPLIT; no other layer may have such a name. Attention and MLP show where both functions
-             stand, build_model how weights are cut, clip_gradients what the norm counts. Add the bias of a layer that
-             is split by rows after ReduceFromTP. All ranks of tp take the same batch.
-          2. With fewer key heads than ranks, call sum_replicas once per step, after the last backward. Then tp must be
-             neighbours, or make the replicas a mesh axis.
-Mind:     - Dropout outside the split layers must draw alike on all ranks.
-          - A weight between the two functions that is not split, as a norm of queries, gets a part of its gradient on
-            each rank: sum these over tp before the clip.
-Together: - Data parallelism: sum all gradients over dp, too. clip_gradients stays right.
-          - ZeRO: what tp replicates is a unit over dp and tp. Each rank of tp has all of its gradients: divide them by
-            tp before the unit is reduced. Key heads that several ranks hold are a unit over dp and these ranks instead,
-            undivided and without sum_replicas (see 08_4d/2d.py). Clip by ZeRO's, with all ranks as model.world.
-Needs:    cfg.clip, cfg.kv_heads, model.model.layers, model.replicas, model.tp, "k_proj", "v_proj"
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/tensor_parallel.py
 Source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
@@ -605,3 +590,23 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, Block.__init__, Model.__init__, forward_backward, check
+# Copy:     SPLIT, CopyToTP, ReduceFromTP, placement, sum_replicas, clip_gradients
+# Use:      1. Name your layers in SPLIT; no other layer may have such a name. Attention and MLP show where both
+#              functions stand, build_model how weights are cut, clip_gradients what the norm counts. Add the bias of a
+#              layer that is split by rows after ReduceFromTP. All ranks of tp take the same batch.
+#           2. With fewer key heads than ranks, call sum_replicas once per step, after the last backward. Then tp must
+#              be neighbours, or make the replicas a mesh axis.
+# Mind:     - Dropout outside the split layers must draw alike on all ranks.
+#           - A weight between the two functions that is not split, as a norm of queries, gets a part of its gradient on
+#             each rank: sum these over tp before the clip.
+# Needs:    cfg.clip, cfg.kv_heads, model.model.layers, model.replicas, model.tp, "k_proj", "v_proj"
+# Together: - Data parallelism: sum all gradients over dp, too. clip_gradients stays right.
+#           - ZeRO: what tp replicates is a unit over dp and tp. Each rank of tp has all of its gradients: divide them
+#             by tp before the unit is reduced. Key heads that several ranks hold are a unit over dp and these ranks
+#             instead, undivided and without sum_replicas (see 08_4d/2d.py). Clip by ZeRO's, with all ranks as
+#             model.world.

@@ -10,10 +10,6 @@ is whole on each rank at the end of backward. No head is held by several ranks: 
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
 Lesson:   split, build_model, sum_replicas, forward, forward_backward, clip_gradients, save
-Plumbing: Config, check, evaluate
-Copy:     split, sum_replicas, clip_gradients, evaluate (call sum_replicas after backward; forward_backward shows where
-          loss_parallel stands)
-Needs:    cfg.clip, cfg.device, IGNORE, forward
 Run:      torchrun --nproc_per_node 4 04_tensor_sequence/torch_dtensor.py
 Source:   documentation of torch.distributed.tensor.parallel; Korthikanti et al. 2022, arXiv:2205.05198
 """
@@ -570,3 +566,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, check, evaluate
+# Copy:     split, sum_replicas, clip_gradients, evaluate (call sum_replicas after backward; forward_backward shows
+#           where loss_parallel stands)
+# Needs:    cfg.clip, cfg.device, IGNORE, forward

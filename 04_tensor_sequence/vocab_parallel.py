@@ -8,10 +8,6 @@ so that tp divides v, get logits of -inf, or they would count in the softmax. On
 
 Parent:   04_tensor_sequence/tensor_parallel.py
 Lesson:   VOCABULARY, SPLIT, Embedding, Loss, Model
-Plumbing: build_model, save
-Copy:     IGNORE, SPLIT, CopyToTP, ReduceFromTP, Embedding, Loss, placement, clip_gradients (Model shows
-          where CopyToTP and ReduceFromTP stand; pad both tables with zeros)
-Needs:    cfg.clip, cfg.dim, cfg.kv_heads, cfg.vocab, model.tp, "k_proj", "v_proj"
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/vocab_parallel.py
 Source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
@@ -643,3 +639,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: build_model, save
+# Copy:     IGNORE, SPLIT, CopyToTP, ReduceFromTP, Embedding, Loss, placement, clip_gradients (Model shows where
+#           CopyToTP and ReduceFromTP stand; pad both tables with zeros)
+# Needs:    cfg.clip, cfg.dim, cfg.kv_heads, cfg.vocab, model.tp, "k_proj", "v_proj"

@@ -15,10 +15,6 @@ forward and five in backward, one of them for the scores again.
 
 Parent:   01_single_gpu/train.py
 Lesson:   masked_scores, local_attention, local_attention_backward, merge, BlockwiseAttention, attention, Attention
-Plumbing: Config, check
-Copy:     masked_scores, local_attention, local_attention_backward, merge, BlockwiseAttention, attention (call attention
-          with rotated q and k)
-Mind:     attention has no padding mask, no dropout, and the scale k**-0.5: if your model has others, raise an error.
 Run:      python 05_context_ring/blockwise.py
 Source:   Liu and Abbeel 2023, Blockwise Parallel Transformer, arXiv:2305.19370
 """
@@ -602,3 +598,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, check
+# Copy:     masked_scores, local_attention, local_attention_backward, merge, BlockwiseAttention, attention (call
+#           attention with rotated q and k)
+# Mind:     attention has no padding mask, no dropout, and the scale k**-0.5: if your model has others, raise an error.

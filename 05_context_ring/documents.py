@@ -12,22 +12,6 @@ than a part, or fill whole sequences. In between, the ranks that hold the end of
 
 Parent:   05_context_ring/zigzag.py, 01_single_gpu/document_mask.py
 Lesson:   held, visible, local_attention, local_attention_backward, merge, RingAttention, attention
-Plumbing: Config, Attention.forward, Model.forward, forward, forward_backward, evaluate, check
-Copy:     shard, document_lengths, check_lengths, ring_exchange, held, visible, masked_scores, local_attention,
-          local_attention_backward, pack, unpack, merge, RingAttention, attention, backward_and_sum, evaluate
-Use:      1. Find the lengths in the targets of whole sequences, before the cut, by document_lengths, which takes every
-             ignored target for the first token of a document. If you ignore others, too, as in prompts, note the
-             lengths, a tensor on the CPU, where you pack the rows. Your forward passes them to all layers.
-          2. Cut inputs, targets and positions by shard, as forward_backward and Model.forward do. Targets are the next
-             tokens, shifted before the cut (transformers' labels are not shifted). Twice cp must divide the sequence.
-          3. Divide the loss by the valid tokens of the whole batch, counted before the cut.
-          4. Call attention with rotated q and k.
-          5. Call backward_and_sum for the last micro-batch of a step, loss.backward() for the others.
-Mind:     - attention has no padding mask, no dropout, and the scale k**-0.5: if your model has others, raise an error.
-          - Learned positions must start anew in each document.
-          - No gradients of gradients: with create_graph=True they are wrong, or an error.
-Together: With data parallelism, the group of backward_and_sum is all ranks of dp and cp.
-Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/documents.py
 Source:   Llama 3, arXiv:2407.21783, sections 3.2 and 3.3.2
 """
@@ -779,3 +763,25 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, Attention.forward, Model.forward, forward, forward_backward, evaluate, check
+# Copy:     shard, document_lengths, check_lengths, ring_exchange, held, visible, masked_scores, local_attention,
+#           local_attention_backward, pack, unpack, merge, RingAttention, attention, backward_and_sum, evaluate
+# Use:      1. Find the lengths in the targets of whole sequences, before the cut, by document_lengths, which takes
+#              every ignored target for the first token of a document. If you ignore others, too, as in prompts, note
+#              the lengths, a tensor on the CPU, where you pack the rows. Your forward passes them to all layers.
+#           2. Cut inputs, targets and positions by shard, as forward_backward and Model.forward do. Targets are the
+#              next tokens, shifted before the cut (transformers' labels are not shifted). Twice cp must divide the
+#              sequence.
+#           3. Divide the loss by the valid tokens of the whole batch, counted before the cut.
+#           4. Call attention with rotated q and k.
+#           5. Call backward_and_sum for the last micro-batch of a step, loss.backward() for the others.
+# Mind:     - attention has no padding mask, no dropout, and the scale k**-0.5: if your model has others, raise an
+#             error.
+#           - Learned positions must start anew in each document.
+#           - No gradients of gradients: with create_graph=True they are wrong, or an error.
+# Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
+# Together: With data parallelism, the group of backward_and_sum is all ranks of dp and cp.

@@ -10,20 +10,6 @@ counted from 0, ranks below i have only later keys, and idle. The last rank comp
 
 Parent:   05_context_ring/all_gather_kv.py
 Lesson:   ring_exchange, visible, sum_parts, RingAttention, attention
-Plumbing: main
-Copy:     shard, ring_exchange, visible, masked_scores, local_attention, local_attention_backward, pack, unpack, merge,
-          sum_parts, RingAttention, attention, backward_and_sum, evaluate
-Use:      1. Cut inputs, targets and positions by shard, as forward_backward and Model.forward do. Targets are the next
-             tokens, shifted before the cut (transformers' labels are not shifted). cp must divide the sequence.
-          2. Divide the loss by the valid tokens of the whole batch, counted before the cut.
-          3. Call attention with rotated q and k.
-          4. Call backward_and_sum for the last micro-batch of a step, loss.backward() for the others.
-Mind:     - attention has no padding mask, no dropout, and the scale k**-0.5: if your model has others, raise an error.
-          - No gradients of gradients: with create_graph=True they are wrong, or an error.
-Together: - Data parallelism: the group of backward_and_sum is all ranks of dp and cp.
-          - ZeRO: units are over dp and cp, and so is model.world for clip_gradients. Call loss.backward():
-            backward_and_sum would sum twice. Take this file's evaluate.
-Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/ring.py
 Source:   Liu et al. 2023, Ring Attention, arXiv:2310.01889
 """
@@ -733,3 +719,22 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: main
+# Copy:     shard, ring_exchange, visible, masked_scores, local_attention, local_attention_backward, pack, unpack,
+#           merge, sum_parts, RingAttention, attention, backward_and_sum, evaluate
+# Use:      1. Cut inputs, targets and positions by shard, as forward_backward and Model.forward do. Targets are the
+#              next tokens, shifted before the cut (transformers' labels are not shifted). cp must divide the sequence.
+#           2. Divide the loss by the valid tokens of the whole batch, counted before the cut.
+#           3. Call attention with rotated q and k.
+#           4. Call backward_and_sum for the last micro-batch of a step, loss.backward() for the others.
+# Mind:     - attention has no padding mask, no dropout, and the scale k**-0.5: if your model has others, raise an
+#             error.
+#           - No gradients of gradients: with create_graph=True they are wrong, or an error.
+# Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
+# Together: - Data parallelism: the group of backward_and_sum is all ranks of dp and cp.
+#           - ZeRO: units are over dp and cp, and so is model.world for clip_gradients. Call loss.backward():
+#             backward_and_sum would sum twice. Take this file's evaluate.

@@ -9,13 +9,6 @@ with shared key heads need --dtype bfloat16; on CPUs this file adds theirs.
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py, 05_context_ring/all_gather_kv.py
 Lesson:   ring_on_cpu, Model, build_model, forward, forward_backward
-Plumbing: Config, check, evaluate
-Copy:     backward_and_sum, evaluate
-Use:      1. Call set_rotate_method once, before the first step. The context reaches around forward and backward, as in
-             forward_backward. Targets are the next tokens, shifted before the context cuts them.
-          2. Call backward_and_sum once per step.
-Together: With data parallelism, the group of backward_and_sum is all ranks of dp and cp.
-Needs:    cfg.device, cfg.seq, model.cp, model.mesh, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/torch_context_parallel.py --dtype bfloat16
 Source:   documentation of torch.distributed.tensor.experimental.context_parallel
 """
@@ -573,3 +566,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, check, evaluate
+# Copy:     backward_and_sum, evaluate
+# Use:      1. Call set_rotate_method once, before the first step. The context reaches around forward and backward, as
+#              in forward_backward. Targets are the next tokens, shifted before the context cuts them.
+#           2. Call backward_and_sum once per step.
+# Needs:    cfg.device, cfg.seq, model.cp, model.mesh, IGNORE, forward
+# Together: With data parallelism, the group of backward_and_sum is all ranks of dp and cp.

@@ -9,20 +9,6 @@ sends as many of both, and in the ring once more as many, the fp32 gradients of 
 
 Parent:   05_context_ring/zigzag.py, 05_context_ring/ulysses.py
 Lesson:   Mesh, shard, attention
-Plumbing: Config, Attention.__init__, Block.__init__, Model.__init__, build_model, forward_backward, check, evaluate
-Copy:     Mesh, shard, AllToAll, to_heads, to_tokens, ring_exchange, visible, masked_scores, local_attention,
-          local_attention_backward, pack, unpack, merge, sum_parts, RingAttention, attention, backward_and_sum, evaluate
-Use:      1. Cut inputs, targets and positions by shard, as forward_backward and Model.forward do. Targets are the next
-             tokens, shifted before the cut (transformers' labels are not shifted). The number of ranks
-             must divide the sequence, and twice that of a ring.
-          2. Divide the loss by the valid tokens of the whole batch, counted before the cut.
-          3. Make Mesh as build_model does. Call attention with rotated q and k.
-          4. Call backward_and_sum for the last micro-batch of a step, loss.backward() for the others.
-             Its group is cp.whole.
-Mind:     - attention has no padding mask, no dropout, and the scale k**-0.5: if your model has others, raise an error.
-          - No gradients of gradients: with create_graph=True they are wrong, or an error.
-Together: With data parallelism, the group of backward_and_sum is all ranks of dp and cp.
-Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/usp.py
 Source:   Fang and Zhao 2024, USP, arXiv:2405.07719
 """
@@ -796,3 +782,23 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, Attention.__init__, Block.__init__, Model.__init__, build_model, forward_backward, check, evaluate
+# Copy:     Mesh, shard, AllToAll, to_heads, to_tokens, ring_exchange, visible, masked_scores, local_attention,
+#           local_attention_backward, pack, unpack, merge, sum_parts, RingAttention, attention, backward_and_sum,
+#           evaluate
+# Use:      1. Cut inputs, targets and positions by shard, as forward_backward and Model.forward do. Targets are the
+#              next tokens, shifted before the cut (transformers' labels are not shifted). The number of ranks must
+#              divide the sequence, and twice that of a ring.
+#           2. Divide the loss by the valid tokens of the whole batch, counted before the cut.
+#           3. Make Mesh as build_model does. Call attention with rotated q and k.
+#           4. Call backward_and_sum for the last micro-batch of a step, loss.backward() for the others. Its group is
+#              cp.whole.
+# Mind:     - attention has no padding mask, no dropout, and the scale k**-0.5: if your model has others, raise an
+#             error.
+#           - No gradients of gradients: with create_graph=True they are wrong, or an error.
+# Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
+# Together: With data parallelism, the group of backward_and_sum is all ranks of dp and cp.

@@ -7,20 +7,6 @@ one in every step. No rank idles. It sends the bytes of ring.py.
 
 Parent:   05_context_ring/ring.py
 Lesson:   shard, visible
-Plumbing: check
-Copy:     shard, ring_exchange, visible, masked_scores, local_attention, local_attention_backward, pack, unpack, merge,
-          sum_parts, RingAttention, attention, backward_and_sum, evaluate
-Use:      1. Cut inputs, targets and positions by shard, as forward_backward and Model.forward do. Targets are the next
-             tokens, shifted before the cut (transformers' labels are not shifted). Twice cp must divide the sequence.
-          2. Divide the loss by the valid tokens of the whole batch, counted before the cut.
-          3. Call attention with rotated q and k.
-          4. Call backward_and_sum for the last micro-batch of a step, loss.backward() for the others.
-Mind:     - attention has no padding mask, no dropout, and the scale k**-0.5: if your model has others, raise an error.
-          - No gradients of gradients: with create_graph=True they are wrong, or an error.
-Together: - Data parallelism: the group of backward_and_sum is all ranks of dp and cp.
-          - ZeRO: units are over dp and cp, and so is model.world for clip_gradients. Call loss.backward():
-            backward_and_sum would sum twice. Take this file's evaluate.
-Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 05_context_ring/zigzag.py
 Source:   Ultra-Scale Playbook, "Zig-Zag Ring Attention"; zhuzilin/ring-flash-attention, issue 2
 """
@@ -735,3 +721,23 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: check
+# Copy:     shard, ring_exchange, visible, masked_scores, local_attention, local_attention_backward, pack, unpack,
+#           merge, sum_parts, RingAttention, attention, backward_and_sum, evaluate
+# Use:      1. Cut inputs, targets and positions by shard, as forward_backward and Model.forward do. Targets are the
+#              next tokens, shifted before the cut (transformers' labels are not shifted). Twice cp must divide the
+#              sequence.
+#           2. Divide the loss by the valid tokens of the whole batch, counted before the cut.
+#           3. Call attention with rotated q and k.
+#           4. Call backward_and_sum for the last micro-batch of a step, loss.backward() for the others.
+# Mind:     - attention has no padding mask, no dropout, and the scale k**-0.5: if your model has others, raise an
+#             error.
+#           - No gradients of gradients: with create_graph=True they are wrong, or an error.
+# Needs:    cfg.device, cfg.seq, model.cp, IGNORE, forward
+# Together: - Data parallelism: the group of backward_and_sum is all ranks of dp and cp.
+#           - ZeRO: units are over dp and cp, and so is model.world for clip_gradients. Call loss.backward():
+#             backward_and_sum would sum twice. Take this file's evaluate.

@@ -6,19 +6,6 @@ and a larger m makes this smaller.
 
 Parent:   06_pipeline/afab.py
 Lesson:   schedule
-Copy:     connect, receive, send, wait_for_send, schedule, run_schedule, clip_gradients, evaluate
-Use:      1. Give the model the attributes pp, stage, stages and links, connected as in build_model. Write
-             forward(cfg, model, x, targets) as here. What it returns is contiguous.
-          2. Call run_schedule as forward_backward does (tensor_split: chunk may return fewer parts); in a validation
-             loop, under torch.no_grad() with a list of forwards.
-Mind:     - cfg.dtype is that of the residual stream: under autocast, "float32" for models of transformers.
-          - If embedding and head are one tensor, see tied_embeddings.py.
-Together: - Data parallelism: after the schedule sum all gradients over dp; flatten of 02_data_parallel/bucketed.py
-            makes buckets of them. Each replica runs its part of the batch, and tokens counts all of it. clip_gradients
-            stays right.
-          - ZeRO: see 03_zero/zero1_overlap.py. This clip_gradients would find no gradients. Take this file's evaluate.
-Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.links, model.pp, model.stage, model.stages,
-          IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/1f1b.py
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, figure 4
 """
@@ -656,3 +643,21 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     connect, receive, send, wait_for_send, schedule, run_schedule, clip_gradients, evaluate
+# Use:      1. Give the model the attributes pp, stage, stages and links, connected as in build_model. Write
+#              forward(cfg, model, x, targets) as here. What it returns is contiguous.
+#           2. Call run_schedule as forward_backward does (tensor_split: chunk may return fewer parts); in a validation
+#              loop, under torch.no_grad() with a list of forwards.
+# Mind:     - cfg.dtype is that of the residual stream: under autocast, "float32" for models of transformers.
+#           - If embedding and head are one tensor, see tied_embeddings.py.
+# Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.links, model.pp, model.stage,
+#           model.stages, IGNORE, forward
+# Together: - Data parallelism: after the schedule sum all gradients over dp; flatten of 02_data_parallel/bucketed.py
+#             makes buckets of them. Each replica runs its part of the batch, and tokens counts all of it.
+#             clip_gradients stays right.
+#           - ZeRO: see 03_zero/zero1_overlap.py. This clip_gradients would find no gradients. Take this file's
+#             evaluate.

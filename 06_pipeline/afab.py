@@ -6,17 +6,6 @@ when backward starts. Each micro-batch sends b/m·s·d elements over every bound
 
 Parent:   06_pipeline/naive.py, 01_single_gpu/gradient_accumulation.py
 Lesson:   connect, receive, send, wait_for_send, schedule, run_schedule, forward_backward
-Plumbing: Model.__init__, build_model, check, evaluate
-Copy:     connect, receive, send, wait_for_send, schedule, run_schedule, clip_gradients, evaluate
-Use:      1. Give the model the attributes pp, stage, stages and links, connected as in build_model. Write
-             forward(cfg, model, x, targets) as here. What it returns is contiguous.
-          2. Call run_schedule as forward_backward does (tensor_split: chunk may return fewer parts); in a validation
-             loop, under torch.no_grad() with a list of forwards.
-Mind:     - cfg.dtype is that of the residual stream: under autocast, "float32" for models of transformers.
-          - If embedding and head are one tensor, see tied_embeddings.py.
-Together: as 1f1b.py says.
-Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.links, model.pp, model.stage, model.stages,
-          IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/afab.py
 Source:   Huang et al. 2018, GPipe, arXiv:1811.06965
 """
@@ -652,3 +641,18 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Model.__init__, build_model, check, evaluate
+# Copy:     connect, receive, send, wait_for_send, schedule, run_schedule, clip_gradients, evaluate
+# Use:      1. Give the model the attributes pp, stage, stages and links, connected as in build_model. Write
+#              forward(cfg, model, x, targets) as here. What it returns is contiguous.
+#           2. Call run_schedule as forward_backward does (tensor_split: chunk may return fewer parts); in a validation
+#              loop, under torch.no_grad() with a list of forwards.
+# Mind:     - cfg.dtype is that of the residual stream: under autocast, "float32" for models of transformers.
+#           - If embedding and head are one tensor, see tied_embeddings.py.
+# Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.links, model.pp, model.stage,
+#           model.stages, IGNORE, forward
+# Together: as 1f1b.py says.

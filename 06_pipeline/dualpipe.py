@@ -9,12 +9,6 @@ matmuls of the other. Here they run one after the other.
 
 Parent:   06_pipeline/zbv.py
 Lesson:   Model, schedule, sum_replicas, forward_backward, clip_gradients
-Plumbing: Config, build_model, save, check
-Copy:     InputGradient, Linear, connect, receive, send, wait_for_send, prepare_linears, backward_input,
-          backward_weights, schedule, run_schedule, sum_replicas, clip_gradients, evaluate (use Linear for every
-          nn.Linear, and give the model the attribute mirror, as build_model does; otherwise as interleaved.py says)
-Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.chunks, model.links, model.mirror,
-          model.path, model.pp, model.stage, model.stages, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/dualpipe.py
 Source:   DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437, figure 5; the order is that of deepseek-ai/DualPipe
 """
@@ -810,3 +804,13 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, build_model, save, check
+# Copy:     InputGradient, Linear, connect, receive, send, wait_for_send, prepare_linears, backward_input,
+#           backward_weights, schedule, run_schedule, sum_replicas, clip_gradients, evaluate (use Linear for every
+#           nn.Linear, and give the model the attribute mirror, as build_model does; otherwise as interleaved.py says)
+# Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.chunks, model.links, model.mirror,
+#           model.path, model.pp, model.stage, model.stages, IGNORE, forward

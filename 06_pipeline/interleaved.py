@@ -8,15 +8,6 @@ other forever, so m must be a multiple of p. With one chunk this is 1F1B.
 
 Parent:   06_pipeline/1f1b.py
 Lesson:   receive, send, Stage, Model, schedule, run_schedule
-Plumbing: Config, build_model, forward_backward, evaluate, save, check
-Copy:     connect, receive, send, wait_for_send, schedule, run_schedule, clip_gradients, evaluate
-Use:      as 1f1b.py says, but:
-          1. Give the model the attributes pp and chunks, an nn.ModuleList of stages with the attributes that Stage has,
-             connected as in build_model.
-          2. Write forward(cfg, stage, x, targets), with a stage in place of the model.
-Together: as 1f1b.py says. 08_4d/3d.py is this file with ZeRO and tensor parallelism.
-Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.chunks, model.links, model.path,
-          model.pp, model.stage, model.stages, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/interleaved.py
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 2.2 and figure 4
 """
@@ -696,3 +687,16 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, build_model, forward_backward, evaluate, save, check
+# Copy:     connect, receive, send, wait_for_send, schedule, run_schedule, clip_gradients, evaluate
+# Use:      as 1f1b.py says, but:
+#           1. Give the model the attributes pp and chunks, an nn.ModuleList of stages with the attributes that Stage
+#              has, connected as in build_model.
+#           2. Write forward(cfg, stage, x, targets), with a stage in place of the model.
+# Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.chunks, model.links,
+#           model.path, model.pp, model.stage, model.stages, IGNORE, forward
+# Together: as 1f1b.py says. 08_4d/3d.py is this file with ZeRO and tensor parallelism.

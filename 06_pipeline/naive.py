@@ -6,11 +6,6 @@ bytes per parameter of the model, and its activations of the whole batch.
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
 Lesson:   split_layers, Model, receive, send, forward, forward_backward
-Plumbing: build_model, clip_gradients, save, check, evaluate
-Copy:     receive, send, clip_gradients, evaluate (forward_backward calls receive and send. If embedding and head are
-          one tensor, see tied_embeddings.py)
-Mind:     cfg.dtype is that of the residual stream: under autocast, "float32" for models of transformers.
-Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, model.pp, model.stage, model.stages, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/naive.py
 Source:   Huang et al. 2018, GPipe, arXiv:1811.06965, figure 2b
 """
@@ -581,3 +576,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: build_model, clip_gradients, save, check, evaluate
+# Copy:     receive, send, clip_gradients, evaluate (forward_backward calls receive and send. If embedding and head are
+#           one tensor, see tied_embeddings.py)
+# Mind:     cfg.dtype is that of the residual stream: under autocast, "float32" for models of transformers.
+# Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, model.pp, model.stage, model.stages, IGNORE, forward

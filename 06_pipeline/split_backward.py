@@ -8,18 +8,6 @@ of all layers of a stage, from B to W.
 
 Parent:   06_pipeline/1f1b.py
 Lesson:   InputGradient, Linear, schedule, prepare_linears, backward_input, backward_weights, run_schedule
-Plumbing: Attention.__init__, MLP.__init__, Model.__init__
-Copy:     InputGradient, Linear, prepare_linears, backward_input, backward_weights, schedule, run_schedule,
-          clip_gradients, evaluate
-Use:      as 1f1b.py says, and:
-          1. Use Linear for every nn.Linear. It has no bias: add one after it. Code that initialises or decays by the
-             type nn.Linear does not find it. A weight that is used twice in a forward has two Linears that share it.
-          2. Cut the batch into micro-batches of one size.
-Mind:     cfg.dtype is that of matmuls and residual stream. Under autocast, models of transformers have a stream in
-          float32: cast what the embedding returns.
-Together: as 1f1b.py says. Gradients arrive in .grad without the hooks of DDP or FSDP.
-Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.pp, model.stage, model.stages, IGNORE,
-          receive, send, wait_for_send, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/split_backward.py
 Source:   Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, figure 1
 """
@@ -748,3 +736,19 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Attention.__init__, MLP.__init__, Model.__init__
+# Copy:     InputGradient, Linear, prepare_linears, backward_input, backward_weights, schedule, run_schedule,
+#           clip_gradients, evaluate
+# Use:      as 1f1b.py says, and:
+#           1. Use Linear for every nn.Linear. It has no bias: add one after it. Code that initialises or decays by the
+#              type nn.Linear does not find it. A weight that is used twice in a forward has two Linears that share it.
+#           2. Cut the batch into micro-batches of one size.
+# Mind:     cfg.dtype is that of matmuls and residual stream. Under autocast, models of transformers have a stream in
+#           float32: cast what the embedding returns.
+# Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.pp, model.stage, model.stages, IGNORE,
+#           receive, send, wait_for_send, forward
+# Together: as 1f1b.py says. Gradients arrive in .grad without the hooks of DDP or FSDP.

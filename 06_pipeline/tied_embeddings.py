@@ -8,15 +8,6 @@ own.
 
 Parent:   06_pipeline/1f1b.py, 01_single_gpu/tied_embeddings.py
 Lesson:   Model, sum_tied, is_copy, forward_backward, clip_gradients
-Plumbing: build_model, save
-Copy:     sum_tied, is_copy, clip_gradients
-Use:      beside what 1f1b.py says, whose clip_gradients this one replaces:
-          1. Give the last stage the matrix, too, with the same numbers. Set model.ends as build_model does.
-          2. Call sum_tied once per step, after the last schedule and before the clip.
-          3. Leave is_copy's parameter out of what you save.
-Together: With ZeRO, the matrix is a unit of its own on both stages. After the reduces, sum its .grad over model.ends in
-          place of sum_tied. Leave the last stage's out of the norm, but scale it by the same factor.
-Needs:    cfg.clip, cfg.device, model.ends, model.model.embed_tokens, model.pp, model.stage, model.stages
 Run:      torchrun --nproc_per_node 8 06_pipeline/tied_embeddings.py
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473
 """
@@ -674,3 +665,16 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: build_model, save
+# Copy:     sum_tied, is_copy, clip_gradients
+# Use:      beside what 1f1b.py says, whose clip_gradients this one replaces:
+#           1. Give the last stage the matrix, too, with the same numbers. Set model.ends as build_model does.
+#           2. Call sum_tied once per step, after the last schedule and before the clip.
+#           3. Leave is_copy's parameter out of what you save.
+# Needs:    cfg.clip, cfg.device, model.ends, model.model.embed_tokens, model.pp, model.stage, model.stages
+# Together: With ZeRO, the matrix is a unit of its own on both stages. After the reduces, sum its .grad over model.ends
+#           in place of sum_tied. Leave the last stage's out of the norm, but scale it by the same factor.

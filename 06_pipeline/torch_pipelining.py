@@ -7,16 +7,6 @@ backward it walks the autograd graph in Python for every micro-batch, which comp
 
 Parent:   06_pipeline/1f1b.py
 Lesson:   ONE, LOOP, V, SPLIT, stages_of, Model, Stage, build_schedule, run_schedule, forward_backward
-Plumbing: Config, build_model, check, evaluate
-Copy:     ONE, build_schedule, run_schedule, clip_gradients, evaluate
-Use:      1. Stage(cfg, model, layers) is your own module of a stage. Autocast belongs in its forward, which the library
-             calls. model.loss sums, model.tokens is an int64 tensor on the CPU.
-          2. Call run_schedule as forward_backward does; in a validation loop, under torch.no_grad(), with a schedule of
-             its own and equal micro-batches. Once per step: it divides by the valid tokens of its own batch.
-Mind:     Where all of the first stage is frozen, call requires_grad_() on what it embeds: else schedules with a split
-          backward leave out weights of the second.
-Needs:    cfg.clip, cfg.device, cfg.dtype, cfg.microbatches, cfg.schedule, model.loss, model.mine, model.pp,
-          model.split, model.tokens, IGNORE, Stage
 Run:      torchrun --nproc_per_node 8 06_pipeline/torch_pipelining.py
 Source:   documentation of torch.distributed.pipelining
 """
@@ -618,3 +608,17 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, build_model, check, evaluate
+# Copy:     ONE, build_schedule, run_schedule, clip_gradients, evaluate
+# Use:      1. Stage(cfg, model, layers) is your own module of a stage. Autocast belongs in its forward, which the
+#              library calls. model.loss sums, model.tokens is an int64 tensor on the CPU.
+#           2. Call run_schedule as forward_backward does; in a validation loop, under torch.no_grad(), with a schedule
+#              of its own and equal micro-batches. Once per step: it divides by the valid tokens of its own batch.
+# Mind:     Where all of the first stage is frozen, call requires_grad_() on what it embeds: else schedules with a split
+#           backward leave out weights of the second.
+# Needs:    cfg.clip, cfg.device, cfg.dtype, cfg.microbatches, cfg.schedule, model.loss, model.mine, model.pp,
+#           model.split, model.tokens, IGNORE, Stage

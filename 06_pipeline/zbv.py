@@ -8,13 +8,6 @@ it is the order for 2p-1, and the missing ones leave gaps.
 
 Parent:   06_pipeline/zero_bubble.py, 06_pipeline/interleaved.py
 Lesson:   schedule, build_model, run_schedule
-Plumbing: Config, check, forward_backward, evaluate, Stage.__init__
-Copy:     InputGradient, Linear, connect, receive, send, wait_for_send, prepare_linears, backward_input,
-          backward_weights, schedule, run_schedule, clip_gradients, evaluate (use Linear for every nn.Linear; otherwise
-          as interleaved.py says)
-Together: as 1f1b.py says.
-Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.chunks, model.links, model.path, model.pp,
-          model.stage, model.stages, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/zbv.py
 Source:   Qi et al. 2023, arXiv:2401.10241, section 6; the order is that of torch's ScheduleZBVZeroBubble
 """
@@ -779,3 +772,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, check, forward_backward, evaluate, Stage.__init__
+# Copy:     InputGradient, Linear, connect, receive, send, wait_for_send, prepare_linears, backward_input,
+#           backward_weights, schedule, run_schedule, clip_gradients, evaluate (use Linear for every nn.Linear;
+#           otherwise as interleaved.py says)
+# Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.chunks, model.links, model.path, model.pp,
+#           model.stage, model.stages, IGNORE, forward
+# Together: as 1f1b.py says.

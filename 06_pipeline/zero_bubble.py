@@ -8,11 +8,6 @@ have been clipped. Not done here.)
 
 Parent:   06_pipeline/split_backward.py
 Lesson:   schedule
-Copy:     InputGradient, Linear, prepare_linears, backward_input, backward_weights, schedule, run_schedule,
-          clip_gradients, evaluate (as split_backward.py says)
-Together: as 1f1b.py says.
-Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.pp, model.stage, model.stages, IGNORE,
-          receive, send, wait_for_send, forward
 Run:      torchrun --nproc_per_node 8 06_pipeline/zero_bubble.py
 Source:   Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, figure 3
 """
@@ -744,3 +739,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     InputGradient, Linear, prepare_linears, backward_input, backward_weights, schedule, run_schedule,
+#           clip_gradients, evaluate (as split_backward.py says)
+# Needs:    cfg.clip, cfg.device, cfg.dim, cfg.dtype, cfg.microbatches, model.pp, model.stage, model.stages, IGNORE,
+#           receive, send, wait_for_send, forward
+# Together: as 1f1b.py says.

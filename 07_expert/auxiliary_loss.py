@@ -13,9 +13,6 @@ tokens are. With m micro-batches each has a mean of its own: inject 1/m. The log
 
 Parent:   07_expert/expert_parallel.py
 Lesson:   Config, AddLoss, shares_of_rows, Router.forward, auxiliary_loss, MLP
-Plumbing: Block.__init__, Model.__init__, check
-Copy:     AddLoss, shares_of_rows, auxiliary_loss (call them as MLP.forward does; the gradient 1 that AddLoss injects
-          becomes 1/m with m micro-batches, and is multiplied by the scale of a loss scaler)
 Run:      torchrun --nproc_per_node 8 07_expert/auxiliary_loss.py
 Source:   Fedus et al. 2021, Switch, arXiv:2101.03961, section 2.2; Zoph et al. 2022, ST-MoE, arXiv:2202.08906 (z-loss)
 """
@@ -814,3 +811,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Block.__init__, Model.__init__, check
+# Copy:     AddLoss, shares_of_rows, auxiliary_loss (call them as MLP.forward does; the gradient 1 that AddLoss injects
+#           becomes 1/m with m micro-batches, and is multiplied by the scale of a loss scaler)

@@ -10,12 +10,6 @@ moved by a rank's own counts would differ from rank to rank.
 
 Parent:   07_expert/expert_parallel.py, 01_single_gpu/gradient_accumulation.py
 Lesson:   Config, Router, move_biases, train_step
-Plumbing: forward_backward, save, check, evaluate
-Copy:     Router, count_rows, move_biases
-Use:      After each optimizer step call move_biases with what count_rows returns.
-Mind:     - A state_dict leaves the biases out: save each block.mlp.gate.bias beside it.
-          - DDP would overwrite the counts: broadcast_buffers=False.
-Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.top_k, model.dp, model.model.layers
 Run:      torchrun --nproc_per_node 8 07_expert/bias_balancing.py
 Source:   Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, section 2.1.2
 """
@@ -799,3 +793,13 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: forward_backward, save, check, evaluate
+# Copy:     Router, count_rows, move_biases
+# Use:      After each optimizer step call move_biases with what count_rows returns.
+# Mind:     - A state_dict leaves the biases out: save each block.mlp.gate.bias beside it.
+#           - DDP would overwrite the counts: broadcast_buffers=False.
+# Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.top_k, model.dp, model.model.layers

@@ -13,12 +13,6 @@ were.
 Parent:   07_expert/expert_parallel.py
 Lesson:   Config, AllToAll, dispatch, combine, assign_slots, Permute, Unpermute, Experts.forward, MLP,
           count_rows, busiest
-Plumbing: train_step, evaluate, log, save, train
-Copy:     AllToAll, dispatch, combine, Router, sort_by_expert, assign_slots, Permute, Unpermute, Experts, MLP,
-          clip_gradients, evaluate
-Use:      as expert_parallel.py says. All ranks must have equally many tokens, in a validation, too.
-Needs:    cfg.capacity, cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp,
-          ".experts.", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 07_expert/capacity.py
 Source:   Lepikhin et al. 2020, GShard, arXiv:2006.16668; Fedus et al. 2021, Switch, arXiv:2101.03961
 """
@@ -757,3 +751,13 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: train_step, evaluate, log, save, train
+# Copy:     AllToAll, dispatch, combine, Router, sort_by_expert, assign_slots, Permute, Unpermute, Experts, MLP,
+#           clip_gradients, evaluate
+# Use:      as expert_parallel.py says. All ranks must have equally many tokens, in a validation, too.
+# Needs:    cfg.capacity, cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp,
+#           ".experts.", IGNORE, forward

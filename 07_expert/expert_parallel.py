@@ -11,21 +11,6 @@ that hold a copy, and nothing is divided. Memory: 1/ep of the experts.
 Parent:   07_expert/moe.py, 02_data_parallel/naive.py
 Lesson:   Config, AllToAll, Route, dispatch, combine, Experts.__init__, MLP, build_model, forward_backward,
           clip_gradients, count_rows
-Plumbing: Block, Model, published, save, log, check, evaluate, main
-Copy:     AllToAll, Route, dispatch, combine, Router, sort_by_expert, Permute, Unpermute, grouped_matmul, one_by_one,
-          Experts, MLP, clip_gradients, evaluate
-Use:      1. Put MLP in place of a block's MLP. build_model makes the groups: dp has all ranks, ep those that share the
-             experts out, edp those that hold the same.
-          2. Draw other experts on every rank of ep, the same on those of edp, and all else alike on all ranks. MLP
-             draws this rank's experts alone, and later layers would depend on ep: fill all weights at the end.
-          3. Divide the loss by the valid tokens of the whole batch. After the last backward sum an expert's gradient
-             over edp, all others over dp; a parameter without a gradient gets zeros. Nothing else is divided.
-          4. Then call clip_gradients, which counts each expert once.
-Mind:     ".experts." stands in the names of experts' weights alone, not in that of a router.
-Together: With ZeRO, units of experts are over edp, all others over dp; nothing else sums gradients. Clip by
-          clip_gradients of ZeRO: model.world is all ranks, of which one owns each element.
-Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, ".experts.", IGNORE,
-          forward
 Run:      torchrun --nproc_per_node 8 07_expert/expert_parallel.py
 Source:   Lepikhin et al. 2020, GShard, arXiv:2006.16668; Fedus et al. 2021, Switch, arXiv:2101.03961
 """
@@ -787,3 +772,22 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Block, Model, published, save, log, check, evaluate, main
+# Copy:     AllToAll, Route, dispatch, combine, Router, sort_by_expert, Permute, Unpermute, grouped_matmul, one_by_one,
+#           Experts, MLP, clip_gradients, evaluate
+# Use:      1. Put MLP in place of a block's MLP. build_model makes the groups: dp has all ranks, ep those that share
+#              the experts out, edp those that hold the same.
+#           2. Draw other experts on every rank of ep, the same on those of edp, and all else alike on all ranks. MLP
+#              draws this rank's experts alone, and later layers would depend on ep: fill all weights at the end.
+#           3. Divide the loss by the valid tokens of the whole batch. After the last backward sum an expert's gradient
+#              over edp, all others over dp; a parameter without a gradient gets zeros. Nothing else is divided.
+#           4. Then call clip_gradients, which counts each expert once.
+# Mind:     ".experts." stands in the names of experts' weights alone, not in that of a router.
+# Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, ".experts.", IGNORE,
+#           forward
+# Together: With ZeRO, units of experts are over edp, all others over dp; nothing else sums gradients. Clip by
+#           clip_gradients of ZeRO: model.world is all ranks, of which one owns each element.

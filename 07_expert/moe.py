@@ -9,11 +9,6 @@ top_k of them. The log shows the busiest expert's rows over the mean: nothing he
 Parent:   01_single_gpu/train.py
 Lesson:   PRESETS, Config, Router, sort_by_expert, Permute, Unpermute, grouped_matmul, one_by_one, Experts, MLP,
           count_rows, busiest
-Plumbing: Model, tensor_shapes, published, build_model, train_step, flops_per_token, log, save, train,
-          check_config, check
-Copy:     Router, sort_by_expert, Permute, Unpermute, grouped_matmul, one_by_one, Experts, MLP (in place of a block's
-          MLP)
-Needs:    cfg.dim, cfg.experts, cfg.ffn, cfg.top_k
 Run:      python 07_expert/moe.py
 Source:   Shazeer et al. 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088; grouped matmul: MegaBlocks, arXiv:2211.15841
 """
@@ -649,3 +644,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Model, tensor_shapes, published, build_model, train_step, flops_per_token, log, save, train, check_config,
+#           check
+# Copy:     Router, sort_by_expert, Permute, Unpermute, grouped_matmul, one_by_one, Experts, MLP (in place of a block's
+#           MLP)
+# Needs:    cfg.dim, cfg.experts, cfg.ffn, cfg.top_k

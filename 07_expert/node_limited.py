@@ -12,17 +12,6 @@ one per expert: with DeepSeek-V3's 8 experts, 8 nodes and 4 groups 7 on average,
 
 Parent:   07_expert/bias_balancing.py
 Lesson:   Config, cross, cross_back, Router, drop_absent, Unpermute, SharedExpert, MLP
-Plumbing: Block.__init__, Model, Model.__init__, tensor_shapes, full_tensor, published, build_model, flops_per_token,
-          save, check_config, check
-Copy:     AllToAll, Route, dispatch, combine, cross, cross_back, Router, sort_by_expert, drop_absent, Permute,
-          Unpermute, SharedExpert, MLP, count_rows, move_biases
-Use:      1. build_model makes the groups. Experts may be yours: Experts(cfg, ep), called with rows, gates [n, 1] and
-             ends; without rows they still return something computed from them. Draw other experts on every rank of ep,
-             the same on those of edp, and all else alike on all ranks.
-          2. Sum an expert's gradient over edp, all others over dp; if you average, divide both by dp's size.
-          3. After each optimizer step call move_biases with what count_rows returns; it wants fp32 biases.
-Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.ffn, cfg.gate_scale, cfg.groups, cfg.shared, cfg.top_groups,
-          cfg.top_k, model.dp, model.model.layers, Experts
 Run:      torchrun --nproc_per_node 8 07_expert/node_limited.py --nodes 2
 Source:   DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 3.2.2, and its published code (groups, gate_scale);
           Wang et al. 2024, arXiv:2408.15664
@@ -911,3 +900,18 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Block.__init__, Model, Model.__init__, tensor_shapes, full_tensor, published, build_model, flops_per_token,
+#           save, check_config, check
+# Copy:     AllToAll, Route, dispatch, combine, cross, cross_back, Router, sort_by_expert, drop_absent, Permute,
+#           Unpermute, SharedExpert, MLP, count_rows, move_biases
+# Use:      1. build_model makes the groups. Experts may be yours: Experts(cfg, ep), called with rows, gates [n, 1] and
+#              ends; without rows they still return something computed from them. Draw other experts on every rank of
+#              ep, the same on those of edp, and all else alike on all ranks.
+#           2. Sum an expert's gradient over edp, all others over dp; if you average, divide both by dp's size.
+#           3. After each optimizer step call move_biases with what count_rows returns; it wants fp32 biases.
+# Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.ffn, cfg.gate_scale, cfg.groups, cfg.shared, cfg.top_groups,
+#           cfg.top_k, model.dp, model.model.layers, Experts

@@ -12,12 +12,6 @@ the gradients of an expert by the two halves are added, in bfloat16 under autoca
 Parent:   07_expert/expert_parallel.py
 Lesson:   Transfer, Start, Finish, Route, dispatch, arrive, combine, returned, Experts.forward, Collect, MLP,
           Block, Model.forward, collect
-Plumbing: build_model
-Copy:     Transfer, Start, Finish, Route, dispatch, arrive, combine, returned, Router, sort_by_expert, Permute,
-          Unpermute, grouped_matmul, one_by_one, Experts, Collect, MLP, Block, collect, clip_gradients, evaluate
-          (Model.forward shows the turns; which ranks sum which gradients is as in expert_parallel.py)
-Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, ".experts.", IGNORE,
-          RMSNorm, Attention, forward
 Run:      torchrun --nproc_per_node 8 07_expert/overlap.py
 Source:   DeepSeek-V3, arXiv:2412.19437, section 3.4.1 (two micro-batches, in inference)
 """
@@ -856,3 +850,13 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: build_model
+# Copy:     Transfer, Start, Finish, Route, dispatch, arrive, combine, returned, Router, sort_by_expert, Permute,
+#           Unpermute, grouped_matmul, one_by_one, Experts, Collect, MLP, Block, collect, clip_gradients, evaluate
+#           (Model.forward shows the turns; which ranks sum which gradients is as in expert_parallel.py)
+# Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, ".experts.", IGNORE,
+#           RMSNorm, Attention, forward

@@ -13,13 +13,6 @@ Memory: activations of slots·t·top_k rows, and copies of so many rows while th
 
 Parent:   07_expert/expert_parallel.py, 07_expert/capacity.py
 Lesson:   Config, Memory, Route, exchange, places, dispatch, combine, one_by_one, MLP, overflow, grow, train_step, train
-Plumbing: Block.__init__, Model.__init__, evaluate, check
-Copy:     AllToAll, Memory, Route, exchange, places, dispatch, combine, Router, sort_by_expert, Permute, Unpermute,
-          grouped_matmul, one_by_one, Experts, MLP, clip_gradients, overflow, grow, evaluate (the optimizer must be
-          AdamW with fused=True, which leaves out a step that has to be repeated; Model.__init__ shows how to make
-          Memory, train_step and train how to repeat a step)
-Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, model.ep, model.memory,
-          ".experts.", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 07_expert/slots.py
 Source:   Lepikhin et al. 2020, GShard, arXiv:2006.16668 (static shapes); torch.amp.GradScaler (skipped steps)
 """
@@ -840,3 +833,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Block.__init__, Model.__init__, evaluate, check
+# Copy:     AllToAll, Memory, Route, exchange, places, dispatch, combine, Router, sort_by_expert, Permute, Unpermute,
+#           grouped_matmul, one_by_one, Experts, MLP, clip_gradients, overflow, grow, evaluate (the optimizer must be
+#           AdamW with fused=True, which leaves out a step that has to be repeated; Model.__init__ shows how to make
+#           Memory, train_step and train how to repeat a step)
+# Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, model.ep, model.memory,
+#           ".experts.", IGNORE, forward

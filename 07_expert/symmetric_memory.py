@@ -14,13 +14,6 @@ be on one host.
 Parent:   07_expert/slots.py, 02_data_parallel/copy_engines.py
 Lesson:   Shared, Memory, allocate, push_kernel, push, Route, places, send, bring_back, ToExperts, ToTokens, dispatch,
           combine
-Plumbing: check
-Copy:     Router, sort_by_expert, share, Shared, Memory, allocate, push_kernel, push, Route, places, send, bring_back,
-          ToExperts, ToTokens, dispatch, combine, grouped_matmul, one_by_one, Experts, MLP, clip_gradients, overflow,
-          grow, evaluate (the optimizer must be AdamW with fused=True, which leaves out a step that has to be repeated;
-          Model.__init__ shows how to make Memory, train_step and train how to repeat a step)
-Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, model.ep, model.memory,
-          ".experts.", IGNORE, forward
 Run:      torchrun --nproc_per_node 8 07_expert/symmetric_memory.py
 Source:   DeepEP, github.com/deepseek-ai/DeepEP; torch.distributed._symmetric_memory
 """
@@ -954,3 +947,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: check
+# Copy:     Router, sort_by_expert, share, Shared, Memory, allocate, push_kernel, push, Route, places, send, bring_back,
+#           ToExperts, ToTokens, dispatch, combine, grouped_matmul, one_by_one, Experts, MLP, clip_gradients, overflow,
+#           grow, evaluate (the optimizer must be AdamW with fused=True, which leaves out a step that has to be
+#           repeated; Model.__init__ shows how to make Memory, train_step and train how to repeat a step)
+# Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, model.ep, model.memory,
+#           ".experts.", IGNORE, forward

@@ -16,14 +16,6 @@ with several micro-batches also 4Ψ/tp of gradient sums.
 Parent:   03_zero/zero1_overlap.py, 04_tensor_sequence/sequence_parallel.py
 Lesson:   Config, make_groups, ColumnParallel, column_parallel, row_parallel, Attention.forward, MLP.forward, Model,
           local_tensor, holders, make_units, build_model, forward_backward
-Plumbing: unshard, save, check
-Copy:     make_groups, ColumnParallel, column_parallel, row_parallel, local_tensor, holders, make_units,
-          evaluate (and from each parent what its own Copy line says; forward_backward shows when replicated units
-          are reduced)
-Needs:    cfg.device, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.layers, cfg.microbatches, cfg.tp, cfg.vocab, model.dp,
-          model.dp_r, model.dp_tp, model.model.embed_tokens, model.replicated, model.tp, model.units, IGNORE,
-          VOCABULARY, reduce, gather_tokens, reduce_scatter_tokens, RowParallel, placement, make_unit, check_units,
-          forward, full_tensor
 Run:      torchrun --nproc_per_node 8 08_4d/2d.py --dp 4 --tp 2
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473; Korthikanti et al. 2022, arXiv:2205.05198
 """
@@ -940,3 +932,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: unshard, save, check
+# Copy:     make_groups, ColumnParallel, column_parallel, row_parallel, local_tensor, holders, make_units, evaluate (and
+#           from each parent what its own Copy line says; forward_backward shows when replicated units are reduced)
+# Needs:    cfg.device, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.layers, cfg.microbatches, cfg.tp, cfg.vocab, model.dp,
+#           model.dp_r, model.dp_tp, model.model.embed_tokens, model.replicated, model.tp, model.units, IGNORE,
+#           VOCABULARY, reduce, gather_tokens, reduce_scatter_tokens, RowParallel, placement, make_unit, check_units,
+#           forward, full_tensor

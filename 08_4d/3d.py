@@ -14,19 +14,6 @@ gradients, and with several micro-batches 4Ψ/(tp·pp) of gradient sums. It idle
 Parent:   08_4d/2d.py, 06_pipeline/interleaved.py
 Lesson:   Config, make_groups, reduce, Stage, Model, make_units, build_model, forward, run_schedule, forward_backward,
           evaluate
-Plumbing: parameter_names, unshard, save, check
-Copy:     make_groups, reduce, forward, run_schedule, clip_gradients, evaluate (and from each parent what its own Copy
-          line says)
-Use:      as the parents say, and:
-          1. Stage.forward and make_units show how they meet. The stages of a rank share gathers, stream and sending, as
-             in Model.__init__.
-          2. When run_schedule is over, wait for stream, as in forward_backward.
-          3. If the embedding's unit is several tensors, leave out its hook: let run_schedule reduce that unit, too,
-             after the replicated ones.
-Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.microbatches, cfg.pp, cfg.tp,
-          model.chunks, model.dp, model.loss, model.pp, model.replicated, model.requires_gradient_sync, model.sending,
-          model.stage, model.stages, model.stream, model.tp, model.units, model.world, IGNORE, reduce_scatter,
-          take_gradients, receive, send, wait_for_send, schedule
 Run:      torchrun --nproc_per_node 8 08_4d/3d.py
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 3; Llama 3, arXiv:2407.21783, section 3.3
 """
@@ -1143,3 +1130,20 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: parameter_names, unshard, save, check
+# Copy:     make_groups, reduce, forward, run_schedule, clip_gradients, evaluate (and from each parent what its own Copy
+#           line says)
+# Use:      as the parents say, and:
+#           1. Stage.forward and make_units show how they meet. The stages of a rank share gathers, stream and sending,
+#              as in Model.__init__.
+#           2. When run_schedule is over, wait for stream, as in forward_backward.
+#           3. If the embedding's unit is several tensors, leave out its hook: let run_schedule reduce that unit, too,
+#              after the replicated ones.
+# Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.microbatches, cfg.pp,
+#           cfg.tp, model.chunks, model.dp, model.loss, model.pp, model.replicated, model.requires_gradient_sync,
+#           model.sending, model.stage, model.stages, model.stream, model.tp, model.units, model.world, IGNORE,
+#           reduce_scatter, take_gradients, receive, send, wait_for_send, schedule

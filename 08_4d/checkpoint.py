@@ -14,18 +14,6 @@ variable below: without it, new ranks look for the addresses of dead ones (pytor
 Parent:   08_4d/train.py
 Lesson:   Config, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, pieces, snapshot, whole, chosen,
           run_and_name, training_of, key_of, write_files, write, resume, train
-Plumbing: check_folder, check
-Copy:     placement, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, pieces, snapshot, whole, chosen,
-          run_and_name, training_of, key_of, write_files, write, resume
-Use:      1. Write parameter_names(model): the name in the whole model of each parameter of this rank. Train with units
-             of 03_zero (model.units) and AdamW: no other optimizer's state is stored.
-          2. Call resume before the first step, and write after one, as train does. The attributes of cfg are stored as
-             JSON.
-Mind:     The scheduler, the order of the data and random states are yours: derive them from the step that resume
-          returns, or store them beside it.
-Together: Without tensor parallelism: SPLIT = {}, VOCABULARY = (), and model.tp a group of this rank alone.
-Needs:    cfg.checkpoint, cfg.device, cfg.keep, cfg.kv_heads, cfg.resume, cfg.vocab, model.tp, model.units, "k_proj",
-          "v_proj", VOCABULARY, SPLIT, parameter_names
 Run:      torchrun --nproc_per_node 8 08_4d/checkpoint.py --checkpoint checkpoints
           (and restarts by itself after a kill with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and torchrun's --max_restarts)
 Source:   torch.distributed.checkpoint, in PyTorch; Wan et al. 2024, ByteCheckpoint, arXiv:2407.20143
@@ -1706,3 +1694,19 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: check_folder, check
+# Copy:     placement, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, pieces, snapshot, whole, chosen,
+#           run_and_name, training_of, key_of, write_files, write, resume
+# Use:      1. Write parameter_names(model): the name in the whole model of each parameter of this rank. Train with
+#              units of 03_zero (model.units) and AdamW: no other optimizer's state is stored.
+#           2. Call resume before the first step, and write after one, as train does. The attributes of cfg are stored
+#              as JSON.
+# Mind:     The scheduler, the order of the data and random states are yours: derive them from the step that resume
+#           returns, or store them beside it.
+# Needs:    cfg.checkpoint, cfg.device, cfg.keep, cfg.kv_heads, cfg.resume, cfg.vocab, model.tp, model.units, "k_proj",
+#           "v_proj", VOCABULARY, SPLIT, parameter_names
+# Together: Without tensor parallelism: SPLIT = {}, VOCABULARY = (), and model.tp a group of this rank alone.

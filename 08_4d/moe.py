@@ -11,16 +11,6 @@ and gradients, whatever ep is. For t tokens of an ep rank, 4(ep-1)/ep·t·top_k�
 Parent:   08_4d/train.py, 07_expert/expert_parallel.py
 Lesson:   Config, SPLIT, group_ranks, Gather, Experts.__init__, MLP, Block.__init__, Stage, Model.__init__,
           local_parameter, holders, make_units, build_model
-Plumbing: count_rows, train_step, unshard, save, check
-Copy:     SPLIT, group_ranks, Gather, Experts, MLP, local_parameter, holders, make_units, clip_gradients, evaluate,
-          unshard (beside what the parents' Copy lines say)
-Needs:    cfg.chunks, cfg.clip, cfg.cp, cfg.device, cfg.dim, cfg.dp, cfg.dtype, cfg.ep, cfg.experts, cfg.ffn,
-          cfg.kv_heads, cfg.layers, cfg.microbatches, cfg.order, cfg.pp, cfg.seq, cfg.top_k, cfg.tp, cfg.vocab,
-          model.chunks, model.cp, model.dp, model.dp_cp, model.dp_cp_r, model.dp_cp_tp, model.edp, model.ep,
-          model.first_expert, model.model.embed_tokens, model.pp, model.replicated, model.stage, model.tp, model.units,
-          model.world, ".experts.", IGNORE, VOCABULARY, reduce, gather_tokens, reduce_scatter_tokens, Scatter, shard,
-          dispatch, combine, Router, sort_by_expert, Permute, Unpermute, grouped_matmul, placement, make_unit,
-          check_units, schedule, run_schedule, parameter_names, published, local_tensor
 Run:      torchrun --nproc_per_node 8 08_4d/moe.py --dp 1 --cp 2 --tp 2 --pp 2 --ep 2
 Source:   Liu et al. 2025, MoE parallel folding, arXiv:2504.14960; Lepikhin et al. 2020, GShard, arXiv:2006.16668
 """
@@ -1645,3 +1635,17 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: count_rows, train_step, unshard, save, check
+# Copy:     SPLIT, group_ranks, Gather, Experts, MLP, local_parameter, holders, make_units, clip_gradients, evaluate,
+#           unshard (beside what the parents' Copy lines say)
+# Needs:    cfg.chunks, cfg.clip, cfg.cp, cfg.device, cfg.dim, cfg.dp, cfg.dtype, cfg.ep, cfg.experts, cfg.ffn,
+#           cfg.kv_heads, cfg.layers, cfg.microbatches, cfg.order, cfg.pp, cfg.seq, cfg.top_k, cfg.tp, cfg.vocab,
+#           model.chunks, model.cp, model.dp, model.dp_cp, model.dp_cp_r, model.dp_cp_tp, model.edp, model.ep,
+#           model.first_expert, model.model.embed_tokens, model.pp, model.replicated, model.stage, model.tp,
+#           model.units, model.world, ".experts.", IGNORE, VOCABULARY, reduce, gather_tokens, reduce_scatter_tokens,
+#           Scatter, shard, dispatch, combine, Router, sort_by_expert, Permute, Unpermute, grouped_matmul, placement,
+#           make_unit, check_units, schedule, run_schedule, parameter_names, published, local_tensor

@@ -15,13 +15,6 @@ several micro-batches also 4Ψ/(tp·pp) of gradient sums.
 Parent:   08_4d/3d.py, 05_context_ring/zigzag.py
 Lesson:   Config, group_ranks, make_groups, Attention, Block.__init__, Stage, Model.__init__, holders, make_units,
           forward, forward_backward, evaluate
-Plumbing: unshard, show, check, main
-Copy:     group_ranks, make_groups, holders, make_units, clip_gradients, evaluate (and from each parent what its own
-          Copy line says; Attention and forward_backward show how they meet)
-Needs:    cfg.chunks, cfg.clip, cfg.cp, cfg.device, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.layers, cfg.microbatches,
-          cfg.order, cfg.pp, cfg.seq, cfg.tp, model.chunks, model.cp, model.dp, model.dp_cp, model.dp_cp_r,
-          model.dp_cp_tp, model.model.embed_tokens, model.pp, model.replicated, model.stage, model.tp, model.units,
-          model.world, IGNORE, reduce, shard, placement, make_unit, check_units, schedule, run_schedule, local_tensor
 Run:      torchrun --nproc_per_node 8 08_4d/train.py --dp 1 --cp 2 --tp 2 --pp 2
 Source:   Llama 3, arXiv:2407.21783, section 3.3; Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473
 """
@@ -1358,3 +1351,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: unshard, show, check, main
+# Copy:     group_ranks, make_groups, holders, make_units, clip_gradients, evaluate (and from each parent what its own
+#           Copy line says; Attention and forward_backward show how they meet)
+# Needs:    cfg.chunks, cfg.clip, cfg.cp, cfg.device, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.layers, cfg.microbatches,
+#           cfg.order, cfg.pp, cfg.seq, cfg.tp, model.chunks, model.cp, model.dp, model.dp_cp, model.dp_cp_r,
+#           model.dp_cp_tp, model.model.embed_tokens, model.pp, model.replicated, model.stage, model.tp, model.units,
+#           model.world, IGNORE, reduce, shard, placement, make_unit, check_units, schedule, run_schedule, local_tensor

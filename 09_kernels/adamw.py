@@ -8,7 +8,6 @@ and in bf16: 34 bytes with fp32 gradients, 30 with bf16 ones. A table of address
 tensor costs a block, not a launch. Tensors whose address or size is no multiple of 16 have two launches of their own.
 
 Parent:   none
-Copy:     TRITON, locate, squares_kernel, adamw_kernel, Slot, Launch, AdamW
 Run:      python 09_kernels/adamw.py
 Source:   Loshchilov and Hutter 2017, arXiv:1711.05101; many tensors at once as in NVIDIA Apex, multi_tensor_apply
 """
@@ -379,3 +378,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     TRITON, locate, squares_kernel, adamw_kernel, Slot, Launch, AdamW

@@ -15,7 +15,6 @@ A transpose that reads along rows writes along columns: one side is strided. Wit
 of the tile, the threads exchange elements through shared memory, and a warp stores columns of the tile as rows.
 
 Parent:   none
-Copy:     transpose_tiled (launch cdiv(rows, BLOCK) * cdiv(columns, BLOCK) programs; BLOCK 64)
 Run:      python 09_kernels/coalescing.py
 Source:   NVIDIA, CUDA C++ Best Practices Guide, "Coalesced Access to Global Memory"
 """
@@ -305,3 +304,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     transpose_tiled (launch cdiv(rows, BLOCK) * cdiv(columns, BLOCK) programs; BLOCK 64)

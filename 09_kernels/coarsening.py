@@ -12,7 +12,6 @@ flight, 22 KB per SM, half of it loads in a copy. An SM has at most 2,048 thread
 
 Parent:   09_kernels/tiling.py
 Lesson:   TILES, STEP, ELEMENTS, copy_blocks, copy, dot
-Plumbing: THREADS, cases, copy_rate, grow_tiles, grow_copies, measure
 Run:      python 09_kernels/coarsening.py
 Source:   Volkov 2010, "Better performance at lower occupancy" (GTC)
 """
@@ -233,3 +232,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: THREADS, cases, copy_rate, grow_tiles, grow_copies, measure

@@ -12,10 +12,6 @@ the weight is added up over the chunks in fp32. No matmul runs twice. What backw
 gradient of the loss.
 
 Parent:   none
-Copy:     IGNORE, tile_indices, check_free, loss_kernel, gradient_kernel, scale_kernel, losses, write_gradient, rescale,
-          CrossEntropy, cross_entropy_sum, add_product, LinearCrossEntropy, linear_cross_entropy_sum (call
-          cross_entropy_sum or linear_cross_entropy_sum: unlike torch's, they return a sum, not a mean, and the logits
-          are overwritten by their gradient)
 Run:      python 09_kernels/cross_entropy.py
 Source:   online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867; in chunks, Hsu et al. 2024, arXiv:2410.10989
 """
@@ -454,3 +450,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     IGNORE, tile_indices, check_free, loss_kernel, gradient_kernel, scale_kernel, losses, write_gradient,
+#           rescale, CrossEntropy, cross_entropy_sum, add_product, LinearCrossEntropy, linear_cross_entropy_sum (call
+#           cross_entropy_sum or linear_cross_entropy_sum: unlike torch's, they return a sum, not a mean, and the logits
+#           are overwritten by their gradient)

@@ -19,8 +19,6 @@ The function is y' = -y³ over one unit of time, in 1 step where |y| <= 1/8, els
 (y -= y³/S, stable where y² < 2·S), of which each needs the one before. This equation has a closed form, most have not.
 
 Parent:   none
-Copy:     DTYPES, BLOCK, STEPS, CALM, widen, in_need, step, collect, from_list, with_output, by_list (call by_list; put
-          your formulas into in_need and step)
 Run:      python 09_kernels/divergence.py
 Source:   NVIDIA, CUDA C++ Programming Guide, "SIMT Architecture"
 """
@@ -325,3 +323,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     DTYPES, BLOCK, STEPS, CALM, widen, in_need, step, collect, from_list, with_output, by_list (call by_list;
+#           put your formulas into in_need and step)

@@ -6,7 +6,6 @@ A GPU runs a kernel many times at once. Each run, a program, loads one block of 
 computes, and stores the result: 2 passes over memory. Eager PyTorch, a kernel per operation, makes more than 10.
 
 Parent:   none
-Copy:     DTYPES, BLOCK, widen, elu_forward, elu_backward, ELU, elu (call elu)
 Run:      python 09_kernels/elementwise.py
 Source:   Clevert et al. 2015, arXiv:1511.07289
 """
@@ -148,3 +147,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     DTYPES, BLOCK, widen, elu_forward, elu_backward, ELU, elu (call elu)

@@ -19,13 +19,6 @@ Backward in three kernels, without atomics, so that two runs agree to the bit: r
 of keys, which loops over all queries of all heads that share it, for dk and dv; one per block of queries for dq.
 
 Parent:   none
-Copy:     DTYPES, LOG2_E, SIZES, COUNTS, widen, assign, head_of, load_rows, store_rows, add_product, reach, add_keys,
-          finish, probabilities, flash2_forward, row_sums, flash2_keys, flash2_queries, tma_forward, tma_keys,
-          tma_queries, options, columns, strides, empty_heads, empty_rows, fits, blocks_of, flash2, base2_rows,
-          flash2_gradients, tma, tma_gradients, side_by_side, attend, attend_shapes, attend_backward,
-          attend_backward_shapes, FlashAttention, flash_attention_with_lse, flash_attention (call flash_attention on q
-          [b, h, s, k] and k, v [b, kv heads, t, k]; unlike torch's scaled_dot_product_attention, it is causal unless
-          causal=False)
 Run:      python 09_kernels/flash_attention.py
 Source:   Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608
 """
@@ -958,3 +951,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     DTYPES, LOG2_E, SIZES, COUNTS, widen, assign, head_of, load_rows, store_rows, add_product, reach, add_keys,
+#           finish, probabilities, flash2_forward, row_sums, flash2_keys, flash2_queries, tma_forward, tma_keys,
+#           tma_queries, options, columns, strides, empty_heads, empty_rows, fits, blocks_of, flash2, base2_rows,
+#           flash2_gradients, tma, tma_gradients, side_by_side, attend, attend_shapes, attend_backward,
+#           attend_backward_shapes, FlashAttention, flash_attention_with_lse, flash_attention (call flash_attention on q
+#           [b, h, s, k] and k, v [b, kv heads, t, k]; unlike torch's scaled_dot_product_attention, it is causal unless
+#           causal=False)

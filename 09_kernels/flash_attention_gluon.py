@@ -29,14 +29,6 @@ Lesson:   SIDE, COPY_IN, COPY_OUT, add_in, ADD_IN, SYNC, make_barriers, wait_unt
           halves, row_max, row_sum, attend_block, attend_rows, attend_kernel, spread, load_backward,
           differentiate_block, differentiate, add_queries, backward_kernel, prepare_kernel, finish_kernel, blocks_of,
           vectors_of, attend, attend_backward
-Plumbing: DTYPES, BARRIER, flash_attention_with_lse, flash_attention, cost, cases, check, measure
-Copy:     LOG2_E, SIDE, DTYPES, COPY_IN, COPY_OUT, add_in, ADD_IN, SYNC, BARRIER, make_barriers, wait_until_added,
-          find_block, load_forward, halves, row_max, row_sum, attend_block, attend_rows, attend_kernel, spread,
-          load_backward, differentiate_block, differentiate, add_queries, backward_kernel, prepare_kernel,
-          finish_kernel, empty_heads, empty_rows, blocks_of, vectors_of, attend, attend_shapes, attend_backward,
-          attend_backward_shapes, FlashAttention, flash_attention_with_lse, flash_attention (call flash_attention on q
-          [b, h, s, k] and k, v [b, kv heads, s, k]; unlike torch's scaled_dot_product_attention, it is causal unless
-          causal=False)
 Run:      python 09_kernels/flash_attention_gluon.py
 Source:   Shah et al. 2024, FlashAttention-3, arXiv:2407.08608
 """
@@ -852,3 +844,15 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: DTYPES, BARRIER, flash_attention_with_lse, flash_attention, cost, cases, check, measure
+# Copy:     LOG2_E, SIDE, DTYPES, COPY_IN, COPY_OUT, add_in, ADD_IN, SYNC, BARRIER, make_barriers, wait_until_added,
+#           find_block, load_forward, halves, row_max, row_sum, attend_block, attend_rows, attend_kernel, spread,
+#           load_backward, differentiate_block, differentiate, add_queries, backward_kernel, prepare_kernel,
+#           finish_kernel, empty_heads, empty_rows, blocks_of, vectors_of, attend, attend_shapes, attend_backward,
+#           attend_backward_shapes, FlashAttention, flash_attention_with_lse, flash_attention (call flash_attention on q
+#           [b, h, s, k] and k, v [b, kv heads, s, k]; unlike torch's scaled_dot_product_attention, it is causal unless
+#           causal=False)

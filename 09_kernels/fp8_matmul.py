@@ -20,14 +20,6 @@ scale. In Gluon, one warp loads, and three groups of four warps multiply and sca
 multiply.
 
 Parent:   none
-Copy:     E4M3, E5M2, OUTPUTS, BLOCK, LEAST, TILE, GROUP, magnitude, scale_of, to_fp8, read_tile, write_tile,
-          amax_kernel, cast_kernel, blocks_kernel, locate, matmul_kernel, blockwise_kernel, COPY_IN, COPY_OUT, BARRIER,
-          make_barriers, load_blocks, multiply_blocks, blockwise_gluon_kernel, processors, rounds, rows_of_16_bytes,
-          quantize_operands, find_amax, quantize_tensor, quantize_rows, quantize_blocks, for_descriptors, prepare,
-          matmul, matmul_tensorwise, matmul_rowwise, prepare_blocks, matmul_blockwise_triton, blocks_of,
-          matmul_blockwise_gluon, matmul_blockwise (call quantize_tensor and matmul_tensorwise, quantize_rows and
-          matmul_rowwise, or quantize_blocks and matmul_blockwise). None has a gradient: call them in an
-          autograd.Function. torch.compile breaks its graph there.
 Run:      python 09_kernels/fp8_matmul.py
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; DeepSeek-AI 2024, arXiv:2412.19437, section 3.3 (3.3.2: 14 bits)
 """
@@ -830,3 +822,15 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     E4M3, E5M2, OUTPUTS, BLOCK, LEAST, TILE, GROUP, magnitude, scale_of, to_fp8, read_tile, write_tile,
+#           amax_kernel, cast_kernel, blocks_kernel, locate, matmul_kernel, blockwise_kernel, COPY_IN, COPY_OUT,
+#           BARRIER, make_barriers, load_blocks, multiply_blocks, blockwise_gluon_kernel, processors, rounds,
+#           rows_of_16_bytes, quantize_operands, find_amax, quantize_tensor, quantize_rows, quantize_blocks,
+#           for_descriptors, prepare, matmul, matmul_tensorwise, matmul_rowwise, prepare_blocks,
+#           matmul_blockwise_triton, blocks_of, matmul_blockwise_gluon, matmul_blockwise (call quantize_tensor and
+#           matmul_tensorwise, quantize_rows and matmul_rowwise, or quantize_blocks and matmul_blockwise). None has a
+#           gradient: call them in an autograd.Function. torch.compile breaks its graph there.

@@ -16,11 +16,6 @@ Parent:   09_kernels/matmul.py
 Lesson:   MODELS, find_rows, count_tiles, load_matrix, multiply_groups, sort_experts, multiply_rows, allocate, copied,
           in_rows, grouped_matmul, grouped_matmul_shape, grouped_weight_gradient, grouped_weight_gradient_shape,
           GroupedLinear, check_grouped, grouped_linear
-Plumbing: reference, cost, place_rows, cases, check, loads, products, measure
-Copy:     DTYPES, locate, find_rows, count_tiles, store_tile, load_matrix, multiply_groups, sort_experts,
-          multiply_rows, tile, stored, processors, allocate, copied, in_rows, grouped_matmul, grouped_matmul_shape,
-          grouped_weight_gradient, grouped_weight_gradient_shape, GroupedLinear, check_grouped, grouped_linear (call
-          grouped_linear)
 Run:      python 09_kernels/grouped_matmul.py
 Source:   Gale et al. 2022, arXiv:2211.15841
 """
@@ -467,3 +462,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: reference, cost, place_rows, cases, check, loads, products, measure
+# Copy:     DTYPES, locate, find_rows, count_tiles, store_tile, load_matrix, multiply_groups, sort_experts,
+#           multiply_rows, tile, stored, processors, allocate, copied, in_rows, grouped_matmul, grouped_matmul_shape,
+#           grouped_weight_gradient, grouped_weight_gradient_shape, GroupedLinear, check_grouped, grouped_linear (call
+#           grouped_linear)

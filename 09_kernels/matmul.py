@@ -27,10 +27,6 @@ Parent:   09_kernels/tiling.py
 Lesson:   DTYPES, PEAK, CHOICES, locate, multiply_blocks, matmul_blocks, time_briefly, matmul_tuned, load_block,
           store_tile, matmul_descriptors, matmul_persistent, prepare, tile, launch_blocks, blocks, ordered, pipelined,
           tuned, stored, describe, descriptors, processors, persistent, matmul, matmul_shape, Linear, linear
-Plumbing: BENCHES, ladder, cases, errors, floor, check, differing, products, measure
-Copy:     DTYPES, locate, multiply_blocks, matmul_blocks, load_block, store_tile, matmul_persistent, prepare, tile,
-          launch_blocks, pipelined, stored, describe, processors, persistent, matmul, matmul_shape, Linear, linear (call
-          linear or matmul)
 Run:      python 09_kernels/matmul.py
 Source:   Thakkar et al. 2023, CUTLASS 3, github.com/NVIDIA/cutlass; Tillet et al. 2019, doi:10.1145/3315508.3329973
 """
@@ -518,3 +514,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: BENCHES, ladder, cases, errors, floor, check, differing, products, measure
+# Copy:     DTYPES, locate, multiply_blocks, matmul_blocks, load_block, store_tile, matmul_persistent, prepare, tile,
+#           launch_blocks, pipelined, stored, describe, processors, persistent, matmul, matmul_shape, Linear, linear
+#           (call linear or matmul)

@@ -6,9 +6,6 @@ out. The gradient of the weight is a sum over all rows: each program adds up its
 one row of partial sums, which are then added in a fixed order. No atomics: two runs agree to the bit.
 
 Parent:   none
-Copy:     LONGEST_ROW, widen, rms_norm_forward, rms_norm_backward, elements, rows_of, normalize, normalize_backward,
-          Norm, AddNorm, check_norm, rms_norm, add_rms_norm (call rms_norm or add_rms_norm, with the eps of
-          your model: 1e-5, as in Llama 3, if you give none)
 Run:      python 09_kernels/rmsnorm.py
 Source:   Zhang and Sennrich 2019, arXiv:1910.07467
 """
@@ -335,3 +332,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     LONGEST_ROW, widen, rms_norm_forward, rms_norm_backward, elements, rows_of, normalize, normalize_backward,
+#           Norm, AddNorm, check_norm, rms_norm, add_rms_norm (call rms_norm or add_rms_norm, with the eps of your
+#           model: 1e-5, as in Llama 3, if you give none)

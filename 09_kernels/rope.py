@@ -6,7 +6,6 @@ no memory. Backward is the rotation by the opposite angle. It writes a new tenso
 gradient to others, too.
 
 Parent:   none
-Copy:     widen, rotate_kernel, turn, Rotate, rotate (call rotate)
 Run:      python 09_kernels/rope.py
 Source:   Su et al. 2021, arXiv:2104.09864
 """
@@ -270,3 +269,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     widen, rotate_kernel, turn, Rotate, rotate (call rotate)

@@ -14,8 +14,6 @@ was read last may be in the L2 cache still.
 Backward, dx = y·(dy - sum of y·dy), reads y and dy and writes dx: 3 passes, or 5 for a long row.
 
 Parent:   none
-Copy:     DTYPES, LONGEST_BLOCK, BLOCK, widen, softmax_forward, softmax_forward_long, softmax_backward,
-          softmax_backward_long, elements, rows_of, softmax_rows, softmax_rows_backward, Softmax, softmax (call softmax)
 Run:      python 09_kernels/softmax.py
 Source:   Milakov and Gimelshein 2018, arXiv:1805.02867
 """
@@ -321,3 +319,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     DTYPES, LONGEST_BLOCK, BLOCK, widen, softmax_forward, softmax_forward_long, softmax_backward,
+#           softmax_backward_long, elements, rows_of, softmax_rows, softmax_rows_backward, Softmax, softmax (call
+#           softmax)

@@ -7,9 +7,6 @@ product need not be kept, either: the backward kernel writes it, too (6 passes),
 From forward to backward that is 2·n·f elements instead of 3·n·f, in the largest tensors of a block.
 
 Parent:   none
-Copy:     widen, rows_of, tile_indices, silu_mul_forward, silu_mul_backward, sigmoid, tile, silu_mul_rows,
-          silu_mul_gradients, SiluMul, SwiGLU, check_free, check_swiglu, silu_mul, swiglu (call silu_mul, or swiglu with
-          the weight of the matmul)
 Run:      python 09_kernels/swiglu.py
 Source:   Shazeer 2020, arXiv:2002.05202
 """
@@ -357,3 +354,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     widen, rows_of, tile_indices, silu_mul_forward, silu_mul_backward, sigmoid, tile, silu_mul_rows,
+#           silu_mul_gradients, SiluMul, SwiGLU, check_free, check_swiglu, silu_mul, swiglu (call silu_mul, or swiglu
+#           with the weight of the matmul)

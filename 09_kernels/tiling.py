@@ -14,7 +14,6 @@ Loads that another program has made lately come from the L2 cache or L1, not fro
 time take tiles of the same rows of A and columns of B.
 
 Parent:   none
-Copy:     TILES, prepare, matmul_dot, dot (forward alone)
 Run:      python 09_kernels/tiling.py
 Source:   Lam, Rothberg and Wolf 1991, doi:10.1145/106972.106981
 """
@@ -270,3 +269,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     TILES, prepare, matmul_dot, dot (forward alone)

@@ -11,9 +11,6 @@ Parent:   01_single_gpu/train.py, 09_kernels/rmsnorm.py, 09_kernels/swiglu.py, 0
           09_kernels/cross_entropy.py, 09_kernels/adamw.py
 Lesson:   Project, project, RMSNorm, Attention.forward, MLP.forward, Block.forward, Loss, Model.__init__,
           Model.hidden, Model.forward, make_optimizer, forward, train_step
-Plumbing: Config, build_model, slots_by_name, set_learning_rate, save, train, check
-Copy:     project, rms_norm, add_rms_norm, swiglu, rotate, linear_cross_entropy_sum, AdamW (and what they call: the
-          files of the kernels name it)
 Run:      python 09_kernels/train.py
 Source:   Llama 3, arXiv:2407.21783; Liger Kernel, Hsu et al. 2024, arXiv:2410.10989
 """
@@ -1300,3 +1297,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, build_model, slots_by_name, set_learning_rate, save, train, check
+# Copy:     project, rms_norm, add_rms_norm, swiglu, rotate, linear_cross_entropy_sum, AdamW (and what they call: the
+#           files of the kernels name it)

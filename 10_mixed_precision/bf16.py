@@ -12,14 +12,6 @@ micro-batches. Of embedding and norms: 4 weight + 4 gradient + 8 moments = 16.
 Parent:   01_single_gpu/train.py, 01_single_gpu/gradient_accumulation.py
 Lesson:   Loss, Model.__init__, build_model, Slot, update, AdamW, make_optimizer, forward,
           accumulate_gradients, forward_backward, gradient_norm, train_step
-Plumbing: Config, set_learning_rate, save, check
-Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients
-Use:      1. build_model makes model.masters, make_optimizer the slots. A checkpoint holds master, mean and square of
-             each slot, and optimizer.steps; load the weights from the masters.
-          2. With several micro-batches call accumulate_gradients after each backward, as forward_backward does.
-          3. Step and forget gradients as train_step does: by the optimizer's zero_grad, not the model's.
-          4. Keep autocast on, or cast the embedding's output, as Model.forward does.
-Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, model.masters
 Run:      python 10_mixed_precision/bf16.py --dtype bfloat16
 Source:   Micikevicius et al. 2018, arXiv:1710.03740; AdamW, arXiv:1711.05101
 """
@@ -626,3 +618,15 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, set_learning_rate, save, check
+# Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients
+# Use:      1. build_model makes model.masters, make_optimizer the slots. A checkpoint holds master, mean and square of
+#              each slot, and optimizer.steps; load the weights from the masters.
+#           2. With several micro-batches call accumulate_gradients after each backward, as forward_backward does.
+#           3. Step and forget gradients as train_step does: by the optimizer's zero_grad, not the model's.
+#           4. Keep autocast on, or cast the embedding's output, as Model.forward does.
+# Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, model.masters

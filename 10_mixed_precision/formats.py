@@ -6,7 +6,6 @@ steps. Exponent bits buy range, mantissa bits buy resolution: the relative round
 The gradients and updates are those of a small root, trained on the CPU in float32.
 
 Parent:   none
-Copy:     Format, round_to (to try a format that your hardware does not have)
 Run:      python 10_mixed_precision/formats.py
           python 10_mixed_precision/formats.py --draw 10_mixed_precision
 Source:   IEEE 754-2019; Micikevicius et al. 2022, arXiv:2209.05433;
@@ -380,3 +379,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     Format, round_to (to try a format that your hardware does not have)

@@ -10,12 +10,6 @@ change no other bit than those of the exponent.
 Parent:   10_mixed_precision/bf16.py
 Lesson:   Scaling, Model.__init__, build_model, update, AdamW.step, forward_backward, update_scale, train_step,
           train
-Plumbing: Config
-Copy:     Scaling, Slot, update, AdamW, gradient_norm, accumulate_gradients, update_scale (build_model makes Scaling;
-          multiply the loss by its scale before backward, as forward_backward does, and call update_scale after each
-          step, as train_step does; of Config they read growth_interval, and otherwise what bf16.py says)
-Mind:     At scale 1 an overflow is skipped, too: end the run then, as train does.
-Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.growth_interval, cfg.lr, model.masters
 Run:      python 10_mixed_precision/fp16_loss_scaling.py --dtype float16
 Source:   Micikevicius et al. 2018, arXiv:1710.03740, section 3.2
 """
@@ -651,3 +645,13 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config
+# Copy:     Scaling, Slot, update, AdamW, gradient_norm, accumulate_gradients, update_scale (build_model makes Scaling;
+#           multiply the loss by its scale before backward, as forward_backward does, and call update_scale after each
+#           step, as train_step does; of Config they read growth_interval, and otherwise what bf16.py says)
+# Mind:     At scale 1 an overflow is skipped, too: end the run then, as train does.
+# Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.growth_interval, cfg.lr, model.masters

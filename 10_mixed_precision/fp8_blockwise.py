@@ -10,11 +10,6 @@ Activations and gradients have a scale for each 128 elements of a row, weights o
 Parent:   10_mixed_precision/fp8_tensorwise.py, 09_kernels/fp8_matmul.py
 Lesson:   GRADIENT, quantize_reference, quantize_tiles, shapes_of_tiles, quantize, dequantize, multiply,
           Multiply, quantize_weights
-Plumbing: check
-Copy:     E4M3, GRADIENT, BLOCK, LEAST, magnitude, scale_of, to_fp8, read_tile, write_tile, blocks_kernel,
-          quantize_reference, quantize_tiles, shapes_of_tiles, quantize, dequantize, multiply, Multiply,
-          Linear, check_weight, register_check, quantize_weights (call it before the first forward and after each
-          optimizer step; otherwise as fp8_tensorwise.py says)
 Run:      python 10_mixed_precision/fp8_blockwise.py --dtype bfloat16 --dim 512 --kv_heads 8 --ffn 512 --layers 1
 Source:   DeepSeek-AI 2024, arXiv:2412.19437, section 3.3
 """
@@ -848,3 +843,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: check
+# Copy:     E4M3, GRADIENT, BLOCK, LEAST, magnitude, scale_of, to_fp8, read_tile, write_tile, blocks_kernel,
+#           quantize_reference, quantize_tiles, shapes_of_tiles, quantize, dequantize, multiply, Multiply, Linear,
+#           check_weight, register_check, quantize_weights (call it before the first forward and after each optimizer
+#           step; otherwise as fp8_tensorwise.py says)

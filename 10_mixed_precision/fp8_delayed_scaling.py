@@ -11,13 +11,6 @@ steps.
 Parent:   10_mixed_precision/fp8_tensorwise.py
 Lesson:   cast_kernel, cast, shapes_of_cast, quantize, Multiply, Linear, quantize_weights, shift_histories,
           train_step
-Plumbing: Config
-Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
-          check_weight, register_check, quantize_weights, shift_histories (call the last two after each optimizer step,
-          and quantize_weights before the first forward, too; all linears are on one device; otherwise as
-          fp8_tensorwise.py says)
-Mind:     A checkpoint holds linear.past of each Linear, too.
-Needs:    cfg.history
 Run:      python 10_mixed_precision/fp8_delayed_scaling.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; Transformer Engine's DelayedScaling
 """
@@ -824,3 +817,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config
+# Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
+#           check_weight, register_check, quantize_weights, shift_histories (call the last two after each optimizer
+#           step, and quantize_weights before the first forward, too; all linears are on one device; otherwise as
+#           fp8_tensorwise.py says)
+# Mind:     A checkpoint holds linear.past of each Linear, too.
+# Needs:    cfg.history

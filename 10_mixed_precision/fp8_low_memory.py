@@ -8,12 +8,6 @@ Memory: as low_memory.py. Costs: each weight is cast twice per micro-batch inste
 
 Parent:   10_mixed_precision/low_memory.py, 10_mixed_precision/fp8_tensorwise.py
 Lesson:   KEPT, Linear
-Plumbing: Config
-Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
-          random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, make_optimizer,
-          KEPT (as stochastic_rounding.py says; Linear needs a bf16 weight, and a checkpointed block with KEPT: without
-          one, the results of casts stay in memory until backward)
-Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, cfg.seed, cfg.weight_decay, model.sums
 Run:      python 10_mixed_precision/fp8_low_memory.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; Gupta et al. 2015, arXiv:1502.02551
 """
@@ -758,3 +752,13 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config
+# Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
+#           random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, make_optimizer,
+#           KEPT (as stochastic_rounding.py says; Linear needs a bf16 weight, and a checkpointed block with KEPT:
+#           without one, the results of casts stay in memory until backward)
+# Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, cfg.seed, cfg.weight_decay, model.sums

@@ -7,11 +7,6 @@ moments = 10; of all others 8. Several micro-batches need 4 more.
 
 Parent:   10_mixed_precision/stochastic_rounding.py, 10_mixed_precision/fp8_tensorwise.py
 Lesson:   build_model
-Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
-          random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, check_weight,
-          register_check, quantize_weights (call it before the first forward and after each optimizer step; of Config,
-          and otherwise, what both parents say)
-Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, cfg.seed, model.sums
 Run:      python 10_mixed_precision/fp8_stochastic_rounding.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; Gupta et al. 2015, arXiv:1502.02551
 """
@@ -783,3 +778,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
+#           random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, check_weight,
+#           register_check, quantize_weights (call it before the first forward and after each optimizer step; of Config,
+#           and otherwise, what both parents say)
+# Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, cfg.seed, model.sums

@@ -12,21 +12,6 @@ and with --dtype float32 or float64 nothing is in fp8. Elements of x saved for b
 Parent:   10_mixed_precision/bf16.py
 Lesson:   E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply,
           Linear, Attention.__init__, MLP.__init__, build_model, quantize_weights, train_step
-Plumbing: Config, check_weight, register_check, check
-Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
-          check_weight, register_check, quantize_weights
-Use:      1. Call quantize_weights under no_grad, not inference_mode, before the first forward and after whatever writes
-             weights: an optimizer step, a checkpoint, an average that is swapped in.
-          2. Linear takes weights in bfloat16 in place of autocast; bf16.py has the optimizer for them.
-          3. With several micro-batches, delete each loss before the next forward, as forward_backward does.
-Mind:     - A forgotten call is noticed in backward, on a GPU in the next one; in a forward alone, only what raises the
-            version of a weight.
-          - Linear has no bias: add that of the layer which it replaces to its output.
-          - On GPUs the sizes of Linear, and its rows, are multiples of 16.
-          - Do not use two of the fp8 files in one process: they register the same operator.
-Together: Units of zero1_overlap.py and zero2.py have new weights when they are gathered. So before quantize_weights
-          call gather(unit, model.gathers) for each unit, then unit.gathering.wait() for each.
-          fp8_zero3.py gathers in fp8.
 Run:      python 10_mixed_precision/fp8_tensorwise.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433
 """
@@ -790,3 +775,22 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, check_weight, register_check, check
+# Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
+#           check_weight, register_check, quantize_weights
+# Use:      1. Call quantize_weights under no_grad, not inference_mode, before the first forward and after whatever
+#              writes weights: an optimizer step, a checkpoint, an average that is swapped in.
+#           2. Linear takes weights in bfloat16 in place of autocast; bf16.py has the optimizer for them.
+#           3. With several micro-batches, delete each loss before the next forward, as forward_backward does.
+# Mind:     - A forgotten call is noticed in backward, on a GPU in the next one; in a forward alone, only what raises
+#             the version of a weight.
+#           - Linear has no bias: add that of the layer which it replaces to its output.
+#           - On GPUs the sizes of Linear, and its rows, are multiples of 16.
+#           - Do not use two of the fp8 files in one process: they register the same operator.
+# Together: Units of zero1_overlap.py and zero2.py have new weights when they are gathered. So before quantize_weights
+#           call gather(unit, model.gathers) for each unit, then unit.gathering.wait() for each. fp8_zero3.py gathers in
+#           fp8.

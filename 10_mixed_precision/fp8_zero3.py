@@ -14,20 +14,6 @@ take Ψ/dp bytes more. With --dtype float32 or float64 nothing is in fp8.
 Parent:   03_zero/zero3.py, 10_mixed_precision/fp8_tensorwise.py
 Lesson:   Unit, gather, free, transpose, take_gradients, after_backward, transpose_kernel, use_fp8, quantize_weights,
           train_step
-Plumbing: Config, Model.__init__, build_model, forward_backward, check
-Copy:     E4M3, GRADIENT, LEAST, Unit, gather, free, transpose, reduce_scatter, take_gradients, reduce, before_forward,
-          after_forward, after_backward, transpose_kernel, cast_kernel, cast, shapes_of_cast, quantize, amax_of,
-          multiply, Multiply, Linear, make_unit, check_units, use_fp8, quantize_weights, clip_gradients, evaluate
-Use:      as 03_zero/zero3.py says, and:
-          1. Make units of bfloat16, without autocast. Weights of Linear, which has no bias, are the only matrices of
-             their unit, and that is neither the first nor the last. A frozen layer stays nn.Linear.
-          2. Call use_fp8 after the last make_unit, then quantize_weights, and that again after each optimizer step, and
-             when a checkpoint or an average is loaded.
-          3. A validation batch has a sequence for each micro-batch of each rank. evaluate takes IGNORE and a forward
-             that returns the sum of the losses, like that of train.py.
-Mind:     Linear must get rows: it is not for an expert without tokens.
-Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
-          model.world, IGNORE, forward
 Run:      torchrun --nproc_per_node 8 10_mixed_precision/fp8_zero3.py --dtype bfloat16
 Source:   Micikevicius et al. 2022, arXiv:2209.05433; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277
 """
@@ -958,3 +944,22 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Plumbing: Config, Model.__init__, build_model, forward_backward, check
+# Copy:     E4M3, GRADIENT, LEAST, Unit, gather, free, transpose, reduce_scatter, take_gradients, reduce,
+#           before_forward, after_forward, after_backward, transpose_kernel, cast_kernel, cast, shapes_of_cast,
+#           quantize, amax_of, multiply, Multiply, Linear, make_unit, check_units, use_fp8, quantize_weights,
+#           clip_gradients, evaluate
+# Use:      as 03_zero/zero3.py says, and:
+#           1. Make units of bfloat16, without autocast. Weights of Linear, which has no bias, are the only matrices of
+#              their unit, and that is neither the first nor the last. A frozen layer stays nn.Linear.
+#           2. Call use_fp8 after the last make_unit, then quantize_weights, and that again after each optimizer step,
+#              and when a checkpoint or an average is loaded.
+#           3. A validation batch has a sequence for each micro-batch of each rank. evaluate takes IGNORE and a forward
+#              that returns the sum of the losses, like that of train.py.
+# Mind:     Linear must get rows: it is not for an expert without tokens.
+# Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
+#           model.world, IGNORE, forward

@@ -9,9 +9,6 @@ tokens: weights and moments 45 GiB, activations 23 GiB, head and loss 4 GiB.
 
 Parent:   10_mixed_precision/stochastic_rounding.py, 01_single_gpu/selective_checkpointing.py
 Lesson:   Config
-Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, make_optimizer,
-          KEPT (as stochastic_rounding.py says; checkpoint your blocks as Block.forward does)
-Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, cfg.seed, cfg.weight_decay, model.sums
 Run:      python 10_mixed_precision/low_memory.py --dtype bfloat16
 Source:   Zamirai et al. 2020, arXiv:2010.06192; Korthikanti et al. 2022, arXiv:2205.05198
 """
@@ -643,3 +640,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, make_optimizer,
+#           KEPT (as stochastic_rounding.py says; checkpoint your blocks as Block.forward does)
+# Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, cfg.seed, cfg.weight_decay, model.sums

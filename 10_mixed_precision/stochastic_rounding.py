@@ -9,13 +9,6 @@ Bytes per parameter: 2 weight + 2 gradient + 4 AdamW moments = 8, and 4 more wit
 Parent:   10_mixed_precision/bf16.py, 01_single_gpu/train.py
 Lesson:   Model.__init__, build_model, Slot, random_bits, round_stochastically, update, AdamW, make_optimizer,
           accumulate_gradients, forward_backward
-Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients
-Use:      1. Beside another optimizer, random_bits and round_stochastically are enough.
-          2. make_optimizer makes the slots. A checkpoint holds mean and square of each slot, and optimizer.steps, which
-             keys the random bits.
-          3. With several micro-batches call accumulate_gradients after each backward, as forward_backward does.
-          4. Step and forget gradients as train_step does: by the optimizer's zero_grad, not the model's.
-Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, cfg.seed, model.sums
 Run:      python 10_mixed_precision/stochastic_rounding.py --dtype bfloat16
 Source:   Gupta et al. 2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192
 """
@@ -630,3 +623,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# To paste this into your own trainer
+#
+# Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients
+# Use:      1. Beside another optimizer, random_bits and round_stochastically are enough.
+#           2. make_optimizer makes the slots. A checkpoint holds mean and square of each slot, and optimizer.steps,
+#              which keys the random bits.
+#           3. With several micro-batches call accumulate_gradients after each backward, as forward_backward does.
+#           4. Step and forget gradients as train_step does: by the optimizer's zero_grad, not the model's.
+# Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, cfg.seed, model.sums

@@ -2,7 +2,7 @@
 
 python tests/test_lineage.py                      print the map: recipe, parent, size of the difference
 python tests/test_lineage.py --propagate NAME     carry a definition bettered in a parent to all that inherit it
-python tests/test_lineage.py --needs              write the headers' Needs lines
+python tests/test_lineage.py --needs              write the Needs of the comments at the end
 """
 
 import __future__
@@ -31,7 +31,8 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 parse = functools.cache(ast.parse)  # for many tests
 RULE = re.compile(r"# -{20,} (.+)$")
-KEYS = "Parent Lesson Plumbing Copy Use Mind Together Needs Run Source".split()  # of a header, in this order
+NOTES = "# To paste this into your own trainer\n"  # the heading behind main, above comments
+KEYS = "Parent Lesson Run Source Plumbing Copy Use Mind Needs Together".split()  # of the header, then of these notes
 SAME = "the same in every recipe, or nearly: 01_single_gpu/train.py explains it"
 SECTIONS = ["config", "communication", "kernels", "model", "training", "reference", "measure", SAME, "main"]
 PLACES = """init_files tensor_shapes full_tensor build_model load_data make_batch make_optimizer set_learning_rate
@@ -81,13 +82,14 @@ class Recipe:
 
 def read(path: str, source: str | None = None) -> Recipe:
     source = source if source is not None else (ROOT / path).read_text()
-    fields = re.findall(rf"^({'|'.join(KEYS)}):\s+(.+(?:\n {{10}}.+)*)", source.split('"""')[1], re.M)
+    text = source.split('"""')[1] + re.sub("^# ?", "", source.partition(NOTES)[2], flags=re.M)
+    fields = re.findall(rf"^({'|'.join(KEYS)}):\s+(.+(?:\n {{10}}.+)*)", text, re.M)
     header = {key: re.sub(r"\s+", " ", value).split(", ") for key, value in fields}
     return Recipe(path, source, header)
 
 
 def copied(recipe: Recipe) -> list[str]:
-    """Names of the definitions that the header's Copy line tells the reader to copy."""
+    """Names of the definitions that the notes' Copy line tells the reader to copy."""
     return re.findall(r"\w+", ", ".join(recipe.header.get("Copy", [])).split("(")[0])
 
 
@@ -118,12 +120,14 @@ def needs(recipe: Recipe) -> list[str]:
 
 
 def with_needs(recipe: Recipe) -> str:
-    """The recipe's source, with what its copied definitions need in its header."""
-    source = re.sub(r"^Needs: .+\n( {10}.+\n)*", "", recipe.source, count=1, flags=re.M)
+    """The recipe's source, with what its copied definitions need in its notes."""
+    source, _, notes = recipe.source.partition(NOTES)
+    notes = re.sub(r"^# Needs: .+\n(# {11}.+\n)*", "", notes, count=1, flags=re.M)
     words = dict(break_long_words=False, break_on_hyphens=False)
-    lines = textwrap.wrap(", ".join(needs(recipe)), 110, **words)
-    line = "".join(f"{key:10}{text}\n" for key, text in zip(["Needs:", *[""] * len(lines)], lines))
-    return source.replace("\nRun:  ", f"\n{line}Run:  ", 1)
+    lines = textwrap.wrap(", ".join(needs(recipe)), 108, **words)
+    line = "".join(f"# {key:10}{text}\n" for key, text in zip(["Needs:", *[""] * len(lines)], lines))
+    before, together, after = notes.partition("# Together:")
+    return source + NOTES + before + line + together + after
 
 
 def dotted(node: ast.expr) -> str:
