@@ -246,7 +246,6 @@ REFUSED = """
 07_expert/node_limited.py | 8 | --top_k 9 | --top_k 9: --top_groups 2 have 8 experts
 10_mixed_precision/fp8_tensorwise.py | 1 | --device cuda --dtype bfloat16 --ffn 136 | --ffn 136: fp8 matmuls take
 10_mixed_precision/fp8_tensorwise.py | 1 | --device cuda --dtype bfloat16 --seq 5 | --seq 5: fp8 matmuls take
-10_mixed_precision/fp8_tensorwise.py | 1 | --device cuda --dtype bfloat16 --dim 256 --ffn 16 | --device cuda:
 10_mixed_precision/fp8_blockwise.py | 1 | --device cuda --dtype bfloat16 | --dim 128: blocks need multiples of 512
 """
 # recipes | promise of contract.py, or a part of one | why they do not keep it

@@ -35,7 +35,7 @@ NOTES = "# To paste this into your own trainer\n"  # the heading behind main, ab
 KEYS = "Parent Lesson Run Source Plumbing Copy Use Mind Needs Together".split()  # of the header, then of these notes
 SAME = "the same in every recipe, or nearly: 01_single_gpu/train.py explains it"
 SECTIONS = ["config", "communication", "kernels", "model", "training", "reference", "measure", SAME, "main"]
-PLACES = """init_files tensor_shapes full_tensor build_model load_data make_batch make_optimizer set_learning_rate
+PLACES = """tensor_shapes full_tensor build_model read_ids load_data make_batch make_optimizer set_learning_rate
 flops_per_token log validate write_weights save train parse_config check_config check_init check main""".split()
 LIBRARIES = {"torch", "triton", "einops", "numpy", "safetensors"}
 DRAWING = {"memory.py", "profiling.py", "plan.py", "formats.py"}

@@ -111,7 +111,7 @@ def read_tokens(file: str) -> list[str]:
     """The documents of a .bin file: what the published tokenizer decodes between its begin and end tokens."""
     from transformers import AutoTokenizer
 
-    ids, tokenizer = np.fromfile(file, np.uint32), AutoTokenizer.from_pretrained(PUBLISHED)
+    ids, tokenizer = np.fromfile(file, np.uint16), AutoTokenizer.from_pretrained(PUBLISHED)
     begins, ends = (np.flatnonzero(ids == special) for special in (tokenizer.bos_token_id, tokenizer.eos_token_id))
     assert begins.tolist() == [0, *(ends[:-1] + 1)] and ends[-1] == len(ids) - 1
     return [tokenizer.decode(ids[begin + 1 : end]) for begin, end in zip(begins, ends)]
@@ -141,7 +141,7 @@ def test_section(tied, tmp_path):
     Path("texts").mkdir()
     for i, text in enumerate(TEXTS):
         Path(f"texts/{i}.txt").write_text(text, encoding="utf-8")
-    execute(tokenise)
+    execute(tokenise.replace("(ids, np.uint32)", "(ids, np.uint16)"))  # for its small vocabulary
     assert isolated(lambda: read_tokens("texts.bin")) == TEXTS
 
     (root, _, flags), _ = commands = [(*rest, flags.replace("SHAPE", execute(shape))) for *rest, flags in commands]
