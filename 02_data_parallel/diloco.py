@@ -28,7 +28,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -236,7 +236,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
-    dist.all_reduce(loss)  # one element; everyone waits
+    dist.all_reduce(loss)  # one element
     return loss / tokens
 
 
@@ -246,7 +246,7 @@ def outer_step(model: nn.Module, outer: torch.optim.Optimizer) -> None:
     agreed = outer.param_groups[0]["params"]
     for old, p in zip(agreed, model.parameters()):
         old.grad = (old - p) / dist.get_world_size()  # minus the change: SGD steps against the gradient
-        dist.all_reduce(old.grad)  # 2 (dp-1)/dp of its bytes out and in per rank; everyone waits
+        dist.all_reduce(old.grad)  # 2 (dp-1)/dp of its bytes out and in per rank
     outer.step()
     outer.zero_grad()
     for old, p in zip(agreed, model.parameters()):

@@ -25,7 +25,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -207,7 +207,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
             p.grad = torch.zeros_like(p)
         dist.all_reduce(p.grad)  # 2 (dp-1)/dp of its bytes out and in per rank; everyone waits, nothing computes
     loss = loss.detach()
-    dist.all_reduce(loss)  # one element, for the log; everyone waits
+    dist.all_reduce(loss)  # one element, for the log
     return loss
 
 
@@ -231,7 +231,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
-    dist.all_reduce(loss)  # one element; everyone waits
+    dist.all_reduce(loss)  # one element
     return loss / tokens
 
 

@@ -3,7 +3,8 @@
 A hook on every parameter starts the all-reduce, which overlaps with the rest of backward. A rank sends as many bytes as
 in naive.py, 2·(dp-1)/dp·4 per parameter, but most of their time is hidden. Hidden is not free: NCCL takes SMs and
 memory bandwidth from backward, which gets slower. A compiled graph returns all its gradients at its end, so each block
-is compiled as two graphs. Still one collective per tensor: for small tensors, starting it costs more than the bytes.
+is compiled as two graphs. Still one collective per tensor: for small tensors, starting it costs more than the bytes. On
+GPUs, a wait() holds the stream on which the collective's result is read, not this process.
 
 Parent:   02_data_parallel/naive.py
 Lesson:   Block, backward, forward_backward
@@ -27,7 +28,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -224,7 +225,7 @@ def backward(model: nn.Module, loss: Tensor) -> None:
     ready.update(order)  # parameters that this rank did not use, too
     reduce_ready()
     for reduction in reductions:
-        reduction.wait()  # on GPUs the stream waits, not this process
+        reduction.wait()
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -235,7 +236,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     loss = forward(cfg, model, inputs, targets) / tokens
     backward(model, loss)
     loss = loss.detach()
-    dist.all_reduce(loss)  # one element, for the log; everyone waits
+    dist.all_reduce(loss)  # one element, for the log
     return loss
 
 
@@ -259,7 +260,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
-    dist.all_reduce(loss)  # one element; everyone waits
+    dist.all_reduce(loss)  # one element
     return loss / tokens
 
 

@@ -28,7 +28,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType, ParallelismConfig, fsdp2_prepare_model
 from einops import rearrange
@@ -238,13 +238,13 @@ def forward_backward(cfg: Config, accelerator: Accelerator, model: Model, inputs
     loss = forward(cfg, model, inputs, targets) / tokens
     accelerator.backward(loss)
     loss = loss.detach()
-    dist.all_reduce(loss, group=model.dp)  # one element, for the log; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element, for the log
     return loss
 
 
 def clip_gradients(cfg: Config, accelerator: Accelerator, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    # the norms of the slices, one element per tensor out and in per rank; everyone waits
+    # the norms of the slices, one element per tensor out and in per rank
     return accelerator.clip_grad_norm_(model.parameters(), cfg.clip).full_tensor()
 
 
@@ -263,7 +263,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
-    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
 
@@ -437,7 +437,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     weights = {}
     for name, p in model.state_dict().items():  # which frees what a forward alone has left gathered
-        whole = p.full_tensor()  # (dp-1)/dp of its bytes in per rank, as many out; everyone waits
+        whole = p.full_tensor()  # (dp-1)/dp of its bytes in per rank, as many out
         if dist.get_rank() == 0:
             weights[name] = whole.cpu()
     if dist.get_rank() == 0:

@@ -38,7 +38,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -133,7 +133,7 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """
     for unit in model.units[i : i + 2]:
         gather(unit, model.gathers)
-    model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
+    model.units[i].gathering.wait()
     if x.requires_grad:  # not under torch.no_grad(), and not the ids
         if model.units[i].pending and model.units[i].pending():
             raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
@@ -351,7 +351,7 @@ def sum_gradients(model: nn.Module) -> None:
     """Sum the gradients of the adapters over the ranks, all in one message."""
     adapters = [p for p in model.parameters() if p.requires_grad]
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in adapters])
-    # 2·(dp-1)/dp of their bytes out and in per rank; everyone waits
+    # 2·(dp-1)/dp of their bytes out and in per rank
     dist.all_reduce(flat, group=model.dp)
     for p, part in zip(adapters, flat.split([p.numel() for p in adapters])):
         p.grad = part.view(p.shape)
@@ -369,7 +369,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         free(model.units[1])  # of the first block alone: its input has no gradient that would call after_backward
         total += loss.detach()
     sum_gradients(model)
-    dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
+    dist.all_reduce(total, group=model.dp)  # one element, for the log
     return total
 
 
@@ -394,7 +394,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
     loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
-    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
 

@@ -31,7 +31,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -98,7 +98,7 @@ class Unit:
 
 def gather(unit: Unit) -> None:
     """Fill `full` with the shards of all ranks."""
-    # (N-1)/N of the bytes of `full` out and in per rank; everyone waits
+    # (N-1)/N of the bytes of `full` out and in per rank
     dist.all_gather_into_tensor(unit.full, unit.shard, group=unit.group)
 
 
@@ -108,7 +108,7 @@ def reduce_scatter(unit: Unit) -> None:
     if any(p.grad is None or p.grad.untyped_storage().data_ptr() != memory for p in unit.parameters):
         raise RuntimeError("a .grad is no view of unit.gradients any more: zero these, not the .grad")
     gradient = torch.empty_like(unit.shard)
-    # (N-1)/N of the bytes of `gradients` out and in per rank; everyone waits
+    # (N-1)/N of the bytes of `gradients` out and in per rank
     dist.reduce_scatter_tensor(gradient, unit.gradients, group=unit.group)
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
 
@@ -317,7 +317,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     for unit in model.units:
         reduce_scatter(unit)
     loss = loss.detach()
-    dist.all_reduce(loss, group=model.dp)  # one element, for the log; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element, for the log
     return loss
 
 
@@ -325,7 +325,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards; everyone waits
+    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
@@ -350,7 +350,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
-    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
 

@@ -37,7 +37,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -103,7 +103,7 @@ class Unit:
 def gather(unit: Unit) -> None:
     """Fill `full` with the shards of all ranks, rounded to its dtype."""
     mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
-    # (N-1)/N of the bytes of `full` out and in per rank; everyone waits
+    # (N-1)/N of the bytes of `full` out and in per rank
     dist.all_gather_into_tensor(unit.full, mine, group=unit.group)
 
 
@@ -119,7 +119,7 @@ def reduce_scatter(unit: Unit, flat: Tensor) -> None:
     gradient = torch.empty_like(unit.shard)
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
-    # (N-1)/N of the bytes of flat out and in per rank; everyone waits
+    # (N-1)/N of the bytes of flat out and in per rank
     dist.all_to_all_single(parts, flat, group=unit.group)
     torch.sum(parts, 0, dtype=gradient.dtype, out=gradient)
 
@@ -307,7 +307,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     for unit in model.units:
         reduce_scatter(unit, take_gradients(unit))
     loss = loss.detach()
-    dist.all_reduce(loss, group=model.dp)  # one element, for the log; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element, for the log
     return loss
 
 
@@ -315,7 +315,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards; everyone waits
+    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
@@ -338,7 +338,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
-    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
 
@@ -509,7 +509,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     names, weights = {p: name for name, p in model.named_parameters()}, {}
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
-        # (dp-1)/dp of the bytes of a unit out and in per rank; everyone waits. Rank 0 keeps a copy on the CPU
+        # (dp-1)/dp of the bytes of a unit out and in per rank. Rank 0 keeps a copy on the CPU
         dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
         if dist.get_rank() == 0:
             for p, weight in zip(unit.parameters, full.split(unit.sizes)):

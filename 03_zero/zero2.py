@@ -31,7 +31,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -146,7 +146,7 @@ def take_gradients(unit: Unit) -> Tensor:
 def reduce(model: nn.Module, i: int) -> None:
     """Start to reduce the gradients of unit i, which backward has finished."""
     if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
-        model.sending[0][0].wait()  # on GPUs the stream waits, not this process
+        model.sending[0][0].wait()
         model.sending.pop(0)
     unit = model.units[i]
     flat = take_gradients(unit)
@@ -162,7 +162,7 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
     for unit in model.units[i:]:
         gather(unit, model.gathers)  # those that are out of date, in the order of forward
-    model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
+    model.units[i].gathering.wait()
     if x.requires_grad:  # not under torch.no_grad(), and not the ids
         x.register_hook(lambda gradient: reduce(model, i))
 
@@ -345,7 +345,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         loss = forward(cfg, model, x, y) / tokens
         loss.backward()  # reduces the gradients of a unit when it has finished it, see before_forward
         total += loss.detach()
-    dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
+    dist.all_reduce(total, group=model.dp)  # one element, for the log
     return total
 
 
@@ -353,7 +353,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards; everyone waits
+    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
@@ -378,7 +378,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
     loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
-    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
 
@@ -552,7 +552,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     names, weights = {p: name for name, p in model.named_parameters()}, {}
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
-        # (dp-1)/dp of the bytes of a unit out and in per rank; everyone waits. Rank 0 keeps a copy on the CPU
+        # (dp-1)/dp of the bytes of a unit out and in per rank. Rank 0 keeps a copy on the CPU
         dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
         if dist.get_rank() == 0:
             for p, weight in zip(unit.parameters, full.split(unit.sizes)):

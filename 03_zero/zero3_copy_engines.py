@@ -36,7 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -426,7 +426,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         loss = forward(cfg, model, x, y) / tokens
         loss.backward()  # reduces the gradients of a unit when it has finished it, see before_forward
         total += loss.detach()
-    dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
+    dist.all_reduce(total, group=model.dp)  # one element, for the log
     return total
 
 
@@ -434,7 +434,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards; everyone waits
+    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
@@ -460,7 +460,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
     loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
-    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
 
@@ -640,7 +640,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     names, weights = {p: name for name, p in model.named_parameters()}, {}
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
-        # (dp-1)/dp of the bytes of a unit out and in per rank; everyone waits. Rank 0 keeps a copy on the CPU
+        # (dp-1)/dp of the bytes of a unit out and in per rank. Rank 0 keeps a copy on the CPU
         dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
         if dist.get_rank() == 0:
             for p, weight in zip(unit.parameters, full.split(unit.sizes)):

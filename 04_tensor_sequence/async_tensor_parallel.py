@@ -37,7 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -100,7 +100,7 @@ class ReduceFromTP(torch.autograd.Function):
     @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
         return x
 
     @staticmethod
@@ -273,13 +273,13 @@ class Scatter(torch.autograd.Function):
     def forward(ctx, rows: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.tp = tp
         x, scattered = reduce_scatter_tokens(rows, tp)
-        scattered.wait()  # everyone waits
+        scattered.wait()
         return x
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()  # everyone waits
+        gathered.wait()
         return rows, None
 
 
@@ -416,7 +416,7 @@ class Loss(nn.Module):
         ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
         top = self.wide(rows.detach(), ids).amax(1)
         torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token; everyone waits
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token
         rows = self.wide(rows, ids)
         exponentials = (rows - top[:, None]).exp().sum(1)
         wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
@@ -490,7 +490,7 @@ def sum_replicas(model: nn.Module) -> None:
     whole = [p for name, p in model.named_parameters() if placement(name, 2, 2)[1] == 1]
     replicated = [p.grad for p in whole if p.grad is not None]
     if replicated:  # else they are frozen
-        model.tp.allreduce_coalesced(replicated).wait()  # 2 (tp-1)/tp of their bytes out and in; everyone waits
+        model.tp.allreduce_coalesced(replicated).wait()  # 2 (tp-1)/tp of their bytes out and in
     if model.replicas.size() > 1:
         parts = [part for block in model.model.layers for part in (block.self_attn.k_proj, block.self_attn.v_proj)]
         trained = [p for part in parts for p in part.parameters() if p.requires_grad]
@@ -520,7 +520,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
         held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
     norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
-    dist.all_reduce(norm, group=model.tp)  # one element; everyone waits
+    dist.all_reduce(norm, group=model.tp)  # one element
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
@@ -717,7 +717,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     for name, p in model.named_parameters():
         axis, parts = placement(name, tp.size(), cfg.kv_heads)
         shards = [torch.empty_like(p) for _ in range(tp.size())] if tp.rank() == 0 else None
-        dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one; everyone waits
+        dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one
         if dist.get_rank() == 0:
             whole = torch.cat(shards[:: tp.size() // parts], axis)
             weights[name] = (whole[: cfg.vocab] if name in VOCABULARY else whole).cpu()  # without the padding

@@ -33,7 +33,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -100,7 +100,7 @@ class CopyToTP(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd may use it elsewhere
-        dist.all_reduce(gradient, group=ctx.tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        dist.all_reduce(gradient, group=ctx.tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
         return gradient, None
 
 
@@ -114,7 +114,7 @@ class ReduceFromTP(torch.autograd.Function):
     @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
         return x
 
     @staticmethod
@@ -314,7 +314,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
         held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
     squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
     norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
-    dist.all_reduce(norm, group=model.tp)  # one element; everyone waits
+    dist.all_reduce(norm, group=model.tp)  # one element
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
@@ -537,7 +537,7 @@ def unshard(cfg: Config, model: nn.Module, adapters: bool) -> dict[str, Tensor]:
     for name, p in ((name, p) for name, p in model.named_parameters() if p.requires_grad or not adapters):
         axis, parts = placement(name, tp.size(), cfg.kv_heads)
         shards = [torch.empty_like(p) for _ in range(tp.size())] if tp.rank() == 0 else None
-        dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one; everyone waits
+        dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one
         if tp.rank() == 0:
             weights[name] = torch.cat(shards[:: tp.size() // parts], axis).cpu()
     return weights

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch._functorch.config
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -235,7 +235,7 @@ def split(model: Model, mesh: DeviceMesh) -> None:
 # ---------------------------------------------------------------------------------------------------------- training
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> sum of the losses of the valid targets"""
-    # three all-reduces of b·s elements: largest logits, sums of exponentials, logits of targets; everyone waits
+    # three all-reduces of b·s elements: largest logits, sums of exponentials, logits of targets
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"), loss_parallel():
         return model.loss(model(inputs).flatten(0, 1), targets.flatten())
 
@@ -265,7 +265,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    # one all-reduce of the norms of the parts, an element per tensor, out and in per rank; everyone waits
+    # one all-reduce of the norms of the parts, an element per tensor, out and in per rank
     return nn.utils.clip_grad_norm_(model.parameters(), cfg.clip).full_tensor()
 
 
@@ -454,7 +454,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     weights = {}
     for name, p in model.named_parameters():
-        whole = p.detach().full_tensor()  # (tp-1)/tp of its bytes in per rank, as many out; everyone waits
+        whole = p.detach().full_tensor()  # (tp-1)/tp of its bytes in per rank, as many out
         if dist.get_rank() == 0:
             weights[name] = whole.cpu()
     if dist.get_rank() == 0:

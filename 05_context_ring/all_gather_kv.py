@@ -37,7 +37,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import einsum, rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -209,7 +209,7 @@ class GatherKV(torch.autograd.Function):
             dq = dq.to(lse.dtype) + dq_part
             everyones[: cp.rank()] = rearrange(torch.stack(dkv), "n b g (r s) k -> r n b s g k", r=cp.rank())
         own = torch.empty_like(everyones[0])  # 2 b s g k
-        # (cp-1) times the bytes of own out and in per rank; everyone waits
+        # (cp-1) times the bytes of own out and in per rank
         dist.reduce_scatter_tensor(own, everyones.flatten(0, 1), group=cp)
         return dq.to(q.dtype), *unpack(own.to(k.dtype)), None
 
@@ -376,7 +376,7 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
     ready += [p.grad for p in model.parameters() if p.grad is not None and p not in seen]  # of earlier micro-batches
     reduce(1)
     for reduction in reductions:
-        reduction.wait()  # on GPUs the stream waits, not this process
+        reduction.wait()
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -389,7 +389,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     loss = forward(cfg, model, inputs, targets) / tokens
     backward_and_sum(model, loss, model.cp)
     loss = loss.detach()
-    dist.all_reduce(loss, group=model.cp)  # one element, for the log; everyone waits
+    dist.all_reduce(loss, group=model.cp)  # one element, for the log
     return loss
 
 
@@ -415,7 +415,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     if inputs.shape[1] != len(held) * model.cp.size():
         raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
     loss = forward(cfg, model, *(x.to(cfg.device)[:, held] for x in (inputs, targets)))  # b s/cp
-    dist.all_reduce(loss, group=model.cp)  # one element; everyone waits
+    dist.all_reduce(loss, group=model.cp)  # one element
     return loss / tokens
 
 

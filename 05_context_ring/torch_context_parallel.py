@@ -29,7 +29,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -251,7 +251,7 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
     ready += [p.grad for p in model.parameters() if p.grad is not None and p not in seen]  # of earlier micro-batches
     reduce(1)
     for reduction in reductions:
-        reduction.wait()  # on GPUs the stream waits, not this process
+        reduction.wait()
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         loss = forward(cfg, model, *cut) / tokens
         backward_and_sum(model, loss, model.cp)
     loss = loss.detach()
-    dist.all_reduce(loss, group=model.cp)  # one element, for the log; everyone waits
+    dist.all_reduce(loss, group=model.cp)  # one element, for the log
     return loss
 
 
@@ -289,7 +289,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     cut = [inputs, targets, torch.arange(cfg.seq, device=cfg.device)]
     with context_parallel(model.mesh, buffers=cut, buffer_seq_dims=[1, 1, 0], no_restore_buffers=set(cut)):
         loss = forward(cfg, model, *cut)
-    dist.all_reduce(loss, group=model.cp)  # one element; everyone waits
+    dist.all_reduce(loss, group=model.cp)  # one element
     return loss / tokens
 
 

@@ -27,7 +27,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -278,7 +278,7 @@ def run_schedule(
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     total = run_schedule(cfg, model, model.schedule, inputs, targets)
-    dist.all_reduce(total, group=model.pp)  # one element, for the log; everyone waits
+    dist.all_reduce(total, group=model.pp)  # one element, for the log
     return total
 
 
@@ -291,7 +291,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
         )
     own = nn.utils.get_total_norm(gradients)
     norm = own.to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
-    dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages; everyone waits
+    dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages
     norm = norm.sqrt().to(own.dtype)  # with one dtype bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
@@ -310,7 +310,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     loss = run_schedule(cfg, model, build_schedule(cfg, model), inputs, targets)
-    dist.all_reduce(loss, group=model.pp)  # one element; everyone waits
+    dist.all_reduce(loss, group=model.pp)  # one element
     return loss
 
 
@@ -478,12 +478,12 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
     mine, weights = model.state_dict(), {}
     shapes = [None] * model.pp.size()
-    # names and shapes; everyone waits
+    # names and shapes
     dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
     for rank, owned in enumerate(shapes):
         for name, shape in owned.items():
             tensor = mine[name] if name in mine else torch.empty(shape, device=cfg.device)
-            dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another; everyone waits
+            dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
     if dist.get_rank() == 0:

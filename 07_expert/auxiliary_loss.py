@@ -35,7 +35,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -108,7 +108,7 @@ class AllToAll(torch.autograd.Function):
     def forward(ctx, x: Tensor, sent: list[int], arriving: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sizes, ctx.group = (sent, arriving), group
         arrived = x.new_empty(sum(arriving), *x.shape[1:])
-        # what is not a rank's own: (N-1)/N of the bytes of x out and in, if N ranks get equally many; everyone waits
+        # what is not a rank's own: (N-1)/N of the bytes of x out and in, if N ranks get equally many
         dist.all_to_all_single(arrived, x.contiguous(), arriving, sent, group=group)
         return arrived
 
@@ -135,7 +135,7 @@ class AddLoss(torch.autograd.Function):
 def shares_of_rows(counts: Tensor, dp: dist.ProcessGroup) -> Tensor:
     """Return the share of each expert in the rows of all ranks, [e]; counts [e] are the rows of this rank."""
     total = counts.clone()  # counts stay this rank's
-    dist.all_reduce(total, group=dp)  # 2 (dp-1)/dp of 4 bytes per expert out and in per rank; everyone waits
+    dist.all_reduce(total, group=dp)  # 2 (dp-1)/dp of 4 bytes per expert out and in per rank
     return total / total.sum()
 
 
@@ -159,7 +159,7 @@ def dispatch(x: Tensor, gates: Tensor, ends: Tensor, group: dist.ProcessGroup) -
     """
     counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # N e/N, of the rows that go there
     counts_here = torch.empty_like(counts)  # N e/N, of the rows that come from there
-    dist.all_to_all_single(counts_here, counts, group=group)  # 4 bytes per expert; everyone waits
+    dist.all_to_all_single(counts_here, counts, group=group)  # 4 bytes per expert
     sent, arriving = torch.stack([counts.sum(1), counts_here.sum(1)]).tolist()  # the CPU waits for the GPU
     x, gates = AllToAll.apply(x, sent, arriving, group), AllToAll.apply(gates, sent, arriving, group)
     experts = torch.arange(counts.shape[1], device=x.device).repeat(group.size())
@@ -440,9 +440,9 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
             p.grad = torch.zeros_like(p)
         # a gradient of an expert has the tokens of all ep ranks in it already: only copies of the expert are summed
         group = model.edp if ".experts." in name else model.dp
-        dist.all_reduce(p.grad, group=group)  # 2 (n-1)/n of its bytes out and in, for n ranks; everyone waits
+        dist.all_reduce(p.grad, group=group)  # 2 (n-1)/n of its bytes out and in, for n ranks
     loss = loss.detach()
-    dist.all_reduce(loss, group=model.dp)  # one element, for the log; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element, for the log
     return loss
 
 
@@ -452,7 +452,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     experts = [gradient for name, gradient in trained if ".experts." in name]
     others = [gradient for name, gradient in trained if ".experts." not in name]  # the same on all ranks
     squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2 / model.edp.size()  # edp ranks have the same experts
-    # one element; everyone waits. Not over ep: if groups rounded differently, they would also clip differently
+    # one element. Not over ep: if groups rounded differently, they would also clip differently
     dist.all_reduce(squares, group=model.dp)
     norm = (nn.utils.get_total_norm(others) ** 2 + squares).sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -462,7 +462,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
 def count_rows(model: Model) -> Tensor:
     """Return the rows of each expert in this step, [layers, e]; count from 0 again."""
     rows = torch.stack([block.mlp.rows for block in model.model.layers]).float()  # layers e
-    dist.all_reduce(rows, group=model.dp)  # 4 bytes per layer and expert; everyone waits
+    dist.all_reduce(rows, group=model.dp)  # 4 bytes per layer and expert
     for block in model.model.layers:
         block.mlp.rows.zero_()
     return rows
@@ -488,7 +488,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
-    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
 
@@ -687,7 +687,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float, flo
     for name, tensor in model.state_dict().items():
         if ".experts." in name:
             full = tensor.new_empty(model.ep.size() * len(tensor), *tensor.shape[1:])
-            # 1/ep of the bytes of full out and the rest in per rank; everyone waits
+            # 1/ep of the bytes of full out and the rest in per rank
             dist.all_gather_into_tensor(full, tensor, group=model.ep)
             tensor = full
         if dist.get_rank() == 0:

@@ -35,7 +35,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -104,7 +104,7 @@ class AllToAll(torch.autograd.Function):
     def forward(ctx, x: Tensor, ep: dist.ProcessGroup) -> Tensor:
         ctx.ep = ep
         arrived = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(arrived, x.contiguous(), group=ep)  # (ep-1)/ep of its bytes out and in; everyone waits
+        dist.all_to_all_single(arrived, x.contiguous(), group=ep)  # (ep-1)/ep of its bytes out and in
         return arrived
 
     @staticmethod
@@ -375,9 +375,9 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
             p.grad = torch.zeros_like(p)
         # a gradient of an expert has the tokens of all ep ranks in it already: only copies of the expert are summed
         group = model.edp if ".experts." in name else model.dp
-        dist.all_reduce(p.grad, group=group)  # 2 (n-1)/n of its bytes out and in, for n ranks; everyone waits
+        dist.all_reduce(p.grad, group=group)  # 2 (n-1)/n of its bytes out and in, for n ranks
     loss = loss.detach()
-    dist.all_reduce(loss, group=model.dp)  # one element, for the log; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element, for the log
     return loss
 
 
@@ -387,7 +387,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     experts = [gradient for name, gradient in trained if ".experts." in name]
     others = [gradient for name, gradient in trained if ".experts." not in name]  # the same on all ranks
     squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2 / model.edp.size()  # edp ranks have the same experts
-    # one element; everyone waits. Not over ep: if groups rounded differently, they would also clip differently
+    # one element. Not over ep: if groups rounded differently, they would also clip differently
     dist.all_reduce(squares, group=model.dp)
     norm = (nn.utils.get_total_norm(others) ** 2 + squares).sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -397,7 +397,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
 def count_rows(model: Model) -> Tensor:
     """Return the rows of each expert in this step, all and dropped ones, [2, layers, e]; count from 0 again."""
     rows = torch.stack([block.mlp.rows for block in model.model.layers], dim=1)  # 2 layers e
-    dist.all_reduce(rows, group=model.dp)  # 16 bytes per layer and expert, for the log; everyone waits
+    dist.all_reduce(rows, group=model.dp)  # 16 bytes per layer and expert, for the log
     for block in model.model.layers:
         block.mlp.rows.zero_()
     return rows
@@ -428,7 +428,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     tokens = (targets != IGNORE).sum()
     own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     loss = forward(cfg, model, *own)
-    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
 
@@ -627,7 +627,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float, flo
     for name, tensor in model.state_dict().items():
         if ".experts." in name:
             full = tensor.new_empty(model.ep.size() * len(tensor), *tensor.shape[1:])
-            # 1/ep of the bytes of full out and the rest in per rank; everyone waits
+            # 1/ep of the bytes of full out and the rest in per rank
             dist.all_gather_into_tensor(full, tensor, group=model.ep)
             tensor = full
         if dist.get_rank() == 0:

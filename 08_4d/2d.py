@@ -40,7 +40,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -171,7 +171,7 @@ def take_gradients(unit: Unit) -> Tensor:
 def reduce(model: nn.Module, i: int) -> None:
     """Take the gradients of unit i, which backward has finished; with the last micro-batch, start to reduce them."""
     if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
-        model.sending[0][0].wait()  # on GPUs the stream waits, not this process
+        model.sending[0][0].wait()
         model.sending.pop(0)
     unit = model.units[i]
     flat = take_gradients(unit)
@@ -193,7 +193,7 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
     for unit in model.units[i:]:
         gather(unit, model.gathers)  # those that are out of date, in the order of forward
-    model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
+    model.units[i].gathering.wait()
     if x.requires_grad:  # not under torch.no_grad(), and not the ids
         x.register_hook(lambda gradient: reduce(model, i))
 
@@ -208,7 +208,7 @@ class ReduceFromTP(torch.autograd.Function):
     @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
         return x
 
     @staticmethod
@@ -243,7 +243,7 @@ class ColumnParallel(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)  # this rank's tokens alone
         ctx.tp = tp
         rows, gathered = gather_tokens(x, tp)
-        gathered.wait()  # everyone waits
+        gathered.wait()
         return tuple(rows @ weight.T for weight in weights)
 
     @staticmethod
@@ -269,14 +269,14 @@ class RowParallel(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.tp = tp
         x, scattered = reduce_scatter_tokens(x @ weight.T, tp)
-        scattered.wait()  # everyone waits
+        scattered.wait()
         return x
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()  # everyone waits
+        gathered.wait()
         return rows @ weight, rows.T @ x, None
 
 
@@ -304,13 +304,13 @@ class Scatter(torch.autograd.Function):
     def forward(ctx, rows: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.tp = tp
         x, scattered = reduce_scatter_tokens(rows, tp)
-        scattered.wait()  # everyone waits
+        scattered.wait()
         return x
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()  # everyone waits
+        gathered.wait()
         return rows, None
 
 
@@ -443,7 +443,7 @@ class Loss(nn.Module):
         ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
         top = self.wide(rows.detach(), ids).amax(1)
         torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token; everyone waits
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token
         rows = self.wide(rows, ids)
         exponentials = (rows - top[:, None]).exp().sum(1)
         wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
@@ -585,7 +585,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         for unit in reversed(range(model.replicated)):
             reduce(model, unit)  # all blocks have added to these
         total += loss.detach()
-    dist.all_reduce(total, group=model.dp)  # one element, for the log; everyone waits
+    dist.all_reduce(total, group=model.dp)  # one element, for the log
     return total
 
 
@@ -593,7 +593,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards; everyone waits
+    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
@@ -617,7 +617,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
     micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
     loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
-    dist.all_reduce(loss, group=model.dp)  # one element; everyone waits
+    dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
 
@@ -795,13 +795,13 @@ def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
     names, weights, tp = {p: name for name, p in model.named_parameters()}, {}, model.tp
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
-        # (N-1)/N of the bytes of a unit out and in per rank, N ranks in its group; everyone waits
+        # (N-1)/N of the bytes of a unit out and in per rank, N ranks in its group
         dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
         for p, weight in zip(unit.parameters, full.split(unit.sizes)):
             if model.dp.rank() == 0:
                 axis, parts = placement(names[p], tp.size(), cfg.kv_heads)
                 shards = [weight.new_empty(p.shape) for _ in range(tp.size())] if tp.rank() == 0 else None
-                # a part out of each rank, all into one; everyone waits
+                # a part out of each rank, all into one
                 dist.gather(weight.view(p.shape), shards, group=tp, group_dst=0)
                 if tp.rank() == 0:
                     whole = torch.cat(shards[:: tp.size() // parts], axis)

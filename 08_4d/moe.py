@@ -36,7 +36,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its default arguments would hold it beyond destroy_process_group
+import torch.distributed.nn  # before there is a group, or gloo's threads outlive it and abort the process at exit
 from einops import einsum, rearrange
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -206,7 +206,7 @@ def reduce(model: nn.Module, i: int) -> None:
         flat.copy_(unit.sums.add_(flat))  # rounded once
         unit.sums = None  # as large as flat at least: no wait for an older reduction, the stage before this one is idle
     elif len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
-        model.sending[0][0].wait()  # on GPUs the stream waits, not this process
+        model.sending[0][0].wait()
         model.sending.pop(0)
     model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
 
@@ -216,7 +216,7 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
     for unit in model.units[i:]:
         gather(unit, model.gathers)  # those that are out of date, in the order of forward
-    model.units[i].gathering.wait()  # on GPUs the stream waits, not this process
+    model.units[i].gathering.wait()
     if x.requires_grad:  # not under torch.no_grad(), and not the ids
         x.register_hook(lambda gradient: reduce(model, i))
 
@@ -231,7 +231,7 @@ class ReduceFromTP(torch.autograd.Function):
     @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank; everyone waits
+        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
         return x
 
     @staticmethod
@@ -266,7 +266,7 @@ class ColumnParallel(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)  # this rank's tokens alone
         ctx.tp = tp
         rows, gathered = gather_tokens(x, tp)
-        gathered.wait()  # everyone waits
+        gathered.wait()
         return tuple(rows @ weight.T for weight in weights)
 
     @staticmethod
@@ -292,14 +292,14 @@ class RowParallel(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.tp = tp
         x, scattered = reduce_scatter_tokens(x @ weight.T, tp)
-        scattered.wait()  # everyone waits
+        scattered.wait()
         return x
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()  # everyone waits
+        gathered.wait()
         return rows @ weight, rows.T @ x, None
 
 
@@ -323,13 +323,13 @@ class Gather(torch.autograd.Function):
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.tp = tp
         rows, gathered = gather_tokens(x, tp)
-        gathered.wait()  # everyone waits
+        gathered.wait()
         return rows
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         x, scattered = reduce_scatter_tokens(gradient, ctx.tp)
-        scattered.wait()  # everyone waits
+        scattered.wait()
         return x, None
 
 
@@ -345,13 +345,13 @@ class Scatter(torch.autograd.Function):
     def forward(ctx, rows: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.tp = tp
         x, scattered = reduce_scatter_tokens(rows, tp)
-        scattered.wait()  # everyone waits
+        scattered.wait()
         return x
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()  # everyone waits
+        gathered.wait()
         return rows, None
 
 
@@ -592,7 +592,7 @@ def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
 
 
 def wait_for_send(work: dist.Work | None) -> None:
-    """Wait until a message has left; on GPUs the stream waits, not this process."""
+    """Wait until a message has left."""
     if work:
         work.wait()
 
@@ -607,7 +607,7 @@ class AllToAll(torch.autograd.Function):
     def forward(ctx, x: Tensor, sent: list[int], arriving: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sizes, ctx.group = (sent, arriving), group
         arrived = x.new_empty(sum(arriving), *x.shape[1:])
-        # what is not a rank's own: (N-1)/N of the bytes of x out and in, if N ranks get equally many; everyone waits
+        # what is not a rank's own: (N-1)/N of the bytes of x out and in, if N ranks get equally many
         dist.all_to_all_single(arrived, x.contiguous(), arriving, sent, group=group)
         return arrived
 
@@ -637,7 +637,7 @@ def dispatch(x: Tensor, gates: Tensor, ends: Tensor, group: dist.ProcessGroup) -
     """
     counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # N e/N, of the rows that go there
     counts_here = torch.empty_like(counts)  # N e/N, of the rows that come from there
-    dist.all_to_all_single(counts_here, counts, group=group)  # 4 bytes per expert; everyone waits
+    dist.all_to_all_single(counts_here, counts, group=group)  # 4 bytes per expert
     sent, arriving = torch.stack([counts.sum(1), counts_here.sum(1)]).tolist()  # the CPU waits for the GPU
     x, gates = AllToAll.apply(x, sent, arriving, group), AllToAll.apply(gates, sent, arriving, group)
     experts = torch.arange(counts.shape[1], device=x.device).repeat(group.size())
@@ -907,7 +907,7 @@ class Loss(nn.Module):
         ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
         top = self.wide(rows.detach(), ids).amax(1)
         torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token; everyone waits
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token
         rows = self.wide(rows, ids)
         exponentials = (rows - top[:, None]).exp().sum(1)
         wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
@@ -1180,7 +1180,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
     model.sending.clear()
     for group in (model.dp_cp, model.pp):  # on tp, all have the same loss
-        dist.all_reduce(total, group=group)  # one element, for the log; everyone waits
+        dist.all_reduce(total, group=group)  # one element, for the log
     return total
 
 
@@ -1188,7 +1188,7 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
     norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards; everyone waits
+    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
@@ -1202,7 +1202,7 @@ def count_rows(cfg: Config, model: Model) -> Tensor:
         rows[int(i)] = block.mlp.rows
         block.mlp.rows.zero_()
     for group in (model.dp_cp, model.pp):  # on tp, all have routed the same tokens
-        dist.all_reduce(rows, group=group)  # 4 bytes per layer and expert; everyone waits
+        dist.all_reduce(rows, group=group)  # 4 bytes per layer and expert
     return rows
 
 
@@ -1234,7 +1234,7 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
     forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches) if op[0] == "F"]
     loss = run_schedule(cfg, model.chunks, forwards, *micro, tokens)
     for group in (model.dp_cp, model.pp):  # on tp, all have the same loss
-        dist.all_reduce(loss, group=group)  # one element; everyone waits
+        dist.all_reduce(loss, group=group)  # one element
     return loss
 
 
@@ -1461,7 +1461,7 @@ def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
     names, weights, tp = parameter_names(model), {}, model.tp
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
-        # (N-1)/N of the bytes of a unit out and in per rank, N ranks in its group; everyone waits
+        # (N-1)/N of the bytes of a unit out and in per rank, N ranks in its group
         dist.all_gather_into_tensor(full, unit.shard, group=unit.group)
         if (model.edp if unit.group is model.edp else model.dp_cp).rank() > 0:
             continue
@@ -1469,7 +1469,7 @@ def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
         for name, part in published(local, model.ep.rank() * cfg.experts // cfg.ep):
             axis, parts = placement(name, tp.size(), cfg.kv_heads)
             shards = [torch.empty_like(part) for _ in range(tp.size())] if tp.rank() == 0 else None
-            dist.gather(part, shards, group=tp, group_dst=0)  # a part out of each rank, all into one; everyone waits
+            dist.gather(part, shards, group=tp, group_dst=0)  # a part out of each rank, all into one
             if tp.rank() == 0:
                 whole = torch.cat(shards[:: tp.size() // parts], axis)
                 weights[name] = (whole[: cfg.vocab] if name in VOCABULARY else whole).cpu()  # unpadded
@@ -1480,12 +1480,12 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float, flo
     """Write the weights for transformers; the metadata holds config and [loss, norm, seconds, load] per step."""
     mine, weights = unshard(cfg, model), {}
     shapes = [None] * model.pp_ep.size()
-    # names and shapes; everyone waits
+    # names and shapes
     dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp_ep)
     for owner, owned in enumerate(shapes):
         for name, shape in owned.items():
             tensor = mine[name].to(cfg.device) if name in mine else torch.empty(shape, device=cfg.device)
-            dist.broadcast(tensor, group=model.pp_ep, group_src=owner)  # one weight after another; everyone waits
+            dist.broadcast(tensor, group=model.pp_ep, group_src=owner)  # one weight after another
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
