@@ -477,7 +477,8 @@ def make_shared(cfg: Config, tp: dist.ProcessGroup) -> Shared:
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> sum of the losses of the valid targets"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-        return model.loss(model(inputs).flatten(0, 1), targets.flatten())
+        logits = model(inputs).flatten(0, 1)
+        return model.loss(logits, targets.flatten())
 
 
 def sum_replicas(model: nn.Module) -> None:
@@ -539,7 +540,8 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, without gradients"""
     tokens = (targets != IGNORE).sum()
-    return forward(cfg, model, inputs.to(cfg.device), targets.to(cfg.device)) / tokens
+    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
+    return forward(cfg, model, inputs, targets) / tokens
 
 
 # ------------------------------------------- the same in every recipe, or nearly: 01_single_gpu/train.py explains it
@@ -578,8 +580,10 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
         return files[stored].get_tensor(stored)
     if len(shape) == 1:
         return torch.ones(shape)
-    generator = torch.Generator(cfg.device).manual_seed(zlib.crc32(f"{cfg.seed} {name}".encode()))
-    return torch.empty(shape, dtype=torch.float32, device=cfg.device).normal_(0, 0.02, generator=generator)
+    seed = zlib.crc32(f"{cfg.seed} {name}".encode())
+    generator = torch.Generator(cfg.device).manual_seed(seed)
+    tensor = torch.empty(shape, dtype=torch.float32, device=cfg.device)
+    return tensor.normal_(0, 0.02, generator=generator)
 
 
 def build_model(cfg: Config) -> Model:
@@ -638,7 +642,9 @@ def load_data(cfg: Config) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         raise SystemExit(f"--data {cfg.data}: must have at least {least} tokens with --seq {cfg.seq}, has {len(ids)}")
     cut = len(ids) * 19 // 20 if cfg.validate else len(ids)
     unseen = starts >= cut
-    return (ids[:cut], starts[~unseen]), (ids[cut:], starts[unseen] - cut)
+    training = ids[:cut], starts[~unseen]
+    validation = ids[cut:], starts[unseen] - cut
+    return training, validation
 
 
 def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> tuple[Tensor, Tensor]:
@@ -647,20 +653,25 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
     A window may hold several documents. Attention crosses from one to the next; the loss does not.
     """
     ids, starts = data
-    first = np.random.default_rng((cfg.seed, step)).integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
+    random = np.random.default_rng((cfg.seed, step))
+    first = random.integers(len(ids) - cfg.seq, size=(cfg.batch, 1))
     positions = first + np.arange(cfg.seq + 1)  # b s+1
     window = torch.from_numpy(ids[positions].astype(np.int64))
     if window.max() >= cfg.vocab:
         raise SystemExit(f"--vocab {cfg.vocab}: must be above {window.max()}, an id in {cfg.data}")
-    unrelated = torch.from_numpy(np.isin(positions[:, 1:], starts))  # a document does not follow from the one before it
-    return window[:, :-1], window[:, 1:].masked_fill(unrelated, IGNORE)
+    inputs, targets = window[:, :-1], window[:, 1:]
+    unrelated = np.isin(positions[:, 1:], starts)  # a document does not follow from the one before it
+    return inputs, targets.masked_fill(torch.from_numpy(unrelated), IGNORE)
 
 
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [
+        dict(params=matrices, weight_decay=cfg.weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 
 
@@ -679,8 +690,10 @@ def flops_per_token(cfg: Config) -> float:
     The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
-    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn
-    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+    attention = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv
+    mlp = 3 * cfg.dim * cfg.ffn
+    weights = cfg.layers * (attention + mlp) + cfg.dim * cfg.vocab
+    return 6 * weights + 6 * cfg.layers * cfg.dim * cfg.seq
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> None:
@@ -696,7 +709,8 @@ def log(cfg: Config, label: str, loss: float, norm: float, seconds: float) -> No
 
 def validate(cfg: Config, model: Model, unseen: tuple[np.ndarray, np.ndarray]) -> None:
     """Print the mean loss of a batch of unseen text, the same one each time."""
-    loss = evaluate(cfg, model, *make_batch(cfg, unseen, 0)).item()
+    inputs, targets = make_batch(cfg, unseen, 0)
+    loss = evaluate(cfg, model, inputs, targets).item()
     if dist.get_rank() == 0:
         print(f"{'':>9}  validation loss {loss:.4f}", flush=True)
 
@@ -755,11 +769,15 @@ def parse_config() -> Config:
     parser = ArgumentParser(usage=SUPPRESS, description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
     parser.formatter_class = RawDescriptionHelpFormatter
     for name, hint in get_type_hints(Config).items():
-        value = dict(type=type(getattr(Config, name)), choices=get_args(hint) or None)
-        kind = dict(action="store_true") if hint is bool else value
-        parser.add_argument(f"--{name}", help=f"default: {getattr(Config, name)}", **kind)
-    given = {"device": "cuda" if torch.cuda.is_available() else "cpu", **vars(parser.parse_args())}
-    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+        default = getattr(Config, name)
+        kind = dict(type=type(default), choices=get_args(hint) or None)
+        if hint is bool:
+            kind = dict(action="store_true")
+        parser.add_argument(f"--{name}", help=f"default: {default}", **kind)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    given = {"device": device, **vars(parser.parse_args())}
+    preset = PRESETS[given.get("preset", "tiny")]
+    return Config(**{**preset, **given})
 
 
 def check_config(cfg: Config, path: Path) -> None:
