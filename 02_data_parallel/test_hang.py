@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from contract import SMALL, refusal
+from contract import SMALL
 from launch import ROOT, RankFailed, in_a_fork, launch, load
 
 HANG = "02_data_parallel/hang.py"
@@ -98,11 +98,6 @@ def test_groups_count_for_themselves(file=HANG):
     whole = [((0, 1, 2), i, "call broadcast(float32 [3])") for i in (1, 2, 3, 4, 1)]
     both = [call for pair in zip(part, whole) for call in pair]
     assert run.probes == [both, whole, both], "other numbers"
-
-
-def test_needs_two_ranks():
-    refused, fine = (refusal(load(HANG), world, "--device cpu --hang skip") for world in (1, 2))
-    assert refused and "--nproc_per_node 2" in refused and fine is None
 
 
 @in_a_fork

@@ -214,6 +214,15 @@ REFUSED = """
 01_single_gpu/muon.py | 1 | --lr 1e39 | --lr 1e+39: must be at most 1e30
 01_single_gpu/lora.py | 1 | --adapters no/new | --adapters no/new: no folder for it
 01_single_gpu/lora.py | 1 | --adapters /dev/null | --adapters /dev/null: is no folder
+02_data_parallel/naive.py | 3 | --batch 16 | --batch 16: must be divisible by the number of processes, 3
+02_data_parallel/no_sync.py | 3 | --batch 16 | --batch 16: must be divisible by the number of processes, 3
+02_data_parallel/copy_engines.py | 3 | --batch 16 | --batch 16: must be divisible by the number of processes, 3
+02_data_parallel/diloco.py | 3 | --batch 16 | --batch 16: must be divisible by the number of processes, 3
+02_data_parallel/no_sync.py | 4 | --batch 12 --microbatches 4 | --microbatches 4: must divide the 3 sequences
+02_data_parallel/bucketed.py | 2 | --bucket_mb -1 | --bucket_mb -1.0: must be at least 0
+02_data_parallel/diloco.py | 2 | --inner_steps 4 --validate 6 | --validate 6: must be a multiple of --inner_steps 4
+02_data_parallel/diloco.py | 2 | --outer_momentum 1 | --outer_momentum 1.0: must be below 1
+02_data_parallel/hang.py | 1 | --hang skip | --hang skip: needs --nproc_per_node 2 or more
 03_zero/hsdp.py | 4 | --shard 3 | --shard 3: must divide the number of processes, 4
 04_tensor_sequence/tensor_parallel.py | 3 | --heads 8 --dim 96 --kv_heads 1 --ffn 96 | --heads 8: must be divisible by
 04_tensor_sequence/tensor_parallel.py | 3 | --heads 6 --dim 96 --kv_heads 2 --ffn 96 | --kv_heads 2: must divide, or be
