@@ -36,7 +36,6 @@ def test_parameters_without_gradient_on_some_ranks(recipe):
     data_parallel.check_one_sequence_alone(recipe, "")
 
 
-# -------------------------------------------------------------------------------------------------------------- a step
 def sizes_by_hand(shards: int, whole: bool = False) -> list[int]:
     """Elements of each unit (embedding, every block, final norm and head; or the whole model), with its padding."""
     module = load(ROOT_RECIPE)
@@ -261,7 +260,6 @@ def test_a_step(recipe, world, flags, file=None):
             assert alive == [1, 0 if recipe == COPY_ENGINES else 1], "gradients are held"
 
 
-# -------------------------------------------------------------------------------------------------------------- misuse
 MODEL = '        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")'
 FROZEN = "        self.model.embed_tokens.requires_grad_(False)"
 EXTRA = "        self.model.extra = RMSNorm(cfg)", "model.extra.weight must be in exactly one unit"

@@ -46,7 +46,6 @@ def test_a_gradient_that_autograd_uses_elsewhere():
     assert (x.grad == 6).all() and (other.grad == 3).all()
 
 
-# -------------------------------------------------------------------------------------------------------------- a step
 @pytest.mark.parametrize("recipe", [TENSOR, SEQUENCE])
 def test_key_heads_that_several_ranks_hold(recipe):
     """Gradients of weights and biases are summed. Where ZeRO has taken them, ranks would go apart: it is refused."""
@@ -202,7 +201,6 @@ def test_a_step(recipe):
         assert own[1] == TP * ((10 * L + 3) * (TP - 1) * B * S * D * 2 // TP,)
 
 
-# -------------------------------------------------------------------------------------------------------- activations
 def kept(module):
     """A probe: bytes of activations that the last block keeps. A rank's 11 tokens divide no copy of a weight."""
     storages, forward, compile_ = {}, module.Block.forward, torch.nn.Module.compile

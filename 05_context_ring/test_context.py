@@ -28,7 +28,6 @@ def test_longer_sequences_are_refused(recipe):
         module.evaluate(module.Config(seq=S, device="cpu"), SimpleNamespace(cp=group), *batch)
 
 
-# ------------------------------------------------------------------------------------------- communication and memory
 @once
 def root_kept():
     """Bytes of activations that the root keeps for its backward."""
@@ -116,7 +115,6 @@ def test_two_blocks_of_keys_are_in_memory(recipe):
     assert launch(recipe, 4, flags, probe=blocks_of_keys).probes == [{"forward": 2, "backward": 2}] * 4
 
 
-# -------------------------------------------------------------------------------------------- rounding and overflow
 def exact_attention(q, k, v, gradient, dtype):
     """Causal attention to all keys in float64, and the gradients of q, k and v: of an output that is kept in dtype."""
     q, k, v, gradient = (x.double() for x in (q, k, v, gradient))
@@ -207,7 +205,6 @@ def test_a_weight_that_an_earlier_micro_batch_used(file=GATHER):
     assert [p.grad.tolist() for p in model] == [[4.0] * 3, [2.0] * 3], "it is not summed"
 
 
-# ------------------------------------------------------------------------------------------------ parts, documents
 def test_parts_that_are_not_equal_are_refused():
     """... by shard itself, which is pasted without check: else some tokens are held twice, others not at all."""
     module, group = load(USP), lambda ranks: SimpleNamespace(size=lambda: ranks, rank=lambda: 0)

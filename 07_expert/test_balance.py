@@ -22,7 +22,6 @@ BALANCE, Z = 3.0, 0.3  # so large that each changes the gradients of all routers
 RATE = 0.02  # of the biases: probabilities are near 1/8
 
 
-# ----------------------------------------------------------------------------------------------------- reference probes
 def with_auxiliary_loss(balance: float, z: float):
     """A probe of the root: add transformers' losses, of all layers and tokens, to what is trained, not to the log."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -116,7 +115,6 @@ def dropping(ranks: int, capacity: float):
     return probe
 
 
-# ---------------------------------------------------------------------------------------------- equality with the root
 @once
 def reference(flags: str, kind: str, *numbers: float) -> Run:
     """The root's run, with one of these probes."""
@@ -195,7 +193,6 @@ def test_drops(world, flags, capacity, modes, file=CAPACITY):
         assert [share for *_, share in run.history] == shares, "the logged share is off by some rows"
 
 
-# ------------------------------------------------------------------------------------------------------- edges, misuse
 @pytest.mark.parametrize("name", ["bias_balancing", "node_limited"])
 def test_scores_that_are_all_0(name):
     """Biases may choose experts whose scores underflow: gates of 0, where 0 / 0 would be NaN."""

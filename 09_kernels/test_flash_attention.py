@@ -96,7 +96,6 @@ def test_other_strides_are_right(file=None):
         close(module, ours, plain, inputs, torch.float16, "a view")
 
 
-# ----------------------------------------------------------------------------------------------------------- on a GPU
 def test_gluon_programs_have_blocks_of_their_own():
     """Each block of each head has one program; a program waits for blocks before its own, whose numbers are smaller."""
     module = load(GLUON)

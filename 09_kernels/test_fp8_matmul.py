@@ -21,7 +21,6 @@ def small(file: str | None) -> ModuleType:
     return module
 
 
-# -------------------------------------------------------------------------------------------------------- quantization
 @in_a_fork
 def test_every_bfloat16_is_rounded(file=None):
     """With the scale 1, of all values up to the largest of fp8: to nearest, ties to even, subnormals too."""
@@ -35,7 +34,6 @@ def test_every_bfloat16_is_rounded(file=None):
             assert scale == 1 and module.same(values, x.to(dtype))
 
 
-# -------------------------------------------------------------------------------------------------------------- matmul
 def quantized(module: ModuleType, kind: str, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     return module.quantize_reference(x, kind, dtype or module.E4M3)[:2]
 

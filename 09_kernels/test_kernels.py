@@ -1,8 +1,7 @@
 """Every kernel computes what PyTorch does, in every dtype; what is written over is never read as if it were not.
 
 All of it in Triton's interpreter, which is slow: sizes are small, and where a CPU would run one large program, the test
-asks for many small ones. Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries
-bugs with them.
+asks for many small ones.
 """
 
 import contextlib

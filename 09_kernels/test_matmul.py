@@ -25,7 +25,6 @@ def assert_close(module: ModuleType, found: Tensor, exact: Tensor, what: str) ->
     assert error <= 1e-6, f"{what}: the error is {error:.1e}"
 
 
-# -------------------------------------------------------------------------------------------------------------- matmul
 @in_a_fork
 def test_small_tiles(file=None):
     """9 rows of tiles in groups of 8, for 5 programs; operands by rows and by columns; any number of tiles and SMs."""
@@ -65,7 +64,6 @@ def test_linear():
         assert y.shape == exact.shape and all(torch.allclose(p, q, atol=1e-6) for p, q in zip(found, right)), shape
 
 
-# ------------------------------------------------------------------------------------------------------------- grouped
 # tiles reach over edges; empty first, between and last; one has all; more experts than rows
 SIZES = [5, 16, 17, 1, 31], [0, 20, 0, 0, 3, 0], [0, 0, 50, 0], [0, 1] * 9, [0, 0, 0]
 

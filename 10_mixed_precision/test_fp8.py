@@ -1,7 +1,6 @@
 """Matmuls in fp8: what is quantized by which scale, what is multiplied, and what the gradients are.
 
 The reference quantizes in float64 with formats.py, which shares no line with the recipes, and multiplies in float64.
-Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
 import copy

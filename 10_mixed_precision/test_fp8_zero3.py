@@ -1,7 +1,6 @@
 """ZeRO-3 with fp8 all-gathers has the fp8 weights of one GPU, on any number of ranks, and sends and holds what it says.
 
 The reference is fp8_tensorwise.py: it quantizes whole weights, and a micro-batch of it is what a rank has.
-Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
 from collections import Counter

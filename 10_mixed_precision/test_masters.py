@@ -1,7 +1,4 @@
-"""Weights of 16 bits and their fp32 masters: gradients are autocast's, nothing else is rounded, the loss scale moves.
-
-Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
-"""
+"""Weights of 16 bits and their fp32 masters: gradients are autocast's, nothing else is rounded, loss scales move."""
 
 import math
 import sys

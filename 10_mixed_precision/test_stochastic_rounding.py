@@ -1,7 +1,6 @@
 """Stochastic rounding: chance is fair, independent, and the same in every run; bytes; what is computed again.
 
 Sums of random numbers are within six standard deviations, which chance would leave once in 500 million sums.
-Tests that have a parameter `file` run it in place of the recipe: tests/test_bugs.py tries bugs with them.
 """
 
 import gc
