@@ -171,6 +171,22 @@ def test_bad_flags(flags, message, monkeypatch):
     assert str(end.value).startswith(message) and "\n" not in str(end.value)
 
 
+@in_a_fork
+def test_measure():
+    """The recipe's own flags decide, masters are the optimizer's, and the peak is of the last two steps."""
+    steps, forgotten, backward = [], [], torch.Tensor.backward
+    torch.Tensor.backward = lambda loss: steps.append(backward(loss))
+    torch.cuda.reset_peak_memory_stats = lambda: forgotten.append(len(steps))
+    torch.cuda.max_memory_allocated = lambda: 2**31
+    flags = "--device cpu --layers 2 --seq 16 --batch 4 --microbatches 2 --dtype bfloat16"
+    cfg, peak, held = MEMORY.measure(str(ROOT / "10_mixed_precision/bf16.py"), flags.split())
+    assert (cfg.layers, cfg.batch, cfg.microbatches, cfg.dtype, peak) == (2, 4, 2, "bfloat16", 2**31)
+    assert forgotten == [2 * (MEMORY.STEPS - 2)]
+    others = cfg.dim * (cfg.vocab + 2 * cfg.layers + 1)  # of embedding and norms, which have no masters
+    n = sum(MEMORY.parameters(cfg).values()) - others
+    assert held == {"weights": 2 * n + 4 * others, "optimizer": 12 * n + 8 * others}
+
+
 def test_report(tmp_path, monkeypatch, capsys):
     """The prediction is printed; a measurement is printed and stored beside it."""
     run, file = replace(SMOLLM, zero=2, dp=4, batch=16), tmp_path / "memory.json"

@@ -62,6 +62,14 @@ def test_state_can_be_loaded(recipe, file=None):
         assert torch.equal(p, q) and set(first.state[p]) == {"step", "momentum"}, "the state that was loaded is another"
 
 
+def test_a_tied_head_is_adamws_and_stepped_once():
+    module = load(MUON)
+    model = module.build_model(module.Config(layers=1, device="cpu"))
+    model.lm_head.weight = model.model.embed_tokens.weight
+    blocks, tables, _ = (group["params"] for group in module.make_optimizer(module.Config(), model).param_groups)
+    assert len(tables) == 1 and tables[0] is model.lm_head.weight and all(p is not tables[0] for p in blocks)
+
+
 def torchs_muon(module):
     """A probe: the root with torch's Muon, which computes in float64 instead of bfloat16, for the blocks."""
 

@@ -191,22 +191,33 @@ def test_norm_and_rotation_round_once():
 
 
 def operations_of_a_block(name):
-    """How many matmuls, and how many forwards of attention, a block's forward and backward take."""
-    module, seen = load(f"01_single_gpu/{name}.py"), []
+    """How many matmuls and forwards of attention a block's forward and backward take, and bytes that autograd keeps."""
+    module, seen, kept = load(f"01_single_gpu/{name}.py"), [], {}
     cfg = config(module)
     block, x = module.build_model(cfg).model.layers[0], torch.randn(4, cfg.seq, cfg.dim, requires_grad=True)
-    with probes.Operations(lambda name, *_: seen.append(name)):
+
+    def keep(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+    with probes.Operations(lambda name, *_: seen.append(name)), hooks:
         block(x, module.rope_table(cfg, torch.arange(cfg.seq))).sum().backward()
     forwards = [name for name in seen if "attention" in name and "backward" not in name]
-    return sum(name == "aten::mm" for name in seen), len(forwards)
+    weights = sum(kept.get(p.data_ptr(), 0) for p in block.parameters())
+    return sum(name == "aten::mm" for name in seen), len(forwards), sum(kept.values()) - weights
 
 
 @in_a_fork
 def test_checkpointing_computes_again():
-    """Full: one more forward, but for down_proj, whose output nobody needs. Selective: not one matmul more."""
-    names = "train", "activation_checkpointing", "selective_checkpointing"
-    plain, full, selective = map(operations_of_a_block, names)
-    assert plain == selective == (3 * 7, 1) and full == (4 * 7 - 1, 2)
+    """Full: one more forward, but for down_proj, whose output nobody needs. Selective: not one matmul more.
+
+    LoRA: none for a frozen weight, three for each of two adapters, which keep `--lora_rank` numbers of a token.
+    """
+    names = "train", "activation_checkpointing", "selective_checkpointing", "lora"
+    (*plain, kept), (*full, _), (*selective, _), lora = map(operations_of_a_block, names)
+    assert plain == selective == [3 * 7, 1] and full == [4 * 7 - 1, 2]
+    assert lora == ((2 + 2 * 3) * 7, 1, kept + 7 * 16 * 4 * (4 * 128))
 
 
 def test_flags(capsys):
@@ -219,3 +230,16 @@ def test_flags(capsys):
         with pytest.raises(SystemExit, match="2"):
             config(module, flags)
         assert re.fullmatch(f".*{words}.*\n", capsys.readouterr().err)
+
+
+def test_save_follows_links(tmp_path):
+    """The file behind the link is replaced: whoever reads the old one keeps it; its mode is that of any new file."""
+    module, link = load(TRAIN), tmp_path / "link"
+    link.symlink_to(tmp_path / "file")
+    (tmp_path / "file").write_text("old")
+    with open(tmp_path / "file") as reader:
+        module.write_weights(config(module, f"--save {link}"), {"weight": torch.ones(2)}, [])
+        assert link.is_symlink() and reader.read() == "old"
+    (tmp_path / "new").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "new"]
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "new").stat().st_mode
