@@ -263,16 +263,12 @@ def test_a_step(recipe, world, flags, file=None):
 MODEL = '        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")'
 FROZEN = "        self.model.embed_tokens.requires_grad_(False)"
 EXTRA = "        self.model.extra = RMSNorm(cfg)", "model.extra.weight must be in exactly one unit"
+SHARE = "    rank, dp = model.dp.rank(), model.dp.size()"
 LOSS = "        loss = forward(cfg, model, x, y) / tokens"
 TWO_LOSSES = "        loss = loss + forward(cfg, model, x, y)", "run backward after each forward"
 MISUSE = [  # a line, what is put behind it, and what is said about that; others share these definitions
     (ZERO1, MODEL, FROZEN, "a frozen parameter"),
-    (
-        ZERO1,
-        "    rank, dp = model.dp.rank(), model.dp.size()",
-        "    model.lm_head.weight.grad = None",
-        "a .grad is no view",
-    ),
+    (ZERO1, SHARE, "    model.lm_head.weight.grad = None", "a .grad is no view"),
     (ZERO1, MODEL, "        self.model.norm.double()", "parameters of several dtypes"),
     (MASTERS, MODEL, FROZEN, "embed_tokens.weight is frozen"),
     (OVERLAP, MODEL, *EXTRA),

@@ -5,13 +5,13 @@ Each is compared with the root, to which the same is added in the plainest way.
 
 import math
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import compare
 import equivalence
 import probes
 import pytest
 import torch
+import witness
 from equivalence import GRADIENT, MOE, TRAINING
 from launch import Run, launch, load, once
 
@@ -37,10 +37,7 @@ def with_auxiliary_loss(balance: float, z: float):
         def forward_backward(cfg, model, inputs, targets):
             logits.clear()
             loss = module.forward(cfg, model, inputs, targets) / (targets != module.IGNORE).sum()
-            with (
-                patch.object(torch, "float32", torch.float64),
-                patch.object(torch.Tensor, "float", torch.Tensor.double),
-            ):
+            with witness.in_float64():
                 auxiliary = sum(load_balancing_loss_func((x,), cfg.experts, cfg.top_k) for x in logits) / cfg.top_k
                 (loss + balance * auxiliary + z * sum(router_z_loss_func(x[None]) for x in logits)).backward()
             return loss.detach()

@@ -25,7 +25,6 @@ from test_lineage import FAMILY, TRAINING
 
 BUGS = bugs()
 ON_GPUS = {"09_kernels/flash_attention_gluon.py"}  # has no interpreter: its check runs on GPUs alone
-BALANCED = "is off by|the load differs|biases are not"
 pytestmark = pytest.mark.thorough
 
 
