@@ -52,6 +52,7 @@ def seen_by_ranks(module: ModuleType):
         return numbers["loss"]
 
     module.multiply, module.forward_backward = aligned, watched
+    module.forward = load("10_mixed_precision/test_masters.py").one_graph_at_a_time(module.forward)
     return lambda: found
 
 

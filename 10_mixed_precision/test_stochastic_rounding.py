@@ -7,6 +7,7 @@ import gc
 import re
 import zlib
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,7 +103,8 @@ def test_an_update_rounds_each_element_by_its_index(file=None):
 def test_each_step_rounds_fairly_and_otherwise(flags, file=None):
     """Right on average; at p of the way, two roundings differ with 2p(1 - p), a third of all. One code has any rate."""
     module, (cfg, model, optimizer), batches = start(file or SR, f"--microbatches 1 --clip inf {flags}")
-    assert len(optimizer.keys.unique()) == optimizer.keys.numel(), "two tensors share a key"
+    keys = torch.cat([optimizer.keys, module.make_optimizer(replace(cfg, seed=1), model).keys])
+    assert len(keys.unique()) == keys.numel(), "two tensors, or seeds, share a key"
     module.train_step(cfg, model, optimizer, *batches[0])
     module.forward_backward(cfg, model, *batches[1])
     before, found = [slot.mean.clone() for slot in optimizer.slots], []
