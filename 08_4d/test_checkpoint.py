@@ -113,11 +113,16 @@ def test_only_the_newest_are_kept(tmp_path):
 
 
 def test_goes_on_after_a_kill(tmp_path):
-    """From the newest whole checkpoint. What a kill has left is removed."""
+    """From the newest whole checkpoint that the first rank sees. What a kill has left is removed."""
+
+    def old_list(module):  # as of another node, on a network's file system
+        whole, last = module.whole, os.environ["RANK"] == "1"
+        module.whole = lambda cfg: whole(cfg)[: 1 if last else None]
+
     folder, weights, _ = uninterrupted(2, TWO)
     for step, name in (1, "step-1"), (2, "step-2"), (4, "step-3.writing"), (4, "step-0.removing"):
         shutil.copytree(Path(folder, f"step-{step}"), tmp_path / name)
-    same(launch(CHECKPOINT, 2, f"{FLAGS} {TWO} --steps 4 --checkpoint {tmp_path} --keep 9").weights, weights)
+    same(launch(CHECKPOINT, 2, f"{FLAGS} {TWO} --steps 4 --checkpoint {tmp_path} --keep 9", old_list).weights, weights)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{i}" for i in (1, 2, 3, 4)]
 
 
@@ -129,10 +134,20 @@ def full_disk(module):
         module.save_file = save_file
 
 
+def another_run(module):
+    """A probe: another run begins to write this checkpoint."""
+    snapshot, name = module.snapshot, "step-1.writing"
+    module.snapshot = lambda *given: Path(given[0].checkpoint, name).mkdir(exist_ok=True) or snapshot(*given)
+
+
 def test_what_cannot_be_written_does_not_count(tmp_path, file=CHECKPOINT):
     """The run ends with the reason. Weights may be infinite although the loss and the gradient before are finite."""
     infinite = "--dtype float32 --steps 1 --lr 1e39 --warmup 0 --clip inf"
-    for probe, flags, reason in (None, infinite, "weights are inf or NaN"), (full_disk, "", "no space left on device"):
+    for probe, flags, reason in (
+        (None, infinite, "weights are inf or NaN"),
+        (full_disk, "", "no space left on device"),
+        (another_run, "", "File exists"),
+    ):
         with pytest.raises(RankFailed, match=reason):
             launch(file, 2, f"{FLAGS} {TWO} --steps 5 --checkpoint {tmp_path} {flags}", probe=probe, save=False)
     names = " ".join(path.name for path in tmp_path.iterdir())
@@ -179,6 +194,8 @@ DAMAGE = {
     "zeros": lambda folder: (folder / FIRST).write_bytes((folder / FIRST).read_bytes()[:-8] + bytes(8)),
     "moved": replaced(SECOND, b"[129, 0]", b"[128, 0]"),  # rows of the embedding, and of the head
     "another step's file": lambda folder: shutil.copy(folder.parent / "step-3" / SECOND, folder),
+    "a file twice": lambda folder: shutil.copy(folder / SECOND, folder / "rank-9.safetensors"),
+    "a pipe": lambda folder: os.mkfifo(folder / "rank-3.safetensors"),
     "no file": lambda folder: (folder / FIRST).unlink(),
     "history": replaced("training.json", b'"history": [', b'"history": [[9, 9, 9], '),
 }
