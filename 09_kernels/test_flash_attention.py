@@ -79,7 +79,8 @@ def test_views_are_not_copied(file=None):
     o = module.flash_attention(q, k, v)
     joined = rearrange(o, "b h s k -> b s (h k)")
     assert joined.data_ptr() == o.data_ptr(), "heads of a token do not lie side by side"
-    torch.autograd.grad(joined, leaves, random(2, 40, 64))
+    gradients = torch.autograd.grad(joined, leaves, random(2, 40, 64))
+    assert all(x.is_contiguous() for x in gradients), "gradients are not as projections need them"
     assert all(len(shape) < 4 for shape in copies), f"copied: {copies}"
 
 

@@ -51,6 +51,10 @@ def test_operands_are_not_copied(file=None):
     module.TensorDescriptor.from_tensor = lambda y, block: read.append(y.data_ptr()) or describe(y, block)
     torch.autograd.grad(module.linear(x, weight), (x, weight), dy)
     assert all(read.count(y.data_ptr()) == 2 for y in (x, weight, dy)), "operands were copied"
+    read.clear()
+    torch.autograd.grad(module.linear(x, weight.detach()), x, dy)
+    torch.autograd.grad(module.linear(x.detach(), weight), weight, dy)
+    assert read.count(dy.data_ptr()) == 2, "the gradient of a frozen operand is computed"
 
 
 @in_a_fork
