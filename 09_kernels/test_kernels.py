@@ -302,6 +302,35 @@ def test_gradients_of_gradients_are_refused(recipe, file=None):
     raises(RuntimeError, "create_graph", lambda: torch.autograd.grad(loss, inputs[0], create_graph=True))
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", [SOFTMAX, RMSNORM, SWIGLU, ROPE])
+@in_a_fork
+def test_a_result_that_is_changed_in_place(recipe, file=None):
+    """As with PyTorch's operations: backward needs it, and raises, or is as right as before."""
+    for _, ours, _, inputs in itertools.islice(load(file or recipe).cases("cpu"), 2):
+        leaf, *_ = [x.requires_grad_() for x in inputs]
+        (x, *others), changed = ([y] if isinstance(y, Tensor) else y for y in (ours(*inputs), ours(*inputs)))
+        (right,) = torch.autograd.grad(sum(y.sum() for y in (2 * x, *others)), leaf)
+        changed[0].mul_(2)
+        try:
+            (found,) = torch.autograd.grad(sum(y.sum() for y in changed), leaf)
+        except RuntimeError as problem:
+            assert re.search(MODIFIED, str(problem)), problem
+        else:
+            assert torch.allclose(found, right), "the gradient is another"
+
+
+@in_a_fork
+def test_swiglu_rounds_once(file=None):
+    """In bfloat16 all is computed in float32: gradients are the exact ones, rounded, but for near ties."""
+    module, given = load(file or SWIGLU), random(3, 50, 60).bfloat16()
+    gate, up, dh = wide = [x.double().requires_grad_() for x in given]
+    dgate, dup = torch.empty(2, 50, 60, dtype=torch.bfloat16)
+    module.silu_mul_gradients(given[2], *given[:2], dgate, dup)
+    for mine, exact in zip((dgate, dup), torch.autograd.grad(module.reference(gate, up), wide[:2], dh)):
+        assert (mine == exact.bfloat16()).float().mean() > 0.98, "rounded more than once"
+
+
 @in_a_fork
 def test_autocast_does_not_reach_swiglu(file=None):
     """Under autocast, gate and up are bfloat16 and the weight is float32: its gradient is, too."""
