@@ -143,12 +143,18 @@ def test_what_zero_adds():
     assert simulated([(10, 20, 8, 16)], 4, chunks=2) == 120 + 2 + 0.5 + 8
 
 
-def test_zbv():
-    """The order of zbv.py."""
-    recipe = load("06_pipeline/zbv.py")
-    for ranks, m in ((2, 1), (3, 5), (4, 16)):
+def test_zbv(monkeypatch):
+    """The order of zbv.py; rank 0 has the head, too; a chunk is reduced beside the Ws that follow its own."""
+    recipe, layout = load("06_pipeline/zbv.py"), dict(pp=4, dp=1, cp=1, tp=1, chunks=2, microbatches=8, zbv=True)
+    cfg = PLAN.Config(**PLAN.PRESETS["llama3_8b"], **layout, seq=4096, batch=8)
+    assert 0.48 < PLAN.shares(cfg)[0][0] < 0.49 and 0.38 < PLAN.share_of_weights(cfg, TRAIN) < 0.45
+    monkeypatch.setattr(PLAN, "shares", lambda cfg: [[0.5, 0.5]] * cfg.pp)
+    monkeypatch.setattr(PLAN, "share_of_weights", lambda *_: 0.5)
+    for ranks, m in ((2, 3), (3, 5), (4, 16)):
         for rank in range(ranks):
             assert PLAN.schedule_in_a_v(rank, ranks, m) == recipe.schedule(rank, ranks, m)
+        equal = PLAN.Config(pp=ranks, chunks=2, zbv=True)  # F, B and W: idle for ranks - 1, reduced for 8 - ranks more
+        assert PLAN.simulate([(2, 4, 0, 8)] * ranks, 0, equal, m, TRAIN) == 6 * m + 7
 
 
 def test_two_nodes():
@@ -273,7 +279,7 @@ def test_least_recomputation():
 
 
 def test_flags_of_others():
-    """Their sizes multiply to the GPUs and the batch; experts have flags where others can."""
+    """Their sizes multiply to the GPUs and the batch; experts, and unequal stages, have flags where others can."""
     for cfg in (row.cfg for row in PLAN.plans(PLAN.Config(gpus=16, batch=64, layers=16), TRAIN)[0]):
         megatron, titan, *nano = PLAN.elsewhere(cfg)
         sizes = {name: int(size) for name, size in re.findall(r"--(\S+) (\d+)", f"{megatron} {titan}")}
@@ -289,6 +295,8 @@ def test_flags_of_others():
     megatron, titan = PLAN.elsewhere(PLAN.Config(**PLAN.PRESETS["mixtral_8x7b"], **layout, chunks=1, ep=8))
     assert "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 8" in megatron
     assert "--parallelism.expert_parallel_degree 8" in titan
+    megatron, *_ = PLAN.elsewhere(PLAN.Config(**PLAN.PRESETS["llama3_1b"], **layout, chunks=1))  # with a large head
+    assert "--pipeline-model-parallel-layout 'Et*10|t*6L'" in megatron
 
 
 RUNS = """model,nodes,dp,tp,pp,micro_batches,micro_batch_size,zero,tokens_per_s_per_gpu,gpu_memory_GB
@@ -342,6 +350,8 @@ def test_plans_of_experts():
     wanted = PLAN.Config(**PLAN.PRESETS["mixtral_8x7b"], gpus=64, batch=256, seq=4096)
     rows, _ = PLAN.plans(wanted, TRAIN, keep=12)
     theirs = next(row for row in PLAN.ties(rows) if (row.cfg.tp, row.cfg.pp, row.cfg.ep) == (1, 4, 8))
+    tight = PLAN.replace(theirs.cfg, zero=0, recompute="any", memory=50)
+    assert [(one.zero, one.recompute) for one in PLAN.fitting(tight, TRAIN)] == [(1, "full")], "more is modelled"
     whole = theirs.mfu * (1 + 6 * 32 * 4096 * 4096 / PLAN.flops_per_token(theirs.cfg))
     assert abs(whole * 989.5 / 468 - 1) < 0.1
 
