@@ -12,8 +12,6 @@ from recipes import DOCUMENTS, ROOT_RECIPE
 from witness import check
 
 IGNORE = -100
-
-
 LENGTHS = [[5, 1, 10], [16], [1, 1, 13, 1]]
 
 

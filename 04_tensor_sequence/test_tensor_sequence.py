@@ -20,8 +20,6 @@ BY_TOKENS = (SEQUENCE, ASYNC)  # the residual stream is split too
 TABLES, KEY = ("model.embed_tokens.weight", "lm_head.weight"), "model.layers.0.self_attn.k_proj.weight"
 L, D, H, KV, F, V, S, B, TP = 3, 32, 8, 2, 64, 259, 16, 4, 4
 SMALL = f"--device cpu --layers {L} --dim {D} --heads {H} --kv_heads {KV} --ffn {F} --vocab {V} --seq {S} --batch {B}"
-
-
 ENDED = SimpleNamespace(wait=lambda: None)
 
 

@@ -115,3 +115,6 @@ def test_experts_do_not_see_each_other(file=None):
         found = products(module, *sick, offsets)
         for name, mine, right, kept in zip(("y", "dx", "dw"), found, healthy, (others, others, experts != 1)):
             assert torch.equal(mine[kept], right[kept]), f"{name} of other experts has changed"
+    x = given[0].requires_grad_()
+    module.grouped_weight_gradient = None  # it is not called for a frozen weight
+    torch.autograd.grad(module.grouped_linear(x, given[1], offsets), x, given[2])

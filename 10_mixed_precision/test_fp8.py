@@ -276,10 +276,7 @@ def test_kernel_in_the_interpreter(recipe, file=None):
 @pytest.mark.parametrize("recipe", KINDS)
 @in_a_fork
 def test_compiled_blocks(recipe):
-    """One graph serves all steps, with the loss of uncompiled blocks; there, too, old weights are noticed.
-
-    Of seven inputs q, k and v share one cast, and gate and up, but with delayed scaling, which has a history for each.
-    """
+    """One graph serves all steps, with the loss of uncompiled blocks; there, too, old weights are noticed."""
     module, (cfg, model, optimizer), batches = start(recipe, f"{SIZES} --layers 1")
     equivalence.without_kernels(module)
     module.train_step(cfg, model, optimizer, *batches[0])  # before it, delayed scaling has no history
@@ -292,6 +289,7 @@ def test_compiled_blocks(recipe):
         with torch.profiler.profile() as profile:
             module.forward_backward(cfg, model, *batches[2])
         casts = sum(event.count for event in profile.key_averages() if event.key.startswith("fp8_"))
+        # q, k and v share a cast of their input, and gate and up; but not with delayed scaling: each has its history
         assert casts == (14 if recipe == DELAYED else 11), f"{casts} casts of seven inputs and gradients"
         linears(module, model)[-1].weight.detach().mul_(2)
         with pytest.raises(RuntimeError, match=OLD):

@@ -9,7 +9,6 @@ from launch import launch
 
 pytestmark = pytest.mark.thorough
 
-
 if GPUS := torch.cuda.device_count():
 
     @pytest.mark.parametrize("recipe, world, flags", [case for case in equivalence.CASES if case[1] <= GPUS])
