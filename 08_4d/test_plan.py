@@ -297,6 +297,8 @@ def test_flags_of_others():
     assert "--parallelism.expert_parallel_degree 8" in titan
     megatron, *_ = PLAN.elsewhere(PLAN.Config(**PLAN.PRESETS["llama3_1b"], **layout, chunks=1))  # with a large head
     assert "--pipeline-model-parallel-layout 'Et*10|t*6L'" in megatron
+    (titan,) = PLAN.elsewhere(PLAN.Config(**PLAN.PRESETS["llama3_8b"], **layout, chunks=2, zbv=True))
+    assert "pipeline_parallel_schedule ZBVZeroBubble" in titan
 
 
 RUNS = """model,nodes,dp,tp,pp,micro_batches,micro_batch_size,zero,tokens_per_s_per_gpu,gpu_memory_GB
