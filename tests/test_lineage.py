@@ -170,6 +170,13 @@ def parents(recipe: Recipe) -> list[str]:
     return [parent for parent in recipe.header["Parent"] if parent.endswith(".py")]
 
 
+def docstrings(source: str) -> set[int]:
+    """The numbers of the lines of docstrings."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    texts = [node.body[0] for node in nodes if ast.get_docstring(node) is not None]
+    return {number for text in texts for number in range(text.lineno, text.end_lineno + 1)}
+
+
 @functools.cache  # a parent has many children
 def code(source: str) -> str:
     """The lines of code alone: without comments, blank lines and docstrings."""
@@ -180,10 +187,7 @@ def code(source: str) -> str:
         elif token.type == tokenize.COMMENT:
             number, column = token.start
             lines[number - 1] = lines[number - 1][:column].rstrip()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            kept -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return "".join(f"{lines[number - 1]}\n" for number in sorted(kept))
+    return "".join(f"{lines[number - 1]}\n" for number in sorted(kept - docstrings(source)))
 
 
 def lines_of_code(source: str) -> int:
@@ -191,8 +195,9 @@ def lines_of_code(source: str) -> int:
 
 
 def tokens(source: str) -> int:
-    """How many tokens a file has, without comments; a docstring is one."""
-    return sum(token.type not in BLANK for token in tokenize.generate_tokens(io.StringIO(source).readline))
+    """How many tokens a file has, without comments and docstrings."""
+    blank, every = docstrings(source), tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(token.type not in BLANK and token.start[0] not in blank for token in every)
 
 
 def difference(parent: str, child: str) -> tuple[int, int]:
