@@ -1,15 +1,11 @@
 """Document masks: a token attends to earlier tokens of its own document alone.
 
-A row of a batch is a window of text, and may hold several documents. In train.py attention crosses from one to the
-next: that costs time, and shows a token text that has nothing to do with it. Here no score between two documents is
-computed. With documents of n tokens, attention in rows of s tokens takes about n/s of the FLOPs. (The log's MFU counts
-a row as one document, as train.py's does.)
-
-1. A document ends where the next token is not predicted, and at the end of a row. A file is one document; if it has
-   several, as a .bin file has, --eos names the id that ends one.
-2. All rows are put in a line, and cut where a document ends. Each piece is plain causal attention; on a GPU one kernel
-   computes all of them.
-3. Positions go on from document to document: rotary angles depend on differences alone, so they need not start anew.
+A row of a batch is a window of text, and may hold several documents. Here no score between two of them is computed.
+1. A document ends where the next token is not predicted, and at the end of a row. A file is one document; --eos names
+   the id that ends a document in a .bin file.
+2. Rows are put in a line, cut where documents end. Each piece is plain causal attention: one kernel on a GPU.
+3. Positions go on from document to document: rotary angles depend on differences alone.
+With documents of n tokens, attention in rows of s tokens takes about n/s of the FLOPs.
 
 Parent:   01_single_gpu/train.py
 Lesson:   document_lengths, check_lengths, attention, Attention.forward, Block.forward, Model.forward, forward

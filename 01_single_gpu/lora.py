@@ -1,20 +1,15 @@
 """LoRA: the weights are frozen, in bf16, and a product of two narrow matrices is trained beside each linear.
 
     y = x·Wᵀ + alpha/rank · (x·Aᵀ)·Bᵀ        W [out, in] frozen, A [rank, in] and B [out, rank] trained
-
-1. B starts at 0, so training starts from the model of --init; A is random, else neither would ever get a gradient.
-2. Backward computes the gradients of A, B and x, but none of W: of three matmuls per linear two are left.
-3. --save merges: W + alpha/rank · B·A has the shape and the name of W. --adapters writes A and B alone, for PEFT.
-
-Memory: 2 bytes per frozen weight in bf16, 16 per element of A and B (fp32, gradient, two moments). A and B have
-rank·(in + out) elements, W in·out; for llama3_8b at rank 16 that is 0.5 %. Activations are as many as before.
+1. B starts at 0, so training starts from the model of --init. A is random, else neither would get a gradient.
+2. Backward computes no gradient of W: of three matmuls per linear two are left.
+3. --save writes W + alpha/rank · B·A under W's name. --adapters writes A and B alone, for PEFT.
+Memory: 2 bytes per frozen weight in bf16, 16 per element of A and B, which have rank·(in + out).
 
 Parent:   01_single_gpu/train.py
 Lesson:   LoRALinear, Attention.__init__, MLP.__init__, Model.__init__, full_adapter, build_model, make_optimizer,
           merge_adapters, save_adapters, save
 Run:      python 01_single_gpu/lora.py
-          python 01_single_gpu/lora.py --init 'model-*.safetensors' --preset llama3_8b --batch 2 --seq 4096 \
-          --dtype bfloat16 --compile --data text.bin --adapters adapters
 Source:   Hu et al. 2021, arXiv:2106.09685
 """
 
@@ -138,7 +133,8 @@ class LoRALinear(nn.Module):
         nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight) + self.scale * self.lora_B(self.lora_A(x))
+        y = nn.functional.linear(x, self.weight)
+        return y + self.scale * self.lora_B(self.lora_A(x))
 
 
 class Attention(nn.Module):
@@ -261,7 +257,8 @@ def merge_adapters(weights: dict[str, Tensor], scale: float) -> None:
     """Replace W, A and B of every linear by W + scale·B·A, in the dtype of A and B: fp32 rounds little away."""
     for name in [name for name in weights if name.endswith(".lora_A.weight")]:
         linear = name.removesuffix(".lora_A.weight")
-        a, b = weights.pop(name), weights.pop(f"{linear}.lora_B.weight")
+        a = weights.pop(name)
+        b = weights.pop(f"{linear}.lora_B.weight")
         weights[f"{linear}.weight"] = weights[f"{linear}.weight"] + scale * (b @ a)
 
 
@@ -322,7 +319,8 @@ def full_adapter(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     """Return one matrix of an adapter: B [out, rank] is 0, A [rank, in] has a variance of 1/(3·in), as in torch.nn."""
     if "lora_B" in name:
         return torch.zeros(shape, device=cfg.device)
-    return full_tensor(replace(cfg, init=""), name, shape) / 0.02 / (3 * shape[1]) ** 0.5
+    tensor = full_tensor(replace(cfg, init=""), name, shape)  # with a standard deviation of 0.02
+    return tensor / 0.02 / (3 * shape[1]) ** 0.5
 
 
 def build_model(cfg: Config) -> Model:

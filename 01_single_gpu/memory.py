@@ -1,12 +1,10 @@
 """Predict the memory of a training run, term by term, and check it against the measured peak.
 
-The peak is the maximum over the moments of a step, because gradients grow while activations shrink; `moments` lists
-them, for the recipes here: a Llama with SwiGLU, grouped-query and fused attention, under autocast or with the weights
-of 10_mixed_precision. With fewer tokens per micro-batch than --dim it is about 1 % too low: small operators are left
-out. The playbook's formulas, for a GPT with GELU and bf16 weights, are separate: functions whose names start with
-book_, and --playbook.
-A pipeline's rank holds what its order of operations leaves there: `walk` takes the order from the recipe's schedule.
---measure trains with a recipe and compares; the recipe and its number of processes decide what is predicted.
+The peak is the maximum over the moments of a step, because gradients grow while activations shrink: `moments` lists
+them, for a Llama as the recipes here train it. `walk` takes a pipeline's operations from the recipe's schedule.
+With fewer tokens per micro-batch than --dim the prediction is about 1 % too low: small operators are left out.
+--measure trains with a recipe and compares; its flags and number of processes decide what is predicted.
+--playbook prints the playbook's formulas (book_...), for a GPT with GELU and bf16 weights.
 
 Parent:   none, it predicts the others
 Run:      python 01_single_gpu/memory.py --preset llama3_8b --seq 4096 --batch 8 --dp 8 --zero 3 --dtype bfloat16
@@ -134,14 +132,14 @@ def item(cfg: Config) -> int:
     return {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[cfg.dtype]
 
 
-def wide(cfg: Config) -> int:
+def fp32_item(cfg: Config) -> int:
     """Bytes of the root's weights and of what a norm computes with: never below float32."""
     return max(4, item(cfg))
 
 
 def weight_item(cfg: Config) -> int:
     """Bytes of a weight that the model has, and of its gradient; without autocast in the dtype of the matmuls."""
-    return item(cfg) if cfg.zero or cfg.precision != "autocast" or cfg.lora_rank else wide(cfg)
+    return item(cfg) if cfg.zero or cfg.precision != "autocast" or cfg.lora_rank else fp32_item(cfg)
 
 
 def copy_item(cfg: Config) -> int:
@@ -169,6 +167,11 @@ def matrices(cfg: Config) -> int:
     return (2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv_width(cfg) + 3 * cfg.dim * cfg.ffn) // cfg.tp
 
 
+def table_elements(cfg: Config) -> int:
+    """Elements of the rank's part of the embedding, or of the head."""
+    return -(-cfg.vocab // cfg.tp) * cfg.dim
+
+
 def adapters(cfg: Config) -> int:
     """Elements of LoRA's matrices beside one block: rank times the inputs and outputs of seven linears."""
     return cfg.lora_rank * (9 * cfg.dim + 2 * kv_width(cfg) + 3 * cfg.ffn)
@@ -184,14 +187,14 @@ def stages(cfg: Config) -> int:
     return cfg.pp * {"interleaved": cfg.chunks, "zbv": 2}.get(cfg.schedule, 1)
 
 
-def stages_here(cfg: Config) -> list[int]:
+def rank_stages(cfg: Config) -> list[int]:
     """The stage of each chunk of the rank. ZBV turns around at the last rank; DualPipe's chunks are two directions."""
     if cfg.schedule == "interleaved":
         return [*range(cfg.stage, stages(cfg), cfg.pp)]
     return [cfg.stage] + ([stages(cfg) - 1 - cfg.stage] if cfg.schedule in ("zbv", "dualpipe") else [])
 
 
-def layers_here(cfg: Config) -> list[int]:
+def rank_layers(cfg: Config) -> list[int]:
     """Layers of each chunk, as 06_pipeline divides them: by the FLOPs of backward and forward, the head's included."""
     head = 6 * cfg.dim * cfg.vocab
     block = 6 * matrices(replace(cfg, tp=1)) + 6 * cfg.dim * cfg.seq
@@ -202,21 +205,23 @@ def layers_here(cfg: Config) -> list[int]:
         lightest = min(reversed(range(stages(cfg))), key=load.__getitem__)
         counts[lightest] += 1
         load[lightest] += block
-    return [counts[stage] for stage in stages_here(cfg)]
+    return [counts[stage] for stage in rank_stages(cfg)]
 
 
 def chunk_parameters(cfg: Config) -> list[dict[str, int]]:
     """Elements of each chunk, before ZeRO's cuts."""
-    table, last = -(-cfg.vocab // cfg.tp) * cfg.dim, stages(cfg) - 1
-    return [
-        {
-            "embedding": table * (stage == 0),
+    table = table_elements(cfg)
+    chunks = []
+    for stage, layers in zip(rank_stages(cfg), rank_layers(cfg)):
+        is_last = stage == stages(cfg) - 1
+        chunk = {
+            "embedding": table if stage == 0 else 0,
             "blocks": layers * (matrices(cfg) + 2 * cfg.dim),
-            "norm": cfg.dim * (stage == last),
-            "head": table * (stage == last),
+            "norm": cfg.dim if is_last else 0,
+            "head": table if is_last else 0,
         }
-        for stage, layers in zip(stages_here(cfg), layers_here(cfg))
-    ]
+        chunks.append(chunk)
+    return chunks
 
 
 def parameters(cfg: Config) -> dict[str, int]:
@@ -238,7 +243,7 @@ def attended(cfg: Config) -> int:
     """
     ranks = cfg.ulysses or cfg.cp
     kv = cfg.dim // cfg.heads * max(cfg.kv_heads, ranks * cfg.tp)
-    return ((3 if ranks > 1 else 2) * cfg.dim + 2 * kv) * item(cfg) + cfg.heads * wide(cfg)
+    return ((3 if ranks > 1 else 2) * cfg.dim + 2 * kv) * item(cfg) + cfg.heads * fp32_item(cfg)
 
 
 def matmul_inputs(cfg: Config) -> tuple[int, int]:
@@ -252,7 +257,7 @@ def matmul_inputs(cfg: Config) -> tuple[int, int]:
     if not in_fp8(cfg):
         return 2 * cfg.dim * item(cfg), cfg.ffn * item(cfg)
     normalised = 2 if cfg.compile and cfg.fp8 != "delayed_scaling" else 5
-    scales = 4 / 128 * (cfg.fp8 == "blockwise")
+    scales = 4 / 128 if cfg.fp8 == "blockwise" else 0
     return int((normalised + 1) * cfg.dim * (1 + scales)), int(cfg.ffn * (1 + scales))
 
 
@@ -268,7 +273,7 @@ def saved(cfg: Config, recompute: str) -> int:
     it. With sequence parallelism the normalised input, cut along the sequence, is gathered again in backward.
     An adapter keeps what is between its two matrices.
     """
-    d, f, e, w, attention = cfg.dim, cfg.ffn, item(cfg), wide(cfg), attended(cfg)
+    d, f, e, w, attention = cfg.dim, cfg.ffn, item(cfg), fp32_item(cfg), attended(cfg)
     stream, split = matmul_inputs(cfg)
     split += 7 * cfg.lora_rank * e
     if recompute == "full":
@@ -289,16 +294,20 @@ def widest(cfg: Config) -> int:
     the product is free by then, and one of them takes the memory of up. With it, the same kernel also writes the
     product, 6·f in all. Uncompiled, the gradients of silu and up are made while the product is free.
     """
-    d, kv, f, e, (_, product) = cfg.dim, kv_width(cfg), cfg.ffn, item(cfg), matmul_inputs(cfg)
+    d, kv, f, e = cfg.dim, kv_width(cfg), cfg.ffn, item(cfg)
+    _, product = matmul_inputs(cfg)
     if not cfg.compile:
-        again = d * e if cfg.recompute != "none" and e < wide(cfg) else 0  # x beside its copy in float32
-        again += d * e if cfg.recompute == "selective" else 0  # down_proj's output, which nobody asks for
-        return saved(cfg, "none") + per_token(cfg, d * e + again, 3 * f * e - product)
+        stream = d * e
+        if cfg.recompute != "none" and e < fp32_item(cfg):
+            stream += d * e  # x beside its copy in float32
+        if cfg.recompute == "selective":
+            stream += d * e  # down_proj's output, which nobody asks for
+        return saved(cfg, "none") + per_token(cfg, stream, 3 * f * e - product)
     if cfg.recompute == "full":
-        attention = (3 * d + 2 * kv) * e + cfg.heads * wide(cfg)  # o in two layouts: attention's and the matmul's
-        return per_token(cfg, 5 * d * e + 2 * wide(cfg), attention + 6 * f * e)
-    more = 2 * f * e - product if cfg.recompute == "none" else 4 * f * e
-    return saved(cfg, cfg.recompute) + per_token(cfg, d * e, more)
+        attention = (3 * d + 2 * kv) * e + cfg.heads * fp32_item(cfg)  # o in two layouts: attention's and the matmul's
+        return per_token(cfg, 5 * d * e + 2 * fp32_item(cfg), attention + 6 * f * e)
+    split = 2 * f * e - product if cfg.recompute == "none" else 4 * f * e
+    return saved(cfg, cfg.recompute) + per_token(cfg, d * e, split)
 
 
 def widest_weights(cfg: Config, accumulating: bool) -> int:
@@ -310,10 +319,22 @@ def widest_weights(cfg: Config, accumulating: bool) -> int:
     """
     if cfg.lora_rank:
         return 0
-    down, g, c = cfg.dim * cfg.ffn // cfg.tp, weight_item(cfg), copy_item(cfg)
-    if cfg.compile:
-        return {"none": g * down, "selective": 0, "full": c * (matrices(cfg) - down)}[cfg.recompute]
-    return (g * (not accumulating) - c) * down + (c * matrices(cfg) if cfg.recompute != "none" else 0)
+    down_proj = cfg.dim * cfg.ffn // cfg.tp
+    if not cfg.compile:
+        return weights_in_backward(cfg, down_proj, accumulating)
+    if cfg.recompute == "full":
+        return copy_item(cfg) * (matrices(cfg) - down_proj)
+    return weight_item(cfg) * down_proj if cfg.recompute == "none" else 0
+
+
+def weights_in_backward(cfg: Config, elements: int, accumulating: bool) -> int:
+    """Bytes of a block's gradients and copies of weights, uncompiled, after backward of matrices of so many elements.
+
+    Their copies are freed, and so are their gradients if they were added to earlier ones.
+    """
+    gradients = 0 if accumulating else weight_item(cfg) * elements
+    copies = 0 if cfg.recompute == "none" else copy_item(cfg) * matrices(cfg)
+    return gradients + copies - copy_item(cfg) * elements
 
 
 def gathering(cfg: Config, accumulating: bool) -> int:
@@ -329,13 +350,15 @@ def gathering(cfg: Config, accumulating: bool) -> int:
     """
     if not cfg.gather_kv:
         return 0
-    d, kv, n, e, w = cfg.dim, 2 * kv_width(cfg), cfg.cp, item(cfg), wide(cfg)
-    beside = n - 1 if n > 2 else 0  # one rank's are read where they are
-    keys = kv * ((n + beside + n) * e + n * w) + max(kv * (n - 1) * e, kv * (w + e) + d * e)
+    d, kv, n = cfg.dim, 2 * kv_width(cfg), cfg.cp
+    e, w = item(cfg), fp32_item(cfg)
+    copies = n - 1 if n > 2 else 0  # one rank's are read where they are
+    keys = kv * ((n + copies + n) * e + n * w)
+    keys += max(kv * (n - 1) * e, kv * (w + e) + d * e)
     norm = d * (2 * e if cfg.compile else 2 * w + e) + w
-    done, g, c = (3 * d * cfg.ffn + d * d) // cfg.tp, weight_item(cfg), copy_item(cfg)
-    weights = (g * (not accumulating) - c) * done + (c * matrices(cfg) if cfg.recompute != "none" else 0)
-    return per_token(cfg, norm + d * e, attended(cfg) + d * e + keys + d * (w + e)) + weights
+    split = attended(cfg) + d * e + keys + d * (w + e)
+    weights = weights_in_backward(cfg, (3 * d * cfg.ffn + d * d) // cfg.tp, accumulating)
+    return per_token(cfg, norm + d * e, split) + weights
 
 
 def replicas(cfg: Config) -> int:
@@ -353,52 +376,63 @@ def resident(cfg: Config) -> dict[str, int]:
     copies besides, of 1 byte per element: as they are, and transposed. With LoRA the weights alone, which ZeRO-3
     shards, and adapters in float32 with their moments, whole on every rank.
     """
-    n, full = sum(parameters(cfg).values()), weight_item(cfg) * sum(parameters(cfg).values())
+    n = sum(parameters(cfg).values())
+    weights = weight_item(cfg) * n
     if cfg.lora_rank:
-        trained = wide(cfg) * cfg.layers * adapters(cfg)
-        return {"weights": full // (replicas(cfg) if cfg.zero else 1) + trained, "optimizer": 2 * trained}
-    copies = 2 * sum(layers_here(cfg)) * matrices(cfg) * in_fp8(cfg)
+        adapter = fp32_item(cfg) * cfg.layers * adapters(cfg)
+        base = weights // replicas(cfg) if cfg.zero else weights
+        return {"weights": base + adapter, "optimizer": 2 * adapter}
+    copies = sum(rank_layers(cfg)) * matrices(cfg) if in_fp8(cfg) else 0
     if not cfg.zero:
-        more = wider(cfg, parameters(cfg))
-        optimizer = 3 * wide(cfg) * n - 2 * more if has_masters(cfg) else 2 * full
-        return {"weights": full + more, "optimizer": optimizer, "weight copies": copies}
-    shard = wide(cfg) * n // replicas(cfg)
-    return {"weights": full * (cfg.zero < 3), "optimizer": 3 * shard, "weight copies": copies // 2 // replicas(cfg)}
+        surplus = fp32_surplus(cfg, parameters(cfg))
+        optimizer = 3 * fp32_item(cfg) * n - 2 * surplus if has_masters(cfg) else 2 * weights
+        return {"weights": weights + surplus, "optimizer": optimizer, "weight copies": 2 * copies}
+    return {
+        "weights": weights if cfg.zero < 3 else 0,
+        "optimizer": 3 * (fp32_item(cfg) * n // replicas(cfg)),
+        "weight copies": copies // replicas(cfg),
+    }
 
 
 def gathered(cfg: Config, blocks: int, other: int = 0) -> int:
     """Bytes of weights that ZeRO-3 has gathered: elements of blocks, which may be in fp8, and of another unit."""
-    return ((1 if in_fp8(cfg) else item(cfg)) * blocks + item(cfg) * other) * (cfg.zero == 3)
+    if cfg.zero < 3:
+        return 0
+    block_item = 1 if in_fp8(cfg) else item(cfg)
+    return block_item * blocks + item(cfg) * other
 
 
-def gradients(cfg: Config, done: int, *leaving: int) -> int:
-    """Bytes of gradients once those of `done` parameters are there.
+def gradients(cfg: Config, processed: int, *units: int) -> int:
+    """Bytes of gradients when backward has processed so many parameters.
 
-    With ZeRO only the last two units, `leaving`, have full gradients, in flight; all others have fp32 shards, or in
+    With ZeRO only the last two `units` have full gradients, in flight; all others have fp32 shards, or in
     stage 1, before the last of several micro-batches, full fp32 sums. With LoRA the blocks of those parameters have
     gradients of their adapters.
     """
     if cfg.lora_rank:
         n = parameters(cfg)
-        blocks = min(cfg.layers, max(0, done - n["norm"] - n["head"]) * cfg.layers // n["blocks"])
-        return wide(cfg) * blocks * adapters(cfg)
+        blocks = min(cfg.layers, max(0, processed - n["norm"] - n["head"]) * cfg.layers // n["blocks"])
+        return fp32_item(cfg) * blocks * adapters(cfg)
     if not cfg.zero:
-        return weight_item(cfg) * done
-    return weight_item(cfg) * sum(leaving) + wide(cfg) * done // (1 if keeps_sums(cfg) else replicas(cfg))
+        return weight_item(cfg) * processed
+    shards = 1 if keeps_sums(cfg) else replicas(cfg)
+    return weight_item(cfg) * sum(units) + fp32_item(cfg) * processed // shards
 
 
 def has_masters(cfg: Config) -> bool:
     """Whether AdamW updates fp32 masters; weights of 32 bits are their own."""
-    return cfg.precision == "masters" and item(cfg) < wide(cfg)
+    return cfg.precision == "masters" and item(cfg) < fp32_item(cfg)
 
 
-def wider(cfg: Config, parts: dict[str, int]) -> int:
+def fp32_surplus(cfg: Config, parts: dict[str, int]) -> int:
     """Bytes that embedding and norms, and their gradients, take beyond those of matrices: beside masters they are fp32.
 
     No matmul reads them, so each is its own master. parts: elements, of which blocks and head have matrices
     """
-    others = sum(parts.values()) - sum(layers_here(cfg)) * matrices(cfg) - parts["head"]
-    return (wide(cfg) - weight_item(cfg)) * others * has_masters(cfg)
+    if not has_masters(cfg):
+        return 0
+    others = sum(parts.values()) - sum(rank_layers(cfg)) * matrices(cfg) - parts["head"]
+    return (fp32_item(cfg) - weight_item(cfg)) * others
 
 
 def sums_apart(cfg: Config) -> bool:
@@ -411,51 +445,80 @@ def keeps_sums(cfg: Config) -> bool:
     return cfg.zero == 1 and cfg.microbatches > 1
 
 
-def walk(cfg: Config) -> list[tuple[str, int, tuple[int, ...], tuple[int, ...], tuple[bool, ...], int]]:
-    """What the rank's memory holds within each operation of its recipe's schedule; what is equal, once.
+@dataclass(frozen=True)
+class Operation:
+    """An operation of the rank's schedule, and what its memory holds within it. Tuples have an entry for each chunk."""
 
-    The operation, F, B or W, and its chunk. For each chunk: the micro-batches between F and B, with this one at the end
-    of F and within B; those between B and W, with this one at the end of W; and whether its matrices have gradients,
-    which stay from the first W, or B if it is not split, to the optimizer. How many gradients of inputs are being sent.
-    """
+    name: str  # F, B or W
+    chunk: int
+    in_flight: tuple[int, ...]  # micro-batches between F and B, with this one at the end of F and within B
+    w_queue: tuple[int, ...]  # micro-batches between B and W, with this one at the end of W
+    has_gradients: tuple[bool, ...]  # of matrices: from the first W, or B if it is not split, to the optimizer
+    sends: int  # gradients of inputs that are being sent
+
+
+def walk(cfg: Config) -> list[Operation]:
+    """Return the operations of the recipe's schedule on this rank; equal ones once."""
     recipe = load(str(Path(__file__).resolve().parents[1] / "06_pipeline" / f"{cfg.schedule}.py"))
-    here, sizes = stages_here(cfg), [cfg.chunks] if cfg.schedule == "interleaved" else []
-    most = cfg.pp if cfg.schedule in ("interleaved", "zbv", "dualpipe") else 2  # gradients under way
-    flying, waiting, begun, sent, found = [0 for _ in here], [0 for _ in here], [False for _ in here], [], {}
-    for op, _, *chunk in recipe.schedule(cfg.stage, cfg.pp, *sizes, cfg.microbatches):
-        c = sum(chunk)  # 0 if the schedule names none
-        flying[c] += op == "F"
-        begun[c] |= op == "W"
-        taken = op == "B" and stays(cfg, here[c])  # this B takes the gradient of the last one, which was for this rank
-        found[op, c, tuple(flying), tuple(waiting), tuple(begun), sum(sent[-most:]) - taken] = True
+    sizes = [cfg.chunks] if cfg.schedule == "interleaved" else []
+    send_limit = cfg.pp if cfg.schedule in ("interleaved", "zbv", "dualpipe") else 2
+    stage_of_chunk = rank_stages(cfg)
+    in_flight = [0 for _ in stage_of_chunk]
+    w_queue = [0 for _ in stage_of_chunk]
+    has_gradients = [False for _ in stage_of_chunk]
+    sends = []  # messages of every B so far
+    operations = {}
+    for op, _, *chunks in recipe.schedule(cfg.stage, cfg.pp, *sizes, cfg.microbatches):
+        chunk = sum(chunks)  # 0 if the schedule names none
+        stage = stage_of_chunk[chunk]
+        messages = sum(sends[-send_limit:])
+        if op == "F":
+            in_flight[chunk] += 1
+        if op == "W":
+            has_gradients[chunk] = True
+        if op == "B" and stays(cfg, stage):
+            messages -= 1  # this B takes the gradient of the last one, which was for this rank
+        key = Operation(op, chunk, tuple(in_flight), tuple(w_queue), tuple(has_gradients), messages)
+        operations[key] = True
         if op == "B":
-            sent.append(here[c] > 0)
-            flying[c] -= 1
-            waiting[c] += split_backward(cfg)
-            begun[c] |= not split_backward(cfg)
-        waiting[c] -= op == "W"
-    return list(found)
+            sends.append(1 if stage > 0 else 0)
+            in_flight[chunk] -= 1
+            if split_backward(cfg):
+                w_queue[chunk] += 1
+            else:
+                has_gradients[chunk] = True
+        if op == "W":
+            w_queue[chunk] -= 1
+    return list(operations)
 
 
 def stays(cfg: Config, stage: int) -> bool:
     """Whether what a stage hands to the next one stays on this rank, where it is the other's input."""
-    return cfg.schedule != "dualpipe" and {stage, stage + 1} <= {*stages_here(cfg)}
+    return cfg.schedule != "dualpipe" and {stage, stage + 1} <= {*rank_stages(cfg)}
 
 
 def block_copies(cfg: Config) -> int:
     """Bytes of the copies of a block's weights that a micro-batch keeps from forward to backward."""
-    low = item(cfg) * (item(cfg) < wide(cfg))  # adapters are in float32
-    return (copy_item(cfg) * matrices(cfg) + low * adapters(cfg)) * (cfg.recompute == "none")
+    if cfg.recompute != "none":
+        return 0
+    adapter_item = item(cfg) if item(cfg) < fp32_item(cfg) else 0  # adapters are in float32
+    return copy_item(cfg) * matrices(cfg) + adapter_item * adapters(cfg)
 
 
-def in_flight(cfg: Config, chunk: int) -> dict[str, int]:
+def saved_by_chunk(cfg: Config, chunk: int) -> dict[str, int]:
     """Bytes that a micro-batch keeps of a chunk from forward to backward; of the head what head_moments begins with."""
-    layers, head, d, e, w = layers_here(cfg)[chunk], chunk_parameters(cfg)[chunk]["head"], cfg.dim, item(cfg), wide(cfg)
-    return {
-        "activations": layers * saved(cfg, cfg.recompute) + per_token(cfg, (2 * w + e) * d + w, 0) * (head > 0),
-        "weight copies": layers * block_copies(cfg) + copy_item(cfg) * head,
-        "logits": per_token(cfg, 0, cfg.vocab) * (e if cfg.compile else w) * (head > 0),
-    }
+    layers, head = rank_layers(cfg)[chunk], chunk_parameters(cfg)[chunk]["head"]
+    activations, logits = layers * saved(cfg, cfg.recompute), 0
+    if head:
+        activations += norm_inputs(cfg)
+        logits = per_token(cfg, 0, cfg.vocab) * (item(cfg) if cfg.compile else fp32_item(cfg))
+    copies = layers * block_copies(cfg) + copy_item(cfg) * head
+    return {"activations": activations, "weight copies": copies, "logits": logits}
+
+
+def norm_inputs(cfg: Config) -> int:
+    """Bytes that the last norm, which is not compiled, keeps: x and weight·x in float32, 1/rms, and its output."""
+    return per_token(cfg, (2 * fp32_item(cfg) + item(cfg)) * cfg.dim + fp32_item(cfg), 0)
 
 
 def operands(cfg: Config, layers: int, head: bool) -> int:
@@ -464,9 +527,11 @@ def operands(cfg: Config, layers: int, head: bool) -> int:
     x: two normalised inputs, attention's output and SwiGLU's product. dy: for o and down the gradients of the residual
     stream, then those of q, k, v, gate and up. For the head: the normalised input and the gradient of the logits.
     """
+    if not split_backward(cfg):
+        return 0
     d, e = cfg.dim, item(cfg)
-    block = per_token(cfg, 4 * d * e, (2 * d + 2 * kv_width(cfg) + 3 * cfg.ffn) * e)
-    return (layers * block + head * per_token(cfg, d * e, cfg.vocab * e)) * split_backward(cfg)
+    blocks = layers * per_token(cfg, 4 * d * e, (2 * d + 2 * kv_width(cfg) + 3 * cfg.ffn) * e)
+    return blocks + per_token(cfg, d * e, cfg.vocab * e) if head else blocks
 
 
 def forward_moments(cfg: Config, chunk: int) -> dict[str, dict[str, int]]:
@@ -476,11 +541,15 @@ def forward_moments(cfg: Config, chunk: int) -> dict[str, dict[str, int]]:
     """
     if cfg.compile or not chunk_parameters(cfg)[chunk]["head"]:
         return {}
-    e, w, unit = item(cfg), wide(cfg), -(-cfg.vocab // cfg.tp) * cfg.dim + cfg.dim
-    caches = copy_item(cfg) * layers_here(cfg)[chunk] * matrices(cfg) * (cfg.recompute != "none")
-    logits = per_token(cfg, 0, cfg.vocab) * (e + w * (e < w))
-    weights = gathered(cfg, matrices(cfg) + 2 * cfg.dim, unit)
-    return {"end of forward": {"weights": weights, "weight copies": caches, "logits": logits}}
+    copies = 0 if cfg.recompute == "none" else copy_item(cfg) * rank_layers(cfg)[chunk] * matrices(cfg)
+    logit_item = item(cfg) + fp32_item(cfg) if item(cfg) < fp32_item(cfg) else item(cfg)
+    logits = per_token(cfg, 0, cfg.vocab) * logit_item
+    return {"end of forward": {"weights": gathered_at_head(cfg), "weight copies": copies, "logits": logits}}
+
+
+def gathered_at_head(cfg: Config) -> int:
+    """Bytes of the weights that ZeRO-3 has gathered around the head: those of the last block, norm and head."""
+    return gathered(cfg, matrices(cfg) + 2 * cfg.dim, table_elements(cfg) + cfg.dim)
 
 
 def head_moments(cfg: Config) -> dict[str, dict[str, int]]:
@@ -492,24 +561,27 @@ def head_moments(cfg: Config) -> dict[str, dict[str, int]]:
     and its gradient are beside it, for the tokens of all tp ranks. Where the vocabulary is small, the norm's backward
     is the widest: six tensors in float32, in the derivative of its square.
     """
-    d, v, e, w, c = cfg.dim, cfg.vocab, item(cfg), wide(cfg), copy_item(cfg)
-    head, unit = -(-v // cfg.tp) * d, -(-v // cfg.tp) * d + d
-    kept, logits = per_token(cfg, (2 * w + e) * d + w, 0), per_token(cfg, 0, v)
-    held = {"weights": gathered(cfg, matrices(cfg) + 2 * d, unit), "weight copies": c * head, "activations": kept}
-    found = {"loss": {**held, "logits": (2 * e if cfg.compile else 3 * w) * logits}}
-    gradient = (c or e) * head * (not split_backward(cfg) and not cfg.lora_rank)
-    whole = 2 * e * d * tokens(cfg) * cfg.sequence_parallel
-    found["head"] = {**held, "logits": e * logits, "temporary": per_token(cfg, e * d, 0) + whole + gradient}
+    d, e, w, c = cfg.dim, item(cfg), fp32_item(cfg), copy_item(cfg)
+    head, logits = table_elements(cfg), per_token(cfg, 0, cfg.vocab)
+    base = {"weights": gathered_at_head(cfg), "weight copies": c * head, "activations": norm_inputs(cfg)}
+    peaks = {"loss": {**base, "logits": (2 * e if cfg.compile else 3 * w) * logits}}
+    dx = per_token(cfg, e * d, 0)
+    temporary = dx
+    if cfg.sequence_parallel:
+        temporary += 2 * e * d * tokens(cfg)
+    if not split_backward(cfg) and not cfg.lora_rank:
+        temporary += (c or e) * head
+    peaks["head"] = {**base, "logits": e * logits, "temporary": temporary}
     if c:
-        temporary = per_token(cfg, e * d, 0) + (c + w) * head
-        found["head in float32"] = {"activations": per_token(cfg, 2 * w * d, 0), "temporary": temporary}
-    found["last norm"] = {
-        "weights": gathered(cfg, matrices(cfg) + 2 * d, unit),
+        temporary = dx + (c + w) * head
+        peaks["head in float32"] = {"activations": per_token(cfg, 2 * w * d, 0), "temporary": temporary}
+    peaks["last norm"] = {
+        "weights": gathered_at_head(cfg),
         "gradients": gradients(cfg, head, head),
         "activations": per_token(cfg, 2 * w * d, 0) + operands(cfg, 0, True),
         "temporary": per_token(cfg, 4 * w * d, 0),
     }
-    return found
+    return peaks
 
 
 def backward_moments(cfg: Config, chunk: int, accumulating: bool) -> dict[str, dict[str, int]]:
@@ -521,40 +593,62 @@ def backward_moments(cfg: Config, chunk: int, accumulating: bool) -> dict[str, d
     instead of gradients, and so SwiGLU's product is not free at its derivative; the gradient of the embedding is added
     to that of earlier micro-batches out of place.
     """
-    n, layers, d = chunk_parameters(cfg)[chunk], layers_here(cfg)[chunk], cfg.dim
+    n, layers = chunk_parameters(cfg)[chunk], rank_layers(cfg)[chunk]
     if has_masters(cfg) and cfg.microbatches > 1:  # gradients of norms have their masters' dtype: they are sums at once
         n |= {"blocks": layers * matrices(cfg), "norm": 0}
-    block = n["blocks"] // layers
-    top, every, kept = n["norm"] + n["head"], sum(n.values()), saved(cfg, cfg.recompute)
-    adding, table = accumulating and not cfg.zero, gradients(cfg, n["embedding"])
-    temporary = max(widest(cfg) + widest_weights(cfg, adding), gathering(cfg, adding)) - kept
-    if split_backward(cfg):
-        temporary = widest(cfg) + per_token(cfg, 0, cfg.ffn * item(cfg)) - kept
-    here = head_moments(cfg) if n["head"] else {}
-    one, coming = gathered(cfg, (1 + in_fp8(cfg)) * block), gathered(cfg, block)  # in fp8 transposed, too
-    here["last block"] = {"weights": one + coming, "gradients": gradients(cfg, top, top), "temporary": temporary}
-    first = every - n["embedding"] - block  # parameters that have been through backward by then
-    done = {"last norm": n["head"], "last block": top, "first block": first, "embedding": every}
-    below = gradients(cfg, first, *([block, block if layers > 2 else top][: layers - 1]))
-    here["first block"] = {"weights": one, "gradients": below, "temporary": temporary}
-    rows = per_token(cfg, (wide(cfg) if has_masters(cfg) else weight_item(cfg)) * d, 0)
-    last = gradients(cfg, every, block, n["embedding"]) + wider(cfg, n)
-    if split_backward(cfg):  # copies the first gradient, and adds others out of place
-        sums = table * adding + max(rows, table)
-    else:
-        sums = table * adding + rows
-    sums *= not cfg.lora_rank
-    here["embedding"] = {"weights": one, "gradients": last, "temporary": sums * (table > 0)}
-    for name, kinds in here.items():
+    block, top, total = n["blocks"] // layers, n["norm"] + n["head"], sum(n.values())
+    before_first = total - n["embedding"] - block  # parameters that have been through backward before the first block
+    activations, temporary = saved(cfg, cfg.recompute), block_temporaries(cfg, accumulating and not cfg.zero)
+    weights = gathered(cfg, 2 * block if in_fp8(cfg) else block)  # in fp8 transposed, too
+    peaks = head_moments(cfg) if n["head"] else {}
+    peaks["last block"] = {
+        "weights": weights + gathered(cfg, block),  # the next one is being gathered
+        "gradients": gradients(cfg, top, top),
+        "temporary": temporary,
+    }
+    units = [block, block if layers > 2 else top][: layers - 1]  # of which ZeRO is reducing gradients
+    peaks["first block"] = {
+        "weights": weights,
+        "gradients": gradients(cfg, before_first, *units),
+        "temporary": temporary,
+    }
+    table = gradients(cfg, n["embedding"])
+    peaks["embedding"] = {
+        "weights": weights,
+        "gradients": gradients(cfg, total, block, n["embedding"]) + fp32_surplus(cfg, n),
+        "temporary": embedding_temporaries(cfg, table, accumulating and not cfg.zero),
+    }
+    processed = {"last norm": n["head"], "last block": top, "first block": before_first, "embedding": total}
+    for name, kinds in peaks.items():
         blocks = {"first block": 1, "embedding": 0}.get(name, layers)  # not yet through backward
-        behind = operands(cfg, layers - blocks, n["head"] > 0 and name in ("last block", "first block", "embedding"))
-        kinds["activations"] = kinds.get("activations", 0) + blocks * kept + behind
+        head = n["head"] > 0 and name in ("last block", "first block", "embedding")
+        kinds["activations"] = kinds.get("activations", 0) + blocks * activations
+        kinds["activations"] += operands(cfg, layers - blocks, head)
         kinds["weight copies"] = kinds.get("weight copies", 0) + blocks * block_copies(cfg)
         if split_backward(cfg):
-            kinds["gradients"] = table * (name == "embedding" and not accumulating)
+            kinds["gradients"] = table if name == "embedding" and not accumulating else 0
         elif accumulating:
-            kinds["gradients"] = kinds.get("gradients", 0) - gradients(cfg, done.get(name, 0))
-    return here
+            kinds["gradients"] = kinds.get("gradients", 0) - gradients(cfg, processed.get(name, 0))
+    return peaks
+
+
+def block_temporaries(cfg: Config, adds: bool) -> int:
+    """Bytes of one block in backward beside the activations that it has kept; adds: to gradients of weights."""
+    if split_backward(cfg):
+        peak = widest(cfg) + per_token(cfg, 0, cfg.ffn * item(cfg))
+    else:
+        peak = max(widest(cfg) + widest_weights(cfg, adds), gathering(cfg, adds))
+    return peak - saved(cfg, cfg.recompute)
+
+
+def embedding_temporaries(cfg: Config, table: int, adds: bool) -> int:
+    """Bytes beside the embedding's gradient, of `table` bytes, while it is computed, and added to an earlier one."""
+    if cfg.lora_rank or not table:
+        return 0
+    rows = per_token(cfg, (fp32_item(cfg) if has_masters(cfg) else weight_item(cfg)) * cfg.dim, 0)
+    if split_backward(cfg):
+        rows = max(rows, table)  # the first gradient is copied
+    return rows + table if adds else rows
 
 
 def moments(cfg: Config) -> dict[str, dict[str, int]]:
@@ -566,35 +660,77 @@ def moments(cfg: Config) -> dict[str, dict[str, int]]:
     without temporaries. Last come norm, clipping and AdamW, which work in place: all gradients, no activations. Left
     out is what 10_mixed_precision takes for one matrix then: uncompiled, AdamW in fp32; in fp8, the new beside the old.
     """
-    here, chunks, message = stages_here(cfg), chunk_parameters(cfg), per_token(cfg, item(cfg) * cfg.dim, 0)
-    angles = wide(cfg) * 2 * cfg.seq // cfg.cp * (cfg.dim // cfg.heads)  # cosine and sine, of each forward its own
-    tables, low = tokens(cfg) * 16 + angles, item(cfg) < wide(cfg)  # token ids and targets have 8 bytes each
-    always, every = {**resident(cfg), "temporary": tables + WORKSPACE}, sum(parameters(cfg).values())
-    copy = item(cfg) * (sum(layers_here(cfg)) * matrices(cfg) + parameters(cfg)["head"]) * (split_backward(cfg) and low)
-    kept = [in_flight(cfg, chunk) for chunk in range(len(here))]
-    due = [operands(cfg, layers, n["head"] > 0) for layers, n in zip(layers_here(cfg), chunks)]
-    copied = low and not cfg.compile and cfg.recompute == "none"  # input, which the first norm keeps in float32
-    # per micro-batch in flight: the output, unless it is an input of this rank, and an input that no block keeps
-    passing = [(s + 1 < stages(cfg) and not stays(cfg, s)) + (s > 0 and copied) for s in here]
-    found = {}
-    for op, chunk, flying, waiting, begun, sent in walk(cfg):
-        embedded = [there or left > 0 for there, left in zip(begun, waiting)]  # its gradient is computed by B
-        done = [sum(n.values()) * b + n["embedding"] * (e - b) for n, b, e in zip(chunks, begun, embedded)]
-        sums = wide(cfg) * sum(done) if sums_apart(cfg) else gradients(cfg, sum(done))
-        rest = {"gradients": sums, "weight copies": copy}
-        rest["activations"] = message * (sent + sum(n * count for n, count in zip(flying, passing)))
-        rest["activations"] += sum(n * size for n, size in zip(waiting, due))
-        rest["temporary"] = angles * max(0, sum(flying) - 1)
-        others = [n - (op == "B" and c == chunk) for c, n in enumerate(flying)]
-        own = forward_moments(cfg, chunk) if op == "F" else {"weight gradients": {}}
-        own = backward_moments(cfg, chunk, embedded[chunk] and not sums_apart(cfg)) if op == "B" else own
-        for name, kinds in own.items():
-            parts = [(1, always), (1, rest), (1, kinds), *zip(others, kept)]
-            total = {kind: sum(n * part.get(kind, 0) for n, part in parts) for kind in KINDS}
-            found[name] = max(total, found.get(name, total), key=lambda kinds: sum(kinds.values()))
-    summed = (cfg.zero or sums_apart(cfg) and cfg.microbatches > 1) and not cfg.lora_rank
-    last = wide(cfg) * every // replicas(cfg) if summed else gradients(cfg, every) + wider(cfg, parameters(cfg))
-    return found | {"optimizer": {kind: always.get(kind, 0) + last * (kind == "gradients") for kind in KINDS}}
+    base = resident(cfg)
+    base["temporary"] = 16 * tokens(cfg) + rotary_tables(cfg) + WORKSPACE  # token ids and targets have 8 bytes each
+    peaks = {}
+    for operation in walk(cfg):
+        others = other_microbatches(cfg, operation)
+        for name, kinds in operation_moments(cfg, operation).items():
+            total = {kind: sum(part.get(kind, 0) for part in (base, others, kinds)) for kind in KINDS}
+            peaks[name] = max(total, peaks.get(name, total), key=lambda kinds: sum(kinds.values()))
+    optimizer = {kind: base.get(kind, 0) for kind in KINDS}
+    optimizer["gradients"] = gradients_at_optimizer(cfg)
+    return peaks | {"optimizer": optimizer}
+
+
+def operation_moments(cfg: Config, operation: Operation) -> dict[str, dict[str, int]]:
+    """Bytes by kind that an operation has, at its moments."""
+    chunk = operation.chunk
+    if operation.name == "F":
+        return forward_moments(cfg, chunk)
+    if operation.name == "W":
+        return {"weight gradients": {}}
+    has_embedding = operation.has_gradients[chunk] or operation.w_queue[chunk] > 0  # its gradient is computed by B
+    return backward_moments(cfg, chunk, has_embedding and not sums_apart(cfg))
+
+
+def other_microbatches(cfg: Config, operation: Operation) -> dict[str, int]:
+    """Bytes by kind that a rank holds beside an operation's own: of other micro-batches, gradients and messages."""
+    kinds = dict.fromkeys(KINDS, 0)
+    if split_backward(cfg) and item(cfg) < fp32_item(cfg):
+        copies = sum(rank_layers(cfg)) * matrices(cfg) + parameters(cfg)["head"]
+        kinds["weight copies"] = item(cfg) * copies
+    kinds["temporary"] = rotary_tables(cfg) * max(0, sum(operation.in_flight) - 1)
+    messages, processed = operation.sends, 0
+    chunks = zip(rank_stages(cfg), rank_layers(cfg), chunk_parameters(cfg))
+    for chunk, (stage, layers, n) in enumerate(chunks):
+        count, w_count = operation.in_flight[chunk], operation.w_queue[chunk]
+        if operation.has_gradients[chunk]:
+            processed += sum(n.values())
+        elif w_count:
+            processed += n["embedding"]
+        messages += count * messages_kept(cfg, stage)
+        kinds["activations"] += w_count * operands(cfg, layers, n["head"] > 0)
+        if operation.name == "B" and operation.chunk == chunk:
+            count -= 1
+        for kind, size in saved_by_chunk(cfg, chunk).items():
+            kinds[kind] += count * size
+    kinds["activations"] += messages * per_token(cfg, item(cfg) * cfg.dim, 0)
+    kinds["gradients"] = fp32_item(cfg) * processed if sums_apart(cfg) else gradients(cfg, processed)
+    return kinds
+
+
+def messages_kept(cfg: Config, stage: int) -> int:
+    """Tensors of a message's size that a micro-batch in flight keeps between stages."""
+    count = 0
+    if stage + 1 < stages(cfg) and not stays(cfg, stage):
+        count += 1  # the output, if no stage of this rank has it as its input
+    if stage > 0 and item(cfg) < fp32_item(cfg) and not cfg.compile and cfg.recompute == "none":
+        count += 1  # the input: the first norm keeps it in float32 alone
+    return count
+
+
+def rotary_tables(cfg: Config) -> int:
+    """Bytes of cosine and sine, of which each forward has its own."""
+    return fp32_item(cfg) * 2 * cfg.seq // cfg.cp * (cfg.dim // cfg.heads)
+
+
+def gradients_at_optimizer(cfg: Config) -> int:
+    """Bytes of all gradients as the optimizer reads them."""
+    n, sums = parameters(cfg), sums_apart(cfg) and cfg.microbatches > 1
+    if (cfg.zero or sums) and not cfg.lora_rank:
+        return fp32_item(cfg) * sum(n.values()) // replicas(cfg)
+    return gradients(cfg, sum(n.values())) + fp32_surplus(cfg, n)
 
 
 def peak(cfg: Config) -> tuple[str, dict[str, int]]:
@@ -620,7 +756,7 @@ def book_states(
     """
     shards = [dp if zero >= stage else 1 for stage in (3, 2, 1)]
     optimizer = (12 if master else 8) * n / shards[2]
-    gradients = (2 + 4 * accumulate) * n / shards[1]
+    gradients = (6 if accumulate else 2) * n / shards[1]
     return {"weights": 2 * n / shards[0], "gradients": gradients, "optimizer": optimizer}
 
 
@@ -631,10 +767,12 @@ def book_activations(L: int, h: int, a: int, s: int, recompute="none", t=1, sp=F
     it cuts. 5·a·s² are attention scores, which selective recomputation drops; full keeps a layer's input. Once, s·h,
     dropout of the embedding: 1.13 and 1.17 count it, 2.11, 2.25, 3.11 and 3.21 do not.
     """
+    embedding = s * h if once else 0
     if recompute == "full":
-        return L * 2 * s * h + once * s * h
+        return L * 2 * s * h + embedding
     scores = 5 * a * s * s / t if recompute == "none" else 0
-    return L * (s * h * (34 / t if sp else 10 + 24 / t) + scores) + once * s * h
+    layer = s * h * (34 / t if sp else 10 + 24 / t) + scores
+    return L * layer + embedding
 
 
 def book_widget(a, b, h, h_ff, L, s, v, act: str, t=1, sp=False, mixed=True) -> dict[str, float]:
@@ -669,7 +807,9 @@ def book_tables() -> dict[str, dict[str, list[float]]]:
     def activations(name: str, thousands: tuple[int, ...], recompute="selective", once=False, **cut) -> list[float]:
         return [book_activations(*gpt[name], 1024 * k, recompute, once=once, **cut) / GIB for k in thousands]
 
-    totals = {f"{n}B": [sum(book_states(n, accumulate=more).values()) for more in (0, 1)] for n in (1, 7, 70, 405)}
+    totals = {}
+    for n in 1, 7, 70, 405:
+        totals[f"{n}B"] = [sum(book_states(n, accumulate=flag).values()) for flag in (False, True)]
     presets = {"8B": (32, 32, 4096, 16384, 32, 256, 30522, "swiglu")}
     presets["70B"] = 64, 32, 8192, 32768, 80, 256, 30522, "swiglu", 8
     widget = {name: [x / GIB for x in book_widget(*preset).values()] for name, preset in presets.items()}
@@ -710,59 +850,67 @@ def load(recipe: str) -> ModuleType:
 def config_of(recipe: str, cfg: object, rank: int, world: int) -> Config:
     """What to predict for a rank of a recipe whose own Config is cfg."""
     folder, name = Path(recipe).resolve().parent.name, Path(recipe).stem
-    ours = {f.name: getattr(cfg, f.name) for f in fields(Config) if hasattr(cfg, f.name)} | RECIPES[folder][name]
+    values = {f.name: getattr(cfg, f.name) for f in fields(Config) if hasattr(cfg, f.name)}
+    values |= RECIPES[folder][name]
     if folder in PROCESSES:
-        ours[PROCESSES[folder]] = world
-    return Config(**ours | ({"stage": rank} if PROCESSES.get(folder) == "pp" else {}))
+        values[PROCESSES[folder]] = world
+    if PROCESSES.get(folder) == "pp":
+        values["stage"] = rank
+    return Config(**values)
 
 
-def held_by(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def measure_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes in the storages of the weights, and of the optimizer's state and the shards it steps, if separate."""
     weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-    kept = [*getattr(optimizer, "state", {}).values(), *(vars(slot) for slot in getattr(optimizer, "slots", []))]
-    tensors = [t for state in kept for t in state.values() if torch.is_tensor(t)]
+    states = list(getattr(optimizer, "state", {}).values())
+    states += [vars(slot) for slot in getattr(optimizer, "slots", [])]
+    tensors = [t for state in states for t in state.values() if torch.is_tensor(t)]
     tensors += [p for group in optimizer.param_groups for p in group.get("params", [])]
-    states = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    apart = sum(size for address, size in states.items() if address not in weights)
-    return {"weights": sum(weights.values()), "optimizer": apart}
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    optimizer_bytes = sum(size for address, size in sizes.items() if address not in weights)
+    return {"weights": sum(weights.values()), "optimizer": optimizer_bytes}
 
 
 def measure(recipe: str, flags: list[str]) -> tuple[Config, int, dict[str, int]]:
-    """Train a few steps. The run as ours, the peak of the last two in bytes, and what weights and optimizer hold.
+    """Train a few steps. The run as our Config, the peak of the last two in bytes, and those of weights and optimizer.
 
     The recipe's own Config is the first argument of its train_step, and so its flags need not be understood here.
     """
-    module, steps, seen = load(recipe), iter(range(STEPS)), []
+    module = load(recipe)
+    steps = iter(range(STEPS))
+    measurement = []
     train_step = module.train_step
 
     def watched_step(cfg, model, optimizer, *batch):
         if next(steps) == STEPS - 2:
             torch.cuda.reset_peak_memory_stats()
         result = train_step(cfg, model, optimizer, *batch)
-        seen[:] = cfg, torch.cuda.max_memory_allocated(), held_by(model, optimizer)
+        measurement[:] = cfg, torch.cuda.max_memory_allocated(), measure_tensors(model, optimizer)
         return result
 
     module.train_step = watched_step
     sys.argv = [recipe, *flags, "--steps", str(STEPS)]
     module.main()
-    cfg, measured, held = seen
-    return config_of(recipe, cfg, int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))), measured, held
+    cfg, peak_bytes, tensors = measurement
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return config_of(recipe, cfg, rank, world), peak_bytes, tensors
 
 
 def compare(recipe: str, flags: list[str], file: str | None) -> None:
     """Measure, print prediction and measurement of this rank, and let rank 0 add them to a file."""
     folder, name = Path(recipe).resolve().parent.name, Path(recipe).stem
-    known = [f"{folder}/{name}.py" for folder, names in RECIPES.items() for name in names]
-    if f"{folder}/{name}.py" not in known or not Path(recipe).is_file():
-        raise SystemExit(f"--measure {recipe}: must be one of {', '.join(known)}")
+    recipes = [f"{folder}/{name}.py" for folder, names in RECIPES.items() for name in names]
+    if f"{folder}/{name}.py" not in recipes or not Path(recipe).is_file():
+        raise SystemExit(f"--measure {recipe}: must be one of {', '.join(recipes)}")
     if not torch.cuda.is_available() or {"cpu", "--device=cpu"} & set(flags):
         raise SystemExit(f"--measure {recipe}: needs a GPU, since torch counts no peak on CPUs")
-    cfg, measured, held = measure(recipe, flags)
-    (moment, kinds), rank = peak(cfg), int(os.environ.get("RANK", 0))
+    cfg, measured, tensors = measure(recipe, flags)
+    moment, kinds = peak(cfg)
+    rank = int(os.environ.get("RANK", 0))
     total = sum(kinds.values())
     predicted = f"predicted {total / GIB:.2f} GiB at: {moment}"
     error = f"measured {measured / GIB:.2f} GiB  error {total / measured - 1:+.1%}"
-    parts = "  ".join(f"{kind} {kinds[kind] / GIB:.3f} held {size / GIB:.3f}" for kind, size in held.items())
+    parts = "  ".join(f"{kind} {kinds[kind] / GIB:.3f} held {size / GIB:.3f}" for kind, size in tensors.items())
     print(f"rank {rank}  {recipe}  {predicted}  {error}  {parts}", flush=True)
     if file and rank == 0:
         rows = json.loads(Path(file).read_text())["rows"] if Path(file).exists() else []
@@ -780,13 +928,13 @@ def draw(picture: Path, bars: dict[str, dict[str, int]], measured: list[int | No
     style |= {"hatch.color": "#404a56", "hatch.linewidth": 0.5, "axes.spines.top": False, "axes.spines.right": False}
     inks = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
     matplotlib.rcParams.update(style | dict.fromkeys(inks, INK))
-    places = [place + 0.5 * label.endswith(", optimizer") for place, label in enumerate(bars)]
+    places = [place + 0.5 if label.endswith(", optimizer") else place for place, label in enumerate(bars)]
     figure, axis = pyplot.subplots(figsize=(6.6, 0.3 * len(bars) + 1.9), layout="constrained")
     left = [0] * len(bars)
     for kind, (color, hatch) in KINDS.items():
         sizes = [kinds[kind] / GIB for kinds in bars.values()]
-        drawn = axis.barh(places, sizes, 0.7, left, color=color, hatch=hatch, label=kind)
-        left = [bar.get_x() + bar.get_width() for bar in drawn]
+        patches = axis.barh(places, sizes, 0.7, left, color=color, hatch=hatch, label=kind)
+        left = [bar.get_x() + bar.get_width() for bar in patches]
     if any(measured):
         axis.plot([size and size / GIB for size in measured], places, "|", color=INK, ms=20, mew=2.5, label="measured")
     axis.set(xlabel="GiB per rank", yticks=places, yticklabels=bars, ylim=(places[-1] + 0.6, -0.6))
@@ -797,30 +945,37 @@ def draw(picture: Path, bars: dict[str, dict[str, int]], measured: list[int | No
 
 def report(cfg: Config) -> None:
     """The peak by kind, and all moments."""
-    found, (name, kinds), n = moments(cfg), peak(cfg), sum(parameters(cfg).values())
+    name, kinds = peak(cfg)
+    n = sum(parameters(cfg).values())
     print(f"{n:,} parameters per rank before ZeRO, {tokens(cfg):,} tokens per micro-batch; the peak is at: {name}")
     for kind, size in [*kinds.items(), ("peak", sum(kinds.values()))]:
         print(f"{kind:15}{size:>20,} bytes {size / GIB:>10.3f} GiB")
-    print("moments         " + "   ".join(f"{name} {sum(kinds.values()) / GIB:.2f}" for name, kinds in found.items()))
+    totals = [f"{name} {sum(kinds.values()) / GIB:.2f}" for name, kinds in moments(cfg).items()]
+    print("moments         " + "   ".join(totals))
 
 
 def parse_config() -> tuple[Namespace, Config | list[str]]:
     """Our own flags, and the run to predict; with --measure the recipe's flags instead."""
-    own = ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--measure", metavar="RECIPE", help="train with this recipe, whose flags follow, and compare")
-    own.add_argument("--json", metavar="FILE", help="add what was measured to this file")
-    own.add_argument("--draw", nargs="+", metavar="SVG [FILE]", help="draw into a picture; FILE as --json writes it")
-    own.add_argument("--playbook", action="store_true", help="print the playbook's tables")
-    args, flags = own.parse_known_args()
+    actions = ArgumentParser(add_help=False, allow_abbrev=False)
+    actions.add_argument("--measure", metavar="RECIPE", help="train with this recipe, whose flags follow, and compare")
+    actions.add_argument("--json", metavar="FILE", help="add what was measured to this file")
+    actions.add_argument(
+        "--draw", nargs="+", metavar="SVG [FILE]", help="draw into a picture; FILE as --json writes it"
+    )
+    actions.add_argument("--playbook", action="store_true", help="print the playbook's tables")
+    args, flags = actions.parse_known_args()
     if args.measure:
         return args, flags
-    parser = ArgumentParser(parents=[own], description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
+    parser = ArgumentParser(parents=[actions], description=__doc__, argument_default=SUPPRESS, allow_abbrev=False)
     parser.formatter_class, parser.usage = RawDescriptionHelpFormatter, SUPPRESS
     for f in fields(Config):
-        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
-        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
-    given = {name: value for name, value in vars(parser.parse_args()).items() if name not in vars(args)}
-    return args, Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+        if f.type is bool:
+            parser.add_argument(f"--{f.name}", action="store_true")
+        else:
+            choices = get_args(f.type) or None
+            parser.add_argument(f"--{f.name}", type=type(f.default), choices=choices, help=f"default: {f.default}")
+    values = {name: value for name, value in vars(parser.parse_args()).items() if name not in vars(args)}
+    return args, Config(**{**PRESETS[values.get("preset", "tiny")], **values})
 
 
 def check(cfg: Config) -> None:
@@ -829,12 +984,15 @@ def check(cfg: Config) -> None:
         least = 0 if flag in ("zero", "stage", "ulysses", "lora_rank") else 1
         if type(value) is int and value < least:
             raise SystemExit(f"--{flag} {value}: must be at least {least}")
-    parts, cut, kv = cfg.dp * cfg.microbatches, math.gcd(cfg.heads, cfg.ffn), max(1, cfg.kv_heads // cfg.tp)
-    seq, swap, uneven = cfg.seq // cfg.cp, cfg.ulysses or cfg.cp, cfg.kv_heads % cfg.tp and cfg.tp % cfg.kv_heads
+    parts, cut = cfg.dp * cfg.microbatches, math.gcd(cfg.heads, cfg.ffn)
+    kv, seq = max(1, cfg.kv_heads // cfg.tp), cfg.seq // cfg.cp
+    swap = cfg.ulysses or cfg.cp
+    uneven = cfg.kv_heads % cfg.tp and cfg.tp % cfg.kv_heads
     low = cfg.dtype == "float16" or cfg.fp8 != "none" and (cfg.zero, cfg.fp8) != (3, "tensorwise")
     several = cfg.zero or split_backward(cfg) or max(cfg.dp, cfg.tp, cfg.cp, cfg.pp) > 1
     low_memory = (cfg.precision, cfg.recompute, cfg.fp8) == ("stochastic", "selective", "none")
-    m, times = cfg.microbatches, {"interleaved": "--chunks times ", "zbv": "twice "}.get(cfg.schedule, "")
+    m = cfg.microbatches
+    times = {"interleaved": "--chunks times ", "zbv": "twice "}.get(cfg.schedule, "")
     problems = [
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
@@ -875,8 +1033,9 @@ def check(cfg: Config) -> None:
             f"--schedule {cfg.schedule}: is predicted without --zero, --gather_kv and --recompute only",
         ),
     ]
-    if found := [problem for wrong, problem in problems if wrong]:
-        raise SystemExit(found[0])
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
 
 
 def main() -> None:

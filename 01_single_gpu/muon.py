@@ -1,15 +1,11 @@
 """Muon: the matrices of the blocks are updated by their momentum with all singular values set to about 1.
 
 1. Momentum, with Nesterov's step, of the clipped gradient: one moment per element, where AdamW has two.
-2. Orthogonalise: of U·S·Vᵀ keep U·Vᵀ. Newton-Schulz does it by matmuls: five rounds of a polynomial take singular
-   values above 0.3 % of the matrix's norm to 0.68 ... 1.2, and enlarge smaller ones up to 480 times. Rare directions,
-   which a gradient hardly shows, then move nearly as far as frequent ones.
-3. Scale by 0.2·sqrt(max(m, n)): an update [m, n] is as large (RMS 0.2) as AdamW's, whose --lr and decay are a start.
-
-Embedding, head and norms stay with AdamW: the embedding is a lookup, norms are vectors, and the head, though a matmul,
-was found to train better so. Newton-Schulz takes 5·(4·m²·n + 2·m³) FLOPs for m <= n, training 6·m·n per token. With t
-tokens per step and GPU that adds 3.3·m/t (n >> m) to 5·m/t (n = m): about half with m = 2,048 and t = 16,384, a
-hundredth with a million.
+2. Orthogonalise: of U·S·Vᵀ keep U·Vᵀ. Five rounds of Newton-Schulz, a polynomial of matmuls, take singular values above
+   0.3 % of the norm to 0.68 ... 1.2. Rare directions of the gradient then move nearly as far as frequent ones.
+3. Scale by 0.2·sqrt(max(m, n)): an update [m, n] is as large as AdamW's. Embedding, head and norms stay with AdamW.
+Newton-Schulz takes 5·(4·m²·n + 2·m³) FLOPs for m <= n, training 6·m·n per token: with t tokens per step and GPU it
+adds 3.3·m/t (n >> m) to 5·m/t (n = m).
 
 Parent:   01_single_gpu/train.py
 Lesson:   COEFFICIENTS, orthogonalise, muon_step, make_optimizer, train_step
@@ -204,14 +200,16 @@ def orthogonalise(x: Tensor) -> Tensor:
     x = x / x.norm().clamp(min=1e-7)  # no singular value is above 1: the polynomial would blow it up
     for _ in range(5):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)  # b·gram + c·gram²
+        x = torch.addmm(x, polynomial, x, beta=a)  # a·x + polynomial·x
     return x.T if tall else x
 
 
 @torch.no_grad()
 def muon_step(cfg: Config, optimizer: torch.optim.Optimizer) -> None:
     """Update the matrices of groups that have a momentum, and free their gradients: AdamW leaves them out."""
-    for group in (group for group in optimizer.param_groups if "momentum" in group):
+    groups = [group for group in optimizer.param_groups if "momentum" in group]
+    for group in groups:
         for p in group["params"]:
             if p.grad is None:
                 continue
@@ -222,7 +220,8 @@ def muon_step(cfg: Config, optimizer: torch.optim.Optimizer) -> None:
             momentum = state["momentum"]
             momentum.lerp_(p.grad, 1 - group["momentum"])
             update = p.grad.lerp(momentum, group["momentum"])  # Nesterov
-            update = orthogonalise(update.to(torch.bfloat16 if cfg.dtype == "bfloat16" else update.dtype))
+            dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else update.dtype
+            update = orthogonalise(update.to(dtype))
             p.mul_(1 - group["lr"] * group["weight_decay"])
             p.add_(update, alpha=-group["lr"] * 0.2 * max(p.shape) ** 0.5)
             p.grad = None
@@ -383,8 +382,11 @@ def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     matrices = [p for p in model.model.layers.parameters() if p.ndim > 1]
     tables = list(dict.fromkeys([model.model.embed_tokens.weight, model.lm_head.weight]))  # once, if they are tied
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay, momentum=cfg.momentum)]
-    groups += [dict(params=tables, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [
+        dict(params=matrices, weight_decay=cfg.weight_decay, momentum=cfg.momentum),
+        dict(params=tables, weight_decay=cfg.weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 
 

@@ -199,8 +199,10 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 def make_buckets(model: nn.Module, bucket_mb: float) -> list[list[Tensor]]:
     """Cut the parameters, in about the order of backward, into buckets of at most bucket_mb or one parameter."""
-    buckets, size = [[]], 0
-    for p in [p for p in model.parameters() if p.requires_grad][::-1]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    buckets = [[]]
+    size = 0  # bytes in the last bucket
+    for p in reversed(trained):
         limit = min(bucket_mb, 1) if len(buckets) == 1 else bucket_mb  # the first is small, to start early
         if buckets[-1] and size + p.nbytes > limit * 2**20:
             buckets.append([])
@@ -217,30 +219,34 @@ def backward(model: nn.Module, loss: Tensor, bucket_mb: float) -> None:
     """
     buckets = make_buckets(model, bucket_mb)
     bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket}
-    missing = [set(bucket) for bucket in buckets]
+    missing = [set(bucket) for bucket in buckets]  # parameters whose gradient is not there yet
     reductions = []
+    next_bucket = 0  # all ranks reduce the buckets in the same order
 
     def reduce_full() -> None:
-        while len(reductions) < len(buckets) and not missing[len(reductions)]:
-            bucket = buckets[len(reductions)]  # in this order on all ranks
+        nonlocal next_bucket
+        while next_bucket < len(buckets) and not missing[next_bucket]:
+            bucket = buckets[next_bucket]
             for p in bucket:
                 if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
                     p.grad = torch.zeros_like(p)
             # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-            # 2 (dp-1)/dp of their bytes out and in per rank; nobody waits, backward goes on
+            # 2 (dp-1)/dp of their bytes out and in per rank; backward goes on
             reductions.append(dist.group.WORLD.allreduce_coalesced([p.grad for p in bucket]))
+            next_bucket += 1
 
     def hook(p: Tensor) -> None:
-        if p not in missing[bucket_of[p]]:
+        bucket = missing[bucket_of[p]]
+        if p not in bucket:
             raise RuntimeError("a parameter has two gradients in a backward: checkpoint with use_reentrant=False")
-        missing[bucket_of[p]].remove(p)
+        bucket.remove(p)
         reduce_full()
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in bucket_of]
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in bucket_of]
     try:
         loss.backward()
     finally:  # after an error, too: the next backward would reduce twice
-        for handle in hooks:
+        for handle in handles:
             handle.remove()
     for bucket in missing:
         bucket.clear()  # parameters that this rank did not use
@@ -253,7 +259,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     rank, dp = dist.get_rank(), dist.get_world_size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     backward(model, loss, cfg.bucket_mb)
     loss = loss.detach()
@@ -279,8 +286,10 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss)  # one element
     return loss / tokens
 

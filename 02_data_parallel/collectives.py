@@ -1,18 +1,15 @@
 """Collectives: what each of them does, all-reduce built from send and receive, and how fast messages of all sizes are.
 
-All-reduce K bytes on N ranks; the time is steps · latency + bytes / bandwidth.
-Ring: in N chunks. N-1 steps sum every chunk on its way around, N-1 more pass the sums on. Each rank sends 2·(N-1)/N·K
-bytes, the least without reduction inside the switch (with it, as in NVLink SHARP, about K).
-Recursive doubling: log2(N) steps, the fewest. Each exchanges all K bytes with a partner 1, 2, 4 ... ranks away, so each
-rank sends K·log2(N) bytes. Ranks beyond a power of two first add their tensor to a partner's, and last get the sum.
-Double binary tree (NCCL's, between nodes): each of two trees reduces one half to its root and broadcasts the sum, in C
-chunks that follow each other in 2·log2(N) + C-1 steps. An inner node of one tree is a leaf of the other, so all links
-are busy and no rank sends more than 2·K bytes.
+All-reduce of K bytes on N ranks takes steps · latency + bytes / bandwidth:
+1. Ring: in N chunks, N-1 steps sum each chunk on its way around, N-1 more pass the sums on. A rank sends 2·(N-1)/N·K
+   bytes, the least unless the switch reduces (NVLink SHARP: about K).
+2. Recursive doubling: log2(N) steps, the fewest. Each exchanges all K bytes with a partner 1, 2, 4 ... ranks away.
+3. Double binary tree (NCCL's, between nodes): each of two trees reduces one half to its root and broadcasts the sum, in
+   C chunks and 2·log2(N) + C-1 steps. Inner nodes of one tree are leaves of the other: no rank sends more than 2·K.
 
 Parent:   none, it trains nothing
 Run:      torchrun --nproc_per_node 4 02_data_parallel/collectives.py
-Source:   Thakur et al. 2005, Optimization of Collective Communication Operations in MPICH; Sanders, Speck, Träff 2009,
-          Two-tree algorithms for full bandwidth broadcast, reduction and scan; Ultra-Scale Playbook, A0
+Source:   Thakur et al. 2005, Collective Communication in MPICH; Sanders et al. 2009, Two-tree algorithms
 """
 
 import argparse
@@ -47,47 +44,47 @@ class Config:
 def examples(cfg: Config) -> list[tuple[str, str, Tensor, Tensor]]:
     """Run every collective on a small tensor; return its name, what it does, this rank's tensor before and after."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    mine = torch.arange(n, device=cfg.device) + 10 * rank  # rank 2 of 4 has 20 21 22 23
+    tensor = torch.arange(n, device=cfg.device) + 10 * rank  # rank 2 of 4 has 20 21 22 23
     shown = []
 
     def show(name: str, what: str, before: Tensor, after: Tensor | list[Tensor]) -> None:
         shown.append((name, what, before, after if isinstance(after, Tensor) else torch.cat(after)))
 
-    x = mine.clone()
-    dist.broadcast(x, 0)  # K bytes leave rank 0, in a chain or a tree; all others wait for them
-    show("broadcast", "the tensor of rank 0, to all", mine, x)
-    x = mine.clone()
-    dist.reduce(x, 0)  # K bytes from every other rank; rank 0 waits, and what the others then hold is unspecified
-    show("reduce", "the sum, to rank 0", mine, x if rank == 0 else x[:0])
-    x = mine.clone()
-    dist.all_reduce(x)  # 2·(N-1)/N·K bytes out and in per rank; all wait for all
-    show("all-reduce", "the sum, to all", mine, x)
-    parts = [torch.empty_like(mine[:1]) for _ in range(n)]
-    dist.gather(mine[:1], parts if rank == 0 else None, 0)  # K bytes from every other rank; rank 0 waits
-    show("gather", "the tensors of all, to rank 0", mine[:1], parts if rank == 0 else mine[:0])
-    parts = [torch.empty_like(mine[:1]) for _ in range(n)]
-    dist.all_gather(parts, mine[:1])  # (N-1)·K bytes out and in per rank; all wait for all
-    show("all-gather", "the tensors of all, to all", mine[:1], parts)
-    x = torch.empty_like(mine[:1])
-    dist.scatter(x, list(mine.chunk(n)) if rank == 0 else None, 0)  # K/N bytes to every other rank, which waits
-    show("scatter", "the shards of rank 0, one to each", mine if rank == 0 else mine[:0], x)
-    x = torch.empty_like(mine[:1])
-    dist.reduce_scatter(x, list(mine.chunk(n)))  # (N-1)/N·K bytes out and in per rank; all wait for all
-    show("reduce-scatter", "the sum, one shard to each", mine, x)
-    x = torch.empty_like(mine)
-    dist.all_to_all_single(x, mine)  # (N-1)/N·K bytes out and in per rank; all wait for all
-    show("all-to-all", "shard i of each, to rank i: a transpose", mine, x)
+    x = tensor.clone()
+    dist.broadcast(x, 0)  # K bytes leave rank 0, in a chain or a tree
+    show("broadcast", "the tensor of rank 0, to all", tensor, x)
+    x = tensor.clone()
+    dist.reduce(x, 0)  # K bytes from every other rank; what the others then hold is unspecified
+    show("reduce", "the sum, to rank 0", tensor, x if rank == 0 else x[:0])
+    x = tensor.clone()
+    dist.all_reduce(x)  # 2·(N-1)/N·K bytes out and in per rank
+    show("all-reduce", "the sum, to all", tensor, x)
+    parts = [torch.empty_like(tensor[:1]) for _ in range(n)]
+    dist.gather(tensor[:1], parts if rank == 0 else None, 0)  # K bytes from every other rank
+    show("gather", "the tensors of all, to rank 0", tensor[:1], parts if rank == 0 else tensor[:0])
+    parts = [torch.empty_like(tensor[:1]) for _ in range(n)]
+    dist.all_gather(parts, tensor[:1])  # (N-1)·K bytes out and in per rank
+    show("all-gather", "the tensors of all, to all", tensor[:1], parts)
+    x = torch.empty_like(tensor[:1])
+    dist.scatter(x, list(tensor.chunk(n)) if rank == 0 else None, 0)  # K/N bytes to every other rank
+    show("scatter", "the shards of rank 0, one to each", tensor if rank == 0 else tensor[:0], x)
+    x = torch.empty_like(tensor[:1])
+    dist.reduce_scatter(x, list(tensor.chunk(n)))  # (N-1)/N·K bytes out and in per rank
+    show("reduce-scatter", "the sum, one shard to each", tensor, x)
+    x = torch.empty_like(tensor)
+    dist.all_to_all_single(x, tensor)  # (N-1)/N·K bytes out and in per rank
+    show("all-to-all", "shard i of each, to rank i: a transpose", tensor, x)
     return shown
 
 
 def barrier(cfg: Config) -> tuple[float, float]:
     """Sleep rank/10 seconds, then wait at a barrier; return when this rank reached and left it, by the host's clock."""
     time.sleep(dist.get_rank() / 10)
-    arrived = time.monotonic()
-    dist.barrier()  # no data; all wait for all
+    arrival = time.monotonic()
+    dist.barrier()  # no data
     if cfg.device == "cuda":
         torch.cuda.synchronize()  # the clock is the CPU's
-    return arrived, time.monotonic()
+    return arrival, time.monotonic()
 
 
 def exchange(
@@ -113,19 +110,20 @@ def finish(works: list[dist.Work], sums: list[tuple[Tensor, Tensor]]) -> None:
 def ring_all_reduce(x: Tensor, rings: list[dist.ProcessGroup]) -> int:
     """Replace x, contiguous, by its sum over the ranks; return how many bytes this rank has sent.
 
+    N-1 steps sum every chunk on its way around, N-1 more pass the sums on.
     rings: groups of all ranks, each with its own communicator. Each reduces one part of x, all at the same time: while
     one adds, another transfers, and together they fill links that a single one does not.
     """
     rank, n, sent = dist.get_rank(), dist.get_world_size(), 0
     parts = [part.tensor_split(n) for part in x.view(-1).tensor_split(len(rings))]  # a part per ring, in n chunks
-    arriving = [torch.empty_like(chunks[0]) for chunks in parts]  # the first chunk is the longest
+    buffers = [torch.empty_like(chunks[0]) for chunks in parts]  # the first chunk is the longest
     transfers = [([], []) for _ in rings]
     for step in range(2 * (n - 1)):
         for i, chunks in enumerate(parts):
             finish(*transfers[i])
             outgoing, incoming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
             if step < n - 1:  # reduce-scatter: add to the partial sum of a chunk, which the left neighbour sends
-                buffer = arriving[i][: incoming.numel()]
+                buffer = buffers[i][: incoming.numel()]
                 sums = [(buffer, incoming)]
             else:  # all-gather: a finished sum replaces the partial one
                 buffer, sums = incoming, []
@@ -139,7 +137,11 @@ def ring_all_reduce(x: Tensor, rings: list[dist.ProcessGroup]) -> int:
 
 
 def recursive_doubling_all_reduce(x: Tensor) -> int:
-    """Replace x by its sum over the ranks; return how many bytes this rank has sent."""
+    """Replace x by its sum over the ranks; return how many bytes this rank has sent.
+
+    In each step a rank exchanges all of x with a partner 1, 2, 4 ... ranks away. Ranks beyond a power of two first add
+    their tensor to a partner's, and last get the sum.
+    """
     rank, n, theirs, sent = dist.get_rank(), dist.get_world_size(), torch.empty_like(x), 0
     core = 1 << (n.bit_length() - 1)  # the largest power of two; each rank beyond it has a partner below it
     extra = rank + core if rank + core < n else None
@@ -192,6 +194,7 @@ def binary_tree(rank: int, n: int, shift: int) -> tuple[list[int], list[int], in
 def double_tree_all_reduce(x: Tensor, trees: list[dist.ProcessGroup], chunk: int) -> int:
     """Replace x, contiguous, by its sum over the ranks; return how many bytes this rank has sent.
 
+    Each tree reduces its part to its root, and broadcasts the sum.
     trees: an even number of groups of all ranks. Two reduce one half of x each, at the same time; more pairs fill more
     links. Each has its own communicator, which must exist: not all ranks take part in the first step of a tree.
     Tree i is shifted by i ranks, so the inner nodes of a tree are leaves of the next (NCCL mirrors it if n is even).
@@ -204,7 +207,7 @@ def double_tree_all_reduce(x: Tensor, trees: list[dist.ProcessGroup], chunk: int
     height = (n - 1).bit_length()  # the largest depth, log2(n) rounded up
     parts = [part.split(chunk) for part in x.view(-1).tensor_split(len(trees))]  # a part per tree, in chunks
     nodes = [binary_tree(rank, n, shift) for shift in range(len(trees))]
-    arriving = [[torch.empty_like(part[0]) for _ in node[1]] for part, node in zip(parts, nodes)]  # one per child
+    buffers = [[torch.empty_like(part[0]) for _ in node[1]] for part, node in zip(parts, nodes)]  # one per child
     transfers = [([], []) for _ in trees]
     for step in range(2 * height + len(parts[0]) - 1):
         for i, (part, (parents, children, depth)) in enumerate(zip(parts, nodes)):
@@ -217,7 +220,7 @@ def double_tree_all_reduce(x: Tensor, trees: list[dist.ProcessGroup], chunk: int
                 sends += [(part[down], child) for child in children]
             if 0 <= up + 1 < len(part):  # the children's partial sums, to add to this rank's chunk
                 target = part[up + 1]
-                sums = [(buffer[: target.numel()], target) for buffer in arriving[i]]
+                sums = [(buffer[: target.numel()], target) for buffer in buffers[i]]
                 receives += [(buffer, child) for (buffer, _), child in zip(sums, children)]
             if 0 <= down + 1 < len(part):  # the finished sum, which replaces the partial one
                 receives += [(part[down + 1], parent) for parent in parents]
@@ -243,7 +246,7 @@ def seconds(cfg: Config, collective: Callable, *args: object) -> float:
         collective, args = graph.replay, ()
     taken = []
     for _ in range(1 + cfg.repeats):  # the first replay also loads the graph
-        dist.barrier()  # no data; all wait for all, so that the time does not include waiting for a late rank
+        dist.barrier()  # no data, so that the time does not include waiting for a late rank
         if cfg.device == "cuda":
             torch.cuda.synchronize()  # until the barrier itself is over
         start = time.perf_counter()
@@ -252,7 +255,7 @@ def seconds(cfg: Config, collective: Callable, *args: object) -> float:
             torch.cuda.synchronize()  # until the sum is there, not only the launch
         taken.append(time.perf_counter() - start)
     median = torch.tensor([statistics.median(taken[1:])], device=cfg.device, dtype=torch.float64)
-    dist.all_reduce(median, dist.ReduceOp.MAX)  # 8 bytes per rank; all wait for all
+    dist.all_reduce(median, dist.ReduceOp.MAX)  # 8 bytes per rank
     return median.item()
 
 
@@ -286,7 +289,7 @@ def print_table(cfg: Config) -> None:
     n, library = dist.get_world_size(), "NCCL" if cfg.device == "cuda" else "gloo"
     groups = [dist.new_group() for _ in range(max(cfg.rings, cfg.trees))]
     for group in groups:
-        dist.barrier(group)  # no data; all wait for all, as all must for NCCL to create the group's communicator
+        dist.barrier(group)  # no data, as all must for NCCL to create the group's communicator
     rows, size = [], cfg.smallest
     while size <= cfg.largest:
         x = torch.zeros(size // 4, device=cfg.device)
@@ -298,7 +301,7 @@ def print_table(cfg: Config) -> None:
         sent = torch.tensor([call(*args) for call, *args in ours], device=cfg.device)
         rows.append((size, [seconds(cfg, *call) for call in ((dist.all_reduce, x), *ours)]))
         size *= 4
-    dist.all_reduce(sent, dist.ReduceOp.MAX)  # 24 bytes per rank; all wait for all
+    dist.all_reduce(sent, dist.ReduceOp.MAX)  # 24 bytes per rank
     if dist.get_rank() > 0:
         return
     names = "ring", "recursive doubling", "double tree"

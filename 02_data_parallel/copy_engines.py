@@ -1,11 +1,10 @@
 """Data parallelism, reduced by copy engines: an all-reduce that takes no SMs from backward.
 
-NCCL's kernels take SMs from matmuls that are sized to fill all of them; such a matmul then runs in two waves and takes
-up to twice as long: hidden communication is not free. Here the buckets are in symmetric memory, which all ranks of a
-host can read. Each rank copies its shard of the others' buckets, adds, then copies their sums. The copy engines move
-the 2·(dp-1)/dp·4 bytes per parameter; SMs only add. This pays where backward is long enough to hide the copies, and
-not with one sequence per GPU. Memory: the buckets, 4 bytes per parameter, stay allocated after the gradients are freed,
-and the receive buffer takes (dp-1)/dp of the largest.
+NCCL's kernels take SMs from matmuls that are sized to fill all of them. Such a matmul then runs in two waves and takes
+up to twice as long. Here the buckets are in symmetric memory, which all ranks of a host can read. Each rank copies its
+shard of the others' buckets, adds them up, and then copies the others' sums. Copy engines move the 2·(dp-1)/dp·4 bytes
+per parameter; SMs only add. It pays if backward is long enough to hide the copies, so not with one sequence per GPU.
+Memory: the buckets, 4 bytes per parameter, which stay, and a receive buffer of (dp-1)/dp of the largest bucket.
 
 Parent:   02_data_parallel/bucketed.py
 Lesson:   share, Buckets, all_reduce, Model.__init__, build_model, padded, flatten, backward
@@ -96,12 +95,13 @@ def share(
     if device == "cuda":
         gpu = torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(gpu)):  # counted by torch.cuda.memory_allocated
-            mine = torch.empty(elements, dtype=dtype, device=gpu)
-        handle = symmetric_memory.rendezvous(mine, group)
-        others = [handle.get_buffer(r, mine.shape, dtype) for r in range(group.size())]
-        return [mine if r == group.rank() else other for r, other in enumerate(others)], handle.barrier
+            buffer = torch.empty(elements, dtype=dtype, device=gpu)
+        handle = symmetric_memory.rendezvous(buffer, group)
+        buffers = [handle.get_buffer(r, buffer.shape, dtype) for r in range(group.size())]
+        buffers[group.rank()] = buffer
+        return buffers, handle.barrier
     folder = [tempfile.mkdtemp() if group.rank() == 0 else None]
-    dist.broadcast_object_list(folder, group=group, group_src=0)  # a path, from rank 0; all wait for it
+    dist.broadcast_object_list(folder, group=group, group_src=0)  # a path, from rank 0
     files = [f"{folder[0]}/{r}" for r in range(group.size())]
     tensors = [torch.from_file(file, shared=True, size=elements, dtype=dtype) for file in files]
     dist.barrier(group)  # no data; all ranks have mapped the files, which may be unlinked
@@ -115,26 +115,26 @@ class Buckets:
 
     buffers: list[Tensor]  # by rank, [n]: all buckets of that rank, end to end
     sizes: list[int]  # of the buckets, each a multiple of dp
-    arriving: Tensor  # [dp-1, (largest of sizes)/dp], not shared: copies of the others' shards
-    barrier: Callable[[], None]  # past it, all ranks have come there
-    stream: torch.cuda.Stream | None  # of copies and sums; None on CPUs
+    receive_buffer: Tensor  # [dp-1, (largest of sizes)/dp], not shared: copies of the others' shards
+    barrier: Callable[[], None]  # returns when all ranks have called it; on GPUs the stream waits
+    reduce_stream: torch.cuda.Stream | None  # of copies and sums; None on CPUs
 
 
 def all_reduce(shared: Buckets, bucket: int) -> None:
     """Replace a bucket, on all ranks, by its sum over the ranks."""
     rank, dp = dist.get_rank(), dist.get_world_size()
-    shards = [buffer.split(shared.sizes)[bucket].view(dp, -1) for buffer in shared.buffers]  # dp n/dp
-    mine = shards[rank][rank]
-    others = [(rank + i) % dp for i in range(1, dp)]  # each rank begins with another one
+    shards = [buffer.split(shared.sizes)[bucket].view(dp, -1) for buffer in shared.buffers]  # by rank: dp n/dp
+    total = shards[rank][rank]  # this rank's shard, to which it adds the others' copies
+    peers = [(rank + i) % dp for i in range(1, dp)]  # each rank begins with another one
     shared.barrier()  # all have filled their buckets; the stream waits
     # (dp-1)/dp of the bucket's bytes in, and as many again below
-    for arriving, r in zip(shared.arriving, others):
-        arriving[: len(mine)].copy_(shards[r][rank])
-    for arriving in shared.arriving:
-        mine.add_(arriving[: len(mine)])
+    for shard, peer in zip(shared.receive_buffer, peers):
+        shard[: len(total)].copy_(shards[peer][rank])
+    for shard in shared.receive_buffer:
+        total.add_(shard[: len(total)])
     shared.barrier()  # all shards are sums; the stream waits
-    for r in others:
-        shards[rank][r].copy_(shards[r][r])
+    for peer in peers:
+        shards[rank][peer].copy_(shards[peer][peer])
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -261,8 +261,10 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 def make_buckets(model: nn.Module, bucket_mb: float) -> list[list[Tensor]]:
     """Cut the parameters, in about the order of backward, into buckets of at most bucket_mb or one parameter."""
-    buckets, size = [[]], 0
-    for p in [p for p in model.parameters() if p.requires_grad][::-1]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    buckets = [[]]
+    size = 0  # bytes in the last bucket
+    for p in reversed(trained):
         limit = min(bucket_mb, 1) if len(buckets) == 1 else bucket_mb  # the first is small, to start early
         if buckets[-1] and size + p.nbytes > limit * 2**20:
             buckets.append([])
@@ -284,53 +286,58 @@ def flatten(bucket: list[Tensor], flat: Tensor) -> None:
     for p, part in zip(bucket, flat[: sum(sizes)].split(sizes)):
         if p.grad is None:  # this rank did not use it
             p.grad = torch.zeros_like(p)
-        strides = torch.empty_like(p, device="meta").stride()  # p's, which fused optimizers need, without its gaps
-        p.grad = part.as_strided(p.shape, strides).copy_(p.grad)
+        strides = torch.empty_like(p, device="meta").stride()  # of p, if p has no gaps: fused optimizers need the same
+        view = part.as_strided(p.shape, strides)
+        p.grad = view.copy_(p.grad)
 
 
 def backward(model: nn.Module, loss: Tensor, bucket_mb: float) -> None:
     """Run backward; sum each bucket of gradients over the ranks as soon as all of them have filled it."""
-    buckets, shared = make_buckets(model, bucket_mb), model.shared
+    buckets = make_buckets(model, bucket_mb)
     bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket}
-    missing = [set(bucket) for bucket in buckets]
-    waiting = list(range(len(buckets)))  # to be summed, in the same order on all ranks
-    flat = shared.buffers[dist.get_rank()].split(shared.sizes)
+    missing = [set(bucket) for bucket in buckets]  # parameters whose gradient is not there yet
+    shared = model.shared
+    flats = shared.buffers[dist.get_rank()].split(shared.sizes)
+    next_bucket = 0  # all ranks reduce the buckets in the same order
 
     def reduce_full() -> None:
-        while waiting and not missing[waiting[0]]:
-            i = waiting.pop(0)
-            flatten(buckets[i], flat[i])
-            if shared.stream:
-                shared.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(shared.stream):
-                all_reduce(shared, i)  # backward goes on
+        nonlocal next_bucket
+        while next_bucket < len(buckets) and not missing[next_bucket]:
+            flatten(buckets[next_bucket], flats[next_bucket])
+            if shared.reduce_stream:
+                shared.reduce_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(shared.reduce_stream):
+                all_reduce(shared, next_bucket)  # backward goes on
+            next_bucket += 1
 
     def hook(p: Tensor) -> None:
-        if p not in missing[bucket_of[p]]:
+        bucket = missing[bucket_of[p]]
+        if p not in bucket:
             raise RuntimeError("a parameter has two gradients in a backward: checkpoint with use_reentrant=False")
-        missing[bucket_of[p]].remove(p)
+        bucket.remove(p)
         reduce_full()
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in bucket_of]
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in bucket_of]
     try:
         loss.backward()
     finally:  # after an error, too: the next backward would reduce twice
-        for handle in hooks:
+        for handle in handles:
             handle.remove()
     for bucket in missing:
         bucket.clear()  # parameters that this rank did not use
     reduce_full()
-    with torch.cuda.stream(shared.stream):
+    with torch.cuda.stream(shared.reduce_stream):
         shared.barrier()  # all have copied the last sums: the buffers may change again
-    if shared.stream:
-        torch.cuda.current_stream().wait_stream(shared.stream)  # the GPU's stream waits, not this process
+    if shared.reduce_stream:
+        torch.cuda.current_stream().wait_stream(shared.reduce_stream)  # the GPU's stream waits, not this process
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     rank, dp = dist.get_rank(), dist.get_world_size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     backward(model, loss, cfg.bucket_mb)
     loss = loss.detach()
@@ -356,8 +363,10 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss)  # one element
     return loss / tokens
 
@@ -416,11 +425,12 @@ def build_model(cfg: Config) -> Model:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
             block.compile()
-    sizes, dtype = [padded(bucket) for bucket in make_buckets(model, cfg.bucket_mb)], torch.get_default_dtype()
-    buffers, barrier = share(sum(sizes), dtype, cfg.device, dist.group.WORLD)
-    arriving = torch.empty(dist.get_world_size() - 1, max(sizes) // dist.get_world_size(), device=cfg.device)
-    stream = torch.cuda.Stream() if cfg.device == "cuda" else None
-    model.shared = Buckets(buffers, sizes, arriving, barrier, stream)
+    dp = dist.get_world_size()
+    sizes = [padded(bucket) for bucket in make_buckets(model, cfg.bucket_mb)]
+    buffers, barrier = share(sum(sizes), torch.get_default_dtype(), cfg.device, dist.group.WORLD)
+    receive_buffer = torch.empty(dp - 1, max(sizes) // dp, device=cfg.device)
+    reduce_stream = torch.cuda.Stream() if cfg.device == "cuda" else None
+    model.shared = Buckets(buffers, sizes, receive_buffer, barrier, reduce_stream)
     return model
 
 

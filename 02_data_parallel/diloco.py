@@ -1,10 +1,11 @@
 """DiLoCo: workers train alone for --inner_steps steps, then take an outer step along their mean change.
 
-Each rank takes inner AdamW steps on its part of every batch, with weights and moments of its own. Then comes an outer
-step: the ranks average how far they have moved from the weights that they last agreed on, and SGD with Nesterov
-momentum takes that mean as its gradient. A rank sends 2·(dp-1)/dp·4 bytes per parameter every --inner_steps steps
-instead of every step. Memory: 8 bytes per parameter more, for the agreed weights and their momentum; the difference of
-an outer step takes the place of the gradients. The log shows the first worker; its median is a step without outer step.
+1. Inner steps: each rank runs AdamW on its part of every batch, with weights and moments of its own.
+2. Outer step: the ranks average how far they have moved since the last outer step. SGD with Nesterov momentum takes
+   that mean as its gradient, and all ranks go on from the new weights.
+
+A rank sends 2·(dp-1)/dp·4 bytes per parameter every --inner_steps steps instead of every step. Memory: 8 more bytes per
+parameter, for the weights of the last outer step and their momentum. The log shows the loss of the first worker.
 
 Parent:   02_data_parallel/naive.py
 Lesson:   make_outer_optimizer, forward_backward, outer_step, train
@@ -196,8 +197,8 @@ class Model(nn.Module):
 # ---------------------------------------------------------------------------------------------------------- training
 def make_outer_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return SGD with Nesterov momentum on a copy of the weights, those that the workers last agreed on."""
-    agreed = [p.detach().clone() for p in model.parameters()]
-    return torch.optim.SGD(agreed, lr=cfg.outer_lr, momentum=cfg.outer_momentum, nesterov=cfg.outer_momentum > 0)
+    weights = [p.detach().clone() for p in model.parameters()]
+    return torch.optim.SGD(weights, lr=cfg.outer_lr, momentum=cfg.outer_momentum, nesterov=cfg.outer_momentum > 0)
 
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -211,7 +212,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> loss of this worker, with its gradient in .grad; the workers' mean is the batch's"""
     tokens = (targets != IGNORE).sum() / dist.get_world_size()  # of a worker, on average: all tokens weigh the same
     rank, dp = dist.get_rank(), dist.get_world_size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
     return loss.detach()
@@ -235,23 +237,25 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss)  # one element
     return loss / tokens
 
 
 @torch.no_grad()
-def outer_step(model: nn.Module, outer: torch.optim.Optimizer) -> None:
-    """Move the agreed weights by the mean change of all workers; every worker goes on from there."""
-    agreed = outer.param_groups[0]["params"]
-    for old, p in zip(agreed, model.parameters()):
-        old.grad = (old - p) / dist.get_world_size()  # minus the change: SGD steps against the gradient
-        dist.all_reduce(old.grad)  # 2 (dp-1)/dp of its bytes out and in per rank
-    outer.step()
-    outer.zero_grad()
-    for old, p in zip(agreed, model.parameters()):
-        p.copy_(old)
+def outer_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Move the weights that the workers last agreed on by the mean change; every worker goes on from there."""
+    weights = optimizer.param_groups[0]["params"]
+    for weight, p in zip(weights, model.parameters()):
+        weight.grad = (weight - p) / dist.get_world_size()  # minus the change: SGD steps against the gradient
+        dist.all_reduce(weight.grad)  # 2 (dp-1)/dp of its bytes out and in per rank
+    optimizer.step()
+    optimizer.zero_grad()
+    for weight, p in zip(weights, model.parameters()):
+        p.copy_(weight)
 
 
 # ------------------------------------------- the same in every recipe, or nearly: 01_single_gpu/train.py explains it
@@ -437,7 +441,7 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
     torch.set_default_dtype(torch.float64 if cfg.dtype == "float64" else torch.float32)  # of the weights
     model = build_model(cfg)
     optimizer = make_optimizer(cfg, model)
-    outer = make_outer_optimizer(cfg, model)
+    outer_optimizer = make_outer_optimizer(cfg, model)
     history = []
     batch = make_batch(cfg, data, 0)
     for step in range(cfg.steps):
@@ -445,7 +449,7 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         set_learning_rate(cfg, optimizer, step)
         loss, norm = train_step(cfg, model, optimizer, *batch)
         if (step + 1) % cfg.inner_steps == 0 or step + 1 == cfg.steps:  # so that the saved weights are agreed on
-            outer_step(model, outer)
+            outer_step(model, outer_optimizer)
         batch = make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
         loss, norm = loss.item(), norm.item()  # waits for the GPU
         if not math.isfinite(loss + norm):
@@ -562,4 +566,5 @@ if __name__ == "__main__":
 #              loaded; a checkpoint has its state, too.
 #           2. Divide a worker's loss by (the valid tokens of all ranks) / (their number).
 #           3. Call outer_step after every --inner_steps steps. Save weights, and evaluate, right after it.
+# Mind:     The median that the log ends with is a step without an outer step.
 # Needs:    cfg.device, cfg.outer_lr, cfg.outer_momentum, IGNORE, forward

@@ -1,22 +1,15 @@
-"""Find out who did not come: before each collective, all ranks compare what they are about to call.
+"""Find the rank that hangs a collective: before each one, all ranks compare what they are about to call.
 
-A collective ends when all ranks of its group have called it. If one raised, skipped it, or called another one, the
-others wait for it, with neither an error nor a hint, until NCCL's time-out of ten minutes. (gloo ends the process
-where sizes differ, and does not say whose.)
-
-1. A rank numbers its collectives, and before each one writes into the store of torchrun what it is about to call: name,
-   shapes, line of code.
-2. It waits until all ranks of the group have written theirs. If they differ, or one does not come within --timeout, or
-   has left by an exception, one rank says who, what and where, and all end with exit code 1.
-3. A rank that does not come to its next collective in time prints where it is, by faulthandler.
-
---hang makes one of the six usual mistakes in the first step. Watch collectives while you search: each then waits for
-the CPUs of all ranks. On GPUs, PyTorch's flight recorder costs nothing, and says the same after a time-out.
+A collective ends when all ranks have called it. If one raised, skipped it or called another, the others wait.
+1. Before its n-th collective, a rank writes name, shapes and line of code into torchrun's store.
+2. It waits until all ranks of the group have written theirs. If they differ, or one has left by an exception or does
+   not come within --timeout, one rank prints who, what and where, and all end with exit code 1.
+3. A rank that is late itself prints where it is, by faulthandler.
+--hang makes one of six usual mistakes in the first step.
 
 Parent:   02_data_parallel/naive.py
 Lesson:   COLLECTIVES, watch, meet, give_up, mistaken
-Run:      torchrun --nproc_per_node 8 02_data_parallel/hang.py
-          torchrun --nproc_per_node 8 02_data_parallel/hang.py --hang skip
+Run:      torchrun --nproc_per_node 8 02_data_parallel/hang.py --hang skip
 Source:   PyTorch's flight recorder, docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
 
@@ -108,18 +101,20 @@ def watch(store: dist.Store, timeout: float) -> Callable[[Exception], None]:
 
     def watched(collective: Callable) -> Callable:
         @wraps(collective)
-        def call(*args, **how):
-            if any(x is dist.GroupMember.NON_GROUP_MEMBER for x in (*args, *how.values())):
-                return collective(*args, **how)  # torch warns and returns: this rank is no member
+        def call(*args, **kwargs):
+            values = [*args, *kwargs.values()]
+            if any(x is dist.GroupMember.NON_GROUP_MEMBER for x in values):
+                return collective(*args, **kwargs)  # torch warns and returns: this rank is no member
             frame = sys._getframe(1)
             where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-            given = [*args, *how.values()]
-            shapes = ", ".join(f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in given if torch.is_tensor(x))
-            group = next((x for x in given if isinstance(x, dist.ProcessGroup)), dist.group.WORLD)
-            name, members = f"group {group.group_name}", tuple(dist.get_process_group_ranks(group))
+            tensors = [x for x in values if torch.is_tensor(x)]
+            shapes = ", ".join(f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in tensors)
+            group = next((x for x in values if isinstance(x, dist.ProcessGroup)), dist.group.WORLD)
+            name = f"group {group.group_name}"
+            members = tuple(dist.get_process_group_ranks(group))
             numbers[name] += 1
             meet(store, name, members, numbers[name], f"call {collective.__name__}({shapes}) at {where}", timeout)
-            return collective(*args, **how)
+            return collective(*args, **kwargs)
 
         return call
 
@@ -153,8 +148,9 @@ def meet(store: dist.Store, name: str, members: tuple[int, ...], number: int, ca
     calls |= zip(callers, store.multi_get([keys[r] for r in callers]))
     if len(set(calls.values())) > 1:
         ranks = {text: [r for r in members if calls[r] == text] for text in calls.values()}
-        each = "; ".join(f"ranks {some} {text.decode()}" for text, some in ranks.items())
-        give_up(store, callers, f"collective {number}: {each}" * (rank == callers[0]))
+        lines = "; ".join(f"ranks {group} {text.decode()}" for text, group in ranks.items())
+        message = f"collective {number}: {lines}" if rank == callers[0] else ""  # one rank prints it
+        give_up(store, callers, message)
     store.delete_key(f"{name} {number - 2} {rank}")  # all members have read this key, two calls ago
     faulthandler.dump_traceback_later(timeout)  # prints where this rank is, unless it comes to its next collective
 
@@ -165,9 +161,9 @@ def give_up(store: dist.Store, ranks: Sequence[int], text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     with suppress(ValueError):  # only the main thread may
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the others as soon as one has ended
-    begun = time.monotonic()
+    start = time.monotonic()
     store.add("here", 1)
-    while store.add("here", 0) < len(ranks) and time.monotonic() - begun < 5:
+    while store.add("here", 0) < len(ranks) and time.monotonic() - start < 5:
         time.sleep(0.01)
     os._exit(1)  # at once: Python would wait for communication
 
@@ -312,7 +308,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     rank, dp = dist.get_rank(), dist.get_world_size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -320,7 +317,7 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
     for gradient in mistaken(cfg, [p.grad for p in trained]):
-        dist.all_reduce(gradient)  # 2 (dp-1)/dp of its bytes out and in per rank; everyone waits, nothing computes
+        dist.all_reduce(gradient)  # 2 (dp-1)/dp of its bytes out and in per rank; nothing computes meanwhile
     loss = loss.detach()
     dist.all_reduce(loss)  # one element, for the log
     return loss
@@ -344,8 +341,10 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss)  # one element
     return loss / tokens
 
@@ -658,7 +657,9 @@ if __name__ == "__main__":
 # Copy:     COLLECTIVES, watch, meet, give_up
 # Use:      Call watch once there is a process group, with a store that all ranks reach, as main does. Call what it
 #           returns where an exception would end a rank, and faulthandler.cancel_dump_traceback_later() at the end.
-# Mind:     - It does not see functions that were imported by name before, nor what DDP or FSDP calls.
+# Mind:     - Each collective waits for the CPUs of all ranks: watch them only while you search. PyTorch's flight
+#             recorder costs nothing on GPUs, and says the same after a time-out.
+#           - It does not see functions that were imported by name before, nor what DDP or FSDP calls.
 #           - It compares neither op nor src.
 #           - --timeout must be several times the longest pause between collectives. faulthandler prints the frames of
 #             code that still runs: with --timeout 1 its printing has ended ranks by a segmentation fault.

@@ -199,14 +199,15 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     rank, dp = dist.get_rank(), dist.get_world_size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
-        dist.all_reduce(p.grad)  # 2 (dp-1)/dp of its bytes out and in per rank; everyone waits, nothing computes
+        dist.all_reduce(p.grad)  # 2 (dp-1)/dp of its bytes out and in per rank; nothing computes meanwhile
     loss = loss.detach()
     dist.all_reduce(loss)  # one element, for the log
     return loss
@@ -230,8 +231,10 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss)  # one element
     return loss / tokens
 

@@ -199,8 +199,10 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 def make_buckets(model: nn.Module, bucket_mb: float) -> list[list[Tensor]]:
     """Cut the parameters, in about the order of backward, into buckets of at most bucket_mb or one parameter."""
-    buckets, size = [[]], 0
-    for p in [p for p in model.parameters() if p.requires_grad][::-1]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    buckets = [[]]
+    size = 0  # bytes in the last bucket
+    for p in reversed(trained):
         limit = min(bucket_mb, 1) if len(buckets) == 1 else bucket_mb  # the first is small, to start early
         if buckets[-1] and size + p.nbytes > limit * 2**20:
             buckets.append([])
@@ -215,10 +217,12 @@ def flatten(bucket: list[Tensor]) -> Tensor:
     for p in bucket:
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
-    flat = bucket[0].grad.new_empty(sum(p.numel() for p in bucket))
-    for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
-        strides = torch.empty_like(p, device="meta").stride()  # p's, which fused optimizers need, without its gaps
-        p.grad = part.as_strided(p.shape, strides).copy_(p.grad)
+    sizes = [p.numel() for p in bucket]
+    flat = bucket[0].grad.new_empty(sum(sizes))
+    for p, part in zip(bucket, flat.split(sizes)):
+        strides = torch.empty_like(p, device="meta").stride()  # of p, if p has no gaps: fused optimizers need the same
+        view = part.as_strided(p.shape, strides)
+        p.grad = view.copy_(p.grad)
     return flat
 
 
@@ -229,26 +233,30 @@ def backward(model: nn.Module, loss: Tensor, bucket_mb: float) -> None:
     """
     buckets = make_buckets(model, bucket_mb)
     bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket}
-    missing = [set(bucket) for bucket in buckets]
+    missing = [set(bucket) for bucket in buckets]  # parameters whose gradient is not there yet
     reductions = []
+    next_bucket = 0  # all ranks reduce the buckets in the same order
 
     def reduce_full() -> None:
-        while len(reductions) < len(buckets) and not missing[len(reductions)]:
-            flat = flatten(buckets[len(reductions)])  # in this order on all ranks
-            # 2 (dp-1)/dp of its bytes out and in per rank; nobody waits, backward goes on
+        nonlocal next_bucket
+        while next_bucket < len(buckets) and not missing[next_bucket]:
+            flat = flatten(buckets[next_bucket])
+            # 2 (dp-1)/dp of its bytes out and in per rank; backward goes on
             reductions.append(dist.all_reduce(flat, async_op=True))
+            next_bucket += 1
 
     def hook(p: Tensor) -> None:
-        if p not in missing[bucket_of[p]]:
+        bucket = missing[bucket_of[p]]
+        if p not in bucket:
             raise RuntimeError("a parameter has two gradients in a backward: checkpoint with use_reentrant=False")
-        missing[bucket_of[p]].remove(p)
+        bucket.remove(p)
         reduce_full()
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in bucket_of]
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in bucket_of]
     try:
         loss.backward()
     finally:  # after an error, too: the next backward would reduce twice
-        for handle in hooks:
+        for handle in handles:
             handle.remove()
     for bucket in missing:
         bucket.clear()  # parameters that this rank did not use
@@ -261,7 +269,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     rank, dp = dist.get_rank(), dist.get_world_size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     total = 0
     for i, (x, y) in enumerate(zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches))):
         loss = forward(cfg, model, x, y) / tokens
@@ -292,9 +301,11 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
-    loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    microbatches = zip(inputs.tensor_split(cfg.microbatches), targets.tensor_split(cfg.microbatches))
+    loss = sum(forward(cfg, model, x, y) for x, y in microbatches)
     dist.all_reduce(loss)  # one element
     return loss / tokens
 
@@ -561,11 +572,14 @@ def check(cfg: Config, world: int) -> None:
     for flag, value in asdict(cfg).items():
         if isinstance(value, int | float) and not (value > 0 or (value == 0 and flag in may_be_zero)):
             raise SystemExit(f"--{flag} {value}: must be {'at least' if flag in may_be_zero else 'above'} 0")
-    each = cfg.batch // max(1, world)
+    share = cfg.batch // max(1, world)
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
-        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a process"),
+        (
+            share % cfg.microbatches,
+            f"--microbatches {cfg.microbatches}: must divide the {share} sequences of a process",
+        ),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.save and not os.access(f"{Path(cfg.save).resolve().parent}/", os.W_OK), f"--save {cfg.save}: no folder"),

@@ -1,10 +1,10 @@
 """Data parallelism, overlapped: each gradient's all-reduce starts as soon as backward has computed it.
 
 A hook on every parameter starts the all-reduce, which overlaps with the rest of backward. A rank sends as many bytes as
-in naive.py, 2·(dp-1)/dp·4 per parameter, but most of their time is hidden. Hidden is not free: NCCL takes SMs and
-memory bandwidth from backward, which gets slower. A compiled graph returns all its gradients at its end, so each block
-is compiled as two graphs. Still one collective per tensor: for small tensors, starting it costs more than the bytes. On
-GPUs, a wait() holds the stream on which the collective's result is read, not this process.
+in naive.py, 2·(dp-1)/dp·4 per parameter, but most of their time is hidden. It is not free: NCCL takes SMs and memory
+bandwidth from backward. A compiled graph returns all its gradients at its end, so each block is compiled as two graphs.
+Each tensor has its own collective: for small tensors, starting it takes longer than sending it.
+On GPUs, wait() makes the current stream wait for a collective, not this process.
 
 Parent:   02_data_parallel/naive.py
 Lesson:   Block, backward, forward_backward
@@ -201,15 +201,19 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 def backward(model: nn.Module, loss: Tensor) -> None:
     """Run backward; sum each gradient over the ranks as soon as all of them have it. Call it once per step."""
     order = [p for p in model.parameters() if p.requires_grad][::-1]  # about backward's, and the same on all ranks
-    ready, reductions = set(), []
+    ready = set()
+    reductions = []
+    next_parameter = 0  # in order
 
     def reduce_ready() -> None:
-        while len(reductions) < len(order) and order[len(reductions)] in ready:
-            p = order[len(reductions)]
+        nonlocal next_parameter
+        while next_parameter < len(order) and order[next_parameter] in ready:
+            p = order[next_parameter]
             if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
                 p.grad = torch.zeros_like(p)
-            # 2 (dp-1)/dp of its bytes out and in per rank; nobody waits, backward goes on
+            # 2 (dp-1)/dp of its bytes out and in per rank; backward goes on
             reductions.append(dist.all_reduce(p.grad, async_op=True))
+            next_parameter += 1
 
     def hook(p: Tensor) -> None:
         if p in ready:
@@ -217,11 +221,11 @@ def backward(model: nn.Module, loss: Tensor) -> None:
         ready.add(p)
         reduce_ready()
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in order]
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in order]
     try:
         loss.backward()
     finally:  # after an error, too: the next backward would reduce twice
-        for handle in hooks:
+        for handle in handles:
             handle.remove()
     ready.update(order)  # parameters that this rank did not use, too
     reduce_ready()
@@ -233,7 +237,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     rank, dp = dist.get_rank(), dist.get_world_size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     backward(model, loss)
     loss = loss.detach()
@@ -259,8 +264,10 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(dist.get_world_size())[dist.get_rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
+    rank, dp = dist.get_rank(), dist.get_world_size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss)  # one element
     return loss / tokens
 

@@ -1,20 +1,15 @@
-"""LoRA with ZeRO-3: frozen weights are sharded in 2 bytes and gathered, adapters are whole and simply all-reduced.
+"""LoRA with ZeRO-3: frozen weights are sharded in 2 bytes and gathered, adapters are whole and all-reduced.
 
-1. Each block is gathered before its forward and again before its backward, as in zero3.py. Its weights never change:
-   there are no master weights, no moments, no gradients, and nothing of it is reduced.
-2. Adapters are few. Every rank has all of them, and the same AdamW; one all-reduce per step sums their gradients.
-3. The embedding is frozen, so backward ends inside the first block. A block's weights are freed when the gradient of
-   its input is there; here there is none, so the first block's are freed after backward.
+1. Each block is gathered before its forward and again before its backward, as in zero3.py. It has no master weights, no
+   moments and no gradients, and nothing of it is reduced.
+2. Every rank has all adapters, and the same AdamW. One all-reduce per step sums their gradients.
 
-Memory: 2Ψ/dp bytes for Ψ frozen weights and full weights of two units, as in zero3.py; 16 per element of the adapters.
-Per micro-batch a rank sends (dp-1)/dp of 4Ψ bytes, less one gather of embedding, last block and head; per step,
-(dp-1)/dp of 8 bytes per element of the adapters.
+Memory: 2Ψ/dp bytes for Ψ frozen weights, full weights of two units, 16 bytes per element of the adapters. A rank sends
+(dp-1)/dp of 4Ψ bytes per micro-batch (embedding, last block and head once: 2), and of 8 per adapter element per step.
 
 Parent:   03_zero/zero3.py, 01_single_gpu/lora.py
 Lesson:   Unit, after_backward, make_unit, check_units, build_model, sum_gradients, forward_backward
 Run:      torchrun --nproc_per_node 8 03_zero/lora.py
-          torchrun --nproc_per_node 2 03_zero/lora.py --init 'model-*.safetensors' --preset llama3_8b --batch 4 \
-          --seq 4096 --dtype bfloat16 --compile --data text.bin --adapters adapters
 Source:   Hu et al. 2021, arXiv:2106.09685; Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054
 """
 
@@ -29,7 +24,7 @@ import weakref
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from glob import glob
 from pathlib import Path
@@ -94,55 +89,58 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Frozen weights that are gathered together: n elements, zeros at the end so that its N ranks divide n."""
+    """Frozen weights that are gathered together: n elements, padded with zeros to a multiple of the N ranks."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each keeps n/N elements
     parameters: list[nn.Parameter]  # views of `full`
     sizes: list[int]  # elements of the parameters, and of the padding after them
     full: Tensor  # [n] the weights, in the dtype of the matmuls
     shard: Tensor  # [n/N] this rank's, in the same dtype
-    gathering: dist.Work | None = None  # the all-gather of `full`; None if that is free
-    pending: weakref.ref | None = None  # of the forward that backward has not finished
+    gather_work: dist.Work | None = None  # the all-gather of `full`; None if that is free
+    backward_hooks: weakref.WeakSet = field(default_factory=weakref.WeakSet)  # of a forward that awaits its backward
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
-    """Start the all-gather of `full` unless it is up to date; wait on `unit.gathering` before reading it."""
-    if unit.gathering is None:
-        unit.full.untyped_storage().resize_(unit.full.nbytes)
+    """Start the all-gather of `full` unless it is up to date; wait on `unit.gather_work` before reading it."""
+    if unit.gather_work is None:
+        unit.full.untyped_storage().resize_(unit.full.nbytes)  # undoes what free did
         if stream:
             stream.wait_stream(torch.cuda.current_stream())  # after all reads of this memory and writes of the shard
         with torch.cuda.stream(stream):
-            mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
+            part = unit.full.chunk(unit.group.size())[unit.group.rank()]
+            part.copy_(unit.shard)  # rounded
             # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits
-            unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
+            unit.gather_work = dist.all_gather_into_tensor(unit.full, part, group=unit.group, async_op=True)
 
 
 def free(unit: Unit) -> None:
     """Free the memory of `full`. The tensor stays, and so do the parameters, to be filled by the next gather."""
-    if unit.gathering:
-        unit.gathering.wait()  # it may still write to that memory
+    if unit.gather_work:
+        unit.gather_work.wait()  # it may still write to that memory
     unit.full.untyped_storage().resize_(0)
-    unit.gathering = None
+    unit.gather_work = None
 
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Wait for the weights of unit i, which will read x, and prefetch the next unit's.
 
-    When backward has the gradient of x, it has finished unit i.
+    When backward has computed dx, the gradient of x, it has finished unit i.
     """
     for unit in model.units[i : i + 2]:
-        gather(unit, model.gathers)
-    model.units[i].gathering.wait()
-    if x.requires_grad:  # not under torch.no_grad(), and not the ids
-        if model.units[i].pending and model.units[i].pending():
-            raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
+        gather(unit, model.gather_stream)
+    unit = model.units[i]
+    unit.gather_work.wait()
+    if not x.requires_grad:  # the ids, or under torch.no_grad()
+        return
+    if unit.backward_hooks:
+        raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
 
-        def hook(gradient: Tensor) -> None:
-            after_backward(model, i)
+    def hook(dx: Tensor) -> None:
+        after_backward(model, i)
 
-        model.units[i].pending = weakref.ref(hook)  # dead if the graph goes without a backward
-        x.register_hook(hook)
+    x.register_hook(hook)
+    unit.backward_hooks.add(hook)  # a weak set: when the graph is deleted without a backward, the hook leaves it
 
 
 @torch.compiler.disable  # also where the model around it is compiled
@@ -154,12 +152,13 @@ def after_forward(model: nn.Module, i: int) -> None:
 
 def after_backward(model: nn.Module, i: int) -> None:
     """Free the weights of unit i, which backward has finished; wait for those of i - 1; prefetch those of i - 2."""
-    model.units[i].pending = None
+    unit = model.units[i]
+    unit.backward_hooks.clear()
     if i > 1:  # unit 0 must be an embedding: its backward needs no weights
-        model.units[i - 1].gathering.wait()
-    free(model.units[i])
+        model.units[i - 1].gather_work.wait()
+    free(unit)
     if i > 2:
-        gather(model.units[i - 2], model.gathers)
+        gather(model.units[i - 2], model.gather_stream)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -216,7 +215,8 @@ class LoRALinear(nn.Module):
         nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight) + self.scale * self.lora_B(self.lora_A(x))
+        y = nn.functional.linear(x, self.weight)
+        return y + self.scale * self.lora_B(self.lora_A(x))
 
 
 class Attention(nn.Module):
@@ -279,7 +279,7 @@ class Model(nn.Module):
         self.cfg = cfg
         self.dp = dp  # the ranks that split the batch
         self.units: list[Unit] = []  # filled by build_model, in the order of forward
-        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
+        self.gather_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
@@ -312,31 +312,34 @@ def make_unit(
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from named frozen parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
+    """Build a unit from named frozen parameters. initial(name, shape) returns the full weight of one."""
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if trained := [name for name, p in named if p.requires_grad]:
         raise ValueError(f"{trained[0]} is trained: gradients of a unit are not reduced")
-    sizes = [p.numel() for _, p in named]
-    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
-    sizes.append(group.size() * each - sum(sizes))  # the padding
-    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
-    shard = torch.zeros(each, dtype=dtype, device=device)
-    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    parameters = [p for _, p in named]
+    sizes = [p.numel() for p in parameters]
+    shard_size = -(-sum(sizes) // group.size())  # rounded up
+    sizes.append(group.size() * shard_size - sum(sizes))  # the padding
+    full = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    shard = torch.zeros(shard_size, dtype=dtype, device=device)
+    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
-        own = shard[max(0, start) : max(0, start + p.numel())]
-        own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
-        # .data: autograd must not notice that gather overwrites the weights
+        lo = max(start, shard_start)
+        hi = max(lo, min(start + p.numel(), shard_start + shard_size))  # lo ... hi of p are in the shard, maybe none
+        shard[lo - shard_start : hi - shard_start] = initial(name, p.shape).flatten()[lo - start : hi - start]
+        # p becomes a view of `full`; of .data, as autograd must not notice that gather overwrites the weights
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data, requires_grad=False))
         start += p.numel()
-    return Unit(group, [p for _, p in named], sizes, full, shard)
+    return Unit(group, parameters, sizes, full, shard)
 
 
 def check_units(model: nn.Module) -> None:
     """Raise unless each frozen parameter is in one unit."""
-    held = [p for unit in model.units for p in unit.parameters]
+    members = [p for unit in model.units for p in unit.parameters]
     for name, p in model.named_parameters():
-        if not p.requires_grad and sum(p is other for other in held) != 1:
+        if not p.requires_grad and sum(p is other for other in members) != 1:
             raise ValueError(f"{name} must be in exactly one unit")
 
 
@@ -362,7 +365,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     total = 0
     for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/dp/microbatches s
         loss = forward(cfg, model, x, y) / tokens
@@ -392,9 +396,11 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
-    loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    microbatches = zip(inputs.tensor_split(cfg.microbatches), targets.tensor_split(cfg.microbatches))
+    loss = sum(forward(cfg, model, x, y) for x, y in microbatches)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -403,7 +409,8 @@ def merge_adapters(weights: dict[str, Tensor], scale: float) -> None:
     """Replace W, A and B of every linear by W + scale·B·A, in the dtype of A and B: fp32 rounds little away."""
     for name in [name for name in weights if name.endswith(".lora_A.weight")]:
         linear = name.removesuffix(".lora_A.weight")
-        a, b = weights.pop(name), weights.pop(f"{linear}.lora_B.weight")
+        a = weights.pop(name)
+        b = weights.pop(f"{linear}.lora_B.weight")
         weights[f"{linear}.weight"] = weights[f"{linear}.weight"] + scale * (b @ a)
 
 
@@ -466,7 +473,8 @@ def full_adapter(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     """Return one matrix of an adapter: B [out, rank] is 0, A [rank, in] has a variance of 1/(3·in), as in torch.nn."""
     if "lora_B" in name:
         return torch.zeros(shape, device=cfg.device)
-    return full_tensor(replace(cfg, init=""), name, shape) / 0.02 / (3 * shape[1]) ** 0.5
+    tensor = full_tensor(replace(cfg, init=""), name, shape)  # with a standard deviation of 0.02
+    return tensor / 0.02 / (3 * shape[1]) ** 0.5
 
 
 def build_model(cfg: Config) -> Model:
@@ -474,10 +482,10 @@ def build_model(cfg: Config) -> Model:
     dp = dist.group.WORLD
     with torch.device("meta"):
         model = Model(cfg, dp)
-    blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
+    blocks = [f"model.layers.{i}." for i in range(cfg.layers)]
     dtype = getattr(torch, cfg.dtype)
-    for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
-        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names) and not p.requires_grad]
+    for prefix in ["model.embed_tokens.", *blocks, ("model.norm.", "lm_head.")]:
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(prefix) and not p.requires_grad]
         model.units.append(make_unit(named, partial(full_tensor, cfg), dp, cfg.device, dtype))
         free(model.units[-1])
     check_units(model)
@@ -608,8 +616,8 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -
     names = {p: name for name, p in model.named_parameters()}
     weights = {name: p.detach().cpu() for p, name in names.items() if p.requires_grad}
     for unit in model.units:
-        gather(unit, model.gathers)
-        unit.gathering.wait()
+        gather(unit, model.gather_stream)
+        unit.gather_work.wait()
         if dist.get_rank() == 0:
             weights |= {names[p]: p.to("cpu", copy=True) for p in unit.parameters}
         free(unit)
@@ -704,13 +712,16 @@ def check(cfg: Config, world: int) -> None:
     for flag, value in asdict(cfg).items():
         if isinstance(value, int | float) and not (value > 0 or (value == 0 and flag in may_be_zero)):
             raise SystemExit(f"--{flag} {value}: must be {'at least' if flag in may_be_zero else 'above'} 0")
-    each = cfg.batch // max(1, world)
+    share = cfg.batch // max(1, world)
     folder = Path(cfg.adapters).resolve()
     place = folder if folder.exists() else folder.parent
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
-        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a process"),
+        (
+            share % cfg.microbatches,
+            f"--microbatches {cfg.microbatches}: must divide the {share} sequences of a process",
+        ),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.lora_rank > cfg.dim, f"--lora_rank {cfg.lora_rank}: must be at most --dim {cfg.dim}"),
@@ -756,4 +767,4 @@ if __name__ == "__main__":
 #           3. Call sum_gradients after the last backward, and divide the loss by the valid tokens of all ranks.
 #           4. Gather each unit, as save does, before you merge adapters or save weights.
 # Needs:    cfg.adapters, cfg.clip, cfg.device, cfg.lora_alpha, cfg.lora_rank, cfg.microbatches, model.dp,
-#           model.gathers, model.units, "lora_", IGNORE, forward
+#           model.gather_stream, model.units, "lora_", IGNORE, forward

@@ -5,8 +5,7 @@
    matrices that it owns: ZeRO-1's reduce-scatter brings it their summed gradients, and its all-gather the new weights.
 3. A rank has momentum for its matrices alone, 4 bytes per element of its shard.
 
-zero1.py cuts shards anywhere, even inside a matrix. Orthogonalising such pieces would give another update for every
-number of ranks.
+zero1.py cuts shards inside matrices, too. Orthogonalised pieces would depend on the number of ranks.
 
 Parent:   03_zero/zero1.py, 01_single_gpu/muon.py
 Lesson:   newton_schulz_flops, by_owner, muon_step, make_optimizer, train_step
@@ -85,7 +84,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters whose weights lie end to end in one tensor: n elements, padded so that its N ranks divide n."""
+    """Parameters whose weights lie end to end in one tensor: n elements, padded to a multiple of the N ranks."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -104,8 +103,8 @@ def gather(unit: Unit) -> None:
 
 def reduce_scatter(unit: Unit) -> None:
     """Sum the gradients over the ranks. Each rank gets the sums of its shard, in .grad of `matrices` and `vectors`."""
-    memory = unit.gradients.untyped_storage().data_ptr()
-    if any(p.grad is None or p.grad.untyped_storage().data_ptr() != memory for p in unit.parameters):
+    address = unit.gradients.untyped_storage().data_ptr()
+    if any(p.grad is None or p.grad.untyped_storage().data_ptr() != address for p in unit.parameters):
         raise RuntimeError("a .grad is no view of unit.gradients any more: zero these, not the .grad")
     gradient = torch.empty_like(unit.shard)
     # (N-1)/N of the bytes of `gradients` out and in per rank
@@ -213,7 +212,7 @@ class Model(nn.Module):
         self.dp = dp  # the ranks that split the batch
         self.world = dp  # the ranks that train this model: here the same
         self.units: list[Unit] = []  # filled by build_model: for AdamW, and for Muon
-        self.owned: list[torch.Size] = []  # the matrices in this rank's shard for Muon, in their order
+        self.owned_shapes: list[torch.Size] = []  # the matrices in this rank's shard for Muon, in their order
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
@@ -239,8 +238,8 @@ def make_unit(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> Unit:
     if len({p.dtype for p in parameters}) > 1:
         raise ValueError("parameters of several dtypes: make a unit of each")
     sizes = [p.numel() for p in parameters]
-    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
-    sizes.append(group.size() * each - sum(sizes))  # the padding
+    shard_size = -(-sum(sizes) // group.size())  # rounded up
+    sizes.append(group.size() * shard_size - sum(sizes))  # the padding
     full = parameters[0].new_zeros(sum(sizes))
     for p, weight in zip(parameters, full.split(sizes)):
         weight.copy_(p.data.flatten())
@@ -249,22 +248,24 @@ def make_unit(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> Unit:
     for p, gradient in zip(parameters, gradients.split(sizes)):
         p.grad = gradient.view(p.shape)
     shard = full.chunk(group.size())[group.rank()]
-    end = sum(p.numel() for p in parameters if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
-    matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(group, parameters, full, gradients, shard, matrices, vectors)
+    matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - group.rank() * shard_size)])
+    return Unit(group, parameters, full, gradients, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 
 def by_owner(matrices: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
     """Give every matrix to a rank, so that Newton-Schulz takes equally long on all; pad what each has to one length."""
-    owned, load = [[] for _ in range(ranks)], [0] * ranks
+    parts = [[] for _ in range(ranks)]
+    load = [0] * ranks
     for p in sorted(matrices, key=newton_schulz_flops, reverse=True):
         rank = load.index(min(load))
-        owned[rank].append(p)
+        parts[rank].append(p)
         load[rank] += newton_schulz_flops(p)
-    sizes = [sum(p.numel() for p in part) for part in owned]
-    for part, size in zip(owned, sizes):
-        part.append(nn.Parameter(matrices[0].new_zeros(1, max(sizes) - size)))  # a matrix: make_unit keeps its place
-    return owned
+    sizes = [sum(p.numel() for p in part) for part in parts]
+    for part, size in zip(parts, sizes):
+        padding = matrices[0].new_zeros(1, max(sizes) - size)  # a matrix: make_unit keeps its place
+        part.append(nn.Parameter(padding))
+    return parts
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -276,7 +277,8 @@ def orthogonalise(x: Tensor) -> Tensor:
     x = x / x.norm().clamp(min=1e-7)  # no singular value is above 1: the polynomial would blow it up
     for _ in range(5):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)  # b·gram + c·gram²
+        x = torch.addmm(x, polynomial, x, beta=a)  # a·x + polynomial·x
     return x.T if tall else x
 
 
@@ -293,10 +295,11 @@ def muon_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer) -> No
     momentum.lerp_(shard.grad, 1 - group["momentum"])
     update = shard.grad.lerp(momentum, group["momentum"])  # Nesterov
     shard.mul_(1 - group["lr"] * group["weight_decay"])
-    sizes = [shape.numel() for shape in model.owned]
-    padding = len(shard) - sum(sizes)
-    for shape, weight, x in zip(model.owned, shard.split([*sizes, padding]), update.split([*sizes, padding])):
-        x = orthogonalise(x.view(shape).to(torch.bfloat16 if cfg.dtype == "bfloat16" else x.dtype))
+    sizes = [shape.numel() for shape in model.owned_shapes]
+    sizes.append(len(shard) - sum(sizes))  # the padding
+    for shape, weight, x in zip(model.owned_shapes, shard.split(sizes), update.split(sizes)):
+        dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else x.dtype
+        x = orthogonalise(x.view(shape).to(dtype))
         weight.view(shape).add_(x, alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
     shard.grad = None
 
@@ -312,7 +315,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in the units"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
     for unit in model.units:
@@ -325,9 +329,9 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
-    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
-    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    squares = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(squares, group=model.world)  # one element
+    norm = squares.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -349,8 +353,10 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -407,10 +413,11 @@ def build_model(cfg: Config) -> Model:
         for name, p in model.named_parameters():
             p.copy_(full_tensor(cfg, name, p.shape))
     matrices = [p for p in model.model.layers.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    owned = by_owner(matrices, dp.size())
-    model.units += [make_unit(others, dp), make_unit([p for part in owned for p in part], dp)]
-    model.owned = [p.shape for p in owned[dp.rank()][:-1]]  # without the padding
+    adamw_parameters = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    parts = by_owner(matrices, dp.size())
+    model.units.append(make_unit(adamw_parameters, dp))
+    model.units.append(make_unit([p for part in parts for p in part], dp))
+    model.owned_shapes = [p.shape for p in parts[dp.rank()][:-1]]  # without the padding
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -474,10 +481,12 @@ def make_batch(cfg: Config, data: tuple[np.ndarray, np.ndarray], step: int) -> t
 
 def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW for this rank's shards, with weight decay on matrices only; those of blocks are for muon_step."""
-    others, blocks = model.units
-    groups = [dict(params=[blocks.matrices], weight_decay=cfg.weight_decay, momentum=cfg.momentum)]
-    groups += [dict(params=[others.matrices], weight_decay=cfg.weight_decay)]
-    groups += [dict(params=[others.vectors], weight_decay=0.0)]
+    adamw_unit, muon_unit = model.units
+    groups = [
+        dict(params=[muon_unit.matrices], weight_decay=cfg.weight_decay, momentum=cfg.momentum),
+        dict(params=[adamw_unit.matrices], weight_decay=cfg.weight_decay),
+        dict(params=[adamw_unit.vectors], weight_decay=0.0),
+    ]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 
 
@@ -668,6 +677,6 @@ if __name__ == "__main__":
 # Use:      beside what zero1.py and 01_single_gpu/muon.py say, whose muon_step this one replaces:
 #           1. Make one unit of what by_owner returns, end to end, with the padding, and one of all other parameters.
 #           2. Give the optimizer the first's `matrices` as a group of its own with the key "momentum".
-#           3. Set model.owned to this rank's shapes, without the padding.
+#           3. Set model.owned_shapes to this rank's shapes, without the padding.
 # Mind:     what zero1.py says. A matrix that is frozen later moves on at full speed, as momentum is orthogonalised.
-# Needs:    cfg.dtype, model.owned, "momentum", orthogonalise
+# Needs:    cfg.dtype, model.owned_shapes, "momentum", orthogonalise

@@ -109,7 +109,7 @@ def prefetched(module):
 
     def note(model, i):
         unit = model.units[i]
-        seen.append(bool(unit.gathered if hasattr(unit, "gathered") else unit.gathering))
+        seen.append(bool(unit.up_to_date if hasattr(unit, "up_to_date") else unit.gather_work))
 
     def forward(model, i, x):
         models[:] = [model]
@@ -187,7 +187,7 @@ def memory_by_hand(recipe, sizes, shards, world):
 def test_a_gather_ends_before_its_memory_is_freed(file):
     full, held = torch.ones(4), []
     work = SimpleNamespace(wait=lambda: held.append(full.untyped_storage().nbytes()))
-    unit = SimpleNamespace(full=full, gathering=work, linears=[])
+    unit = SimpleNamespace(full=full, gather_work=work, linears=[])
     load(file).free(unit)
     assert held == [full.nbytes] and not full.untyped_storage().nbytes(), "it is not waited for"
 

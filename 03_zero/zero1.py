@@ -1,9 +1,11 @@
 """ZeRO stage 1: every rank holds all weights and gradients, but AdamW's state for its shard alone, which it updates.
 
-One flat tensor holds all weights, one all gradients. The all-reduce of the gradients becomes its two halves: a
-reduce-scatter, which gives each rank the sums of its shard, and, after AdamW on that shard, an all-gather of the new
-weights. A rank sends as many bytes as in naive.py, 2·(dp-1)/dp·4 per parameter, while nothing computes. Memory: 4Ψ
-bytes of weights, 4Ψ of gradients, 4Ψ/dp of summed gradients and 8Ψ/dp of moments, for Ψ parameters.
+One flat tensor holds all weights, one all gradients. The all-reduce of the gradients becomes its two halves:
+1. A reduce-scatter gives each rank the summed gradients of its shard.
+2. AdamW updates the shard, and an all-gather brings the new weights to all ranks.
+
+A rank sends as many bytes as in naive.py, 2·(dp-1)/dp·4 per parameter, while nothing computes. Memory: 4Ψ bytes of
+weights, 4Ψ of gradients, 4Ψ/dp of summed gradients and 8Ψ/dp of moments, for Ψ parameters.
 
 Parent:   02_data_parallel/naive.py
 Lesson:   Unit, reduce_scatter, gather, make_unit, make_optimizer, forward_backward, clip_gradients, train_step
@@ -80,7 +82,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters whose weights lie end to end in one tensor: n elements, padded so that its N ranks divide n."""
+    """Parameters whose weights lie end to end in one tensor: n elements, padded to a multiple of the N ranks."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -99,8 +101,8 @@ def gather(unit: Unit) -> None:
 
 def reduce_scatter(unit: Unit) -> None:
     """Sum the gradients over the ranks. Each rank gets the sums of its shard, in .grad of `matrices` and `vectors`."""
-    memory = unit.gradients.untyped_storage().data_ptr()
-    if any(p.grad is None or p.grad.untyped_storage().data_ptr() != memory for p in unit.parameters):
+    address = unit.gradients.untyped_storage().data_ptr()
+    if any(p.grad is None or p.grad.untyped_storage().data_ptr() != address for p in unit.parameters):
         raise RuntimeError("a .grad is no view of unit.gradients any more: zero these, not the .grad")
     gradient = torch.empty_like(unit.shard)
     # (N-1)/N of the bytes of `gradients` out and in per rank
@@ -233,8 +235,8 @@ def make_unit(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> Unit:
     if len({p.dtype for p in parameters}) > 1:
         raise ValueError("parameters of several dtypes: make a unit of each")
     sizes = [p.numel() for p in parameters]
-    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
-    sizes.append(group.size() * each - sum(sizes))  # the padding
+    shard_size = -(-sum(sizes) // group.size())  # rounded up
+    sizes.append(group.size() * shard_size - sum(sizes))  # the padding
     full = parameters[0].new_zeros(sum(sizes))
     for p, weight in zip(parameters, full.split(sizes)):
         weight.copy_(p.data.flatten())
@@ -243,9 +245,9 @@ def make_unit(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> Unit:
     for p, gradient in zip(parameters, gradients.split(sizes)):
         p.grad = gradient.view(p.shape)
     shard = full.chunk(group.size())[group.rank()]
-    end = sum(p.numel() for p in parameters if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
-    matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(group, parameters, full, gradients, shard, matrices, vectors)
+    matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - group.rank() * shard_size)])
+    return Unit(group, parameters, full, gradients, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -260,7 +262,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in the units"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
     for unit in model.units:
@@ -273,9 +276,9 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
-    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
-    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    squares = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(squares, group=model.world)  # one element
+    norm = squares.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -296,8 +299,10 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -419,7 +424,10 @@ def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW for this rank's shards, with weight decay on matrices only."""
     matrices = [unit.matrices for unit in model.units]
     vectors = [unit.vectors for unit in model.units]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [
+        dict(params=matrices, weight_decay=cfg.weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 
 

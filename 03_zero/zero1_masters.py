@@ -1,16 +1,11 @@
 """ZeRO stage 1 with fp32 master shards: weights and gradients have the dtype of the matmuls, in memory and on the wire.
 
-1. Forward and backward use one flat tensor of bf16 weights. Backward leaves bf16 gradients.
-2. Each rank receives the bf16 gradients of its shard from all ranks and adds them up in fp32.
-3. AdamW updates the fp32 master weights of that shard.
+1. Forward and backward use bf16 weights in one flat tensor. Backward leaves bf16 gradients.
+2. An all-to-all brings each rank the gradients of its shard; it sums them in fp32, as bf16 would round each addition.
+3. AdamW updates the shard's fp32 master weights: bf16 has 8 significant bits, and its updates are smaller.
 4. Each rank rounds its masters to bf16. An all-gather fills the weights of all ranks.
 
-Bytes per parameter, in bf16. A rank sends 2·(dp-1)/dp·2 per step; zero1.py sends 2·(dp-1)/dp·4. Between steps it holds
-2 + 12/dp (weights; masters and moments); zero1.py holds 8 + 8/dp. The reduction adds up to 4 + 4/dp: bf16 gradients as
-they are sent and as they arrive, and fp32 sums. zero1.py adds 4/dp.
-bf16 has 8 significant bits: adding less than 1/512 of a number leaves it as it is. So AdamW's small updates need fp32
-masters, and gradients need an fp32 sum. Sending a gradient in bf16 loses nothing: backward has already rounded it. With
---dtype float32 or float64 nothing is rounded, and training is that of zero1.py.
+Bytes per parameter: sent 2·(dp-1)/dp·2 per step (zero1.py: twice that), held 2 + 12/dp (zero1.py: 8 + 8/dp).
 
 Parent:   03_zero/zero1.py
 Lesson:   Unit, gather, reduce_scatter, take_gradients, make_unit, forward_backward, save
@@ -89,7 +84,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
+    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -102,9 +97,10 @@ class Unit:
 
 def gather(unit: Unit) -> None:
     """Fill `full` with the shards of all ranks, rounded to its dtype."""
-    mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
+    part = unit.full.chunk(unit.group.size())[unit.group.rank()]
+    part.copy_(unit.shard)  # rounded
     # (N-1)/N of the bytes of `full` out and in per rank
-    dist.all_gather_into_tensor(unit.full, mine, group=unit.group)
+    dist.all_gather_into_tensor(unit.full, part, group=unit.group)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor) -> None:
@@ -129,7 +125,10 @@ def take_gradients(unit: Unit) -> Tensor:
     flat = torch.empty_like(unit.full)
     *parts, padding = flat.split(unit.sizes)
     for p, part in zip(unit.parameters, parts):
-        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank did not use it
+        if p.grad is None:  # this rank did not use it
+            part.zero_()
+        else:
+            part.copy_(p.grad.flatten())
         p.grad = None
     padding.zero_()
     return flat
@@ -259,34 +258,37 @@ def make_unit(
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from named parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
+    """Build a unit from named parameters. initial(name, shape) returns the full initial weight of one."""
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if frozen := [name for name, p in named if not p.requires_grad]:
         raise ValueError(f"{frozen[0]} is frozen, a unit is trained: see 03_zero/lora.py")
     named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
-    sizes = [p.numel() for _, p in named]
-    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
-    sizes.append(group.size() * each - sum(sizes))  # the padding
-    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
-    shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    parameters = [p for _, p in named]
+    sizes = [p.numel() for p in parameters]
+    shard_size = -(-sum(sizes) // group.size())  # rounded up
+    sizes.append(group.size() * shard_size - sum(sizes))  # the padding
+    full = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
-        own = shard[max(0, start) : max(0, start + p.numel())]
-        own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
-        # .data: autograd must not notice that gather overwrites the weights
+        lo = max(start, shard_start)
+        hi = max(lo, min(start + p.numel(), shard_start + shard_size))  # lo ... hi of p are in the shard, maybe none
+        shard[lo - shard_start : hi - shard_start] = initial(name, p.shape).flatten()[lo - start : hi - start]
+        # p becomes a view of `full`; of .data, as autograd must not notice that gather overwrites the weights
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
-    end = sum(p.numel() for _, p in named if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
-    matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(group, [p for _, p in named], sizes, full, shard, matrices, vectors)
+    matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 
 def check_units(model: nn.Module) -> None:
     """Raise unless each parameter that is trained is in one unit: outside of them nothing is trained, nor saved."""
-    held = [p for unit in model.units for p in unit.parameters]
+    members = [p for unit in model.units for p in unit.parameters]
     for name, p in model.named_parameters():
-        if p.requires_grad and sum(p is other for other in held) != 1:
+        if p.requires_grad and sum(p is other for other in members) != 1:
             raise ValueError(f"{name} must be in exactly one unit")
 
 
@@ -302,7 +304,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient is then in the shards"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
     for unit in model.units:
@@ -315,9 +318,9 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
-    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
-    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    squares = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(squares, group=model.world)  # one element
+    norm = squares.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -337,8 +340,10 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -460,7 +465,10 @@ def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW for this rank's shards, with weight decay on matrices only."""
     matrices = [unit.matrices for unit in model.units]
     vectors = [unit.vectors for unit in model.units]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [
+        dict(params=matrices, weight_decay=cfg.weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 
 
@@ -516,7 +524,8 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    names, weights = {p: name for name, p in model.named_parameters()}, {}
+    names = {p: name for name, p in model.named_parameters()}
+    weights = {}
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # (dp-1)/dp of the bytes of a unit out and in per rank. Rank 0 keeps a copy on the CPU
@@ -655,7 +664,8 @@ if __name__ == "__main__":
 #              reduce_scatter with what take_gradients returns.
 #           4. Gradients are summed: divide the loss by the valid tokens of all ranks. To give up a step, call
 #              model.zero_grad() beside the optimizer's.
-# Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
+# Mind:     - In float32 and float64 nothing is rounded: training is that of zero1.py.
+#           - After make_unit, no model.to() and no load_state_dict(assign=True).
 #           - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
 # Needs:    cfg.clip, cfg.device, model.dp, model.units, model.world, IGNORE, forward
 # Together: clip_gradients sums over model.world: beside a pipeline or tensor parallelism, over all ranks.

@@ -1,9 +1,9 @@
 """ZeRO stage 2: gradients are sharded too. Each micro-batch reduces them, unit by unit, and keeps only its shard.
 
-Stage 1 sums micro-batches in 4Ψ bytes of full fp32 gradients; here they add up in fp32 shards, 4Ψ/dp bytes. The price:
-every micro-batch communicates, and a rank sends (microbatches + 1)·(dp-1)/dp·Ψ elements per step. Memory: 2Ψ bytes of
-weights, 12Ψ/dp of master weights and moments, 4Ψ/dp of gradients; full gradients exist for the unit in backward and for
-at most two in flight. With one micro-batch, stage 1 does the same.
+Stage 1 sums micro-batches in 4Ψ bytes of fp32 gradients per rank. Here a rank sums its shard alone, 4Ψ/dp bytes. The
+price: every micro-batch communicates, and a rank sends (microbatches + 1)·(dp-1)/dp·Ψ elements per step. Memory: 2Ψ
+bytes of weights, and 16Ψ/dp of master weights, moments and gradients. Full gradients exist for three units: one in
+backward, two in flight. With one micro-batch, stage 1 does the same.
 
 Parent:   03_zero/zero1_overlap.py
 Lesson:   Unit, reduce_scatter, reduce
@@ -84,7 +84,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
+    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -93,19 +93,20 @@ class Unit:
     shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
-    gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gather_work: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
     gradient: Tensor | None = None  # [n/N] fp32, summed over ranks and micro-batches; the .grad are views of it
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
-    """Start the all-gather of `full` unless it is up to date; wait on `unit.gathering` before reading it."""
-    if unit.gathering is None:
+    """Start the all-gather of `full` unless it is up to date; wait on `unit.gather_work` before reading it."""
+    if unit.gather_work is None:
         if stream:
             stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
         with torch.cuda.stream(stream):
-            mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
+            part = unit.full.chunk(unit.group.size())[unit.group.rank()]
+            part.copy_(unit.shard)  # rounded
             # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits
-            unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
+            unit.gather_work = dist.all_gather_into_tensor(unit.full, part, group=unit.group, async_op=True)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
@@ -115,21 +116,22 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
     G/4 to G/2 times the bytes of an fp32 ring.
     """
-    if first := unit.gradient is None or unit.matrices.grad is None:  # after zero_grad, too
-        unit.gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
+    first_microbatch = unit.gradient is None or unit.matrices.grad is None  # after zero_grad, too
+    if first_microbatch:
+        unit.gradient = torch.empty_like(unit.shard)  # not on `stream`: memory belongs to the stream that allocates it
         unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
         parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
-        # (N-1)/N of its bytes out and in per rank; the sum waits, on GPUs backward goes on
-        sending = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
-        sending.wait()
-        if first:
+        # (N-1)/N of its bytes out and in per rank; the sum waits for it, on GPUs backward goes on
+        work = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
+        work.wait()
+        if first_microbatch:
             torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
         else:
             unit.gradient += parts.sum(0, dtype=unit.gradient.dtype)
-    return sending
+    return work
 
 
 def take_gradients(unit: Unit) -> Tensor:
@@ -137,7 +139,10 @@ def take_gradients(unit: Unit) -> Tensor:
     flat = torch.empty_like(unit.full)
     *parts, padding = flat.split(unit.sizes)
     for p, part in zip(unit.parameters, parts):
-        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank did not use it
+        if p.grad is None:  # this rank did not use it
+            part.zero_()
+        else:
+            part.copy_(p.grad.flatten())
         p.grad = None
     padding.zero_()
     return flat
@@ -145,24 +150,25 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Start to reduce the gradients of unit i, which backward has finished."""
-    if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
-        model.sending[0][0].wait()
-        model.sending.pop(0)
+    if len(model.reductions_in_flight) == 2:  # wait for the older one, to reuse its memory
+        model.reductions_in_flight[0][0].wait()
+        model.reductions_in_flight.pop(0)
     unit = model.units[i]
     flat = take_gradients(unit)
-    model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
+    work = reduce_scatter(unit, flat, model.reduce_stream)
+    model.reductions_in_flight.append((work, flat))
     if i == 0:  # unit 0 comes last
-        if model.stream:
-            torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
-        model.sending.clear()
+        if model.reduce_stream:
+            torch.cuda.current_stream().wait_stream(model.reduce_stream)  # the GPU's stream waits, not this process
+        model.reductions_in_flight.clear()
 
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
     for unit in model.units[i:]:
-        gather(unit, model.gathers)  # those that are out of date, in the order of forward
-    model.units[i].gathering.wait()
+        gather(unit, model.gather_stream)  # those that are out of date, in the order of forward
+    model.units[i].gather_work.wait()
     if x.requires_grad:  # not under torch.no_grad(), and not the ids
         x.register_hook(lambda gradient: reduce(model, i))
 
@@ -267,9 +273,9 @@ class Model(nn.Module):
         self.dp = dp  # the ranks that split the batch
         self.world = dp  # the ranks that train this model: here the same
         self.units: list[Unit] = []  # filled by build_model, in the order of forward
-        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
-        self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
-        self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
+        self.gather_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
+        self.reduce_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of gradients
+        self.reductions_in_flight: list[tuple[dist.Work, Tensor]] = []  # what to wait for, gradients to keep until then
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
@@ -297,34 +303,37 @@ def make_unit(
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from named parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
+    """Build a unit from named parameters. initial(name, shape) returns the full initial weight of one."""
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if frozen := [name for name, p in named if not p.requires_grad]:
         raise ValueError(f"{frozen[0]} is frozen, a unit is trained: see 03_zero/lora.py")
     named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
-    sizes = [p.numel() for _, p in named]
-    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
-    sizes.append(group.size() * each - sum(sizes))  # the padding
-    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
-    shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    parameters = [p for _, p in named]
+    sizes = [p.numel() for p in parameters]
+    shard_size = -(-sum(sizes) // group.size())  # rounded up
+    sizes.append(group.size() * shard_size - sum(sizes))  # the padding
+    full = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
-        own = shard[max(0, start) : max(0, start + p.numel())]
-        own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
-        # .data: autograd must not notice that gather overwrites the weights
+        lo = max(start, shard_start)
+        hi = max(lo, min(start + p.numel(), shard_start + shard_size))  # lo ... hi of p are in the shard, maybe none
+        shard[lo - shard_start : hi - shard_start] = initial(name, p.shape).flatten()[lo - start : hi - start]
+        # p becomes a view of `full`; of .data, as autograd must not notice that gather overwrites the weights
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
-    end = sum(p.numel() for _, p in named if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
-    matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(group, [p for _, p in named], sizes, full, shard, matrices, vectors)
+    matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 
 def check_units(model: nn.Module) -> None:
     """Raise unless each parameter that is trained is in one unit: outside of them nothing is trained, nor saved."""
-    held = [p for unit in model.units for p in unit.parameters]
+    members = [p for unit in model.units for p in unit.parameters]
     for name, p in model.named_parameters():
-        if p.requires_grad and sum(p is other for other in held) != 1:
+        if p.requires_grad and sum(p is other for other in members) != 1:
             raise ValueError(f"{name} must be in exactly one unit")
 
 
@@ -340,7 +349,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient is then in the shards"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     total = 0
     for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/dp/microbatches s
         loss = forward(cfg, model, x, y) / tokens
@@ -353,9 +363,9 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
-    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
-    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    squares = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(squares, group=model.world)  # one element
+    norm = squares.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -367,7 +377,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     optimizer.step()
     optimizer.zero_grad()
     for unit in model.units:
-        unit.gathering = None  # the shards have changed: the next forward gathers them
+        unit.gather_work = None  # the shards have changed: the next forward gathers them
         unit.gradient = None
     return loss, norm
 
@@ -376,9 +386,11 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
-    loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    microbatches = zip(inputs.tensor_split(cfg.microbatches), targets.tensor_split(cfg.microbatches))
+    loss = sum(forward(cfg, model, x, y) for x, y in microbatches)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -430,14 +442,15 @@ def build_model(cfg: Config) -> Model:
     dp = dist.group.WORLD
     with torch.device("meta"):
         model = Model(cfg, dp)
-    blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
+    blocks = [f"model.layers.{i}." for i in range(cfg.layers)]
     dtype = getattr(torch, cfg.dtype)
-    for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
-        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    for prefix in ["model.embed_tokens.", *blocks, ("model.norm.", "lm_head.")]:
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(prefix)]
         model.units.append(make_unit(named, partial(full_tensor, cfg), dp, cfg.device, dtype))
     check_units(model)
-    proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
-    model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(proxy, 0))  # the last gradient
+    proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: weights and group would stay
+    embedding = model.model.embed_tokens.weight
+    embedding.register_post_accumulate_grad_hook(lambda p: reduce(proxy, 0))  # the last gradient
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -503,7 +516,10 @@ def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW for this rank's shards, with weight decay on matrices only."""
     matrices = [unit.matrices for unit in model.units]
     vectors = [unit.vectors for unit in model.units]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [
+        dict(params=matrices, weight_decay=cfg.weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 
 
@@ -559,7 +575,8 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    names, weights = {p: name for name, p in model.named_parameters()}, {}
+    names = {p: name for name, p in model.named_parameters()}
+    weights = {}
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # (dp-1)/dp of the bytes of a unit out and in per rank. Rank 0 keeps a copy on the CPU
@@ -655,11 +672,14 @@ def check(cfg: Config, world: int) -> None:
     for flag, value in asdict(cfg).items():
         if isinstance(value, int | float) and not (value > 0 or (value == 0 and flag in may_be_zero)):
             raise SystemExit(f"--{flag} {value}: must be {'at least' if flag in may_be_zero else 'above'} 0")
-    each = cfg.batch // max(1, world)
+    share = cfg.batch // max(1, world)
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
-        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a process"),
+        (
+            share % cfg.microbatches,
+            f"--microbatches {cfg.microbatches}: must divide the {share} sequences of a process",
+        ),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.save and not os.access(f"{Path(cfg.save).resolve().parent}/", os.W_OK), f"--save {cfg.save}: no folder"),
@@ -701,13 +721,13 @@ if __name__ == "__main__":
 #           3. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
 #              into the shards, too: a gather writes over the parameters.
 #           4. Gradients are summed: divide the loss by the valid tokens of all ranks.
-#           5. When shards have changed (a step, a checkpoint, an average), set unit.gathering to None, after a step
+#           5. When shards have changed (a step, a checkpoint, an average), set unit.gather_work to None, after a step
 #              also unit.gradient. To give up a step, do the same, and call model.zero_grad().
 # Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
 #           - All ranks run the same number of micro-batches.
 #           - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.
 #             Never freeze all of unit 0 later: unit 1 would not be reduced.
-# Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
-#           model.world, IGNORE, forward
+# Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gather_stream, model.reduce_stream,
+#           model.reductions_in_flight, model.units, model.world, IGNORE, forward
 # Together: as zero1_overlap.py says, but a pipeline reduces with each of its micro-batches. Not where backward is
 #           split: its weight gradients come after the reduce.

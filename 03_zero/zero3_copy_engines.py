@@ -1,10 +1,10 @@
 """ZeRO-3 by copy engines: weights and gradients move between GPUs without taking SMs from compute.
 
-Every rank can read the others' memory (symmetric memory, over NVLink). To gather a unit, it copies their bf16 shards
-from there, without a barrier: they change only once per step. To reduce gradients, each rank copies its shard of the
-others' gradients and adds. A rank sends as many bytes as in zero3.py, but no NCCL kernel takes SMs from a matmul, which
-would then run in two waves. Memory on top of zero3.py: the bf16 shards, 2Ψ/dp bytes, and a buffer for the gradients of
-the largest unit. All GPUs must be on one host.
+1. Every rank can read the others' memory (symmetric memory, over NVLink). To gather a unit, it copies their bf16 shards
+   from there. They change once per step, so a gather needs no barrier.
+2. To reduce gradients, each rank copies its shard of the others' gradients, and adds them up.
+A rank sends as many bytes as in zero3.py, but no kernel takes SMs from a matmul, which would then run in two waves.
+More memory: bf16 shards, 2Ψ/dp bytes, and gradients of the largest unit. All GPUs must be on one host.
 
 Parent:   03_zero/zero3.py, 02_data_parallel/copy_engines.py
 Lesson:   Unit, publish, wait, gather, free, reduce_scatter, reduce, before_forward, after_backward, Model.__init__,
@@ -26,7 +26,7 @@ import weakref
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from glob import glob
 from pathlib import Path
@@ -89,7 +89,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
+    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -98,10 +98,10 @@ class Unit:
     shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
-    rounded: tuple[Tensor, ...] = ()  # by rank, [n/N]: its shard in the dtype of `full`, in its symmetric memory
-    gathered: bool = False  # whether `full` is up to date, or on its way
+    rounded_shards: tuple[Tensor, ...] = ()  # by rank, [n/N]: its shard in the dtype of `full`, in its symmetric memory
+    up_to_date: bool = False  # whether `full` is up to date, or on its way
     gradient: Tensor | None = None  # [n/N] fp32, summed over ranks and micro-batches; the .grad are views of it
-    pending: weakref.ref | None = None  # of the forward that backward has not finished
+    backward_hooks: weakref.WeakSet = field(default_factory=weakref.WeakSet)  # of a forward that awaits its backward
 
 
 def share(
@@ -115,12 +115,13 @@ def share(
     if device == "cuda":
         gpu = torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(gpu)):  # counted by torch.cuda.memory_allocated
-            mine = torch.empty(elements, dtype=dtype, device=gpu)
-        handle = symmetric_memory.rendezvous(mine, group)
-        others = [handle.get_buffer(r, mine.shape, dtype) for r in range(group.size())]
-        return [mine if r == group.rank() else other for r, other in enumerate(others)], handle.barrier
+            buffer = torch.empty(elements, dtype=dtype, device=gpu)
+        handle = symmetric_memory.rendezvous(buffer, group)
+        buffers = [handle.get_buffer(r, buffer.shape, dtype) for r in range(group.size())]
+        buffers[group.rank()] = buffer
+        return buffers, handle.barrier
     folder = [tempfile.mkdtemp() if group.rank() == 0 else None]
-    dist.broadcast_object_list(folder, group=group, group_src=0)  # a path, from rank 0; all wait for it
+    dist.broadcast_object_list(folder, group=group, group_src=0)  # a path, from rank 0
     files = [f"{folder[0]}/{r}" for r in range(group.size())]
     tensors = [torch.from_file(file, shared=True, size=elements, dtype=dtype) for file in files]
     dist.barrier(group)  # no data; all ranks have mapped the files, which may be unlinked
@@ -134,7 +135,7 @@ def publish(model: nn.Module) -> None:
     No rank may still read the old ones; in train_step none does: the norm's all-reduce comes after every backward.
     """
     for unit in model.units:
-        unit.rounded[unit.group.rank()].copy_(unit.shard)
+        unit.rounded_shards[unit.group.rank()].copy_(unit.shard)
     model.barrier()  # the stream waits
 
 
@@ -146,21 +147,21 @@ def wait(stream: torch.cuda.Stream | None) -> None:
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
     """Start to copy the rounded shards of all ranks into `full`, unless it is up to date; wait before reading it."""
-    if not unit.gathered:
-        unit.gathered = True
+    if not unit.up_to_date:
+        unit.up_to_date = True
         unit.full.untyped_storage().resize_(unit.full.nbytes)
         if stream:
             stream.wait_stream(torch.cuda.current_stream())  # what was in this memory is read
         with torch.cuda.stream(stream):
             rank, dp = unit.group.rank(), unit.group.size()
             for r in [(rank + i) % dp for i in range(dp)]:  # each rank begins elsewhere
-                unit.full.chunk(dp)[r].copy_(unit.rounded[r])  # in all (N-1)/N of the bytes of `full` in
+                unit.full.chunk(dp)[r].copy_(unit.rounded_shards[r])  # in all (N-1)/N of the bytes of `full` in
 
 
 def free(unit: Unit) -> None:
     """Free the memory of `full`. The tensor stays, and so do the parameters, to be filled by the next gather."""
     unit.full.untyped_storage().resize_(0)
-    unit.gathered = False
+    unit.up_to_date = False
 
 
 def reduce_scatter(unit: Unit, memory: list[Tensor], barrier: Callable, stream: torch.cuda.Stream | None) -> None:
@@ -168,8 +169,9 @@ def reduce_scatter(unit: Unit, memory: list[Tensor], barrier: Callable, stream: 
 
     memory: by rank, gradients [n] in symmetric memory. Overwrite them only once `stream` has run all of this.
     """
-    if first := unit.gradient is None or unit.matrices.grad is None:  # after zero_grad, too
-        unit.gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
+    first_microbatch = unit.gradient is None or unit.matrices.grad is None  # after zero_grad, too
+    if first_microbatch:
+        unit.gradient = torch.empty_like(unit.shard)  # not on `stream`: memory belongs to the stream that allocates it
         unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
         stream.wait_stream(torch.cuda.current_stream())  # this rank's gradients are complete
@@ -180,7 +182,7 @@ def reduce_scatter(unit: Unit, memory: list[Tensor], barrier: Callable, stream: 
         for r in [(rank + i) % dp for i in range(dp)]:
             parts[r].copy_(memory[r].chunk(dp)[rank])  # in all (N-1)/N of the bytes of a gradient in
         barrier()  # all ranks have copied; the stream waits
-        if first:
+        if first_microbatch:
             torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
         else:
             unit.gradient += parts.sum(0, dtype=unit.gradient.dtype)
@@ -190,7 +192,10 @@ def take_gradients(unit: Unit, flat: Tensor) -> None:
     """Move the gradients of a unit into a tensor [n]: those of the parameters are freed."""
     *parts, padding = flat.split(unit.sizes)
     for p, part in zip(unit.parameters, parts):
-        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank did not use it
+        if p.grad is None:  # this rank did not use it
+            part.zero_()
+        else:
+            part.copy_(p.grad.flatten())
         p.grad = None
     padding.zero_()
 
@@ -199,11 +204,11 @@ def reduce(model: nn.Module, i: int) -> None:
     """Start to reduce the gradients of unit i, which backward has finished."""
     unit = model.units[i]
     memory = [m[: len(unit.full)] for m in model.memory]
-    wait(model.stream)  # all ranks have copied the gradients of the unit before, which were here
+    wait(model.reduce_stream)  # all ranks have copied the gradients of the unit before, which were here
     take_gradients(unit, memory[unit.group.rank()])
-    reduce_scatter(unit, memory, model.barrier, model.stream)
+    reduce_scatter(unit, memory, model.barrier, model.reduce_stream)
     if i == 0:  # unit 0 comes last
-        wait(model.stream)
+        wait(model.reduce_stream)
 
 
 @torch.compiler.disable  # also where the model around it is compiled
@@ -212,19 +217,21 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
 
     When backward has the gradient of x, it has finished unit i.
     """
-    gather(model.units[i], model.gathers)
-    wait(model.gathers)
-    for unit in model.units[i + 1 : i + 2]:
-        gather(unit, model.gathers)
-    if x.requires_grad:  # not under torch.no_grad(), and not the ids
-        if model.units[i].pending and model.units[i].pending():
-            raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
+    unit = model.units[i]
+    gather(unit, model.gather_stream)
+    wait(model.gather_stream)
+    for next_unit in model.units[i + 1 : i + 2]:
+        gather(next_unit, model.gather_stream)
+    if not x.requires_grad:  # the ids, or under torch.no_grad()
+        return
+    if unit.backward_hooks:
+        raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
 
-        def hook(gradient: Tensor) -> None:
-            after_backward(model, i)
+    def hook(dx: Tensor) -> None:
+        after_backward(model, i)
 
-        model.units[i].pending = weakref.ref(hook)  # dead if the graph goes without a backward
-        x.register_hook(hook)
+    x.register_hook(hook)
+    unit.backward_hooks.add(hook)  # a weak set: when the graph is deleted without a backward, the hook leaves it
 
 
 @torch.compiler.disable  # also where the model around it is compiled
@@ -236,13 +243,14 @@ def after_forward(model: nn.Module, i: int) -> None:
 
 def after_backward(model: nn.Module, i: int) -> None:
     """Free the weights of unit i, which backward has finished; wait for those of i - 1; prefetch those of i - 2."""
-    model.units[i].pending = None
+    unit = model.units[i]
+    unit.backward_hooks.clear()
     if i > 1:  # unit 0 must be an embedding: its backward needs no weights
-        wait(model.gathers)
-    free(model.units[i])
+        wait(model.gather_stream)
+    free(unit)
     reduce(model, i)
     if i > 2:
-        gather(model.units[i - 2], model.gathers)
+        gather(model.units[i - 2], model.gather_stream)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -345,8 +353,8 @@ class Model(nn.Module):
         self.dp = dp  # the ranks that split the batch
         self.world = dp  # the ranks that train this model: here the same
         self.units: list[Unit] = []  # filled by build_model, in the order of forward
-        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
-        self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
+        self.gather_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
+        self.reduce_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of gradients
         self.memory: list[Tensor] = []  # by rank, symmetric: gradients of the largest unit, then all rounded shards
         self.barrier: Callable[[], None] | None = None  # holds the current stream until all ranks have come
         self.model = nn.Module()
@@ -378,34 +386,37 @@ def make_unit(
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from named parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
+    """Build a unit from named parameters. initial(name, shape) returns the full initial weight of one."""
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if frozen := [name for name, p in named if not p.requires_grad]:
         raise ValueError(f"{frozen[0]} is frozen, a unit is trained: see 03_zero/lora.py")
     named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
-    sizes = [p.numel() for _, p in named]
-    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
-    sizes.append(group.size() * each - sum(sizes))  # the padding
-    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
-    shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    parameters = [p for _, p in named]
+    sizes = [p.numel() for p in parameters]
+    shard_size = -(-sum(sizes) // group.size())  # rounded up
+    sizes.append(group.size() * shard_size - sum(sizes))  # the padding
+    full = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
-        own = shard[max(0, start) : max(0, start + p.numel())]
-        own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
-        # .data: autograd must not notice that gather overwrites the weights
+        lo = max(start, shard_start)
+        hi = max(lo, min(start + p.numel(), shard_start + shard_size))  # lo ... hi of p are in the shard, maybe none
+        shard[lo - shard_start : hi - shard_start] = initial(name, p.shape).flatten()[lo - start : hi - start]
+        # p becomes a view of `full`; of .data, as autograd must not notice that gather overwrites the weights
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
-    end = sum(p.numel() for _, p in named if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
-    matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(group, [p for _, p in named], sizes, full, shard, matrices, vectors)
+    matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 
 def check_units(model: nn.Module) -> None:
     """Raise unless each parameter that is trained is in one unit: outside of them nothing is trained, nor saved."""
-    held = [p for unit in model.units for p in unit.parameters]
+    members = [p for unit in model.units for p in unit.parameters]
     for name, p in model.named_parameters():
-        if p.requires_grad and sum(p is other for other in held) != 1:
+        if p.requires_grad and sum(p is other for other in members) != 1:
             raise ValueError(f"{name} must be in exactly one unit")
 
 
@@ -421,7 +432,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient is then in the shards"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     total = 0
     for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/dp/microbatches s
         loss = forward(cfg, model, x, y) / tokens
@@ -434,9 +446,9 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
-    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
-    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    squares = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(squares, group=model.world)  # one element
+    norm = squares.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -448,7 +460,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     optimizer.step()
     optimizer.zero_grad()
     for unit in model.units:
-        unit.gathered = False  # the shards have changed: the next forward gathers them
+        unit.up_to_date = False  # the shards have changed: the next forward gathers them
         unit.gradient = None
     publish(model)
     return loss, norm
@@ -458,9 +470,11 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
-    loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    microbatches = zip(inputs.tensor_split(cfg.microbatches), targets.tensor_split(cfg.microbatches))
+    loss = sum(forward(cfg, model, x, y) for x, y in microbatches)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -512,20 +526,23 @@ def build_model(cfg: Config) -> Model:
     dp = dist.group.WORLD
     with torch.device("meta"):
         model = Model(cfg, dp)
-    blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
+    blocks = [f"model.layers.{i}." for i in range(cfg.layers)]
     dtype = getattr(torch, cfg.dtype)
-    for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
-        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    for prefix in ["model.embed_tokens.", *blocks, ("model.norm.", "lm_head.")]:
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(prefix)]
         model.units.append(make_unit(named, partial(full_tensor, cfg), dp, cfg.device, dtype))
         free(model.units[-1])
-    each, largest = [len(unit.shard) for unit in model.units], max(len(unit.full) for unit in model.units)
-    model.memory, model.barrier = share(largest + sum(each), dtype, cfg.device, dp)
-    for unit, rounded in zip(model.units, zip(*(memory[largest:].split(each) for memory in model.memory))):
-        unit.rounded = rounded
+    sizes = [len(unit.shard) for unit in model.units]
+    largest = max(len(unit.full) for unit in model.units)
+    model.memory, model.barrier = share(largest + sum(sizes), dtype, cfg.device, dp)
+    shards = [memory[largest:].split(sizes) for memory in model.memory]  # by rank, then by unit
+    for i, unit in enumerate(model.units):
+        unit.rounded_shards = tuple(units[i] for units in shards)
     publish(model)
     check_units(model)
-    proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
-    model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(proxy, 0))  # the last gradient
+    proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: weights and group would stay
+    embedding = model.model.embed_tokens.weight
+    embedding.register_post_accumulate_grad_hook(lambda p: reduce(proxy, 0))  # the last gradient
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -591,7 +608,10 @@ def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW for this rank's shards, with weight decay on matrices only."""
     matrices = [unit.matrices for unit in model.units]
     vectors = [unit.vectors for unit in model.units]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [
+        dict(params=matrices, weight_decay=cfg.weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 
 
@@ -647,7 +667,8 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    names, weights = {p: name for name, p in model.named_parameters()}, {}
+    names = {p: name for name, p in model.named_parameters()}
+    weights = {}
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # (dp-1)/dp of the bytes of a unit out and in per rank. Rank 0 keeps a copy on the CPU
@@ -743,12 +764,15 @@ def check(cfg: Config, world: int) -> None:
     for flag, value in asdict(cfg).items():
         if isinstance(value, int | float) and not (value > 0 or (value == 0 and flag in may_be_zero)):
             raise SystemExit(f"--{flag} {value}: must be {'at least' if flag in may_be_zero else 'above'} 0")
-    each = cfg.batch // max(1, world)
+    share = cfg.batch // max(1, world)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
-        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a process"),
+        (
+            share % cfg.microbatches,
+            f"--microbatches {cfg.microbatches}: must divide the {share} sequences of a process",
+        ),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.save and not os.access(f"{Path(cfg.save).resolve().parent}/", os.W_OK), f"--save {cfg.save}: no folder"),
@@ -785,6 +809,6 @@ if __name__ == "__main__":
 # Copy:     Unit, share, publish, wait, gather, free, reduce_scatter, take_gradients, reduce, before_forward,
 #           after_forward, after_backward, make_unit, check_units, clip_gradients, evaluate (as zero3.py says, but
 #           build_model shows how to make the memory; publish before the first forward and after each step, and then set
-#           unit.gathered to False)
-# Needs:    cfg.clip, cfg.device, cfg.microbatches, model.barrier, model.dp, model.gathers, model.memory, model.stream,
-#           model.units, model.world, IGNORE, forward
+#           unit.up_to_date to False)
+# Needs:    cfg.clip, cfg.device, cfg.microbatches, model.barrier, model.dp, model.gather_stream, model.memory,
+#           model.reduce_stream, model.units, model.world, IGNORE, forward

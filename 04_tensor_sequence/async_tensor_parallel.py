@@ -1,15 +1,14 @@
 """Asynchronous tensor parallelism: matmuls in pieces; one computes while the tokens of the next are in flight.
 
-A piece is the tokens of one rank. Column-parallel weights multiply a rank's own tokens while the others' arrive;
-row-parallel weights begin with the others' tokens, whose products are sent while the next are computed, and end with
-their own. A rank sends as many bytes as in sequence_parallel.py, but their time is exposed only where it exceeds that
-of the matmuls: the wider the layer, the more is hidden. Copy engines move them through symmetric memory, which all
-ranks can read and write over NVLink; an NCCL kernel would take SMs from the matmul that it overlaps with. The partial
-sums, rounded by their matmuls, are added in fp32, where NCCL rounds again at every hop. Memory on top of
-sequence_parallel.py: 3 + 2/tp times n·d activations, for send and receive buffers. All GPUs must be on one host.
+1. Column-parallel weights multiply a rank's own tokens first, while those of the other ranks arrive.
+2. Row-parallel weights multiply the other ranks' tokens first; each product is sent while the next is computed.
+3. Copy engines move the data through symmetric memory over NVLink, on one host: NCCL's kernels would take SMs.
+Bytes: as sequence_parallel.py, exposed only where copies take longer than the matmuls. Partial sums are added in fp32.
+Memory: 3 + 2/tp times n·d activations more than sequence_parallel.py, for send and receive buffers.
 
 Parent:   04_tensor_sequence/sequence_parallel.py, 02_data_parallel/copy_engines.py
-Lesson:   Shared, total, pull, push, multiply, ColumnParallel, RowParallel, make_shared
+Lesson:   Shared, sum_products, start_gather, multiply_and_send, wait_and_multiply, ColumnParallel, RowParallel,
+          make_shared
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/async_tensor_parallel.py
 Source:   Wang et al. 2023, ASPLOS, doi:10.1145/3567955.3567959; Jangda et al. 2022, CoCoNet, arXiv:2105.05720
 """
@@ -91,7 +90,7 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class ReduceFromTP(torch.autograd.Function):
-    """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
+    """All-reduce the partial outputs where split weights end (Megatron's g); backward is the identity.
 
     Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
     """
@@ -99,13 +98,13 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
-        return x
+        y = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
 
 
 def share(
@@ -119,12 +118,13 @@ def share(
     if device == "cuda":
         gpu = torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(gpu)):  # counted by torch.cuda.memory_allocated
-            mine = torch.empty(elements, dtype=dtype, device=gpu)
-        handle = symmetric_memory.rendezvous(mine, group)
-        others = [handle.get_buffer(r, mine.shape, dtype) for r in range(group.size())]
-        return [mine if r == group.rank() else other for r, other in enumerate(others)], handle.barrier
+            buffer = torch.empty(elements, dtype=dtype, device=gpu)
+        handle = symmetric_memory.rendezvous(buffer, group)
+        buffers = [handle.get_buffer(r, buffer.shape, dtype) for r in range(group.size())]
+        buffers[group.rank()] = buffer
+        return buffers, handle.barrier
     folder = [tempfile.mkdtemp() if group.rank() == 0 else None]
-    dist.broadcast_object_list(folder, group=group, group_src=0)  # a path, from rank 0; all wait for it
+    dist.broadcast_object_list(folder, group=group, group_src=0)  # a path, from rank 0
     files = [f"{folder[0]}/{r}" for r in range(group.size())]
     tensors = [torch.from_file(file, shared=True, size=elements, dtype=dtype) for file in files]
     dist.barrier(group)  # no data; all ranks have mapped the files, which may be unlinked
@@ -133,90 +133,98 @@ def share(
 
 
 def gather_tokens(x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; wait on the work before reading them."""
-    rows = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
-    # (tp-1)/tp of the bytes of rows in and out per rank
-    return rows, dist.all_gather_into_tensor(rows, x.contiguous(), group=tp, async_op=True)
+    """Start to gather the n = b·s tokens of all ranks, [n/tp, d] -> [n, d]. Wait on the work before you read them."""
+    full_x = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
+    # (tp-1)/tp of the bytes of full_x in and out per rank
+    return full_x, dist.all_gather_into_tensor(full_x, x.contiguous(), group=tp, async_op=True)
 
 
-def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to sum the ranks' [n, d]; each rank gets the sums of its own tokens, [n/tp, d]. Wait before reading."""
-    x = rows.new_empty(rows.shape[0] // tp.size(), *rows.shape[1:])
-    # (tp-1)/tp of the bytes of rows out and in per rank
-    return x, dist.reduce_scatter_tensor(x, rows.contiguous(), group=tp, async_op=True)
+def reduce_scatter_tokens(full_x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to sum the ranks' [n, d]; each rank gets the sums of its tokens, [n/tp, d]. Wait before you read them."""
+    x = full_x.new_empty(full_x.shape[0] // tp.size(), *full_x.shape[1:])
+    # (tp-1)/tp of the bytes of full_x out and in per rank
+    return x, dist.reduce_scatter_tensor(x, full_x.contiguous(), group=tp, async_op=True)
 
 
 @dataclass(eq=False)
 class Shared:
-    """Symmetric memory in which the ranks exchange tokens: two buffers ("rooms") per rank, used in turn.
+    """Symmetric memory in which the ranks exchange tokens: two buffers per rank, used in turn.
 
-    Slot r < tp of a room [tp + 1, n/tp, d] receives rank r's part of a sum. The last slot holds this rank's own tokens,
-    for the others to copy. Every operation has one barrier, on the copy stream. Past it, all ranks are done with the
-    room of the previous operation, so the next one may fill it. In backward, a push may write slot `rank` before the
-    pull's barrier: no other rank may read that slot, which is why the tokens have one of their own.
+    Slot r < tp of a buffer [tp + 1, n/tp, d] receives rank r's part of a sum. The last slot holds this rank's tokens,
+    for the others to copy. Every operation has one barrier, on the copy stream. After it, all ranks are done with the
+    buffer of the previous operation, so the next operation may fill it. In backward, multiply_and_send may write slot
+    `rank` before the barrier of start_gather. No other rank may read that slot, so the tokens have one of their own.
     """
 
     tp: dist.ProcessGroup
-    rooms: list[tuple[Tensor, ...]]  # by turn and rank
-    leaving: Tensor  # [tp, n/tp, d], of this rank alone: products on their way to the others
+    buffers: list[tuple[Tensor, ...]]  # by turn and rank
+    send_buffer: Tensor  # [tp, n/tp, d], of this rank alone: products on their way to the other ranks
     barrier: Callable[[], None]
     device: ModuleType  # torch.cuda; or torch.cpu, whose streams and events do nothing: there everything is immediate
     stream: torch.Stream  # of copies and barriers
-    total: Callable[[Tensor], Tensor]  # the function below, compiled if the blocks are
+    sum_products: Callable[[Tensor], Tensor]  # the function below, compiled if the blocks are
     turn: int = 0
 
 
-def total(parts: Tensor) -> Tensor:
+def sum_products(parts: Tensor) -> Tensor:
     """Sum the ranks' parts, [tp, n/tp, d] -> [n/tp, d], rounded once."""
     return parts.sum(0, dtype=parts.dtype)  # without dtype, autocast on GPUs would return fp32
 
 
-def pull(x: Tensor, shared: Shared) -> tuple[Tensor, dict[int, torch.Event]]:
-    """Start to gather all tokens, x [n/tp, d] -> rows [tp, n/tp, d]; return rows and each rank's arrival event."""
+def start_gather(x: Tensor, shared: Shared) -> tuple[Tensor, dict[int, torch.Event]]:
+    """Start to gather all tokens, x [n/tp, d] -> full_x [tp, n/tp, d]; return it and each rank's arrival event."""
     rank, tp = shared.tp.rank(), shared.tp.size()
     shared.turn ^= 1
-    room, rows, arrivals = shared.rooms[shared.turn], x.new_empty(tp, *x.shape), {}
-    room[rank][tp, : len(x)].copy_(x)
+    buffers = shared.buffers[shared.turn]
+    full_x = x.new_empty(tp, *x.shape)
+    arrivals = {}
+    buffers[rank][tp, : len(x)].copy_(x)
     shared.stream.wait_stream(shared.device.current_stream())
     with shared.device.stream(shared.stream):
-        shared.barrier()  # all have put theirs into their rooms
-        for r in [(rank + i) % tp for i in range(1, tp)]:  # each rank begins with another one
-            rows[r].copy_(room[r][tp, : len(x)])  # in all (tp-1)/tp of the bytes of rows in; their matmul waits
+        shared.barrier()  # no data; then all ranks have put their tokens into their buffers
+        for i in range(1, tp):
+            r = (rank + i) % tp  # each rank begins with another one
+            full_x[r].copy_(buffers[r][tp, : len(x)])  # in all (tp-1)/tp of the bytes of full_x in
             arrivals[r] = shared.stream.record_event()
-        rows[rank].copy_(x)
+        full_x[rank].copy_(x)
         arrivals[rank] = shared.stream.record_event()
-    return rows, arrivals
+    return full_x, arrivals
 
 
-def push(x: Tensor, weight: Tensor, shared: Shared) -> tuple[Tensor, torch.Event]:
+def multiply_and_send(x: Tensor, weight: Tensor, shared: Shared) -> tuple[Tensor, torch.Event]:
     """Multiply x [tp, n/tp, f] by weight [f, d], and start to copy the products to the ranks whose tokens they are.
 
-    Return what comes from all ranks, [tp, n/tp, d], to be summed, and the event after which it is there.
+    Return the parts of all ranks, [tp, n/tp, d], to be summed, and the event of their arrival.
     """
     rank, tp, tokens = shared.tp.rank(), shared.tp.size(), x.shape[1]
     shared.turn ^= 1
-    room, leaving = shared.rooms[shared.turn], shared.leaving[:, :tokens]
-    for r in [(rank + i) % tp for i in range(1, tp)]:
-        torch.mm(x[r], weight, out=leaving[r])
+    buffers = shared.buffers[shared.turn]
+    products = shared.send_buffer[:, :tokens]
+    for i in range(1, tp):
+        r = (rank + i) % tp
+        torch.mm(x[r], weight, out=products[r])
         shared.stream.wait_stream(shared.device.current_stream())
         with shared.device.stream(shared.stream):
-            # in all (tp-1)/tp of the bytes of leaving out, while the next matmul computes
-            room[r][rank, :tokens].copy_(leaving[r])
-    torch.mm(x[rank], weight, out=room[rank][rank, :tokens])  # no other rank reads it: the barrier need not wait for it
+            # in all (tp-1)/tp of the bytes of products out; overlaps with the next matmul
+            buffers[r][rank, :tokens].copy_(products[r])
+    part = buffers[rank][rank, :tokens]  # no other rank reads it: the barrier need not wait for it
+    torch.mm(x[rank], weight, out=part)
     with shared.device.stream(shared.stream):
-        shared.barrier()  # all have brought theirs; their sum waits
-    return room[rank][:tp, :tokens], shared.stream.record_event()
+        shared.barrier()  # no data; then all ranks have sent their products
+    return buffers[rank][:tp, :tokens], shared.stream.record_event()
 
 
-def multiply(x: Tensor, rows: Tensor, weight: Tensor, arrivals: dict[int, torch.Event], shared: Shared) -> Tensor:
-    """Multiply rows [tp, n/tp, d] by weight [d, f] -> [n, f]: first this rank's x, then the others' as they arrive."""
-    out = rows.new_empty(*rows.shape[:2], weight.shape[1])
-    torch.mm(x, weight, out=out[shared.tp.rank()])
+def wait_and_multiply(
+    x: Tensor, full_x: Tensor, weight: Tensor, arrivals: dict[int, torch.Event], shared: Shared
+) -> Tensor:
+    """Multiply full_x [tp, n/tp, d] by weight [d, f] -> [n, f]: first this rank's x, then others' as they arrive."""
+    y = full_x.new_empty(*full_x.shape[:2], weight.shape[1])
+    torch.mm(x, weight, out=y[shared.tp.rank()])
     for r, arrival in arrivals.items():
         shared.device.current_stream().wait_event(arrival)
         if r != shared.tp.rank():
-            torch.mm(rows[r], weight, out=out[r])
-    return out.flatten(0, 1)
+            torch.mm(full_x[r], weight, out=y[r])
+    return y.flatten(0, 1)
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -227,19 +235,21 @@ class ColumnParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, shared: Shared) -> Tensor:
         ctx.save_for_backward(x, weight)  # this rank's tokens alone
         ctx.shared = shared
-        rows, arrivals = pull(x, shared)
-        return multiply(x, rows, weight.T, arrivals, shared)
+        full_x, arrivals = start_gather(x, shared)
+        return wait_and_multiply(x, full_x, weight.T, arrivals, shared)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        (x, weight), shared = ctx.saved_tensors, ctx.shared
-        rows, arrivals = pull(x, shared)  # overlaps with the next matmul
-        parts, arrived = push(gradient.view(len(rows), -1, len(weight)), weight, shared)  # and with the one after it
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        shared = ctx.shared
+        full_x, arrivals = start_gather(x, shared)  # overlaps with the matmuls of dx
+        dy_by_rank = dy.view(len(full_x), -1, len(weight))
+        dx_parts, dx_arrival = multiply_and_send(dy_by_rank, weight, shared)  # overlaps with the matmul of dw
         for arrival in arrivals.values():
             shared.device.current_stream().wait_event(arrival)
-        gradient = gradient.T @ rows.flatten(0, 1)
-        shared.device.current_stream().wait_event(arrived)
-        return shared.total(parts), gradient, None
+        dw = dy.T @ full_x.flatten(0, 1)
+        shared.device.current_stream().wait_event(dx_arrival)
+        return shared.sum_products(dx_parts), dw, None
 
 
 class RowParallel(torch.autograd.Function):
@@ -250,37 +260,40 @@ class RowParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, shared: Shared) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.shared = shared
-        parts, arrived = push(x.view(shared.tp.size(), -1, x.shape[1]), weight.T, shared)
-        shared.device.current_stream().wait_event(arrived)
-        return shared.total(parts)
+        x_by_rank = x.view(shared.tp.size(), -1, x.shape[1])
+        parts, arrival = multiply_and_send(x_by_rank, weight.T, shared)
+        shared.device.current_stream().wait_event(arrival)
+        return shared.sum_products(parts)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        rows, arrivals = pull(gradient, ctx.shared)
-        return multiply(gradient, rows, weight, arrivals, ctx.shared), rows.flatten(0, 1).T @ x, None
+        full_dy, arrivals = start_gather(dy, ctx.shared)
+        dx = wait_and_multiply(dy, full_dy, weight, arrivals, ctx.shared)
+        dw = full_dy.flatten(0, 1).T @ x
+        return dx, dw, None
 
 
-class Scatter(torch.autograd.Function):
+class ReduceScatterTokens(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
     Backward gathers the gradients of all n tokens, so the gradient of a table split over tp is complete. A table that
-    every rank holds (learned positions, added after Scatter) has that of this rank's tokens alone: sum it over tp.
+    every rank holds (learned positions, added after this) has the gradient of the rank's tokens alone: sum it over tp.
     """
 
     @staticmethod
     @torch.compiler.disable
-    def forward(ctx, rows: Tensor, tp: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.tp = tp
-        x, scattered = reduce_scatter_tokens(rows, tp)
-        scattered.wait()
-        return x
+        y, work = reduce_scatter_tokens(x, tp)
+        work.wait()
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()
-        return rows, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        dx, work = gather_tokens(dy, ctx.tp)
+        work.wait()
+        return dx, None
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -329,7 +342,8 @@ class Attention(nn.Module):
         super().__init__()
         self.shared = shared
         self.k = cfg.dim // cfg.heads
-        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
+        heads = cfg.heads // tp.size()  # of this rank
+        kv_heads = max(1, cfg.kv_heads // tp.size())
         self.q_proj = nn.Linear(cfg.dim, heads * self.k, bias=False)
         self.k_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
         self.v_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
@@ -337,11 +351,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         weights = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
-        x = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), self.shared)  # (b s) (q k v)/tp
-        q, k, v = x.split([len(weight) for weight in weights], dim=-1)
-        q = rotate(rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)  # b h/tp s k
-        k = rotate(rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)
-        v = rearrange(v, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k).contiguous()  # a view would keep x
+        qkv = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), self.shared)  # (b s) (q k v)/tp
+        q, k, v = qkv.split([len(weight) for weight in weights], dim=-1)
+        q = rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)  # b h/tp s k
+        k = rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)
+        v = rearrange(v, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k).contiguous()  # a view would keep qkv
+        q = rotate(q, rope)
+        k = rotate(k, rope)
         o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         o = rearrange(o, "b h s k -> (b s) (h k)")
         return RowParallel.apply(o, self.o_proj.weight.to(x.dtype), self.shared)  # (b s)/tp d
@@ -360,7 +376,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = [self.gate_proj.weight, self.up_proj.weight]
-        gate, up = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), self.shared).chunk(2, dim=-1)  # (b s) f/tp
+        gate_up = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), self.shared)
+        gate, up = gate_up.chunk(2, dim=-1)  # (b s) f/tp
         x = nn.functional.silu(gate) * up
         return RowParallel.apply(x, self.down_proj.weight.to(x.dtype), self.shared)  # (b s)/tp d
 
@@ -390,9 +407,10 @@ class Embedding(nn.Module):
         self.weight = nn.Embedding(-(-cfg.vocab // tp.size()), cfg.dim).weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        row = ids - self.tp.rank() * len(self.weight)
-        here = (row >= 0) & (row < len(self.weight))
-        return nn.functional.embedding(row.where(here, 0), self.weight).masked_fill(~here[..., None], 0)  # b s d
+        rows = ids - self.tp.rank() * len(self.weight)
+        is_local = (rows >= 0) & (rows < len(self.weight))
+        x = nn.functional.embedding(rows.where(is_local, 0), self.weight)
+        return x.masked_fill(~is_local[..., None], 0)  # b s d
 
 
 class Loss(nn.Module):
@@ -407,21 +425,25 @@ class Loss(nn.Module):
         self.tp = tp
         self.vocab = cfg.vocab
 
-    def wide(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Logits in fp32; those of the padding are -inf."""
-        return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(ids >= self.vocab, -torch.inf)
+    def fp32_logits(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return the logits in fp32 or above, with -inf for the padding."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.masked_fill(ids >= self.vocab, -torch.inf)
 
-    def forward(self, rows: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         targets = targets.int()  # 64 bits are slower on a GPU
-        ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
-        top = self.wide(rows.detach(), ids).amax(1)
+        v = logits.shape[1]  # of this rank
+        ids = torch.arange(v, dtype=torch.int32, device=logits.device) + self.tp.rank() * v
+        top = self.fp32_logits(logits.detach(), ids).amax(1)
         torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token
-        rows = self.wide(rows, ids)
-        exponentials = (rows - top[:, None]).exp().sum(1)
-        wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = ReduceFromTP.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token
-        return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
+        logits = self.fp32_logits(logits, ids)
+        exponentials = (logits - top[:, None]).exp().sum(1)
+        target_logits = logits.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
+        sums = torch.stack([exponentials, target_logits])
+        exponentials, target_logits = ReduceFromTP.apply(sums, self.tp)  # 8 bytes per token
+        losses = exponentials.log() + top - target_logits
+        return losses.where(targets != IGNORE, 0).sum()
 
 
 class Model(nn.Module):
@@ -444,33 +466,45 @@ class Model(nn.Module):
         """ids [b, s] -> logits [b, s, v/tp]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        x = Scatter.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
+        x = ReduceScatterTokens.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
         for block in self.model.layers:
             x = block(x, rope)
         logits = ColumnParallel.apply(self.model.norm(x), self.lm_head.weight.to(x.dtype), self.shared)
         return rearrange(logits, "(b s) v -> b s v", s=ids.shape[1])
 
 
-def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
-    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
+def is_split(name: str) -> bool:
+    """Return whether ranks hold different parts of a tensor; else it is replicated.
 
-    SPLIT names the split layers; all others are replicated. This model has no biases; if yours has, split those of
-    column-parallel layers and replicate those of row-parallel ones. Split q, k and v of a fused qkv weight separately.
+    Split are weights of the layers in SPLIT, and biases of column-parallel ones, if your model has biases.
     """
     path, _, kind = name.rpartition(".")
     layer = path.rpartition(".")[2]
-    if layer not in SPLIT or (SPLIT[layer] == 1 and kind == "bias"):
+    return layer in SPLIT and (SPLIT[layer] == 0 or kind != "bias")
+
+
+def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
+    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
+
+    Split q, k and v of a fused qkv weight separately.
+    """
+    if not is_split(name):
         return 0, 1
-    return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    layer = name.split(".")[-2]
+    parts = min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    return SPLIT[layer], parts
 
 
 def make_shared(cfg: Config, tp: dist.ProcessGroup) -> Shared:
     """Allocate the memory in which the ranks exchange the tokens of a batch."""
     elements = 2 * (tp.size() + 1) * cfg.batch * cfg.seq // tp.size() * cfg.dim
     memory, barrier = share(elements, getattr(torch, cfg.dtype), cfg.device, tp)
-    rooms = list(zip(*(m.view(2, tp.size() + 1, -1, cfg.dim) for m in memory)))
-    leaving, device = torch.empty_like(rooms[0][tp.rank()][: tp.size()]), torch.get_device_module(cfg.device)
-    return Shared(tp, rooms, leaving, barrier, device, device.Stream(), torch.compile(total) if cfg.compile else total)
+    pairs = [tensor.view(2, tp.size() + 1, -1, cfg.dim) for tensor in memory]  # one per rank
+    buffers = list(zip(*pairs))
+    send_buffer = torch.empty_like(buffers[0][tp.rank()][: tp.size()])
+    device = torch.get_device_module(cfg.device)
+    sum_parts = torch.compile(sum_products) if cfg.compile else sum_products
+    return Shared(tp, buffers, send_buffer, barrier, device, device.Stream(), sum_parts)
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -486,21 +520,21 @@ def sum_replicas(model: nn.Module) -> None:
 
     A rank's gradient of a replicated parameter comes from its own tokens alone.
     """
-    # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-    # with tp 2 instead of tp.size(): on one rank nothing is split, and everything would count as replicated
-    whole = [p for name, p in model.named_parameters() if placement(name, 2, 2)[1] == 1]
-    replicated = [p.grad for p in whole if p.grad is not None]
-    if replicated:  # else they are frozen
-        model.tp.allreduce_coalesced(replicated).wait()  # 2 (tp-1)/tp of their bytes out and in
-    if model.replicas.size() > 1:
-        parts = [part for block in model.model.layers for part in (block.self_attn.k_proj, block.self_attn.v_proj)]
-        trained = [p for part in parts for p in part.parameters() if p.requires_grad]
-        gradients = [p.grad for p in trained if p.grad is not None]
-        if trained and not gradients:
-            raise RuntimeError("key heads have no .grad: with ZeRO make them a unit over dp and the replicas")
-        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, which wait
-        if gradients:  # else they are frozen
-            model.replicas.allreduce_coalesced(gradients).wait()
+    replicated = [p for name, p in model.named_parameters() if not is_split(name)]
+    gradients = [p.grad for p in replicated if p.grad is not None]
+    if gradients:  # else the parameters are frozen
+        # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+        model.tp.allreduce_coalesced(gradients).wait()  # 2 (tp-1)/tp of their bytes out and in per rank
+    if model.replicas.size() == 1:
+        return
+    linears = [linear for block in model.model.layers for linear in (block.self_attn.k_proj, block.self_attn.v_proj)]
+    parameters = [p for linear in linears for p in linear.parameters() if p.requires_grad]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if parameters and not gradients:
+        raise RuntimeError("key heads have no .grad: with ZeRO make them a unit over dp and the replicas")
+    if gradients:  # else the linears are frozen
+        # 2 (r-1)/r of their bytes out and in per rank, with r replicas
+        model.replicas.allreduce_coalesced(gradients).wait()
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -515,12 +549,14 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    held_by = {}  # number of ranks -> gradients that so many ranks hold
-    trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    for name, p in trained:
-        held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
-    squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
-    norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
+    gradients_by_copies = {}  # number of ranks that have the same gradient -> such gradients
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            _, parts = placement(name, model.tp.size(), cfg.kv_heads)
+            copies = model.tp.size() // parts
+            gradients_by_copies.setdefault(copies, []).append(p.grad)
+    squares = [nn.utils.get_total_norm(gradients) ** 2 / copies for copies, gradients in gradients_by_copies.items()]
+    norm = torch.stack(squares).sum()  # a gradient that n ranks have counts 1/n on each
     dist.all_reduce(norm, group=model.tp)  # one element
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -597,12 +633,15 @@ def build_model(cfg: Config) -> Model:
     with torch.no_grad():
         for name, p in model.named_parameters():
             axis, parts = placement(name, tp.size(), cfg.kv_heads)
-            shape = [n * parts if i == axis else n for i, n in enumerate(p.shape)]
-            rows = cfg.vocab if name in VOCABULARY else shape[0]
-            full = full_tensor(cfg, name, torch.Size([rows, *shape[1:]]))
-            if rows < shape[0]:
-                full = nn.functional.pad(full, (0, 0, 0, shape[0] - rows))
-            p.copy_(full.chunk(parts, axis)[tp.rank() * parts // tp.size()])
+            shape = list(p.shape)
+            shape[axis] *= parts
+            padding = shape[0] - cfg.vocab if name in VOCABULARY else 0  # rows
+            shape[0] -= padding
+            full = full_tensor(cfg, name, torch.Size(shape))
+            if padding:
+                full = nn.functional.pad(full, (0, 0, 0, padding))
+            part = tp.rank() * parts // tp.size()
+            p.copy_(full.chunk(parts, axis)[part])
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -727,14 +766,17 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    tp, weights = model.tp, {}
+    tp = model.tp
+    weights = {}
     for name, p in model.named_parameters():
         axis, parts = placement(name, tp.size(), cfg.kv_heads)
         shards = [torch.empty_like(p) for _ in range(tp.size())] if tp.rank() == 0 else None
         dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one
         if dist.get_rank() == 0:
-            whole = torch.cat(shards[:: tp.size() // parts], axis)
-            weights[name] = (whole[: cfg.vocab] if name in VOCABULARY else whole).cpu()  # without the padding
+            full = torch.cat(shards[:: tp.size() // parts], axis)
+            if name in VOCABULARY:
+                full = full[: cfg.vocab]  # without the padding
+            weights[name] = full.cpu()
     if dist.get_rank() == 0:
         write_weights(cfg, weights, history)
 
@@ -864,6 +906,7 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: Attention, MLP, Block.__init__, Model, build_model, check
-# Copy:     share, Shared, total, pull, push, multiply, ColumnParallel, RowParallel, clip_gradients (make_shared shows
-#           how to make Shared; the rest, gather_tokens to sum_replicas, as sequence_parallel.py says)
+# Copy:     share, Shared, sum_products, start_gather, multiply_and_send, wait_and_multiply, ColumnParallel,
+#           RowParallel, clip_gradients (make_shared shows how to make Shared; the rest, gather_tokens to sum_replicas,
+#           as sequence_parallel.py says)
 # Needs:    cfg.clip, cfg.kv_heads, model.tp, placement

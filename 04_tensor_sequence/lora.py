@@ -1,15 +1,10 @@
 """LoRA with tensor parallelism: of each adapter one matrix is split like its linear, the other one is on all ranks.
 
-    column-parallel (q, k, v, gate, up):  W, B split by outputs, A whole:  y_r = x·W_rᵀ + scale·(x·Aᵀ)·B_rᵀ
-    row-parallel (o, down):               W, A split by inputs, B whole:   y = Σ_r x_r·W_rᵀ + scale·(x_r·A_rᵀ)·Bᵀ
-
-1. Forward needs no message more: a row-parallel adapter's output is partial, and is summed with the linear's.
-2. Backward gives a partial gradient to every whole matrix: to A, because each rank sees its part of the outputs, to B,
-   because each has its part of x·Aᵀ. They are summed over tp once per step. Without that, replicas drift apart.
-3. Each whole matrix counts once in the norm, and is drawn alike on all ranks.
-
-Memory per rank: 2/tp bytes per frozen weight of a block, and 16 per element of the adapters' whole matrices, 16/tp of
-the others. Once per step, a rank also sends 2·(tp-1)/tp of 4 bytes per element of the whole matrices.
+1. Column-parallel linears: B is split by outputs, A is replicated. y_r = x·W_rᵀ + scale·(x·Aᵀ)·B_rᵀ
+2. Row-parallel linears: A is split by inputs, B is replicated. y = Σ_r x_r·W_rᵀ + scale·(x_r·A_rᵀ)·Bᵀ
+3. Each rank has a partial gradient of the replicated matrices: they are summed over tp once per step, 4 bytes per
+   element. Without that, replicas drift apart.
+Memory: 2/tp bytes per frozen weight of a block, 16 per element of replicated matrices, 16/tp of split ones.
 
 Parent:   04_tensor_sequence/tensor_parallel.py, 01_single_gpu/lora.py
 Lesson:   placement, sum_partial, forward_backward
@@ -89,7 +84,7 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class CopyToTP(torch.autograd.Function):
-    """Where split weights begin (Megatron's f): forward is the identity; backward all-reduces partial gradients."""
+    """Copy x to where split weights begin (Megatron's f); backward all-reduces the partial gradients of x."""
 
     @staticmethod
     @torch.compiler.disable  # as in ReduceFromTP
@@ -98,14 +93,14 @@ class CopyToTP(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd may use it elsewhere
-        dist.all_reduce(gradient, group=ctx.tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
-        return gradient, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        dx = dy.clone(memory_format=torch.contiguous_format)  # autograd may use dy elsewhere
+        dist.all_reduce(dx, group=ctx.tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
+        return dx, None
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
+    """All-reduce the partial outputs where split weights end (Megatron's g); backward is the identity.
 
     Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
     """
@@ -113,13 +108,13 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
-        return x
+        y = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -176,7 +171,8 @@ class LoRALinear(nn.Module):
         nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight) + self.scale * self.lora_B(self.lora_A(x))
+        y = nn.functional.linear(x, self.weight)
+        return y + self.scale * self.lora_B(self.lora_A(x))
 
 
 class Attention(nn.Module):
@@ -186,7 +182,8 @@ class Attention(nn.Module):
         super().__init__()
         self.tp = tp
         self.k = cfg.dim // cfg.heads
-        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
+        heads = cfg.heads // tp.size()  # of this rank
+        kv_heads = max(1, cfg.kv_heads // tp.size())
         self.q_proj = LoRALinear(cfg.dim, heads * self.k, cfg.lora_rank, cfg.lora_alpha)
         self.k_proj = LoRALinear(cfg.dim, kv_heads * self.k, cfg.lora_rank, cfg.lora_alpha)
         self.v_proj = LoRALinear(cfg.dim, kv_heads * self.k, cfg.lora_rank, cfg.lora_alpha)
@@ -194,11 +191,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = CopyToTP.apply(x, self.tp)
-        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)  # b h/tp s k
-        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        q = rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k)  # b h/tp s k
+        k = rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k)
         v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        q = rotate(q, rope)
+        k = rotate(k, rope)
         o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return ReduceFromTP.apply(self.o_proj(rearrange(o, "b h s k -> b s (h k)")), self.tp)  # b s d
+        o = rearrange(o, "b h s k -> b s (h k)")
+        return ReduceFromTP.apply(self.o_proj(o), self.tp)  # b s d
 
 
 class MLP(nn.Module):
@@ -270,7 +270,8 @@ def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
     layer = next((layer for layer in name.split(".") if layer in SPLIT), None)
     if layer is None or (".lora_A." in name and SPLIT[layer] == 0) or (".lora_B." in name and SPLIT[layer] == 1):
         return 0, 1
-    return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    parts = min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    return SPLIT[layer], parts
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -283,16 +284,18 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 def sum_partial(cfg: Config, model: nn.Module) -> None:
     """Sum the gradients of adapters' matrices that several ranks hold: each has computed what its own part adds."""
-    whole, shared = [], []
+    replicated = []
+    head_replicas = []  # B of key and value heads
     for name, p in model.named_parameters():
-        parts = placement(name, model.tp.size(), cfg.kv_heads)[1]
+        _, parts = placement(name, model.tp.size(), cfg.kv_heads)
         if "lora_" in name and parts < model.tp.size() and p.requires_grad:
             if p.grad is None:  # this rank did not use it; the other ranks would wait for it forever
                 p.grad = torch.zeros_like(p)
-            (whole if parts == 1 else shared).append(p.grad)  # shared: B of key and value heads
+            gradients = replicated if parts == 1 else head_replicas
+            gradients.append(p.grad)
     # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-    # 2 (n-1)/n of their bytes out and in per rank, with the n ranks that hold them, which wait
-    for gradients, group in (whole, model.tp), (shared, model.replicas):
+    # 2 (n-1)/n of their bytes out and in per rank, with the n ranks that hold them
+    for gradients, group in (replicated, model.tp), (head_replicas, model.replicas):
         if gradients:
             group.allreduce_coalesced(gradients).wait()
 
@@ -309,12 +312,14 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    held_by = {}  # number of ranks -> gradients that so many ranks hold
-    trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    for name, p in trained:
-        held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
-    squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
-    norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
+    gradients_by_copies = {}  # number of ranks that have the same gradient -> such gradients
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            _, parts = placement(name, model.tp.size(), cfg.kv_heads)
+            copies = model.tp.size() // parts
+            gradients_by_copies.setdefault(copies, []).append(p.grad)
+    squares = [nn.utils.get_total_norm(gradients) ** 2 / copies for copies, gradients in gradients_by_copies.items()]
+    norm = torch.stack(squares).sum()  # a gradient that n ranks have counts 1/n on each
     dist.all_reduce(norm, group=model.tp)  # one element
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -342,7 +347,8 @@ def merge_adapters(weights: dict[str, Tensor], scale: float) -> None:
     """Replace W, A and B of every linear by W + scale·B·A, in the dtype of A and B: fp32 rounds little away."""
     for name in [name for name in weights if name.endswith(".lora_A.weight")]:
         linear = name.removesuffix(".lora_A.weight")
-        a, b = weights.pop(name), weights.pop(f"{linear}.lora_B.weight")
+        a = weights.pop(name)
+        b = weights.pop(f"{linear}.lora_B.weight")
         weights[f"{linear}.weight"] = weights[f"{linear}.weight"] + scale * (b @ a)
 
 
@@ -405,7 +411,8 @@ def full_adapter(cfg: Config, name: str, shape: torch.Size) -> Tensor:
     """Return one matrix of an adapter: B [out, rank] is 0, A [rank, in] has a variance of 1/(3·in), as in torch.nn."""
     if "lora_B" in name:
         return torch.zeros(shape, device=cfg.device)
-    return full_tensor(replace(cfg, init=""), name, shape) / 0.02 / (3 * shape[1]) ** 0.5
+    tensor = full_tensor(replace(cfg, init=""), name, shape)  # with a standard deviation of 0.02
+    return tensor / 0.02 / (3 * shape[1]) ** 0.5
 
 
 def build_model(cfg: Config) -> Model:
@@ -418,9 +425,12 @@ def build_model(cfg: Config) -> Model:
     with torch.no_grad():
         for name, p in model.named_parameters():
             axis, parts = placement(name, tp.size(), cfg.kv_heads)
-            shape = torch.Size(n * parts if i == axis else n for i, n in enumerate(p.shape))
-            full = full_adapter(cfg, name, shape) if p.requires_grad else full_tensor(cfg, name, shape)
-            p.copy_(full.chunk(parts, axis)[tp.rank() * parts // tp.size()])
+            shape = list(p.shape)
+            shape[axis] *= parts
+            initialize = full_adapter if p.requires_grad else full_tensor
+            full = initialize(cfg, name, torch.Size(shape))
+            part = tp.rank() * parts // tp.size()
+            p.copy_(full.chunk(parts, axis)[part])
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -542,8 +552,11 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def unshard(cfg: Config, model: nn.Module, adapters: bool) -> dict[str, Tensor]:
     """Return whole weights by name, on the CPU of rank 0 of tp; on request those of adapters alone."""
-    tp, weights = model.tp, {}
-    for name, p in ((name, p) for name, p in model.named_parameters() if p.requires_grad or not adapters):
+    tp = model.tp
+    weights = {}
+    for name, p in model.named_parameters():
+        if adapters and not p.requires_grad:
+            continue
         axis, parts = placement(name, tp.size(), cfg.kv_heads)
         shards = [torch.empty_like(p) for _ in range(tp.size())] if tp.rank() == 0 else None
         dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one

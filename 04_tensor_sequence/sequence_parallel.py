@@ -1,18 +1,13 @@
 """Sequence parallelism: between the split matmuls, too, a rank holds only 1/tp of the tokens.
 
-An all-reduce is a reduce-scatter and an all-gather. Tensor parallelism runs both at once; here the residual stream and
-the norms come in between, on 1/tp of the tokens.
-1. Where split weights end, a reduce-scatter gives each rank the sums of its own tokens. Where the next ones begin, an
-   all-gather gives each rank all tokens.
-2. For backward a rank keeps its own tokens and gathers all again. Column-parallel weights gather their input while they
-   compute its gradient, and reduce-scatter that gradient while they compute the weights'.
-3. Norm weights are replicated, but each rank sees only its own tokens, so their gradients are summed.
-Per block: two all-gathers and two reduce-scatters of b·s·d activations in forward and as many in backward, each with
-(tp-1)/tp of their bytes out and in, as many as all-reduces send. Step 2 adds two all-gathers. All activations that a
-block keeps take 1/tp.
+1. Each layer begins with an all-gather of the tokens and ends with a reduce-scatter of the partial sums, which together
+   are an all-reduce. The residual stream and the norms between two layers have b·s/tp tokens.
+2. Backward gathers the saved tokens again during the matmul of dx, and reduce-scatters dx during that of dw.
+3. Norm weights are replicated, and a rank sees only its tokens, so their gradients are summed over tp.
+Bytes: as tensor parallelism, and step 2's two all-gathers of b·s·d per block. Memory: 1/tp of a block's activations.
 
 Parent:   04_tensor_sequence/vocab_parallel.py
-Lesson:   gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, Attention, MLP, Model,
+Lesson:   gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, ReduceScatterTokens, Attention, MLP, Model,
           sum_replicas
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/sequence_parallel.py
 Source:   Korthikanti et al. 2022, arXiv:2205.05198
@@ -89,7 +84,7 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class ReduceFromTP(torch.autograd.Function):
-    """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
+    """All-reduce the partial outputs where split weights end (Megatron's g); backward is the identity.
 
     Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
     """
@@ -97,27 +92,27 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
-        return x
+        y = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
 
 
 def gather_tokens(x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; wait on the work before reading them."""
-    rows = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
-    # (tp-1)/tp of the bytes of rows in and out per rank
-    return rows, dist.all_gather_into_tensor(rows, x.contiguous(), group=tp, async_op=True)
+    """Start to gather the n = b·s tokens of all ranks, [n/tp, d] -> [n, d]. Wait on the work before you read them."""
+    full_x = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
+    # (tp-1)/tp of the bytes of full_x in and out per rank
+    return full_x, dist.all_gather_into_tensor(full_x, x.contiguous(), group=tp, async_op=True)
 
 
-def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to sum the ranks' [n, d]; each rank gets the sums of its own tokens, [n/tp, d]. Wait before reading."""
-    x = rows.new_empty(rows.shape[0] // tp.size(), *rows.shape[1:])
-    # (tp-1)/tp of the bytes of rows out and in per rank
-    return x, dist.reduce_scatter_tensor(x, rows.contiguous(), group=tp, async_op=True)
+def reduce_scatter_tokens(full_x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to sum the ranks' [n, d]; each rank gets the sums of its tokens, [n/tp, d]. Wait before you read them."""
+    x = full_x.new_empty(full_x.shape[0] // tp.size(), *full_x.shape[1:])
+    # (tp-1)/tp of the bytes of full_x out and in per rank
+    return x, dist.reduce_scatter_tensor(x, full_x.contiguous(), group=tp, async_op=True)
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -128,19 +123,19 @@ class ColumnParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, weight)  # this rank's tokens alone
         ctx.tp = tp
-        rows, gathered = gather_tokens(x, tp)
-        gathered.wait()
-        return rows @ weight.T
+        full_x, work = gather_tokens(x, tp)
+        work.wait()
+        return full_x @ weight.T
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        rows, gathered = gather_tokens(x, ctx.tp)  # overlaps with the next matmul
-        x, scattered = reduce_scatter_tokens(gradient @ weight, ctx.tp)  # overlaps with the one after it
-        gathered.wait()
-        gradient = gradient.T @ rows
-        scattered.wait()
-        return x, gradient, None
+        full_x, gather_work = gather_tokens(x, ctx.tp)  # overlaps with the matmul of dx
+        dx, reduce_work = reduce_scatter_tokens(dy @ weight, ctx.tp)  # overlaps with the matmul of dw
+        gather_work.wait()
+        dw = dy.T @ full_x
+        reduce_work.wait()
+        return dx, dw, None
 
 
 class RowParallel(torch.autograd.Function):
@@ -151,38 +146,40 @@ class RowParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp = tp
-        x, scattered = reduce_scatter_tokens(x @ weight.T, tp)
-        scattered.wait()
-        return x
+        y, work = reduce_scatter_tokens(x @ weight.T, tp)
+        work.wait()
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()
-        return rows @ weight, rows.T @ x, None
+        full_dy, work = gather_tokens(dy, ctx.tp)
+        work.wait()
+        dx = full_dy @ weight
+        dw = full_dy.T @ x
+        return dx, dw, None
 
 
-class Scatter(torch.autograd.Function):
+class ReduceScatterTokens(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
     Backward gathers the gradients of all n tokens, so the gradient of a table split over tp is complete. A table that
-    every rank holds (learned positions, added after Scatter) has that of this rank's tokens alone: sum it over tp.
+    every rank holds (learned positions, added after this) has the gradient of the rank's tokens alone: sum it over tp.
     """
 
     @staticmethod
     @torch.compiler.disable
-    def forward(ctx, rows: Tensor, tp: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.tp = tp
-        x, scattered = reduce_scatter_tokens(rows, tp)
-        scattered.wait()
-        return x
+        y, work = reduce_scatter_tokens(x, tp)
+        work.wait()
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()
-        return rows, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        dx, work = gather_tokens(dy, ctx.tp)
+        work.wait()
+        return dx, None
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -231,7 +228,8 @@ class Attention(nn.Module):
         super().__init__()
         self.tp = tp
         self.k = cfg.dim // cfg.heads
-        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
+        heads = cfg.heads // tp.size()  # of this rank
+        kv_heads = max(1, cfg.kv_heads // tp.size())
         self.q_proj = nn.Linear(cfg.dim, heads * self.k, bias=False)
         self.k_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
         self.v_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
@@ -239,11 +237,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         weights = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
-        x = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), self.tp)  # (b s) (q k v)/tp, gathered once
-        q, k, v = x.split([len(weight) for weight in weights], dim=-1)
-        q = rotate(rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)  # b h/tp s k
-        k = rotate(rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)
-        v = rearrange(v, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k).contiguous()  # a view would keep x
+        qkv = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), self.tp)  # (b s) (q k v)/tp, gathered once
+        q, k, v = qkv.split([len(weight) for weight in weights], dim=-1)
+        q = rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)  # b h/tp s k
+        k = rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)
+        v = rearrange(v, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k).contiguous()  # a view would keep qkv
+        q = rotate(q, rope)
+        k = rotate(k, rope)
         o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         o = rearrange(o, "b h s k -> (b s) (h k)")
         return RowParallel.apply(o, self.o_proj.weight.to(x.dtype), self.tp)  # (b s)/tp d
@@ -262,10 +262,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = [self.gate_proj.weight, self.up_proj.weight]
-        gate, up = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), self.tp).chunk(2, dim=-1)  # (b s) f/tp
-        return RowParallel.apply(
-            nn.functional.silu(gate) * up, self.down_proj.weight.to(x.dtype), self.tp
-        )  # (b s)/tp d
+        gate_up = ColumnParallel.apply(x, torch.cat(weights).to(x.dtype), self.tp)
+        gate, up = gate_up.chunk(2, dim=-1)  # (b s) f/tp
+        x = nn.functional.silu(gate) * up
+        return RowParallel.apply(x, self.down_proj.weight.to(x.dtype), self.tp)  # (b s)/tp d
 
 
 class Block(nn.Module):
@@ -293,9 +293,10 @@ class Embedding(nn.Module):
         self.weight = nn.Embedding(-(-cfg.vocab // tp.size()), cfg.dim).weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        row = ids - self.tp.rank() * len(self.weight)
-        here = (row >= 0) & (row < len(self.weight))
-        return nn.functional.embedding(row.where(here, 0), self.weight).masked_fill(~here[..., None], 0)  # b s d
+        rows = ids - self.tp.rank() * len(self.weight)
+        is_local = (rows >= 0) & (rows < len(self.weight))
+        x = nn.functional.embedding(rows.where(is_local, 0), self.weight)
+        return x.masked_fill(~is_local[..., None], 0)  # b s d
 
 
 class Loss(nn.Module):
@@ -310,21 +311,25 @@ class Loss(nn.Module):
         self.tp = tp
         self.vocab = cfg.vocab
 
-    def wide(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Logits in fp32; those of the padding are -inf."""
-        return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(ids >= self.vocab, -torch.inf)
+    def fp32_logits(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return the logits in fp32 or above, with -inf for the padding."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.masked_fill(ids >= self.vocab, -torch.inf)
 
-    def forward(self, rows: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         targets = targets.int()  # 64 bits are slower on a GPU
-        ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
-        top = self.wide(rows.detach(), ids).amax(1)
+        v = logits.shape[1]  # of this rank
+        ids = torch.arange(v, dtype=torch.int32, device=logits.device) + self.tp.rank() * v
+        top = self.fp32_logits(logits.detach(), ids).amax(1)
         torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token
-        rows = self.wide(rows, ids)
-        exponentials = (rows - top[:, None]).exp().sum(1)
-        wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = ReduceFromTP.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token
-        return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
+        logits = self.fp32_logits(logits, ids)
+        exponentials = (logits - top[:, None]).exp().sum(1)
+        target_logits = logits.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
+        sums = torch.stack([exponentials, target_logits])
+        exponentials, target_logits = ReduceFromTP.apply(sums, self.tp)  # 8 bytes per token
+        losses = exponentials.log() + top - target_logits
+        return losses.where(targets != IGNORE, 0).sum()
 
 
 class Model(nn.Module):
@@ -346,24 +351,33 @@ class Model(nn.Module):
         """ids [b, s] -> logits [b, s, v/tp]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        x = Scatter.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
+        x = ReduceScatterTokens.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
         for block in self.model.layers:
             x = block(x, rope)
         logits = ColumnParallel.apply(self.model.norm(x), self.lm_head.weight.to(x.dtype), self.tp)
         return rearrange(logits, "(b s) v -> b s v", s=ids.shape[1])
 
 
-def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
-    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
+def is_split(name: str) -> bool:
+    """Return whether ranks hold different parts of a tensor; else it is replicated.
 
-    SPLIT names the split layers; all others are replicated. This model has no biases; if yours has, split those of
-    column-parallel layers and replicate those of row-parallel ones. Split q, k and v of a fused qkv weight separately.
+    Split are weights of the layers in SPLIT, and biases of column-parallel ones, if your model has biases.
     """
     path, _, kind = name.rpartition(".")
     layer = path.rpartition(".")[2]
-    if layer not in SPLIT or (SPLIT[layer] == 1 and kind == "bias"):
+    return layer in SPLIT and (SPLIT[layer] == 0 or kind != "bias")
+
+
+def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
+    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
+
+    Split q, k and v of a fused qkv weight separately.
+    """
+    if not is_split(name):
         return 0, 1
-    return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    layer = name.split(".")[-2]
+    parts = min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    return SPLIT[layer], parts
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -379,21 +393,21 @@ def sum_replicas(model: nn.Module) -> None:
 
     A rank's gradient of a replicated parameter comes from its own tokens alone.
     """
-    # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-    # with tp 2 instead of tp.size(): on one rank nothing is split, and everything would count as replicated
-    whole = [p for name, p in model.named_parameters() if placement(name, 2, 2)[1] == 1]
-    replicated = [p.grad for p in whole if p.grad is not None]
-    if replicated:  # else they are frozen
-        model.tp.allreduce_coalesced(replicated).wait()  # 2 (tp-1)/tp of their bytes out and in
-    if model.replicas.size() > 1:
-        parts = [part for block in model.model.layers for part in (block.self_attn.k_proj, block.self_attn.v_proj)]
-        trained = [p for part in parts for p in part.parameters() if p.requires_grad]
-        gradients = [p.grad for p in trained if p.grad is not None]
-        if trained and not gradients:
-            raise RuntimeError("key heads have no .grad: with ZeRO make them a unit over dp and the replicas")
-        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, which wait
-        if gradients:  # else they are frozen
-            model.replicas.allreduce_coalesced(gradients).wait()
+    replicated = [p for name, p in model.named_parameters() if not is_split(name)]
+    gradients = [p.grad for p in replicated if p.grad is not None]
+    if gradients:  # else the parameters are frozen
+        # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+        model.tp.allreduce_coalesced(gradients).wait()  # 2 (tp-1)/tp of their bytes out and in per rank
+    if model.replicas.size() == 1:
+        return
+    linears = [linear for block in model.model.layers for linear in (block.self_attn.k_proj, block.self_attn.v_proj)]
+    parameters = [p for linear in linears for p in linear.parameters() if p.requires_grad]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if parameters and not gradients:
+        raise RuntimeError("key heads have no .grad: with ZeRO make them a unit over dp and the replicas")
+    if gradients:  # else the linears are frozen
+        # 2 (r-1)/r of their bytes out and in per rank, with r replicas
+        model.replicas.allreduce_coalesced(gradients).wait()
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -408,12 +422,14 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    held_by = {}  # number of ranks -> gradients that so many ranks hold
-    trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    for name, p in trained:
-        held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
-    squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
-    norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
+    gradients_by_copies = {}  # number of ranks that have the same gradient -> such gradients
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            _, parts = placement(name, model.tp.size(), cfg.kv_heads)
+            copies = model.tp.size() // parts
+            gradients_by_copies.setdefault(copies, []).append(p.grad)
+    squares = [nn.utils.get_total_norm(gradients) ** 2 / copies for copies, gradients in gradients_by_copies.items()]
+    norm = torch.stack(squares).sum()  # a gradient that n ranks have counts 1/n on each
     dist.all_reduce(norm, group=model.tp)  # one element
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -489,12 +505,15 @@ def build_model(cfg: Config) -> Model:
     with torch.no_grad():
         for name, p in model.named_parameters():
             axis, parts = placement(name, tp.size(), cfg.kv_heads)
-            shape = [n * parts if i == axis else n for i, n in enumerate(p.shape)]
-            rows = cfg.vocab if name in VOCABULARY else shape[0]
-            full = full_tensor(cfg, name, torch.Size([rows, *shape[1:]]))
-            if rows < shape[0]:
-                full = nn.functional.pad(full, (0, 0, 0, shape[0] - rows))
-            p.copy_(full.chunk(parts, axis)[tp.rank() * parts // tp.size()])
+            shape = list(p.shape)
+            shape[axis] *= parts
+            padding = shape[0] - cfg.vocab if name in VOCABULARY else 0  # rows
+            shape[0] -= padding
+            full = full_tensor(cfg, name, torch.Size(shape))
+            if padding:
+                full = nn.functional.pad(full, (0, 0, 0, padding))
+            part = tp.rank() * parts // tp.size()
+            p.copy_(full.chunk(parts, axis)[part])
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -619,14 +638,17 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    tp, weights = model.tp, {}
+    tp = model.tp
+    weights = {}
     for name, p in model.named_parameters():
         axis, parts = placement(name, tp.size(), cfg.kv_heads)
         shards = [torch.empty_like(p) for _ in range(tp.size())] if tp.rank() == 0 else None
         dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one
         if dist.get_rank() == 0:
-            whole = torch.cat(shards[:: tp.size() // parts], axis)
-            weights[name] = (whole[: cfg.vocab] if name in VOCABULARY else whole).cpu()  # without the padding
+            full = torch.cat(shards[:: tp.size() // parts], axis)
+            if name in VOCABULARY:
+                full = full[: cfg.vocab]  # without the padding
+            weights[name] = full.cpu()
     if dist.get_rank() == 0:
         write_weights(cfg, weights, history)
 
@@ -754,9 +776,9 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: check, main
-# Copy:     SPLIT, gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, Scatter, placement, sum_replicas,
-#           clip_gradients (Attention, MLP and Model show their calls; under autocast, x must have its dtype already;
-#           call sum_replicas once per step, after the last backward)
+# Copy:     SPLIT, gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, ReduceScatterTokens, is_split,
+#           placement, sum_replicas, clip_gradients (Attention, MLP and Model show their calls; under autocast, x must
+#           have its dtype already; call sum_replicas once per step, after the last backward)
 # Needs:    cfg.clip, cfg.kv_heads, model.model.layers, model.replicas, model.tp, "k_proj", "v_proj"
 # Together: With ZeRO, see 08_4d/2d.py: in place of sum_replicas, a weight that tp replicates is in a unit over all
 #           ranks that hold it.

@@ -1,14 +1,14 @@
 """Tensor parallelism: every matmul of a block is split over the ranks, by heads in attention, by columns in the MLP.
 
-The first weights of a layer are split by their outputs (column-parallel), the last by their inputs (row-parallel), so
-that nothing in between needs another rank: each rank computes its heads, or its part of the ffn, and the ranks' outputs
-are summed. Per block that is one all-reduce of b·s·d activations after attention and one after the MLP, and in backward
-one for the gradient of each one's input: a rank sends 2·(tp-1)/tp of their bytes and receives as many, while nothing
-computes. With fewer key heads than ranks, several ranks hold the same one. The other matrices of a block take 1/tp per
-rank, with their gradients and AdamW's moments; so do the activations between split weights.
+The first weights of a layer are split by their outputs (column-parallel), the last by their inputs (row-parallel). Each
+rank computes its heads, or its columns of the ffn, and nothing in between needs another rank.
+Per block: an all-reduce of b·s·d activations after attention and after the MLP, and in backward one for the gradient of
+the input of each. A rank sends 2·(tp-1)/tp of their bytes and receives as many, while nothing computes.
+Memory: 1/tp of a block's matrices, their gradients, AdamW's moments, and the activations between split weights.
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
-Lesson:   SPLIT, CopyToTP, ReduceFromTP, Attention, MLP, placement, build_model, sum_replicas, clip_gradients, save
+Lesson:   SPLIT, CopyToTP, ReduceFromTP, Attention, MLP, is_split, placement, build_model, sum_replicas,
+          clip_gradients, save
 Run:      torchrun --nproc_per_node 8 04_tensor_sequence/tensor_parallel.py
 Source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
@@ -82,7 +82,7 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class CopyToTP(torch.autograd.Function):
-    """Where split weights begin (Megatron's f): forward is the identity; backward all-reduces partial gradients."""
+    """Copy x to where split weights begin (Megatron's f); backward all-reduces the partial gradients of x."""
 
     @staticmethod
     @torch.compiler.disable  # as in ReduceFromTP
@@ -91,14 +91,14 @@ class CopyToTP(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd may use it elsewhere
-        dist.all_reduce(gradient, group=ctx.tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
-        return gradient, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        dx = dy.clone(memory_format=torch.contiguous_format)  # autograd may use dy elsewhere
+        dist.all_reduce(dx, group=ctx.tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
+        return dx, None
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
+    """All-reduce the partial outputs where split weights end (Megatron's g); backward is the identity.
 
     Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
     """
@@ -106,13 +106,13 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
-        return x
+        y = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -161,7 +161,8 @@ class Attention(nn.Module):
         super().__init__()
         self.tp = tp
         self.k = cfg.dim // cfg.heads
-        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
+        heads = cfg.heads // tp.size()  # of this rank
+        kv_heads = max(1, cfg.kv_heads // tp.size())
         self.q_proj = nn.Linear(cfg.dim, heads * self.k, bias=False)
         self.k_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
         self.v_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
@@ -169,11 +170,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = CopyToTP.apply(x, self.tp)
-        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)  # b h/tp s k
-        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        q = rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k)  # b h/tp s k
+        k = rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k)
         v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        q = rotate(q, rope)
+        k = rotate(k, rope)
         o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return ReduceFromTP.apply(self.o_proj(rearrange(o, "b h s k -> b s (h k)")), self.tp)  # b s d
+        o = rearrange(o, "b h s k -> b s (h k)")
+        return ReduceFromTP.apply(self.o_proj(o), self.tp)  # b s d
 
 
 class MLP(nn.Module):
@@ -233,17 +237,26 @@ class Model(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
-def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
-    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
+def is_split(name: str) -> bool:
+    """Return whether ranks hold different parts of a tensor; else it is replicated.
 
-    SPLIT names the split layers; all others are replicated. This model has no biases; if yours has, split those of
-    column-parallel layers and replicate those of row-parallel ones. Split q, k and v of a fused qkv weight separately.
+    Split are weights of the layers in SPLIT, and biases of column-parallel ones, if your model has biases.
     """
     path, _, kind = name.rpartition(".")
     layer = path.rpartition(".")[2]
-    if layer not in SPLIT or (SPLIT[layer] == 1 and kind == "bias"):
+    return layer in SPLIT and (SPLIT[layer] == 0 or kind != "bias")
+
+
+def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
+    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
+
+    Split q, k and v of a fused qkv weight separately.
+    """
+    if not is_split(name):
         return 0, 1
-    return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    layer = name.split(".")[-2]
+    parts = min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    return SPLIT[layer], parts
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -256,16 +269,17 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 def sum_replicas(model: nn.Module) -> None:
     """Sum the gradients of the key and value heads that several ranks hold, each for its own query heads."""
-    if model.replicas.size() > 1:
-        parts = [part for block in model.model.layers for part in (block.self_attn.k_proj, block.self_attn.v_proj)]
-        trained = [p for part in parts for p in part.parameters() if p.requires_grad]
-        gradients = [p.grad for p in trained if p.grad is not None]
-        if trained and not gradients:
-            raise RuntimeError("key heads have no .grad: with ZeRO make them a unit over dp and the replicas")
+    if model.replicas.size() == 1:
+        return
+    linears = [linear for block in model.model.layers for linear in (block.self_attn.k_proj, block.self_attn.v_proj)]
+    parameters = [p for linear in linears for p in linear.parameters() if p.requires_grad]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if parameters and not gradients:
+        raise RuntimeError("key heads have no .grad: with ZeRO make them a unit over dp and the replicas")
+    if gradients:  # else the linears are frozen
         # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, which wait
-        if gradients:  # else they are frozen
-            model.replicas.allreduce_coalesced(gradients).wait()
+        # 2 (r-1)/r of their bytes out and in per rank, with r replicas
+        model.replicas.allreduce_coalesced(gradients).wait()
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -280,12 +294,14 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    held_by = {}  # number of ranks -> gradients that so many ranks hold
-    trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    for name, p in trained:
-        held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
-    squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
-    norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
+    gradients_by_copies = {}  # number of ranks that have the same gradient -> such gradients
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            _, parts = placement(name, model.tp.size(), cfg.kv_heads)
+            copies = model.tp.size() // parts
+            gradients_by_copies.setdefault(copies, []).append(p.grad)
+    squares = [nn.utils.get_total_norm(gradients) ** 2 / copies for copies, gradients in gradients_by_copies.items()]
+    norm = torch.stack(squares).sum()  # a gradient that n ranks have counts 1/n on each
     dist.all_reduce(norm, group=model.tp)  # one element
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -361,8 +377,10 @@ def build_model(cfg: Config) -> Model:
     with torch.no_grad():
         for name, p in model.named_parameters():
             axis, parts = placement(name, tp.size(), cfg.kv_heads)
-            shape = torch.Size(n * parts if i == axis else n for i, n in enumerate(p.shape))
-            p.copy_(full_tensor(cfg, name, shape).chunk(parts, axis)[tp.rank() * parts // tp.size()])
+            shape = list(p.shape)
+            shape[axis] *= parts
+            part = tp.rank() * parts // tp.size()
+            p.copy_(full_tensor(cfg, name, torch.Size(shape)).chunk(parts, axis)[part])
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -487,7 +505,8 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    tp, weights = model.tp, {}
+    tp = model.tp
+    weights = {}
     for name, p in model.named_parameters():
         axis, parts = placement(name, tp.size(), cfg.kv_heads)
         shards = [torch.empty_like(p) for _ in range(tp.size())] if tp.rank() == 0 else None
@@ -618,7 +637,7 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: Config, Block.__init__, Model.__init__, forward_backward, check
-# Copy:     SPLIT, CopyToTP, ReduceFromTP, placement, sum_replicas, clip_gradients
+# Copy:     SPLIT, CopyToTP, ReduceFromTP, is_split, placement, sum_replicas, clip_gradients
 # Use:      1. Name your layers in SPLIT; no other layer may have such a name. Attention and MLP show where both
 #              functions stand, build_model how weights are cut, clip_gradients what the norm counts. Add the bias of a
 #              layer that is split by rows after ReduceFromTP. All ranks of tp take the same batch.

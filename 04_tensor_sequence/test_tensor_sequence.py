@@ -70,7 +70,7 @@ def test_sums_of_parts_keep_their_dtype(file=ASYNC):
     torch.set_autocast_enabled("cuda", True)
     with FakeTensorMode():
         parts = torch.empty(2, 4, 8, dtype=torch.bfloat16, device="cuda")
-        assert module.total(parts).dtype == torch.bfloat16, "activations are float32"
+        assert module.sum_products(parts).dtype == torch.bfloat16, "activations are float32"
 
 
 def test_the_loss_is_not_rounded(monkeypatch):
@@ -93,8 +93,8 @@ def weights(module):
         models[0].model.layers[0].register_forward_hook(lambda part, args, out: shapes.update(block=list(out.shape)))
         models[0].loss.register_forward_hook(lambda part, args, out: shapes.update(logits=list(args[0].shape)))
         if shared := getattr(models[0], "shared", None):
-            own = [room[shared.tp.rank()] for room in shared.rooms]
-            shapes["shared"] = sum(tensor.numel() for tensor in (*own, shared.leaving))
+            own = [buffers[shared.tp.rank()] for buffers in shared.buffers]
+            shapes["shared"] = sum(tensor.numel() for tensor in (*own, shared.send_buffer))
         return models[0]
 
     module.build_model = build

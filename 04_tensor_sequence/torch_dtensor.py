@@ -1,12 +1,11 @@
 """Tensor, vocabulary and sequence parallelism by torch's DTensor: what sequence_parallel.py writes out, as a library.
 
-A plan says how each module's weights are split and how its inputs and outputs are laid out over the ranks; where they
-are laid out otherwise, the library communicates. Between the split matmuls a rank has 1/tp of the tokens: per block two
-all-gathers and two reduce-scatters of b·s·d activations forward and as many backward, (tp-1)/tp of their bytes out of
-each rank and as many in, while nothing computes. What is gathered is kept for backward, 2·b·s·d activations per block,
-where sequence_parallel.py gathers again. Logits stay split by vocabulary, and their loss takes three all-reduces of b·s
-elements. All weights but the norms, with gradients and AdamW's moments, take 1/tp; only the gradient of the embedding
-is whole on each rank at the end of backward. No head is held by several ranks: tp must divide kv_heads.
+A plan says how each weight is split, and how inputs and outputs of each module are laid out over the ranks. Where two
+layouts differ, the library communicates. Between the split matmuls a rank has 1/tp of the tokens.
+Per block: two all-gathers and two reduce-scatters of b·s·d activations in forward and as many in backward, (tp-1)/tp of
+their bytes each, while nothing computes. The loss of the split logits takes three all-reduces of b·s elements.
+Memory: 1/tp of all weights but the norms, with gradients and AdamW's moments. Gathered activations, 2·b·s·d per block,
+are saved for backward, where sequence_parallel.py gathers again. tp must divide kv_heads.
 
 Parent:   01_single_gpu/train.py, 02_data_parallel/naive.py
 Lesson:   split, build_model, sum_replicas, forward, forward_backward, clip_gradients, save

@@ -82,7 +82,7 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class CopyToTP(torch.autograd.Function):
-    """Where split weights begin (Megatron's f): forward is the identity; backward all-reduces partial gradients."""
+    """Copy x to where split weights begin (Megatron's f); backward all-reduces the partial gradients of x."""
 
     @staticmethod
     @torch.compiler.disable  # as in ReduceFromTP
@@ -91,14 +91,14 @@ class CopyToTP(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd may use it elsewhere
-        dist.all_reduce(gradient, group=ctx.tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
-        return gradient, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        dx = dy.clone(memory_format=torch.contiguous_format)  # autograd may use dy elsewhere
+        dist.all_reduce(dx, group=ctx.tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
+        return dx, None
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
+    """All-reduce the partial outputs where split weights end (Megatron's g); backward is the identity.
 
     Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
     """
@@ -106,13 +106,13 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
-        return x
+        y = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -161,7 +161,8 @@ class Attention(nn.Module):
         super().__init__()
         self.tp = tp
         self.k = cfg.dim // cfg.heads
-        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
+        heads = cfg.heads // tp.size()  # of this rank
+        kv_heads = max(1, cfg.kv_heads // tp.size())
         self.q_proj = nn.Linear(cfg.dim, heads * self.k, bias=False)
         self.k_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
         self.v_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
@@ -169,11 +170,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = CopyToTP.apply(x, self.tp)
-        q = rotate(rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k), rope)  # b h/tp s k
-        k = rotate(rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k), rope)
+        q = rearrange(self.q_proj(x), "b s (h k) -> b h s k", k=self.k)  # b h/tp s k
+        k = rearrange(self.k_proj(x), "b s (h k) -> b h s k", k=self.k)
         v = rearrange(self.v_proj(x), "b s (h k) -> b h s k", k=self.k)
+        q = rotate(q, rope)
+        k = rotate(k, rope)
         o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return ReduceFromTP.apply(self.o_proj(rearrange(o, "b h s k -> b s (h k)")), self.tp)  # b s d
+        o = rearrange(o, "b h s k -> b s (h k)")
+        return ReduceFromTP.apply(self.o_proj(o), self.tp)  # b s d
 
 
 class MLP(nn.Module):
@@ -218,9 +222,10 @@ class Embedding(nn.Module):
         self.weight = nn.Embedding(-(-cfg.vocab // tp.size()), cfg.dim).weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        row = ids - self.tp.rank() * len(self.weight)
-        here = (row >= 0) & (row < len(self.weight))
-        return nn.functional.embedding(row.where(here, 0), self.weight).masked_fill(~here[..., None], 0)  # b s d
+        rows = ids - self.tp.rank() * len(self.weight)
+        is_local = (rows >= 0) & (rows < len(self.weight))
+        x = nn.functional.embedding(rows.where(is_local, 0), self.weight)
+        return x.masked_fill(~is_local[..., None], 0)  # b s d
 
 
 class Loss(nn.Module):
@@ -235,21 +240,25 @@ class Loss(nn.Module):
         self.tp = tp
         self.vocab = cfg.vocab
 
-    def wide(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Logits in fp32; those of the padding are -inf."""
-        return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(ids >= self.vocab, -torch.inf)
+    def fp32_logits(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return the logits in fp32 or above, with -inf for the padding."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.masked_fill(ids >= self.vocab, -torch.inf)
 
-    def forward(self, rows: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         targets = targets.int()  # 64 bits are slower on a GPU
-        ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
-        top = self.wide(rows.detach(), ids).amax(1)
+        v = logits.shape[1]  # of this rank
+        ids = torch.arange(v, dtype=torch.int32, device=logits.device) + self.tp.rank() * v
+        top = self.fp32_logits(logits.detach(), ids).amax(1)
         torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token
-        rows = self.wide(rows, ids)
-        exponentials = (rows - top[:, None]).exp().sum(1)
-        wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = ReduceFromTP.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token
-        return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
+        logits = self.fp32_logits(logits, ids)
+        exponentials = (logits - top[:, None]).exp().sum(1)
+        target_logits = logits.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
+        sums = torch.stack([exponentials, target_logits])
+        exponentials, target_logits = ReduceFromTP.apply(sums, self.tp)  # 8 bytes per token
+        losses = exponentials.log() + top - target_logits
+        return losses.where(targets != IGNORE, 0).sum()
 
 
 class Model(nn.Module):
@@ -277,17 +286,26 @@ class Model(nn.Module):
         return self.lm_head(CopyToTP.apply(self.model.norm(x), self.tp))
 
 
-def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
-    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
+def is_split(name: str) -> bool:
+    """Return whether ranks hold different parts of a tensor; else it is replicated.
 
-    SPLIT names the split layers; all others are replicated. This model has no biases; if yours has, split those of
-    column-parallel layers and replicate those of row-parallel ones. Split q, k and v of a fused qkv weight separately.
+    Split are weights of the layers in SPLIT, and biases of column-parallel ones, if your model has biases.
     """
     path, _, kind = name.rpartition(".")
     layer = path.rpartition(".")[2]
-    if layer not in SPLIT or (SPLIT[layer] == 1 and kind == "bias"):
+    return layer in SPLIT and (SPLIT[layer] == 0 or kind != "bias")
+
+
+def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
+    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
+
+    Split q, k and v of a fused qkv weight separately.
+    """
+    if not is_split(name):
         return 0, 1
-    return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    layer = name.split(".")[-2]
+    parts = min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    return SPLIT[layer], parts
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -300,16 +318,17 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 
 def sum_replicas(model: nn.Module) -> None:
     """Sum the gradients of the key and value heads that several ranks hold, each for its own query heads."""
-    if model.replicas.size() > 1:
-        parts = [part for block in model.model.layers for part in (block.self_attn.k_proj, block.self_attn.v_proj)]
-        trained = [p for part in parts for p in part.parameters() if p.requires_grad]
-        gradients = [p.grad for p in trained if p.grad is not None]
-        if trained and not gradients:
-            raise RuntimeError("key heads have no .grad: with ZeRO make them a unit over dp and the replicas")
+    if model.replicas.size() == 1:
+        return
+    linears = [linear for block in model.model.layers for linear in (block.self_attn.k_proj, block.self_attn.v_proj)]
+    parameters = [p for linear in linears for p in linear.parameters() if p.requires_grad]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if parameters and not gradients:
+        raise RuntimeError("key heads have no .grad: with ZeRO make them a unit over dp and the replicas")
+    if gradients:  # else the linears are frozen
         # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-        # 2 (r-1)/r of their bytes out and in per rank, with r replicas, which wait
-        if gradients:  # else they are frozen
-            model.replicas.allreduce_coalesced(gradients).wait()
+        # 2 (r-1)/r of their bytes out and in per rank, with r replicas
+        model.replicas.allreduce_coalesced(gradients).wait()
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -324,12 +343,14 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    held_by = {}  # number of ranks -> gradients that so many ranks hold
-    trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    for name, p in trained:
-        held_by.setdefault(model.tp.size() // placement(name, model.tp.size(), cfg.kv_heads)[1], []).append(p.grad)
-    squares = [nn.utils.get_total_norm(gradients) ** 2 / ranks for ranks, gradients in held_by.items()]
-    norm = torch.stack(squares).sum()  # what n ranks hold counts 1/n on each
+    gradients_by_copies = {}  # number of ranks that have the same gradient -> such gradients
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            _, parts = placement(name, model.tp.size(), cfg.kv_heads)
+            copies = model.tp.size() // parts
+            gradients_by_copies.setdefault(copies, []).append(p.grad)
+    squares = [nn.utils.get_total_norm(gradients) ** 2 / copies for copies, gradients in gradients_by_copies.items()]
+    norm = torch.stack(squares).sum()  # a gradient that n ranks have counts 1/n on each
     dist.all_reduce(norm, group=model.tp)  # one element
     norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
@@ -405,12 +426,15 @@ def build_model(cfg: Config) -> Model:
     with torch.no_grad():
         for name, p in model.named_parameters():
             axis, parts = placement(name, tp.size(), cfg.kv_heads)
-            shape = [n * parts if i == axis else n for i, n in enumerate(p.shape)]
-            rows = cfg.vocab if name in VOCABULARY else shape[0]
-            full = full_tensor(cfg, name, torch.Size([rows, *shape[1:]]))
-            if rows < shape[0]:
-                full = nn.functional.pad(full, (0, 0, 0, shape[0] - rows))
-            p.copy_(full.chunk(parts, axis)[tp.rank() * parts // tp.size()])
+            shape = list(p.shape)
+            shape[axis] *= parts
+            padding = shape[0] - cfg.vocab if name in VOCABULARY else 0  # rows
+            shape[0] -= padding
+            full = full_tensor(cfg, name, torch.Size(shape))
+            if padding:
+                full = nn.functional.pad(full, (0, 0, 0, padding))
+            part = tp.rank() * parts // tp.size()
+            p.copy_(full.chunk(parts, axis)[part])
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -535,14 +559,17 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    tp, weights = model.tp, {}
+    tp = model.tp
+    weights = {}
     for name, p in model.named_parameters():
         axis, parts = placement(name, tp.size(), cfg.kv_heads)
         shards = [torch.empty_like(p) for _ in range(tp.size())] if tp.rank() == 0 else None
         dist.gather(p.detach(), shards, group=tp, group_dst=0)  # a part out of each rank, all into one
         if dist.get_rank() == 0:
-            whole = torch.cat(shards[:: tp.size() // parts], axis)
-            weights[name] = (whole[: cfg.vocab] if name in VOCABULARY else whole).cpu()  # without the padding
+            full = torch.cat(shards[:: tp.size() // parts], axis)
+            if name in VOCABULARY:
+                full = full[: cfg.vocab]  # without the padding
+            weights[name] = full.cpu()
     if dist.get_rank() == 0:
         write_weights(cfg, weights, history)
 
@@ -667,6 +694,6 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: build_model, save
-# Copy:     IGNORE, SPLIT, CopyToTP, ReduceFromTP, Embedding, Loss, placement, clip_gradients (Model shows where
-#           CopyToTP and ReduceFromTP stand; pad both tables with zeros)
+# Copy:     IGNORE, SPLIT, CopyToTP, ReduceFromTP, Embedding, Loss, is_split, placement, clip_gradients (Model shows
+#           where CopyToTP and ReduceFromTP stand; pad both tables with zeros)
 # Needs:    cfg.clip, cfg.dim, cfg.kv_heads, cfg.vocab, model.tp, "k_proj", "v_proj"

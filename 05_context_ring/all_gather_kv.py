@@ -1,21 +1,14 @@
 """Context parallelism, all-gather: each rank holds 1/cp of every sequence, and attention gathers keys and values.
 
-Everything but attention looks at one token at a time, so a rank computes it for its own tokens alone, and keeps 1/cp of
-the activations. Attention needs the keys and values of all earlier tokens:
-
-1. A rank starts to gather those of all ranks, and attends to its own meanwhile.
-2. It attends to those of all earlier ranks in one call, and merges the two outputs as blockwise.py does.
-3. Backward gathers again, and reduce-scatters the gradients of keys and values in fp32, for which it waits.
-
-Per layer a rank sends (cp-1)·2·b·s/cp·kv elements in forward, as many again in backward, and as many fp32 gradients. kv
-is the width of all key heads, small where query heads share them. During a layer's attention the 2·b·s·kv gathered
-elements are in memory and, if more than one rank is earlier, a copy of theirs in attention's layout: on the last of
-three or more ranks (2·cp-1)/cp times as many in all. A batch of one sequence is enough. But late tokens see more than
-early ones: the last rank has (2·cp-1)/cp times the average work, for which all wait. Weights are replicated: their
-gradients are summed.
+1. A rank gathers the keys and values of all ranks, and attends to its own meanwhile. Then it attends to those of all
+   earlier ranks in one call, and merges the two outputs by their log-sum-exps.
+2. Backward gathers again, and reduce-scatters the gradients of keys and values, in fp32.
+Per layer and rank: (cp-1)·2·b·s/cp·kv elements out in forward, as many in backward, and as many fp32 gradients.
+Memory: 1/cp of the activations, and 2·b·s·kv gathered elements. The last rank has (2·cp-1)/cp times the average work.
 
 Parent:   05_context_ring/blockwise.py, 02_data_parallel/naive.py
-Lesson:   shard, gather, pack, unpack, GatherKV, attention, Attention, Model, backward_and_sum, forward_backward
+Lesson:   shard, gather, pack, unpack, GatherKV, attention, Attention, Model, BLOCK_GRADIENTS, backward_and_sum,
+          forward_backward
 Run:      torchrun --nproc_per_node 8 05_context_ring/all_gather_kv.py
 Source:   Llama 3, arXiv:2407.21783, section 3.3.2, paragraph "Context parallelism for long sequences"
 """
@@ -45,6 +38,7 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+BLOCK_GRADIENTS = 9  # so many gradients are summed by one collective: about those of a block
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
 PRESETS = {
@@ -97,19 +91,23 @@ def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
 
 def gather(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to gather the x of all ranks, [cp, ...]; wait on the work before reading them."""
-    gathered = x.new_empty(cp.size() * len(x), *x.shape[1:])
+    buffer = x.new_empty(cp.size() * len(x), *x.shape[1:])
     # (cp-1) times the bytes of x out and in per rank
-    arrived = dist.all_gather_into_tensor(gathered, x, group=cp, async_op=True)
-    return gathered.unflatten(0, (cp.size(), len(x))), arrived
+    work = dist.all_gather_into_tensor(buffer, x, group=cp, async_op=True)
+    return buffer.unflatten(0, (cp.size(), len(x))), work
 
 
 # Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     q = rearrange(q, "b (g n) s k -> b g n s k", g=k.shape[1])
-    scores = einsum(q.to(wide), k.to(wide), "b g n s k, b g t k -> b g n s t") * q.shape[-1] ** -0.5
-    return scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1).bool(), -torch.inf) if causal else scores
+    scale = q.shape[-1] ** -0.5
+    scores = einsum(q.to(dtype), k.to(dtype), "b g n s k, b g t k -> b g n s t") * scale
+    if not causal:
+        return scores
+    later = scores.new_ones(scores.shape[-2:]).triu(1).bool()  # s t
+    return scores.masked_fill(later, -torch.inf)
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -123,43 +121,46 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
     scores = masked_scores(q, k, causal)
     lse = scores.logsumexp(-1, keepdim=True)
     o = einsum((scores - lse).exp(), v.to(scores.dtype), "b g n s t, b g t k -> b g n s k")
-    return rearrange(o, "b g n s k -> b (g n) s k"), rearrange(lse, "b g n s 1 -> b (g n) s 1")
+    o = rearrange(o, "b g n s k -> b (g n) s k")
+    lse = rearrange(lse, "b g n s 1 -> b (g n) s 1")
+    return o, lse
 
 
 def local_attention_backward(
-    gradient: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
+    do: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what these keys add to the gradients of q, and the gradients of k and v that these queries cause.
+    """Return dq from these keys, and dk and dv from these queries. All parts of a dq, dk or dv are to be summed.
 
-    With output, its gradient and log-sum-exp of attention to *all* keys: exp(score - lse) is then the probability of a
-    key among all of them, and gradients of parts are plain sums.
+    o, its gradient do and lse must be those of attention to *all* keys: then exp(score - lse) is the probability of a
+    key among all of them.
     """
     if q.is_cuda and q.dtype == torch.bfloat16:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is off, the operator still takes its seed
         sizes = q.shape[2], k.shape[2]
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            gradient, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
+            do, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
         )
     scores = masked_scores(q, k, causal)
-    wide = scores.dtype
-    q, o, gradient, lse = (rearrange(x, "b (g n) s k -> b g n s k", g=k.shape[1]) for x in (q, o, gradient, lse))
-    q, k, v, o, gradient = (x.to(wide) for x in (q, k, v, o, gradient))
+    q, o, do, lse = (rearrange(x, "b (g n) s k -> b g n s k", g=k.shape[1]) for x in (q, o, do, lse))
+    q, k, v, o, do = (x.to(scores.dtype) for x in (q, k, v, o, do))
     p = (scores - lse).exp()  # b g n s t
-    dv = einsum(p, gradient, "b g n s t, b g n s k -> b g t k")
-    dp = einsum(gradient, v, "b g n s k, b g t k -> b g n s t")
-    ds = p * (dp - (gradient * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    dv = einsum(p, do, "b g n s t, b g n s k -> b g t k")
+    dp = einsum(do, v, "b g n s k, b g t k -> b g n s t")
+    delta = (do * o).sum(-1, keepdim=True)  # b g n s 1
+    ds = p * (dp - delta) * q.shape[-1] ** -0.5
     dq = einsum(ds, k, "b g n s t, b g t k -> b g n s k")
     dk = einsum(ds, q, "b g n s t, b g n s k -> b g t k")
-    return rearrange(dq, "b g n s k -> b (g n) s k"), dk, dv
+    dq = rearrange(dq, "b g n s k -> b (g n) s k")
+    return dq, dk, dv
 
 
 def pack(k: Tensor, v: Tensor) -> Tensor:
-    """k, v [b, g, s, k] -> [2, b, s, g, k], a token's elements side by side, as the projections make them"""
+    """k, v [b, g, s, k] -> [2, b, s, g, k], with a token's elements side by side, as the projections make them"""
     return torch.stack([rearrange(x, "b g s k -> b s g k") for x in (k, v)])
 
 
 def unpack(kv: Tensor) -> Tensor:
-    """Take k and v, a view [2, b, g, s, k], out of what pack has made."""
+    """Undo pack: kv [2, b, s, g, k] -> k and v, as one view [2, b, g, s, k]."""
     return rearrange(kv, "n b s g k -> n b g s k")
 
 
@@ -167,12 +168,13 @@ def unpack(kv: Tensor) -> Tensor:
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: for each set, queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
-    The first has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their sums of
-    exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
+    The first part has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their
+    sums of exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
     """
-    (_, o, lse), *others = parts
-    o, lse = o.to(lse.dtype), lse.clone()
-    for queries, o_part, lse_part in others:
+    _, o, lse = parts[0]
+    o = o.to(lse.dtype)
+    lse = lse.clone()
+    for queries, o_part, lse_part in parts[1:]:
         weight = torch.sigmoid(lse_part - lse[:, :, queries])
         o[:, :, queries] = o[:, :, queries].lerp(o_part.to(o.dtype), weight)  # o + weight·(o_part - o)
         lse[:, :, queries] = torch.logaddexp(lse[:, :, queries], lse_part)
@@ -184,34 +186,36 @@ class GatherKV(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, cp: dist.ProcessGroup) -> Tensor:
-        gathered, arrived = gather(pack(k, v), cp)  # cp 2 b s g k; overlaps with the next line
+        kv, work = gather(pack(k, v), cp)  # cp 2 b s g k; overlaps with the next line
         parts = [(slice(None), *local_attention(q, k, v, causal=True))]
-        arrived.wait()
+        work.wait()
         if cp.rank() > 0:
-            earlier = rearrange(gathered[: cp.rank()], "r n b s g k -> n b g (r s) k")
-            parts.append((slice(None), *local_attention(q, *earlier, causal=False)))
+            earlier_kv = rearrange(kv[: cp.rank()], "r n b s g k -> n b g (r s) k")
+            parts.append((slice(None), *local_attention(q, *earlier_kv, causal=False)))
         o, lse = merge(parts, q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)  # this rank's tokens alone
         ctx.cp = cp
         return o
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        (q, k, v, o, lse), cp = ctx.saved_tensors, ctx.cp
-        gathered, arrived = gather(pack(k, v), cp)  # overlaps with the next line
-        dq, dk, dv = local_attention_backward(gradient, q, o, lse, k, v, causal=True)
-        everyones = gathered.new_zeros(gathered.shape, dtype=lse.dtype)  # gradients of all keys and values, in fp32
-        everyones[cp.rank()] = pack(dk, dv)
-        arrived.wait()
+    def backward(ctx, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, o, lse = ctx.saved_tensors
+        cp = ctx.cp
+        kv, work = gather(pack(k, v), cp)  # overlaps with the next line
+        dq, dk, dv = local_attention_backward(do, q, o, lse, k, v, causal=True)
+        dkv_parts = kv.new_zeros(kv.shape, dtype=lse.dtype)  # of all keys, from this rank's queries alone; in fp32
+        dkv_parts[cp.rank()] = pack(dk, dv)
+        work.wait()
         if cp.rank() > 0:
-            earlier = rearrange(gathered[: cp.rank()], "r n b s g k -> n b g (r s) k")
-            dq_part, *dkv = local_attention_backward(gradient, q, o, lse, *earlier, causal=False)
+            earlier_kv = rearrange(kv[: cp.rank()], "r n b s g k -> n b g (r s) k")
+            dq_part, dk, dv = local_attention_backward(do, q, o, lse, *earlier_kv, causal=False)
             dq = dq.to(lse.dtype) + dq_part
-            everyones[: cp.rank()] = rearrange(torch.stack(dkv), "n b g (r s) k -> r n b s g k", r=cp.rank())
-        own = torch.empty_like(everyones[0])  # 2 b s g k
-        # (cp-1) times the bytes of own out and in per rank
-        dist.reduce_scatter_tensor(own, everyones.flatten(0, 1), group=cp)
-        return dq.to(q.dtype), *unpack(own.to(k.dtype)), None
+            earlier_dkv = torch.stack([dk, dv])
+            dkv_parts[: cp.rank()] = rearrange(earlier_dkv, "n b g (r s) k -> r n b s g k", r=cp.rank())
+        dkv = torch.empty_like(dkv_parts[0])  # 2 b s g k
+        # (cp-1) times the bytes of dkv out and in per rank
+        dist.reduce_scatter_tensor(dkv, dkv_parts.flatten(0, 1), group=cp)
+        return dq.to(q.dtype), *unpack(dkv.to(k.dtype)), None
 
 
 @torch.compiler.disable  # a compiler would wait for communication where it begins
@@ -354,28 +358,32 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
     the ranks of dp and cp. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice
     is summed twice.
     """
-    ready, seen, reductions = [], set(), []
+    gradients = []  # of this backward, in one order on all ranks, which run through the same graph
+    parameters = set()  # that have these gradients
+    reductions = []
 
-    def reduce(least: int) -> None:
-        if len(ready) >= least:  # in one order on all ranks, which run through the same graph
-            # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-            # 2 (n-1)/n of their bytes out and in per rank, for n ranks; nobody waits, backward goes on
-            reductions.append(group.allreduce_coalesced(ready[:]))
-            ready.clear()
+    def reduce() -> None:
+        # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+        # 2 (n-1)/n of their bytes out and in per rank, for n ranks; overlaps with backward
+        reductions.append(group.allreduce_coalesced(gradients[:]))
+        gradients.clear()
 
     def hook(p: Tensor) -> None:
-        ready.append(p.grad)
-        seen.add(p)
-        reduce(9)  # about a block's
+        gradients.append(p.grad)
+        parameters.add(p)
+        if len(gradients) == BLOCK_GRADIENTS:
+            reduce()
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
     try:
         loss.backward()
     finally:  # after an error, too: the next backward would reduce twice
-        for handle in hooks:
+        for handle in handles:
             handle.remove()
-    ready += [p.grad for p in model.parameters() if p.grad is not None and p not in seen]  # of earlier micro-batches
-    reduce(1)
+    others = [p for p in model.parameters() if p not in parameters]  # that only earlier micro-batches used
+    gradients += [p.grad for p in others if p.grad is not None]
+    if gradients:
+        reduce()
     for reduction in reductions:
         reduction.wait()
 
@@ -383,10 +391,11 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
-    held = shard(cfg, model.cp)
-    if inputs.shape[1] != len(held) * model.cp.size():
+    positions = shard(cfg, model.cp)
+    if inputs.shape[1] != len(positions) * model.cp.size():
         raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
-    inputs, targets = inputs.to(cfg.device)[:, held], targets.to(cfg.device)[:, held]  # b s/cp
+    inputs = inputs.to(cfg.device)[:, positions]  # b s/cp
+    targets = targets.to(cfg.device)[:, positions]
     loss = forward(cfg, model, inputs, targets) / tokens
     backward_and_sum(model, loss, model.cp)
     loss = loss.detach()
@@ -412,10 +421,12 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    held = shard(cfg, model.cp)
-    if inputs.shape[1] != len(held) * model.cp.size():
+    positions = shard(cfg, model.cp)
+    if inputs.shape[1] != len(positions) * model.cp.size():
         raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
-    loss = forward(cfg, model, *(x.to(cfg.device)[:, held] for x in (inputs, targets)))  # b s/cp
+    inputs = inputs.to(cfg.device)[:, positions]  # b s/cp
+    targets = targets.to(cfg.device)[:, positions]
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss, group=model.cp)  # one element
     return loss / tokens
 
@@ -718,7 +729,7 @@ if __name__ == "__main__":
 #
 # Plumbing: Config, Block, build_model, check, evaluate, main
 # Copy:     shard, gather, masked_scores, local_attention, local_attention_backward, pack, unpack, merge, GatherKV,
-#           attention, backward_and_sum, evaluate
+#           attention, BLOCK_GRADIENTS, backward_and_sum, evaluate
 # Use:      1. Cut inputs, targets and positions by shard, as forward_backward and Model.forward do. Targets are the
 #              next tokens, shifted before the cut (transformers' labels are not shifted). cp must divide the sequence.
 #           2. Divide the loss by the valid tokens of the whole batch, counted before the cut.

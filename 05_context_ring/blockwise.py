@@ -1,17 +1,10 @@
 """Blockwise attention: the sequence is cut into blocks, and only one pair of blocks has its scores in memory.
 
 1. Query block i attends to key blocks i, i-1, ..., 0, one at a time; to its own causally.
-2. Each pair gives an output and the log-sum-exp of its scores: the logarithm of its softmax's denominator. Outputs are
-   merged by weights that follow from the log-sum-exps. The result is exact.
-3. Backward computes the scores of each pair again. With the saved output and log-sum-exp of *all* keys, the gradients
-   of the pairs are plain sums, in fp32.
-
-Query block i does what rank i does in ring.py, here all on one GPU. Flash attention does the same inside a kernel, with
-blocks so small that their scores never leave the chip.
-Memory: with plain matmuls, b·h·(s/blocks)² scores at a time instead of b·h·s². Saved for backward are q, k, v and the
-output, 2·b·s·(d + kv) elements with kv the width of all key heads, and b·h·s log-sum-exps.
-Compute: blocks·(blocks+1)/2 of the blocks² pairs, which is (1 + 1/blocks)/2 of all scores. A pair takes two matmuls in
-forward and five in backward, one of them for the scores again.
+2. Each pair gives an output and the log-sum-exp of its scores. Outputs are merged, weighted by exp(log-sum-exp).
+3. Backward computes the scores of each pair again. With the output and log-sum-exp of *all* keys, gradients of pairs
+   are plain sums, in fp32. Rank i of ring.py does what query block i does here.
+Memory: b·h·(s/blocks)² scores at a time instead of b·h·s². Compute: blocks·(blocks+1)/2 of the blocks² pairs.
 
 Parent:   01_single_gpu/train.py
 Lesson:   masked_scores, local_attention, local_attention_backward, merge, BlockwiseAttention, attention, Attention
@@ -87,10 +80,14 @@ class Config:
 # Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     q = rearrange(q, "b (g n) s k -> b g n s k", g=k.shape[1])
-    scores = einsum(q.to(wide), k.to(wide), "b g n s k, b g t k -> b g n s t") * q.shape[-1] ** -0.5
-    return scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1).bool(), -torch.inf) if causal else scores
+    scale = q.shape[-1] ** -0.5
+    scores = einsum(q.to(dtype), k.to(dtype), "b g n s k, b g t k -> b g n s t") * scale
+    if not causal:
+        return scores
+    later = scores.new_ones(scores.shape[-2:]).triu(1).bool()  # s t
+    return scores.masked_fill(later, -torch.inf)
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -104,46 +101,50 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
     scores = masked_scores(q, k, causal)
     lse = scores.logsumexp(-1, keepdim=True)
     o = einsum((scores - lse).exp(), v.to(scores.dtype), "b g n s t, b g t k -> b g n s k")
-    return rearrange(o, "b g n s k -> b (g n) s k"), rearrange(lse, "b g n s 1 -> b (g n) s 1")
+    o = rearrange(o, "b g n s k -> b (g n) s k")
+    lse = rearrange(lse, "b g n s 1 -> b (g n) s 1")
+    return o, lse
 
 
 def local_attention_backward(
-    gradient: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
+    do: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what these keys add to the gradients of q, and the gradients of k and v that these queries cause.
+    """Return dq from these keys, and dk and dv from these queries. All parts of a dq, dk or dv are to be summed.
 
-    With output, its gradient and log-sum-exp of attention to *all* keys: exp(score - lse) is then the probability of a
-    key among all of them, and gradients of parts are plain sums.
+    o, its gradient do and lse must be those of attention to *all* keys: then exp(score - lse) is the probability of a
+    key among all of them.
     """
     if q.is_cuda and q.dtype == torch.bfloat16:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is off, the operator still takes its seed
         sizes = q.shape[2], k.shape[2]
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            gradient, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
+            do, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
         )
     scores = masked_scores(q, k, causal)
-    wide = scores.dtype
-    q, o, gradient, lse = (rearrange(x, "b (g n) s k -> b g n s k", g=k.shape[1]) for x in (q, o, gradient, lse))
-    q, k, v, o, gradient = (x.to(wide) for x in (q, k, v, o, gradient))
+    q, o, do, lse = (rearrange(x, "b (g n) s k -> b g n s k", g=k.shape[1]) for x in (q, o, do, lse))
+    q, k, v, o, do = (x.to(scores.dtype) for x in (q, k, v, o, do))
     p = (scores - lse).exp()  # b g n s t
-    dv = einsum(p, gradient, "b g n s t, b g n s k -> b g t k")
-    dp = einsum(gradient, v, "b g n s k, b g t k -> b g n s t")
-    ds = p * (dp - (gradient * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    dv = einsum(p, do, "b g n s t, b g n s k -> b g t k")
+    dp = einsum(do, v, "b g n s k, b g t k -> b g n s t")
+    delta = (do * o).sum(-1, keepdim=True)  # b g n s 1
+    ds = p * (dp - delta) * q.shape[-1] ** -0.5
     dq = einsum(ds, k, "b g n s t, b g t k -> b g n s k")
     dk = einsum(ds, q, "b g n s t, b g n s k -> b g t k")
-    return rearrange(dq, "b g n s k -> b (g n) s k"), dk, dv
+    dq = rearrange(dq, "b g n s k -> b (g n) s k")
+    return dq, dk, dv
 
 
 @torch.compile(dynamic=False, disable=not torch.cuda.is_available())  # one pass over memory
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: for each set, queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
-    The first has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their sums of
-    exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
+    The first part has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their
+    sums of exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
     """
-    (_, o, lse), *others = parts
-    o, lse = o.to(lse.dtype), lse.clone()
-    for queries, o_part, lse_part in others:
+    _, o, lse = parts[0]
+    o = o.to(lse.dtype)
+    lse = lse.clone()
+    for queries, o_part, lse_part in parts[1:]:
         weight = torch.sigmoid(lse_part - lse[:, :, queries])
         o[:, :, queries] = o[:, :, queries].lerp(o_part.to(o.dtype), weight)  # o + weight·(o_part - o)
         lse[:, :, queries] = torch.logaddexp(lse[:, :, queries], lse_part)
@@ -155,27 +156,29 @@ class BlockwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, blocks: int) -> Tensor:
-        s, size = q.shape[2], math.ceil(q.shape[2] / blocks)
-        ctx.cut = [slice(i, i + size) for i in range(0, s, size)]
-        o, lse = torch.empty_like(q), q.new_empty(*q.shape[:3], 1, dtype=torch.promote_types(q.dtype, torch.float32))
-        for i, queries in enumerate(ctx.cut):  # what rank i of ring attention does
+        s = q.shape[2]
+        size = math.ceil(s / blocks)
+        ctx.blocks = [slice(i, i + size) for i in range(0, s, size)]
+        o = torch.empty_like(q)
+        lse = q.new_empty(*q.shape[:3], 1, dtype=torch.promote_types(q.dtype, torch.float32))
+        for i, queries in enumerate(ctx.blocks):  # rank i of ring attention does the same
             part = local_attention(q[:, :, queries], k[:, :, queries], v[:, :, queries], causal=True)
-            for keys in reversed(ctx.cut[:i]):
-                earlier = local_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal=False)
-                part = merge([(slice(None), *part), (slice(None), *earlier)], lse.dtype)
+            for keys in reversed(ctx.blocks[:i]):
+                earlier_part = local_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal=False)
+                part = merge([(slice(None), *part), (slice(None), *earlier_part)], lse.dtype)
             o[:, :, queries], lse[:, :, queries] = part
         ctx.save_for_backward(q, k, v, o, lse)  # no scores
         return o
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("this gradient cannot be differentiated again: create_graph must be False")
         q, k, v, o, lse = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))  # summed in fp32 or above
-        for i, queries in enumerate(ctx.cut):
-            rows = [x[:, :, queries] for x in (gradient, q, o, lse)]
-            for keys in reversed(ctx.cut[: i + 1]):
+        for i, queries in enumerate(ctx.blocks):
+            rows = [x[:, :, queries] for x in (do, q, o, lse)]
+            for keys in reversed(ctx.blocks[: i + 1]):
                 causal = keys == queries
                 dq_part, dk_part, dv_part = local_attention_backward(*rows, k[:, :, keys], v[:, :, keys], causal)
                 dq[:, :, queries] += dq_part

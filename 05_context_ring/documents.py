@@ -1,17 +1,14 @@
 """Document masks over ranks: zigzag ring attention that computes no score between two documents.
 
-Rank r holds parts r and 2·cp-1-r of every sequence, as in zigzag.py, and documents begin and end anywhere in them.
-
-1. A part of the queries and an earlier part of the keys have at most one document in common, the one that reaches from
-   there to here: a rectangle of scores, without any mask.
-2. A part has with itself its documents, or pieces of them, in common: each is plain causal attention.
-3. No mask is built, and between parts without a common document nothing is computed; their keys only pass by.
-
-What is kept for backward, and messages, are zigzag.py's. Work is balanced over the ranks if documents are much shorter
-than a part, or fill whole sequences. In between, the ranks that hold the end of the longest document compute longest.
+Rank r holds parts r and 2·cp-1-r of every sequence, as in zigzag.py. Documents begin and end anywhere in them.
+1. A part of the queries and an earlier part of the keys share at most one document: a rectangle of scores, unmasked.
+2. Queries and keys of one part share all its documents: each is plain causal attention.
+3. Parts without a common document are not computed; their keys only pass by. Messages are those of zigzag.py.
+Work is balanced if documents are much shorter than a part, or fill whole sequences. In between, the ranks that hold the
+end of the longest document compute longest.
 
 Parent:   05_context_ring/zigzag.py, 01_single_gpu/document_mask.py
-Lesson:   held, visible, local_attention, local_attention_backward, merge, RingAttention, attention
+Lesson:   tokens_in_part, visible, local_attention, local_attention_backward, merge, RingAttention, attention
 Run:      torchrun --nproc_per_node 8 05_context_ring/documents.py
 Source:   Llama 3, arXiv:2407.21783, sections 3.2 and 3.3.2
 """
@@ -25,6 +22,7 @@ import os
 import time
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from glob import glob
 from pathlib import Path
@@ -41,6 +39,7 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+BLOCK_GRADIENTS = 9  # so many gradients are summed by one collective: about those of a block
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
 PRESETS = {
@@ -96,21 +95,36 @@ def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
 
 
 def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to send x to the next rank and to receive the previous rank's, into a new tensor.
+    """Start to send x to the next rank and to receive the previous rank's into a new tensor, which is returned.
 
-    Wait on the work before reading what has arrived, and before writing x.
+    Wait on the work before you read the new tensor or write x.
     """
-    arriving, rank, ranks = torch.empty_like(x), cp.rank(), range(cp.size())
-    to_next = [len(x) * (r == (rank + 1) % len(ranks)) for r in ranks]
-    from_previous = [len(x) * (r == (rank - 1) % len(ranks)) for r in ranks]
-    # all of x out and in per rank, as one all-to-all in which each rank has a message for its neighbour alone: separate
-    # sends and receives would wait for each other on two ranks. Nobody waits, attention goes on
-    passing = dist.all_to_all_single(arriving, x, from_previous, to_next, group=cp, async_op=True)
-    return arriving, passing
+    buffer = torch.empty_like(x)
+    send_sizes = [0] * cp.size()
+    receive_sizes = [0] * cp.size()
+    send_sizes[(cp.rank() + 1) % cp.size()] = len(x)
+    receive_sizes[(cp.rank() - 1) % cp.size()] = len(x)
+    # the bytes of x out and in per rank, as one all-to-all in which each rank has a message for its neighbour alone:
+    # separate sends and receives would wait for each other on two ranks
+    work = dist.all_to_all_single(buffer, x, receive_sizes, send_sizes, group=cp, async_op=True)
+    return buffer, work
 
 
-def held(start: int, end: int, part: int, i: int, n: int) -> slice:
-    """Where a rank holds those of the tokens from start to end of a sequence that are in a part [n], its i-th."""
+def passing_keys(kv: Tensor, cp: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """Yield each rank with its keys and values kv: first this rank, then the one before it, and so on.
+
+    The next keys arrive while the caller computes. Delete yours before you ask for them: else three are in memory.
+    """
+    for step in range(cp.size() - 1):
+        next_kv, work = ring_exchange(kv, cp)  # all of kv out and in per rank
+        yield (cp.rank() - step) % cp.size(), kv
+        work.wait()
+        kv = next_kv
+    yield (cp.rank() + 1) % cp.size(), kv
+
+
+def tokens_in_part(start: int, end: int, part: int, i: int, n: int) -> slice:
+    """Return where a rank holds the tokens from start to end of a sequence that are in a part [n], its i-th."""
     return slice(max(start - part * n, 0) + i * n, min(end - part * n, n) + i * n)
 
 
@@ -118,37 +132,47 @@ def held(start: int, end: int, part: int, i: int, n: int) -> slice:
 def visible(
     lengths: tuple[int, ...], rank: int, owner: int, cp: int, s: int
 ) -> list[tuple[slice, slice, slice, bool, bool]]:
-    """Return which of a rank's queries attend to which of their owner's keys, in pieces.
+    """Return which queries of rank attend to which keys of owner, as rectangles of scores.
 
-    Each has rows, queries, keys, whether it is causal, and whether it is a whole part by a whole part. lengths are
-    those of the documents in all rows, each of which has s tokens on cp ranks.
+    Each rectangle has rows of the batch, queries, keys, whether it is causal, and whether it is a whole part by a whole
+    part. lengths are those of the documents in all rows. A row has s tokens, on cp ranks.
     """
-    n, place, found = s // (2 * cp), 0, {}  # tokens of a part; queries, keys and whether causally -> rows
+    n = s // (2 * cp)  # tokens of a part
+    rows_of = {}  # first query, end, first key, end, whether causal -> rows
+    position = 0
     for length in lengths:
-        row, start = divmod(place, s)
-        place += length
-        for i, part in enumerate((rank, 2 * cp - 1 - rank)):  # of the queries
-            queries = held(start, start + length, part, i, n)
-            for j, other in enumerate((owner, 2 * cp - 1 - owner)):  # of the keys
-                keys = held(start, start + length, other, j, n)
-                if other <= part and queries.start < queries.stop and keys.start < keys.stop:
-                    piece = queries.start, queries.stop, keys.start, keys.stop, other == part
-                    rows = found.setdefault(piece, [])
+        row, start = divmod(position, s)
+        position += length
+        end = start + length
+        for i, query_part in enumerate((rank, 2 * cp - 1 - rank)):
+            queries = tokens_in_part(start, end, query_part, i, n)
+            for j, key_part in enumerate((owner, 2 * cp - 1 - owner)):
+                keys = tokens_in_part(start, end, key_part, j, n)
+                if key_part <= query_part and queries.start < queries.stop and keys.start < keys.stop:
+                    rectangle = queries.start, queries.stop, keys.start, keys.stop, key_part == query_part
+                    rows = rows_of.setdefault(rectangle, [])
                     if rows and rows[-1].stop == row:  # the row before has the same one: one kernel for both
                         rows[-1] = slice(rows[-1].start, row + 1)
                     else:
                         rows.append(slice(row, row + 1))
-    pieces = ((some, *piece) for piece, rows in found.items() for some in rows)
-    return [(some, slice(a, b), slice(c, d), causal, b - a == d - c == n > 1) for some, a, b, c, d, causal in pieces]
+    rectangles = []
+    for (a, b, c, d, causal), row_slices in rows_of.items():
+        whole = b - a == d - c == n > 1
+        rectangles += [(rows, slice(a, b), slice(c, d), causal, whole) for rows in row_slices]
+    return rectangles
 
 
 # Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     q = rearrange(q, "b (g n) s k -> b g n s k", g=k.shape[1])
-    scores = einsum(q.to(wide), k.to(wide), "b g n s k, b g t k -> b g n s t") * q.shape[-1] ** -0.5
-    return scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1).bool(), -torch.inf) if causal else scores
+    scale = q.shape[-1] ** -0.5
+    scores = einsum(q.to(dtype), k.to(dtype), "b g n s k, b g t k -> b g n s t") * scale
+    if not causal:
+        return scores
+    later = scores.new_ones(scores.shape[-2:]).triu(1).bool()  # s t
+    return scores.masked_fill(later, -torch.inf)
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, whole: bool) -> tuple[Tensor, Tensor]:
@@ -165,47 +189,50 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, whole: bool) 
     scores = masked_scores(q, k, causal)
     lse = scores.logsumexp(-1, keepdim=True)
     o = einsum((scores - lse).exp(), v.to(scores.dtype), "b g n s t, b g t k -> b g n s k")
-    return rearrange(o, "b g n s k -> b (g n) s k"), rearrange(lse, "b g n s 1 -> b (g n) s 1")
+    o = rearrange(o, "b g n s k -> b (g n) s k")
+    lse = rearrange(lse, "b g n s 1 -> b (g n) s 1")
+    return o, lse
 
 
 def local_attention_backward(
-    gradient: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool, whole: bool
+    do: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool, whole: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what these keys add to the gradients of q, and the gradients of k and v that these queries cause.
+    """Return dq from these keys, and dk and dv from these queries. All parts of a dq, dk or dv are to be summed.
 
-    With output, its gradient and log-sum-exp of attention to *all* keys: exp(score - lse) is then the probability of a
-    key among all of them, and gradients of parts are plain sums.
+    o, its gradient do and lse must be those of attention to *all* keys: then exp(score - lse) is the probability of a
+    key among all of them.
     """
     if q.is_cuda and q.dtype == torch.bfloat16:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is off, the operators still take its seed
         sizes = q.shape[2], k.shape[2]
         if whole:
             return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                gradient, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
+                do, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
             )
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient, q, k, v, o, lse[..., 0].contiguous(), None, None, *sizes, 0.0, causal, seed, seed
+            do, q, k, v, o, lse[..., 0].contiguous(), None, None, *sizes, 0.0, causal, seed, seed
         )
     scores = masked_scores(q, k, causal)
-    wide = scores.dtype
-    q, o, gradient, lse = (rearrange(x, "b (g n) s k -> b g n s k", g=k.shape[1]) for x in (q, o, gradient, lse))
-    q, k, v, o, gradient = (x.to(wide) for x in (q, k, v, o, gradient))
+    q, o, do, lse = (rearrange(x, "b (g n) s k -> b g n s k", g=k.shape[1]) for x in (q, o, do, lse))
+    q, k, v, o, do = (x.to(scores.dtype) for x in (q, k, v, o, do))
     p = (scores - lse).exp()  # b g n s t
-    dv = einsum(p, gradient, "b g n s t, b g n s k -> b g t k")
-    dp = einsum(gradient, v, "b g n s k, b g t k -> b g n s t")
-    ds = p * (dp - (gradient * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    dv = einsum(p, do, "b g n s t, b g n s k -> b g t k")
+    dp = einsum(do, v, "b g n s k, b g t k -> b g n s t")
+    delta = (do * o).sum(-1, keepdim=True)  # b g n s 1
+    ds = p * (dp - delta) * q.shape[-1] ** -0.5
     dq = einsum(ds, k, "b g n s t, b g t k -> b g n s k")
     dk = einsum(ds, q, "b g n s t, b g n s k -> b g t k")
-    return rearrange(dq, "b g n s k -> b (g n) s k"), dk, dv
+    dq = rearrange(dq, "b g n s k -> b (g n) s k")
+    return dq, dk, dv
 
 
 def pack(k: Tensor, v: Tensor) -> Tensor:
-    """k, v [b, g, s, k] -> [2, b, s, g, k], a token's elements side by side, as the projections make them"""
+    """k, v [b, g, s, k] -> [2, b, s, g, k], with a token's elements side by side, as the projections make them"""
     return torch.stack([rearrange(x, "b g s k -> b s g k") for x in (k, v)])
 
 
 def unpack(kv: Tensor) -> Tensor:
-    """Take k and v, a view [2, b, g, s, k], out of what pack has made."""
+    """Undo pack: kv [2, b, s, g, k] -> k and v, as one view [2, b, g, s, k]."""
     return rearrange(kv, "n b s g k -> n b g s k")
 
 
@@ -224,52 +251,50 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], cp: dist.ProcessGroup) -> Tensor:
-        kv, s = pack(k, v), q.shape[2] * cp.size()  # kv 2 b s g k
+        s = q.shape[2] * cp.size()
+        ring = passing_keys(pack(k, v), cp)
         o = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = torch.full_like(o[..., :1], -torch.inf)
-        for step in range(cp.size()):
-            if step < cp.size() - 1:
-                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
-            owner = (cp.rank() - step) % cp.size()
-            for row, queries, keys, *how in visible(lengths, cp.rank(), owner, cp.size(), s):
-                new = local_attention(q[row, :, queries], *unpack(kv[:, row, keys]), *how)
-                merge(o[row, :, queries], lse[row, :, queries], *new)
-            if step < cp.size() - 1:
-                passing.wait()
-                kv = arriving
+        for owner, kv in ring:  # kv 2 b s g k
+            for rows, queries, keys, causal, whole in visible(lengths, cp.rank(), owner, cp.size(), s):
+                part = local_attention(q[rows, :, queries], *unpack(kv[:, rows, keys]), causal, whole)
+                merge(o[rows, :, queries], lse[rows, :, queries], *part)
+            del kv  # else three ranks' keys would be in memory, not two
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)  # this rank's tokens alone
         ctx.lengths, ctx.cp = lengths, cp
         return o
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        (q, k, v, o, lse), lengths, cp = ctx.saved_tensors, ctx.lengths, ctx.cp
-        kv, s, sums = pack(k, v), q.shape[2] * cp.size(), torch.zeros_like(q, dtype=lse.dtype)
-        own = torch.zeros_like(kv, dtype=lse.dtype)  # gradients of this rank's keys that its own queries cause
-        travelling, returning = torch.zeros_like(own), None  # those of the keys that pass by
-        for step in range(cp.size()):
-            if step < cp.size() - 1:
-                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
-            owner, changes = (cp.rank() - step) % cp.size(), []
-            for row, queries, keys, *how in visible(lengths, cp.rank(), owner, cp.size(), s):
-                rows = [x[row, :, queries] for x in (gradient, q, o, lse)]
-                dq, dk, dv = local_attention_backward(*rows, *unpack(kv[:, row, keys]), *how)
-                sums[row, :, queries] += dq
-                changes.append((row, keys, pack(dk, dv)))
-            if returning:
-                returning.wait()  # gradients of these keys, from all ranks that have seen them
-            for row, keys, change in changes:
-                (travelling if step else own)[:, row, keys] += change
-            if step:
-                travelling, returning = ring_exchange(travelling, cp)  # overlaps with the next attention
-            if step < cp.size() - 1:
-                passing.wait()
-                kv = arriving
-        if returning:
-            returning.wait()  # its own, after the last hop
-            own += travelling
-        return sums.to(q.dtype), *unpack(own.to(k.dtype)), None, None
+    def backward(ctx, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, o, lse = ctx.saved_tensors
+        cp = ctx.cp
+        s = q.shape[2] * cp.size()
+        kv = pack(k, v)
+        ring = passing_keys(kv, cp)
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        dkv = torch.zeros_like(kv, dtype=lse.dtype)  # of this rank's keys, from its own queries
+        sums = torch.zeros_like(dkv)  # of the keys that pass by, from all ranks that have seen them
+        work = None
+        for owner, kv in ring:
+            dkv_parts = []
+            for rows, queries, keys, causal, whole in visible(ctx.lengths, cp.rank(), owner, cp.size(), s):
+                operands = [x[rows, :, queries] for x in (do, q, o, lse)]
+                dq_part, dk, dv = local_attention_backward(*operands, *unpack(kv[:, rows, keys]), causal, whole)
+                dq[rows, :, queries] += dq_part
+                dkv_parts.append((rows, keys, pack(dk, dv)))
+            del kv  # else three ranks' keys would be in memory, not two
+            if work:
+                work.wait()
+            total = dkv if owner == cp.rank() else sums
+            for rows, keys, part in dkv_parts:
+                total[:, rows, keys] += part
+            if owner != cp.rank():
+                sums, work = ring_exchange(sums, cp)  # overlaps with the next attention
+        if work:
+            work.wait()  # after the last hop, sums are those of this rank's keys
+            dkv += sums
+        return dq.to(q.dtype), *unpack(dkv.to(k.dtype)), None, None
 
 
 @torch.compiler.disable  # a compiler would wait for communication where it begins
@@ -433,28 +458,32 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
     the ranks of dp and cp. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice
     is summed twice.
     """
-    ready, seen, reductions = [], set(), []
+    gradients = []  # of this backward, in one order on all ranks, which run through the same graph
+    parameters = set()  # that have these gradients
+    reductions = []
 
-    def reduce(least: int) -> None:
-        if len(ready) >= least:  # in one order on all ranks, which run through the same graph
-            # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-            # 2 (n-1)/n of their bytes out and in per rank, for n ranks; nobody waits, backward goes on
-            reductions.append(group.allreduce_coalesced(ready[:]))
-            ready.clear()
+    def reduce() -> None:
+        # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+        # 2 (n-1)/n of their bytes out and in per rank, for n ranks; overlaps with backward
+        reductions.append(group.allreduce_coalesced(gradients[:]))
+        gradients.clear()
 
     def hook(p: Tensor) -> None:
-        ready.append(p.grad)
-        seen.add(p)
-        reduce(9)  # about a block's
+        gradients.append(p.grad)
+        parameters.add(p)
+        if len(gradients) == BLOCK_GRADIENTS:
+            reduce()
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
     try:
         loss.backward()
     finally:  # after an error, too: the next backward would reduce twice
-        for handle in hooks:
+        for handle in handles:
             handle.remove()
-    ready += [p.grad for p in model.parameters() if p.grad is not None and p not in seen]  # of earlier micro-batches
-    reduce(1)
+    others = [p for p in model.parameters() if p not in parameters]  # that only earlier micro-batches used
+    gradients += [p.grad for p in others if p.grad is not None]
+    if gradients:
+        reduce()
     for reduction in reductions:
         reduction.wait()
 
@@ -462,8 +491,10 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
-    held, lengths = shard(cfg, model.cp), document_lengths(targets)
-    inputs, targets = inputs.to(cfg.device)[:, held], targets.to(cfg.device)[:, held]  # b s/cp
+    positions = shard(cfg, model.cp)
+    lengths = document_lengths(targets)
+    inputs = inputs.to(cfg.device)[:, positions]  # b s/cp
+    targets = targets.to(cfg.device)[:, positions]
     loss = forward(cfg, model, inputs, targets, lengths) / tokens
     backward_and_sum(model, loss, model.cp)
     loss = loss.detach()
@@ -489,8 +520,11 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    held, lengths = shard(cfg, model.cp), document_lengths(targets)
-    loss = forward(cfg, model, *(x.to(cfg.device)[:, held] for x in (inputs, targets)), lengths)  # b s/cp
+    positions = shard(cfg, model.cp)
+    lengths = document_lengths(targets)
+    inputs = inputs.to(cfg.device)[:, positions]  # b s/cp
+    targets = targets.to(cfg.device)[:, positions]
+    loss = forward(cfg, model, inputs, targets, lengths)
     dist.all_reduce(loss, group=model.cp)  # one element
     return loss / tokens
 
@@ -793,8 +827,9 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: Config, Attention.forward, Model.forward, forward, forward_backward, evaluate, check
-# Copy:     shard, document_lengths, check_lengths, ring_exchange, held, visible, masked_scores, local_attention,
-#           local_attention_backward, pack, unpack, merge, RingAttention, attention, backward_and_sum, evaluate
+# Copy:     shard, document_lengths, check_lengths, ring_exchange, passing_keys, tokens_in_part, visible, masked_scores,
+#           local_attention, local_attention_backward, pack, unpack, merge, RingAttention, attention, BLOCK_GRADIENTS,
+#           backward_and_sum, evaluate
 # Use:      1. Find the lengths in the targets of whole sequences, before the cut, by document_lengths, which takes
 #              every ignored target for the first token of a document. If you ignore others, too, as in prompts, note
 #              the lengths, a tensor on the CPU, where you pack the rows. Your forward passes them to all layers.

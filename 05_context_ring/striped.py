@@ -20,6 +20,7 @@ import os
 import time
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from glob import glob
 from pathlib import Path
@@ -36,6 +37,8 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+BLOCK_GRADIENTS = 9  # so many gradients are summed by one collective: about those of a block
+PENDING_PARTS = 4  # more results of ring steps are merged in one pass over memory: fewer cost time, more cost memory
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
 PRESETS = {
@@ -87,17 +90,32 @@ def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
 
 
 def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to send x to the next rank and to receive the previous rank's, into a new tensor.
+    """Start to send x to the next rank and to receive the previous rank's into a new tensor, which is returned.
 
-    Wait on the work before reading what has arrived, and before writing x.
+    Wait on the work before you read the new tensor or write x.
     """
-    arriving, rank, ranks = torch.empty_like(x), cp.rank(), range(cp.size())
-    to_next = [len(x) * (r == (rank + 1) % len(ranks)) for r in ranks]
-    from_previous = [len(x) * (r == (rank - 1) % len(ranks)) for r in ranks]
-    # all of x out and in per rank, as one all-to-all in which each rank has a message for its neighbour alone: separate
-    # sends and receives would wait for each other on two ranks. Nobody waits, attention goes on
-    passing = dist.all_to_all_single(arriving, x, from_previous, to_next, group=cp, async_op=True)
-    return arriving, passing
+    buffer = torch.empty_like(x)
+    send_sizes = [0] * cp.size()
+    receive_sizes = [0] * cp.size()
+    send_sizes[(cp.rank() + 1) % cp.size()] = len(x)
+    receive_sizes[(cp.rank() - 1) % cp.size()] = len(x)
+    # the bytes of x out and in per rank, as one all-to-all in which each rank has a message for its neighbour alone:
+    # separate sends and receives would wait for each other on two ranks
+    work = dist.all_to_all_single(buffer, x, receive_sizes, send_sizes, group=cp, async_op=True)
+    return buffer, work
+
+
+def passing_keys(kv: Tensor, cp: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """Yield each rank with its keys and values kv: first this rank, then the one before it, and so on.
+
+    The next keys arrive while the caller computes. Delete yours before you ask for them: else three are in memory.
+    """
+    for step in range(cp.size() - 1):
+        next_kv, work = ring_exchange(kv, cp)  # all of kv out and in per rank
+        yield (cp.rank() - step) % cp.size(), kv
+        work.wait()
+        kv = next_kv
+    yield (cp.rank() + 1) % cp.size(), kv
 
 
 def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
@@ -110,10 +128,14 @@ def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
 # Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     q = rearrange(q, "b (g n) s k -> b g n s k", g=k.shape[1])
-    scores = einsum(q.to(wide), k.to(wide), "b g n s k, b g t k -> b g n s t") * q.shape[-1] ** -0.5
-    return scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1).bool(), -torch.inf) if causal else scores
+    scale = q.shape[-1] ** -0.5
+    scores = einsum(q.to(dtype), k.to(dtype), "b g n s k, b g t k -> b g n s t") * scale
+    if not causal:
+        return scores
+    later = scores.new_ones(scores.shape[-2:]).triu(1).bool()  # s t
+    return scores.masked_fill(later, -torch.inf)
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -127,43 +149,46 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
     scores = masked_scores(q, k, causal)
     lse = scores.logsumexp(-1, keepdim=True)
     o = einsum((scores - lse).exp(), v.to(scores.dtype), "b g n s t, b g t k -> b g n s k")
-    return rearrange(o, "b g n s k -> b (g n) s k"), rearrange(lse, "b g n s 1 -> b (g n) s 1")
+    o = rearrange(o, "b g n s k -> b (g n) s k")
+    lse = rearrange(lse, "b g n s 1 -> b (g n) s 1")
+    return o, lse
 
 
 def local_attention_backward(
-    gradient: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
+    do: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what these keys add to the gradients of q, and the gradients of k and v that these queries cause.
+    """Return dq from these keys, and dk and dv from these queries. All parts of a dq, dk or dv are to be summed.
 
-    With output, its gradient and log-sum-exp of attention to *all* keys: exp(score - lse) is then the probability of a
-    key among all of them, and gradients of parts are plain sums.
+    o, its gradient do and lse must be those of attention to *all* keys: then exp(score - lse) is the probability of a
+    key among all of them.
     """
     if q.is_cuda and q.dtype == torch.bfloat16:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is off, the operator still takes its seed
         sizes = q.shape[2], k.shape[2]
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            gradient, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
+            do, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
         )
     scores = masked_scores(q, k, causal)
-    wide = scores.dtype
-    q, o, gradient, lse = (rearrange(x, "b (g n) s k -> b g n s k", g=k.shape[1]) for x in (q, o, gradient, lse))
-    q, k, v, o, gradient = (x.to(wide) for x in (q, k, v, o, gradient))
+    q, o, do, lse = (rearrange(x, "b (g n) s k -> b g n s k", g=k.shape[1]) for x in (q, o, do, lse))
+    q, k, v, o, do = (x.to(scores.dtype) for x in (q, k, v, o, do))
     p = (scores - lse).exp()  # b g n s t
-    dv = einsum(p, gradient, "b g n s t, b g n s k -> b g t k")
-    dp = einsum(gradient, v, "b g n s k, b g t k -> b g n s t")
-    ds = p * (dp - (gradient * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    dv = einsum(p, do, "b g n s t, b g n s k -> b g t k")
+    dp = einsum(do, v, "b g n s k, b g t k -> b g n s t")
+    delta = (do * o).sum(-1, keepdim=True)  # b g n s 1
+    ds = p * (dp - delta) * q.shape[-1] ** -0.5
     dq = einsum(ds, k, "b g n s t, b g t k -> b g n s k")
     dk = einsum(ds, q, "b g n s t, b g n s k -> b g t k")
-    return rearrange(dq, "b g n s k -> b (g n) s k"), dk, dv
+    dq = rearrange(dq, "b g n s k -> b (g n) s k")
+    return dq, dk, dv
 
 
 def pack(k: Tensor, v: Tensor) -> Tensor:
-    """k, v [b, g, s, k] -> [2, b, s, g, k], a token's elements side by side, as the projections make them"""
+    """k, v [b, g, s, k] -> [2, b, s, g, k], with a token's elements side by side, as the projections make them"""
     return torch.stack([rearrange(x, "b g s k -> b s g k") for x in (k, v)])
 
 
 def unpack(kv: Tensor) -> Tensor:
-    """Take k and v, a view [2, b, g, s, k], out of what pack has made."""
+    """Undo pack: kv [2, b, s, g, k] -> k and v, as one view [2, b, g, s, k]."""
     return rearrange(kv, "n b s g k -> n b g s k")
 
 
@@ -171,12 +196,13 @@ def unpack(kv: Tensor) -> Tensor:
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: for each set, queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
-    The first has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their sums of
-    exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
+    The first part has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their
+    sums of exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
     """
-    (_, o, lse), *others = parts
-    o, lse = o.to(lse.dtype), lse.clone()
-    for queries, o_part, lse_part in others:
+    _, o, lse = parts[0]
+    o = o.to(lse.dtype)
+    lse = lse.clone()
+    for queries, o_part, lse_part in parts[1:]:
         weight = torch.sigmoid(lse_part - lse[:, :, queries])
         o[:, :, queries] = o[:, :, queries].lerp(o_part.to(o.dtype), weight)  # o + weight·(o_part - o)
         lse[:, :, queries] = torch.logaddexp(lse[:, :, queries], lse_part)
@@ -186,11 +212,11 @@ def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tupl
 @torch.compile(dynamic=False, disable=not torch.cuda.is_available())
 def sum_parts(parts: list[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
     """Add up parts (queries, their gradient) in fp32 or above; the first part [b, h, s, k] has all queries."""
-    (_, x), *others = parts
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    for queries, part in others:
-        x[:, :, queries] += part
-    return x.to(dtype)
+    _, total = parts[0]
+    total = total.to(torch.promote_types(total.dtype, torch.float32))
+    for queries, part in parts[1:]:
+        total[:, :, queries] += part
+    return total.to(dtype)
 
 
 class RingAttention(torch.autograd.Function):
@@ -198,53 +224,53 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, cp: dist.ProcessGroup) -> Tensor:
-        kv, parts, everything = pack(k, v), [], slice(0, q.shape[2])  # kv 2 b s g k
-        for step in range(cp.size()):
-            if step < cp.size() - 1:
-                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
-            if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
-                queries, keys, causal = found
+        s = q.shape[2]
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        parts = []  # queries, their output and log-sum-exp, for the keys of each rank
+        for owner, kv in passing_keys(pack(k, v), cp):  # kv 2 b s g k
+            pair = visible(cp.rank(), owner, s)
+            if pair:
+                queries, keys, causal = pair
                 parts.append((queries, *local_attention(q[:, :, queries], *unpack(kv[:, :, keys]), causal)))
-            if len(parts) > 4:  # one pass over memory for several: fewer would cost more time, more would cost memory
-                parts = [(everything, *merge(parts, parts[0][2].dtype))]
-            if step < cp.size() - 1:
-                passing.wait()
-                kv = arriving
+            del kv  # else three ranks' keys would be in memory, not two
+            if len(parts) > PENDING_PARTS:
+                parts = [(slice(0, s), *merge(parts, dtype))]
         o, lse = merge(parts, q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)  # this rank's tokens alone
         ctx.cp = cp
         return o
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        (q, k, v, o, lse), cp = ctx.saved_tensors, ctx.cp
-        kv, parts, everything, travelling, returning = pack(k, v), [], slice(0, q.shape[2]), None, None
-        for step in range(cp.size()):
-            if step < cp.size() - 1:
-                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
-            if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
-                queries, keys, causal = found
-                rows = [x[:, :, queries] for x in (gradient, q, o, lse)]
+    def backward(ctx, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, o, lse = ctx.saved_tensors
+        cp = ctx.cp
+        s = q.shape[2]
+        dq_parts = []  # queries and their dq, for the keys of each rank
+        work = None  # the exchange of sums: gradients of the keys that pass by, from all ranks that have seen them
+        for owner, kv in passing_keys(pack(k, v), cp):
+            pair = visible(cp.rank(), owner, s)
+            if pair:
+                queries, keys, causal = pair
+                rows = [x[:, :, queries] for x in (do, q, o, lse)]
                 dq, dk, dv = local_attention_backward(*rows, *unpack(kv[:, :, keys]), causal)
-                parts.append((queries, dq))
-            if len(parts) > 4:
-                parts = [(everything, sum_parts(parts, lse.dtype))]
-            if step == 0:
-                own = pack(dk, dv)  # stays here, and waits for what others add
+                dq_parts.append((queries, dq))
+            del kv  # else three ranks' keys would be in memory, not two
+            if len(dq_parts) > PENDING_PARTS:
+                dq_parts = [(slice(0, s), sum_parts(dq_parts, lse.dtype))]
+            if owner == cp.rank():
+                dkv = pack(dk, dv)  # of this rank's keys: stays until the other ranks' sums have come back
+                continue
+            if work:
+                work.wait()
             else:
-                if step > 1:
-                    returning.wait()  # gradients of these keys, from all ranks that have seen them
-                travelling = own.new_zeros(own.shape, dtype=lse.dtype) if step == 1 else travelling
-                if found:
-                    travelling[:, :, keys] += pack(dk, dv)
-                travelling, returning = ring_exchange(travelling, cp)  # overlaps with the next attention
-            if step < cp.size() - 1:
-                passing.wait()
-                kv = arriving
-        if cp.size() > 1:
-            returning.wait()  # its own, after the last hop
-            own = travelling + own
-        return sum_parts(parts, q.dtype), *unpack(own.to(k.dtype)), None
+                sums = dkv.new_zeros(dkv.shape, dtype=lse.dtype)
+            if pair:
+                sums[:, :, keys] += pack(dk, dv)
+            sums, work = ring_exchange(sums, cp)  # overlaps with the next attention
+        if work:
+            work.wait()  # after the last hop, sums are those of this rank's keys
+            dkv = sums + dkv
+        return sum_parts(dq_parts, q.dtype), *unpack(dkv.to(k.dtype)), None
 
 
 @torch.compiler.disable  # a compiler would wait for communication where it begins
@@ -387,28 +413,32 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
     the ranks of dp and cp. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice
     is summed twice.
     """
-    ready, seen, reductions = [], set(), []
+    gradients = []  # of this backward, in one order on all ranks, which run through the same graph
+    parameters = set()  # that have these gradients
+    reductions = []
 
-    def reduce(least: int) -> None:
-        if len(ready) >= least:  # in one order on all ranks, which run through the same graph
-            # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-            # 2 (n-1)/n of their bytes out and in per rank, for n ranks; nobody waits, backward goes on
-            reductions.append(group.allreduce_coalesced(ready[:]))
-            ready.clear()
+    def reduce() -> None:
+        # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+        # 2 (n-1)/n of their bytes out and in per rank, for n ranks; overlaps with backward
+        reductions.append(group.allreduce_coalesced(gradients[:]))
+        gradients.clear()
 
     def hook(p: Tensor) -> None:
-        ready.append(p.grad)
-        seen.add(p)
-        reduce(9)  # about a block's
+        gradients.append(p.grad)
+        parameters.add(p)
+        if len(gradients) == BLOCK_GRADIENTS:
+            reduce()
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
     try:
         loss.backward()
     finally:  # after an error, too: the next backward would reduce twice
-        for handle in hooks:
+        for handle in handles:
             handle.remove()
-    ready += [p.grad for p in model.parameters() if p.grad is not None and p not in seen]  # of earlier micro-batches
-    reduce(1)
+    others = [p for p in model.parameters() if p not in parameters]  # that only earlier micro-batches used
+    gradients += [p.grad for p in others if p.grad is not None]
+    if gradients:
+        reduce()
     for reduction in reductions:
         reduction.wait()
 
@@ -416,10 +446,11 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
-    held = shard(cfg, model.cp)
-    if inputs.shape[1] != len(held) * model.cp.size():
+    positions = shard(cfg, model.cp)
+    if inputs.shape[1] != len(positions) * model.cp.size():
         raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
-    inputs, targets = inputs.to(cfg.device)[:, held], targets.to(cfg.device)[:, held]  # b s/cp
+    inputs = inputs.to(cfg.device)[:, positions]  # b s/cp
+    targets = targets.to(cfg.device)[:, positions]
     loss = forward(cfg, model, inputs, targets) / tokens
     backward_and_sum(model, loss, model.cp)
     loss = loss.detach()
@@ -445,10 +476,12 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    held = shard(cfg, model.cp)
-    if inputs.shape[1] != len(held) * model.cp.size():
+    positions = shard(cfg, model.cp)
+    if inputs.shape[1] != len(positions) * model.cp.size():
         raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
-    loss = forward(cfg, model, *(x.to(cfg.device)[:, held] for x in (inputs, targets)))  # b s/cp
+    inputs = inputs.to(cfg.device)[:, positions]  # b s/cp
+    targets = targets.to(cfg.device)[:, positions]
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss, group=model.cp)  # one element
     return loss / tokens
 
@@ -749,8 +782,9 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: check
-# Copy:     shard, ring_exchange, visible, masked_scores, local_attention, local_attention_backward, pack, unpack,
-#           merge, sum_parts, RingAttention, attention, backward_and_sum, evaluate
+# Copy:     shard, ring_exchange, passing_keys, visible, masked_scores, local_attention, local_attention_backward, pack,
+#           unpack, merge, sum_parts, PENDING_PARTS, RingAttention, attention, BLOCK_GRADIENTS, backward_and_sum,
+#           evaluate
 # Use:      1. Cut inputs, targets and positions by shard, as forward_backward and Model.forward do. Targets are the
 #              next tokens, shifted before the cut (transformers' labels are not shifted). cp must divide the sequence,
 #              into at least two tokens per rank.

@@ -41,6 +41,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+BLOCK_GRADIENTS = 9  # so many gradients are summed by one collective: about those of a block
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
 PRESETS = {
@@ -228,28 +229,32 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
     the ranks of dp and cp. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice
     is summed twice.
     """
-    ready, seen, reductions = [], set(), []
+    gradients = []  # of this backward, in one order on all ranks, which run through the same graph
+    parameters = set()  # that have these gradients
+    reductions = []
 
-    def reduce(least: int) -> None:
-        if len(ready) >= least:  # in one order on all ranks, which run through the same graph
-            # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-            # 2 (n-1)/n of their bytes out and in per rank, for n ranks; nobody waits, backward goes on
-            reductions.append(group.allreduce_coalesced(ready[:]))
-            ready.clear()
+    def reduce() -> None:
+        # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+        # 2 (n-1)/n of their bytes out and in per rank, for n ranks; overlaps with backward
+        reductions.append(group.allreduce_coalesced(gradients[:]))
+        gradients.clear()
 
     def hook(p: Tensor) -> None:
-        ready.append(p.grad)
-        seen.add(p)
-        reduce(9)  # about a block's
+        gradients.append(p.grad)
+        parameters.add(p)
+        if len(gradients) == BLOCK_GRADIENTS:
+            reduce()
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
     try:
         loss.backward()
     finally:  # after an error, too: the next backward would reduce twice
-        for handle in hooks:
+        for handle in handles:
             handle.remove()
-    ready += [p.grad for p in model.parameters() if p.grad is not None and p not in seen]  # of earlier micro-batches
-    reduce(1)
+    others = [p for p in model.parameters() if p not in parameters]  # that only earlier micro-batches used
+    gradients += [p.grad for p in others if p.grad is not None]
+    if gradients:
+        reduce()
     for reduction in reductions:
         reduction.wait()
 
@@ -596,7 +601,7 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: Config, check, evaluate
-# Copy:     backward_and_sum, evaluate
+# Copy:     BLOCK_GRADIENTS, backward_and_sum, evaluate
 # Use:      1. Call set_rotate_method once, before the first step. The context reaches around forward and backward, as
 #              in forward_backward. Targets are the next tokens, shifted before the context cuts them.
 #           2. Call backward_and_sum once per step.

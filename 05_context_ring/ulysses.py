@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+BLOCK_GRADIENTS = 9  # so many gradients are summed by one collective: about those of a block
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
 PRESETS = {
@@ -93,14 +94,14 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cp: dist.ProcessGroup) -> Tensor:
         ctx.cp = cp
-        exchanged = torch.empty_like(x, memory_format=torch.contiguous_format)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
         # (cp-1)/cp of the bytes of x out and in per rank
-        dist.all_to_all_single(exchanged, x.contiguous(), group=cp)
-        return exchanged
+        dist.all_to_all_single(y, x.contiguous(), group=cp)
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return AllToAll.apply(gradient, ctx.cp), None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return AllToAll.apply(dy, ctx.cp), None
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, ...]:
@@ -109,11 +110,12 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, cp: dist.ProcessGroup) -> tuple[Te
     A key head that several ranks need is repeated first, so that each rank gets one; their gradients are summed.
     """
     copies = max(1, cp.size() // k.shape[1])
-    k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
-    heads = [x.shape[1] // cp.size() for x in (q, k, v)]  # of each rank
-    packed = torch.cat([rearrange(x, "b (r h) s k -> r h b s k", r=cp.size()) for x in (q, k, v)], dim=1)
-    packed = rearrange(AllToAll.apply(packed, cp), "r h b s k -> b h (r s) k")
-    return packed.split(heads, dim=1)
+    k = k.repeat_interleave(copies, 1)
+    v = v.repeat_interleave(copies, 1)
+    heads = [x.shape[1] // cp.size() for x in (q, k, v)]  # of one rank
+    qkv = torch.cat([rearrange(x, "b (r h) s k -> r h b s k", r=cp.size()) for x in (q, k, v)], dim=1)
+    qkv = rearrange(AllToAll.apply(qkv, cp), "r h b s k -> b h (r s) k")
+    return qkv.split(heads, dim=1)
 
 
 def to_tokens(o: Tensor, cp: dist.ProcessGroup) -> Tensor:
@@ -262,28 +264,32 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
     the ranks of dp and cp. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice
     is summed twice.
     """
-    ready, seen, reductions = [], set(), []
+    gradients = []  # of this backward, in one order on all ranks, which run through the same graph
+    parameters = set()  # that have these gradients
+    reductions = []
 
-    def reduce(least: int) -> None:
-        if len(ready) >= least:  # in one order on all ranks, which run through the same graph
-            # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
-            # 2 (n-1)/n of their bytes out and in per rank, for n ranks; nobody waits, backward goes on
-            reductions.append(group.allreduce_coalesced(ready[:]))
-            ready.clear()
+    def reduce() -> None:
+        # the group's own method: dist.all_reduce_coalesced, which calls it, warns that it will be deprecated
+        # 2 (n-1)/n of their bytes out and in per rank, for n ranks; overlaps with backward
+        reductions.append(group.allreduce_coalesced(gradients[:]))
+        gradients.clear()
 
     def hook(p: Tensor) -> None:
-        ready.append(p.grad)
-        seen.add(p)
-        reduce(9)  # about a block's
+        gradients.append(p.grad)
+        parameters.add(p)
+        if len(gradients) == BLOCK_GRADIENTS:
+            reduce()
 
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
     try:
         loss.backward()
     finally:  # after an error, too: the next backward would reduce twice
-        for handle in hooks:
+        for handle in handles:
             handle.remove()
-    ready += [p.grad for p in model.parameters() if p.grad is not None and p not in seen]  # of earlier micro-batches
-    reduce(1)
+    others = [p for p in model.parameters() if p not in parameters]  # that only earlier micro-batches used
+    gradients += [p.grad for p in others if p.grad is not None]
+    if gradients:
+        reduce()
     for reduction in reductions:
         reduction.wait()
 
@@ -291,10 +297,11 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
-    held = shard(cfg, model.cp)
-    if inputs.shape[1] != len(held) * model.cp.size():
+    positions = shard(cfg, model.cp)
+    if inputs.shape[1] != len(positions) * model.cp.size():
         raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
-    inputs, targets = inputs.to(cfg.device)[:, held], targets.to(cfg.device)[:, held]  # b s/cp
+    inputs = inputs.to(cfg.device)[:, positions]  # b s/cp
+    targets = targets.to(cfg.device)[:, positions]
     loss = forward(cfg, model, inputs, targets) / tokens
     backward_and_sum(model, loss, model.cp)
     loss = loss.detach()
@@ -320,10 +327,12 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    held = shard(cfg, model.cp)
-    if inputs.shape[1] != len(held) * model.cp.size():
+    positions = shard(cfg, model.cp)
+    if inputs.shape[1] != len(positions) * model.cp.size():
         raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
-    loss = forward(cfg, model, *(x.to(cfg.device)[:, held] for x in (inputs, targets)))  # b s/cp
+    inputs = inputs.to(cfg.device)[:, positions]  # b s/cp
+    targets = targets.to(cfg.device)[:, positions]
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss, group=model.cp)  # one element
     return loss / tokens
 
@@ -628,7 +637,7 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: check, main
-# Copy:     shard, AllToAll, to_heads, to_tokens, attention, backward_and_sum, evaluate
+# Copy:     shard, AllToAll, to_heads, to_tokens, attention, BLOCK_GRADIENTS, backward_and_sum, evaluate
 # Use:      1. Cut inputs, targets and positions by shard, as forward_backward and Model.forward do. Targets are the
 #              next tokens, shifted before the cut (transformers' labels are not shifted). cp must divide the sequence.
 #           2. Divide the loss by the valid tokens of the whole batch, counted before the cut.

@@ -191,16 +191,19 @@ class Block(nn.Module):
 
 def split_layers(cfg: Config, stages: int) -> list[range]:
     """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
-    head = 6 * cfg.dim * cfg.vocab
+    head = 6 * cfg.dim * cfg.vocab  # FLOPs per token
     block = (flops_per_token(cfg) - head) / cfg.layers
-    counts, load = [1] * stages, [block] * stages
-    load[0] += cfg.dim  # embedding: backward adds a row per token
-    load[-1] += head
+    counts = [1] * stages  # layers of each stage
+    loads = [block] * stages  # FLOPs per token of each stage
+    loads[0] += cfg.dim  # embedding: backward adds a row per token
+    loads[-1] += head
     for _ in range(cfg.layers - stages):
-        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages hold fewer activations in flight
+        # of equals the last: later stages hold fewer activations in flight
+        lightest = min(reversed(range(stages)), key=loads.__getitem__)
         counts[lightest] += 1
-        load[lightest] += block
-    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+        loads[lightest] += block
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts)]
 
 
 class Model(nn.Module):
@@ -210,11 +213,13 @@ class Model(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.pp = pp  # the ranks that split the model
-        self.stage, self.stages = pp.rank(), pp.size()  # stage i is rank i of the group
+        self.stage = pp.rank()  # stage i is rank i of the group
+        self.stages = pp.size()
         self.model = nn.Module()
         if self.stage == 0:
             self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
-        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in split_layers(cfg, self.stages)[self.stage]})
+        layers = split_layers(cfg, self.stages)[self.stage]
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in layers})
         if self.stage == self.stages - 1:
             self.model.norm = RMSNorm(cfg)
             self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
@@ -227,7 +232,9 @@ class Model(nn.Module):
             x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
         for block in self.model.layers.children():
             x = block(x, rope)
-        return self.lm_head(self.model.norm(x)) if self.stage == self.stages - 1 else x
+        if self.stage < self.stages - 1:
+            return x
+        return self.lm_head(self.model.norm(x))
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -235,30 +242,37 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
     """inputs of Model.forward, targets [b, s] -> activations [b, s, d], on the last stage the sum of the losses"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         output = model(inputs)
-        last = model.stage == model.stages - 1
-        return model.loss(output.flatten(0, 1), targets.flatten()) if last else output
+        if model.stage < model.stages - 1:
+            return output
+        return model.loss(output.flatten(0, 1), targets.flatten())
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
-    inputs, targets = inputs.to(cfg.device), targets.to(cfg.device)
-    shape, dtype, total = (*inputs.shape, cfg.dim), getattr(torch, cfg.dtype), torch.zeros((), device=cfg.device)
-    arrived = receive(model, "F", shape, dtype, inputs.device)  # b s d
-    x = inputs if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
+    inputs = inputs.to(cfg.device)
+    targets = targets.to(cfg.device)
+    shape = (*inputs.shape, cfg.dim)  # b s d
+    dtype = getattr(torch, cfg.dtype)
+    loss = torch.zeros((), device=cfg.device)
+    x = receive(model, "F", shape, dtype, inputs.device)
+    if x is None:
+        x = inputs
+    else:
+        x.requires_grad_(torch.is_grad_enabled())
     output = forward(cfg, model, x, targets)
     if model.stage == model.stages - 1:
         output = output / tokens
-        total += output.detach()
+        loss += output.detach()
     elif (output.dtype, output.shape) != (dtype, shape):  # the next stage would read memory that nobody wrote
         raise ValueError(f"forward must return {dtype} {list(shape)}, not {output.dtype} {list(output.shape)}")
     send(model, "F", output.detach())
-    arrived = receive(model, "B", shape, dtype, inputs.device)
+    dy = receive(model, "B", shape, dtype, inputs.device)
     if output.requires_grad:  # else all parameters of the first stage are frozen
-        output.backward(arrived)
+        output.backward(dy)
     send(model, "B", x.grad)
-    dist.all_reduce(total, group=model.pp)  # one element, for the log
-    return total
+    dist.all_reduce(loss, group=model.pp)  # one element, for the log
+    return loss
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
@@ -268,10 +282,10 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
         raise RuntimeError(
             "no parameter of this stage has a .grad; if ZeRO's units have it, take ZeRO's clip_gradients"
         )
-    own = nn.utils.get_total_norm(gradients)
-    norm = own.to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
-    dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages
-    norm = norm.sqrt().to(own.dtype)  # with one dtype bit-identical on all ranks, so all scale alike
+    stage_norm = nn.utils.get_total_norm(gradients)
+    squares = stage_norm.to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
+    dist.all_reduce(squares, group=model.pp)  # one element
+    norm = squares.sqrt().to(stage_norm.dtype)  # with one dtype bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -289,9 +303,10 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    shape, dtype = (*inputs.shape, cfg.dim), getattr(torch, cfg.dtype)
-    arrived = receive(model, "F", shape, dtype, torch.device(cfg.device))  # b s d
-    x = inputs.to(cfg.device) if arrived is None else arrived
+    shape = (*inputs.shape, cfg.dim)  # b s d
+    x = receive(model, "F", shape, getattr(torch, cfg.dtype), torch.device(cfg.device))
+    if x is None:
+        x = inputs.to(cfg.device)
     output = forward(cfg, model, x, targets.to(cfg.device))
     send(model, "F", output)
     loss = torch.zeros((), device=cfg.device)
@@ -475,13 +490,14 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    mine, weights = model.state_dict(), {}
-    shapes = [None] * model.pp.size()
-    # names and shapes
-    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
-    for rank, owned in enumerate(shapes):
-        for name, shape in owned.items():
-            tensor = mine[name] if name in mine else torch.empty(shape, device=cfg.device)
+    weights = {}  # of all stages, on the CPU of rank 0
+    rank_weights = model.state_dict()
+    rank_shapes = {name: weight.shape for name, weight in rank_weights.items()}
+    shapes_by_rank = [None] * model.pp.size()
+    dist.all_gather_object(shapes_by_rank, rank_shapes, group=model.pp)  # names and shapes
+    for rank, shapes in enumerate(shapes_by_rank):
+        for name, shape in shapes.items():
+            tensor = rank_weights[name] if name in rank_weights else torch.empty(shape, device=cfg.device)
             dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+SENDS_IN_FLIGHT = 2  # gradients that a stage is sending before it waits for the oldest to leave
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
 PRESETS = {
@@ -86,14 +87,14 @@ def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -
     the transfers of one communicator run one at a time, in the order in which they were started. If both directions
     shared one, two neighbours that each had started a send first would wait for each other forever.
     """
-    hello = torch.zeros(1, device=device)
-    for before, after in zip(path, path[1:]):
-        for op, source, target in (("F", before, after), ("B", after, before)):
+    greeting = torch.zeros(1, device=device)
+    for rank, next_rank in zip(path, path[1:]):
+        for op, source, target in (("F", rank, next_rank), ("B", next_rank, rank)):
             # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
             if links[op].rank() == source:
-                dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
+                dist.send(greeting, group=links[op], group_dst=target)  # 4 bytes; waits for the target
             if links[op].rank() == target:
-                dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
+                dist.recv(greeting, group=links[op], group_src=source)  # 4 bytes; waits for the source
     return links
 
 
@@ -170,15 +171,16 @@ class InputGradient(torch.autograd.Function):
     """x @ weight.T, whose backward computes the gradient of x alone, and hands on what that of weight will need."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, take_x: Tensor, take_dy: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, x_leaf: Tensor, dy_leaf: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return nn.functional.linear(x, weight)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        # "gradients" of take_x and take_dy: so they leave a compiled backward, too; x without the graph that made it
-        return dy @ weight, None, x.detach(), dy
+        dx = dy @ weight
+        # "gradients" of the leaves: so x and dy leave a compiled backward, too; x without the graph that made it
+        return dx, None, x.detach(), dy
 
 
 class Linear(nn.Module):
@@ -191,14 +193,15 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Linear(inputs, outputs, bias=False).weight  # initialised, for a trainer that does not
         self.cast: Tensor | None = None  # the weight in the dtype of the matmuls
-        self.takes: tuple[Tensor, ...] = ()  # leaves whose gradients will be x and dy, see InputGradient
+        self.leaves: tuple[Tensor, ...] = ()  # two, whose gradients will be x and dy, see InputGradient
 
     def forward(self, x: Tensor) -> Tensor:
         if self.cast is None:
             return nn.functional.linear(x, self.weight)
-        if x.shape != self.takes[0].shape:
-            raise ValueError(f"x must have the shape {list(self.takes[0].shape)} of micro-batches, not {list(x.shape)}")
-        return InputGradient.apply(x, self.cast, *self.takes)
+        shape = self.leaves[0].shape
+        if x.shape != shape:
+            raise ValueError(f"x must have the shape {list(shape)} of micro-batches, not {list(x.shape)}")
+        return InputGradient.apply(x, self.cast, *self.leaves)
 
 
 class Attention(nn.Module):
@@ -255,16 +258,19 @@ class Block(nn.Module):
 
 def split_layers(cfg: Config, stages: int) -> list[range]:
     """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
-    head = 6 * cfg.dim * cfg.vocab
+    head = 6 * cfg.dim * cfg.vocab  # FLOPs per token
     block = (flops_per_token(cfg) - head) / cfg.layers
-    counts, load = [1] * stages, [block] * stages
-    load[0] += cfg.dim  # embedding: backward adds a row per token
-    load[-1] += head
+    counts = [1] * stages  # layers of each stage
+    loads = [block] * stages  # FLOPs per token of each stage
+    loads[0] += cfg.dim  # embedding: backward adds a row per token
+    loads[-1] += head
     for _ in range(cfg.layers - stages):
-        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages hold fewer activations in flight
+        # of equals the last: later stages hold fewer activations in flight
+        lightest = min(reversed(range(stages)), key=loads.__getitem__)
         counts[lightest] += 1
-        load[lightest] += block
-    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+        loads[lightest] += block
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts)]
 
 
 class Model(nn.Module):
@@ -275,11 +281,13 @@ class Model(nn.Module):
         self.cfg = cfg
         self.pp = pp  # the ranks that split the model
         self.links = links  # communicators by operation, see connect
-        self.stage, self.stages = pp.rank(), pp.size()  # stage i is rank i of the group
+        self.stage = pp.rank()  # stage i is rank i of the group
+        self.stages = pp.size()
         self.model = nn.Module()
         if self.stage == 0:
             self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
-        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in split_layers(cfg, self.stages)[self.stage]})
+        layers = split_layers(cfg, self.stages)[self.stage]
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in layers})
         if self.stage == self.stages - 1:
             self.model.norm = RMSNorm(cfg)
             self.lm_head = Linear(cfg.dim, cfg.vocab)
@@ -292,25 +300,31 @@ class Model(nn.Module):
             x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
         for block in self.model.layers.children():
             x = block(x, rope)
-        return self.lm_head(self.model.norm(x)) if self.stage == self.stages - 1 else x
+        if self.stage < self.stages - 1:
+            return x
+        return self.lm_head(self.model.norm(x))
 
 
 # ---------------------------------------------------------------------------------------------------------- training
 def schedule(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
     """Return what a stage does, in order: (F forward, B input gradient or W weight gradients, micro-batch)."""
-    forwards = [("F", i) for i in range(microbatches)]
-    backwards = [[("B", i), ("W", i)] for i in range(microbatches)]
-    ahead = min(stages - 1 - stage, microbatches)  # forwards to run before the first gradient can arrive
-    pairs = [op for f, b in zip(forwards[ahead:], backwards) for op in (f, *b)]
-    return forwards[:ahead] + pairs + [op for b in backwards[microbatches - ahead :] for op in b]
+    warmup = min(stages - 1 - stage, microbatches)  # forwards before the first gradient can arrive
+    operations = [("F", i) for i in range(warmup)]
+    for i in range(microbatches):
+        if warmup + i < microbatches:
+            operations.append(("F", warmup + i))
+        operations.append(("B", i))
+        operations.append(("W", i))
+    return operations
 
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs of Model.forward, targets [b, s] -> activations [b, s, d], on the last stage the sum of the losses"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         output = model(inputs)
-        last = model.stage == model.stages - 1
-        return model.loss(output.flatten(0, 1), targets.flatten()) if last else output
+        if model.stage < model.stages - 1:
+            return output
+        return model.loss(output.flatten(0, 1), targets.flatten())
 
 
 def prepare_linears(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Linear]:
@@ -323,36 +337,49 @@ def prepare_linears(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.d
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     for layer in layers:
         layer.cast = layer.weight.detach().to(dtype)
-        one = torch.empty(1, dtype=dtype, device=layer.weight.device)
-        layer.takes = tuple(one.expand(*inputs[0].shape, n).requires_grad_() for n in reversed(layer.weight.shape))
+        element = torch.empty(1, dtype=dtype, device=layer.weight.device)
+        outputs_of_layer, inputs_of_layer = layer.weight.shape
+        x_leaf = element.expand(*inputs[0].shape, inputs_of_layer).requires_grad_()
+        dy_leaf = element.expand(*inputs[0].shape, outputs_of_layer).requires_grad_()
+        layer.leaves = x_leaf, dy_leaf
     return layers
 
 
 def backward_input(
-    model: nn.Module, layers: list[Linear], x: Tensor, output: Tensor, gradient: Tensor | None
+    model: nn.Module, layers: list[Linear], x: Tensor, output: Tensor, dy: Tensor | None
 ) -> tuple[Tensor | None, list[tuple[nn.Parameter, Tensor, Tensor]]]:
-    """B: return the gradient of x [b/m, s, d], None if x are ids, and (weight, x, dy) of every layer that output needs.
+    """B: return dx [b/m, s, d], None if x are ids, and (weight, x, dy) of every linear layer that output needs.
 
     What the forward saved is freed. Norms and embedding get their gradients here, without the hooks of DDP or FSDP.
     """
+    if not output.requires_grad:  # a first stage that is a frozen embedding
+        return None, []
+    stage_input = [x] if x.requires_grad else []
     parameters = [p for p in model.parameters() if p.requires_grad]
-    leaves = [*([x] if x.requires_grad else []), *parameters, *(leaf for layer in layers for leaf in layer.takes)]
-    # None for what output does not need, and for the weights of layers (see W), unless one is the embedding as well;
-    # nothing at all for a first stage that is a frozen embedding
-    found = list(torch.autograd.grad(output, leaves, gradient, allow_unused=True)) if output.requires_grad else []
-    upstream = found.pop(0).contiguous() if x.requires_grad else None
-    for p, g in zip(parameters, found):
-        if g is not None:  # copied: g may be the gradient of another parameter, too, or have other strides
-            p.grad = torch.empty_like(p).copy_(g) if p.grad is None else p.grad + g
-    operands = found[len(parameters) :]  # x and dy of every layer
-    every = zip((layer.weight for layer in layers), operands[::2], operands[1::2])
-    return upstream, [(weight, *pair) for weight, *pair in every if pair[0] is not None and weight.requires_grad]
+    leaves = [leaf for layer in layers for leaf in layer.leaves]
+    # None for what output does not need, and for the weights of layers (see W), unless one is the embedding as well
+    gradients = list(torch.autograd.grad(output, stage_input + parameters + leaves, dy, allow_unused=True))
+    dx = gradients.pop(0).contiguous() if stage_input else None
+    for p in parameters:
+        gradient = gradients.pop(0)
+        if gradient is None:
+            continue
+        if p.grad is None:  # copied: the gradient may be another parameter's, too, or have other strides
+            p.grad = torch.empty_like(p).copy_(gradient)
+        else:
+            p.grad = p.grad + gradient
+    operands = []
+    for layer, layer_x, layer_dy in zip(layers, gradients[::2], gradients[1::2]):
+        if layer_x is not None and layer.weight.requires_grad:
+            operands.append((layer.weight, layer_x, layer_dy))
+    return dx, operands
 
 
 def backward_weights(operands: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
     """W: add dy.T @ x of a micro-batch to each weight's gradient [out, in]; x is [b/m, s, in], dy [b/m, s, out]."""
     for weight, x, dy in operands:
-        x, dy = x.flatten(0, 1), dy.flatten(0, 1)
+        x = x.flatten(0, 1)
+        dy = dy.flatten(0, 1)
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         if x.dtype == weight.dtype:
@@ -377,51 +404,59 @@ def run_schedule(
     summed loss. Any list works in which each operation comes after those it needs, if both ends of a link take the
     micro-batches in the same order: messages carry no tag. A list of forwards alone, under torch.no_grad(), evaluates.
     """
-    saved, pending, messages, dtype = {}, {}, [], getattr(torch, cfg.dtype)
-    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    dtype = getattr(torch, cfg.dtype)
+    loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    saved = {}  # by micro-batch: input and output of its forward, and the Work that sends the output
+    operands = {}  # by micro-batch: weight, x and dy of every linear layer, from B to W
+    send_buffers = []  # what else is in flight: (Work, tensor), the oldest first
     layers = prepare_linears(model, inputs, dtype) if torch.is_grad_enabled() else []
     for op, i in operations:
         if op == "W":
-            backward_weights(pending.pop(i))
+            backward_weights(operands.pop(i))
             continue
         shape = (*inputs[i].shape, cfg.dim)  # b/m s d
-        arrived = receive(model, op, shape, dtype, inputs[i].device)
+        message = receive(model, op, shape, dtype, inputs[i].device)  # activations or dy; None at the ends
         if op == "F":
-            x = inputs[i] if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
+            x = inputs[i] if message is None else message.requires_grad_(torch.is_grad_enabled())
             output = forward(cfg, model, x, targets[i])
             if model.stage == model.stages - 1:
                 output = output / tokens
-                total += output.detach()
+                loss += output.detach()
             elif (output.dtype, output.shape) != (dtype, shape):  # the next stage would read memory that nobody wrote
                 raise ValueError(f"forward must return {dtype} {list(shape)}, not {output.dtype} {list(output.shape)}")
             work = send(model, op, output.detach())
             if torch.is_grad_enabled():
                 saved[i] = x, output, work
             else:
-                messages.append((work, output))
+                send_buffers.append((work, output))
         else:
             x, output, work = saved.pop(i)
             wait_for_send(work)  # the output has arrived, since its gradient has come back
-            gradient, pending[i] = backward_input(model, layers, x, output, arrived)
+            dx, operands[i] = backward_input(model, layers, x, output, message)
             del x, output
-            messages.append((send(model, op, gradient), gradient))
-        if len(messages) > 2:
-            wait_for_send(messages.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:
+            work = send(model, op, dx)
+            send_buffers.append((work, dx))
+        if len(send_buffers) > SENDS_IN_FLIGHT:
+            wait_for_send(send_buffers.pop(0)[0])  # and frees what was sent
+    for work, _ in send_buffers:
+        wait_for_send(work)
+    for _, _, work in saved.values():  # of forwards whose backward the list does not have
         wait_for_send(work)
     for layer in layers:
-        layer.cast, layer.takes = None, ()  # from here on the model computes on its own, with the newest weights
-    return total
+        layer.cast = None  # from here on the model computes on its own, with the newest weights
+        layer.leaves = ()
+    return loss
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
-    operations = schedule(model.pp.rank(), model.pp.size(), cfg.microbatches)
-    micro = (x.to(cfg.device).tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/m s
-    total = run_schedule(cfg, model, operations, *micro, tokens)
-    dist.all_reduce(total, group=model.pp)  # one element, for the log
-    return total
+    operations = schedule(model.stage, model.stages, cfg.microbatches)
+    inputs = inputs.to(cfg.device).tensor_split(cfg.microbatches)  # m times [b/m, s]
+    targets = targets.to(cfg.device).tensor_split(cfg.microbatches)
+    loss = run_schedule(cfg, model, operations, inputs, targets, tokens)
+    dist.all_reduce(loss, group=model.pp)  # one element, for the log
+    return loss
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
@@ -431,10 +466,10 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
         raise RuntimeError(
             "no parameter of this stage has a .grad; if ZeRO's units have it, take ZeRO's clip_gradients"
         )
-    own = nn.utils.get_total_norm(gradients)
-    norm = own.to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
-    dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages
-    norm = norm.sqrt().to(own.dtype)  # with one dtype bit-identical on all ranks, so all scale alike
+    stage_norm = nn.utils.get_total_norm(gradients)
+    squares = stage_norm.to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
+    dist.all_reduce(squares, group=model.pp)  # one element
+    norm = squares.sqrt().to(stage_norm.dtype)  # with one dtype bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -452,9 +487,10 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.microbatches) if op[0] == "F"]
-    micro = (x.to(cfg.device).tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/m s
-    loss = run_schedule(cfg, model, forwards, *micro, tokens)
+    forwards = [("F", i) for i in range(cfg.microbatches)]
+    inputs = inputs.to(cfg.device).tensor_split(cfg.microbatches)  # m times [b/m, s]
+    targets = targets.to(cfg.device).tensor_split(cfg.microbatches)
+    loss = run_schedule(cfg, model, forwards, inputs, targets, tokens)
     dist.all_reduce(loss, group=model.pp)  # one element
     return loss
 
@@ -504,8 +540,10 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def build_model(cfg: Config) -> Model:
     """Build this stage and fill it tensor by tensor, so that at most one full tensor is held twice."""
     pp = dist.group.WORLD
+    path = list(range(pp.size()))
+    links = connect({"F": pp, "B": dist.new_group()}, path, cfg.device)
     with torch.device("meta"):
-        model = Model(cfg, pp, connect({"F": pp, "B": dist.new_group()}, [*range(pp.size())], cfg.device))
+        model = Model(cfg, pp, links)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -634,13 +672,14 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    mine, weights = model.state_dict(), {}
-    shapes = [None] * model.pp.size()
-    # names and shapes
-    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
-    for rank, owned in enumerate(shapes):
-        for name, shape in owned.items():
-            tensor = mine[name] if name in mine else torch.empty(shape, device=cfg.device)
+    weights = {}  # of all stages, on the CPU of rank 0
+    rank_weights = model.state_dict()
+    rank_shapes = {name: weight.shape for name, weight in rank_weights.items()}
+    shapes_by_rank = [None] * model.pp.size()
+    dist.all_gather_object(shapes_by_rank, rank_shapes, group=model.pp)  # names and shapes
+    for rank, shapes in enumerate(shapes_by_rank):
+        for name, shape in shapes.items():
+            tensor = rank_weights[name] if name in rank_weights else torch.empty(shape, device=cfg.device)
             dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
@@ -766,8 +805,8 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: Attention.__init__, MLP.__init__, Model.__init__
-# Copy:     InputGradient, Linear, prepare_linears, backward_input, backward_weights, schedule, run_schedule,
-#           clip_gradients, evaluate
+# Copy:     InputGradient, Linear, prepare_linears, backward_input, backward_weights, SENDS_IN_FLIGHT, schedule,
+#           run_schedule, clip_gradients, evaluate
 # Use:      as 1f1b.py says, and:
 #           1. Use Linear for every nn.Linear. It has no bias: add one after it. Code that initialises or decays by the
 #              type nn.Linear does not find it. A weight that is used twice in a forward has two Linears that share it.

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+SENDS_IN_FLIGHT = 2  # gradients that a stage is sending before it waits for the oldest to leave
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
 PRESETS = {
@@ -86,14 +87,14 @@ def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -
     the transfers of one communicator run one at a time, in the order in which they were started. If both directions
     shared one, two neighbours that each had started a send first would wait for each other forever.
     """
-    hello = torch.zeros(1, device=device)
-    for before, after in zip(path, path[1:]):
-        for op, source, target in (("F", before, after), ("B", after, before)):
+    greeting = torch.zeros(1, device=device)
+    for rank, next_rank in zip(path, path[1:]):
+        for op, source, target in (("F", rank, next_rank), ("B", next_rank, rank)):
             # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
             if links[op].rank() == source:
-                dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
+                dist.send(greeting, group=links[op], group_dst=target)  # 4 bytes; waits for the target
             if links[op].rank() == target:
-                dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
+                dist.recv(greeting, group=links[op], group_src=source)  # 4 bytes; waits for the source
     return links
 
 
@@ -220,16 +221,19 @@ class Block(nn.Module):
 
 def split_layers(cfg: Config, stages: int) -> list[range]:
     """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
-    head = 6 * cfg.dim * cfg.vocab
+    head = 6 * cfg.dim * cfg.vocab  # FLOPs per token
     block = (flops_per_token(cfg) - head) / cfg.layers
-    counts, load = [1] * stages, [block] * stages
-    load[0] += cfg.dim  # embedding: backward adds a row per token
-    load[-1] += head
+    counts = [1] * stages  # layers of each stage
+    loads = [block] * stages  # FLOPs per token of each stage
+    loads[0] += cfg.dim  # embedding: backward adds a row per token
+    loads[-1] += head
     for _ in range(cfg.layers - stages):
-        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages hold fewer activations in flight
+        # of equals the last: later stages hold fewer activations in flight
+        lightest = min(reversed(range(stages)), key=loads.__getitem__)
         counts[lightest] += 1
-        load[lightest] += block
-    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+        loads[lightest] += block
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts)]
 
 
 class Model(nn.Module):
@@ -243,11 +247,13 @@ class Model(nn.Module):
         self.pp = pp  # the ranks that split the model
         self.links = links  # communicators by operation, see connect
         self.ends = ends  # the first and the last rank of pp; None on all others
-        self.stage, self.stages = pp.rank(), pp.size()  # stage i is rank i of the group
+        self.stage = pp.rank()  # stage i is rank i of the group
+        self.stages = pp.size()
         self.model = nn.Module()
         if self.stage in (0, self.stages - 1):
             self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
-        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in split_layers(cfg, self.stages)[self.stage]})
+        layers = split_layers(cfg, self.stages)[self.stage]
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in layers})
         if self.stage == self.stages - 1:
             self.model.norm = RMSNorm(cfg)
         self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
@@ -269,17 +275,20 @@ def schedule(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]
     """Return what a stage does, in order: (F forward or B backward, micro-batch)."""
     forwards = [("F", i) for i in range(microbatches)]
     backwards = [("B", i) for i in range(microbatches)]
-    ahead = min(stages - 1 - stage, microbatches)  # forwards to run before the first gradient can arrive
-    pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
-    return forwards[:ahead] + pairs + backwards[microbatches - ahead :]
+    warmup = min(stages - 1 - stage, microbatches)  # forwards before the first gradient can arrive
+    operations = forwards[:warmup]
+    for pair in zip(forwards[warmup:], backwards):
+        operations += pair  # one forward, one backward
+    return operations + backwards[microbatches - warmup :]
 
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs of Model.forward, targets [b, s] -> activations [b, s, d], on the last stage the sum of the losses"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         output = model(inputs)
-        last = model.stage == model.stages - 1
-        return model.loss(output.flatten(0, 1), targets.flatten()) if last else output
+        if model.stage < model.stages - 1:
+            return output
+        return model.loss(output.flatten(0, 1), targets.flatten())
 
 
 def run_schedule(
@@ -296,35 +305,40 @@ def run_schedule(
     summed loss. Any list works in which each operation comes after those it needs, if both ends of a link take the
     micro-batches in the same order: messages carry no tag. A list of forwards alone, under torch.no_grad(), evaluates.
     """
-    saved, messages, dtype = {}, [], getattr(torch, cfg.dtype)
-    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    dtype = getattr(torch, cfg.dtype)
+    loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    saved = {}  # by micro-batch: input and output of its forward, and the Work that sends the output
+    send_buffers = []  # what else is in flight: (Work, tensor), the oldest first
     for op, i in operations:
         shape = (*inputs[i].shape, cfg.dim)  # b/m s d
-        arrived = receive(model, op, shape, dtype, inputs[i].device)
+        message = receive(model, op, shape, dtype, inputs[i].device)  # activations or dy; None at the ends
         if op == "F":
-            x = inputs[i] if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
+            x = inputs[i] if message is None else message.requires_grad_(torch.is_grad_enabled())
             output = forward(cfg, model, x, targets[i])
             if model.stage == model.stages - 1:
                 output = output / tokens
-                total += output.detach()
+                loss += output.detach()
             elif (output.dtype, output.shape) != (dtype, shape):  # the next stage would read memory that nobody wrote
                 raise ValueError(f"forward must return {dtype} {list(shape)}, not {output.dtype} {list(output.shape)}")
             work = send(model, op, output.detach())
             if torch.is_grad_enabled():
                 saved[i] = x, output, work
             else:
-                messages.append((work, output))
+                send_buffers.append((work, output))
         else:
             x, output, work = saved.pop(i)
             wait_for_send(work)  # the output has arrived, since its gradient has come back
             if output.requires_grad:  # else all parameters of the first stage are frozen
-                output.backward(arrived)
-            messages.append((send(model, op, x.grad), x.grad))
-        if len(messages) > 2:
-            wait_for_send(messages.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:
+                output.backward(message)
+            work = send(model, op, x.grad)
+            send_buffers.append((work, x.grad))
+        if len(send_buffers) > SENDS_IN_FLIGHT:
+            wait_for_send(send_buffers.pop(0)[0])  # and frees what was sent
+    for work, _ in send_buffers:
         wait_for_send(work)
-    return total
+    for _, _, work in saved.values():  # of forwards whose backward the list does not have
+        wait_for_send(work)
+    return loss
 
 
 def sum_tied(model: nn.Module) -> None:
@@ -344,24 +358,26 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     operations = schedule(model.pp.rank(), model.pp.size(), cfg.microbatches)
-    micro = (x.to(cfg.device).tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/m s
-    total = run_schedule(cfg, model, operations, *micro, tokens)
+    inputs = inputs.to(cfg.device).tensor_split(cfg.microbatches)  # m times [b/m, s]
+    targets = targets.to(cfg.device).tensor_split(cfg.microbatches)
+    loss = run_schedule(cfg, model, operations, inputs, targets, tokens)
     sum_tied(model)
-    dist.all_reduce(total, group=model.pp)  # one element, for the log
-    return total
+    dist.all_reduce(loss, group=model.pp)  # one element, for the log
+    return loss
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    counted = [p.grad for p in model.parameters() if p.grad is not None and not is_copy(model, p)]
-    if not counted and any(p.requires_grad and not is_copy(model, p) for p in model.parameters()):
+    parameters = [p for p in model.parameters() if not is_copy(model, p)]
+    gradients = [p.grad for p in parameters if p.grad is not None]  # none in a stage that is frozen
+    if not gradients and any(p.requires_grad for p in parameters):
         raise RuntimeError(
             "no parameter of this stage has a .grad; if ZeRO's units have it, take ZeRO's clip_gradients"
         )
-    own = nn.utils.get_total_norm(counted)
-    norm = own.to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
-    dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages
-    norm = norm.sqrt().to(own.dtype)  # with one dtype bit-identical on all ranks, so all scale alike
+    stage_norm = nn.utils.get_total_norm(gradients)
+    squares = stage_norm.to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
+    dist.all_reduce(squares, group=model.pp)  # one element
+    norm = squares.sqrt().to(stage_norm.dtype)  # with one dtype bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -379,9 +395,10 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.microbatches) if op[0] == "F"]
-    micro = (x.to(cfg.device).tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/m s
-    loss = run_schedule(cfg, model, forwards, *micro, tokens)
+    forwards = [("F", i) for i in range(cfg.microbatches)]
+    inputs = inputs.to(cfg.device).tensor_split(cfg.microbatches)  # m times [b/m, s]
+    targets = targets.to(cfg.device).tensor_split(cfg.microbatches)
+    loss = run_schedule(cfg, model, forwards, inputs, targets, tokens)
     dist.all_reduce(loss, group=model.pp)  # one element
     return loss
 
@@ -563,13 +580,14 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    mine, weights = {name: p.detach() for name, p in model.named_parameters() if not is_copy(model, p)}, {}
-    shapes = [None] * model.pp.size()
-    # names and shapes
-    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
-    for rank, owned in enumerate(shapes):
-        for name, shape in owned.items():
-            tensor = mine[name] if name in mine else torch.empty(shape, device=cfg.device)
+    weights = {}  # of all stages, on the CPU of rank 0
+    rank_weights = {name: p.detach() for name, p in model.named_parameters() if not is_copy(model, p)}
+    rank_shapes = {name: weight.shape for name, weight in rank_weights.items()}
+    shapes_by_rank = [None] * model.pp.size()
+    dist.all_gather_object(shapes_by_rank, rank_shapes, group=model.pp)  # names and shapes
+    for rank, shapes in enumerate(shapes_by_rank):
+        for name, shape in shapes.items():
+            tensor = rank_weights[name] if name in rank_weights else torch.empty(shape, device=cfg.device)
             dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()

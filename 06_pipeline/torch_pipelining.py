@@ -178,16 +178,19 @@ class Block(nn.Module):
 
 def split_layers(cfg: Config, stages: int) -> list[range]:
     """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
-    head = 6 * cfg.dim * cfg.vocab
+    head = 6 * cfg.dim * cfg.vocab  # FLOPs per token
     block = (flops_per_token(cfg) - head) / cfg.layers
-    counts, load = [1] * stages, [block] * stages
-    load[0] += cfg.dim  # embedding: backward adds a row per token
-    load[-1] += head
+    counts = [1] * stages  # layers of each stage
+    loads = [block] * stages  # FLOPs per token of each stage
+    loads[0] += cfg.dim  # embedding: backward adds a row per token
+    loads[-1] += head
     for _ in range(cfg.layers - stages):
-        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages hold fewer activations in flight
+        # of equals the last: later stages hold fewer activations in flight
+        lightest = min(reversed(range(stages)), key=loads.__getitem__)
         counts[lightest] += 1
-        load[lightest] += block
-    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+        loads[lightest] += block
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts)]
 
 
 def stages_of(cfg: Config, rank: int, ranks: int) -> list[int]:
@@ -203,13 +206,13 @@ class Model(nn.Module):
     def __init__(self, cfg: Config, pp: dist.ProcessGroup):
         super().__init__()
         self.pp = pp  # the ranks that split the model
-        self.mine = stages_of(cfg, pp.rank(), pp.size())
-        self.split = split_layers(cfg, len(self.mine) * pp.size())  # the layers of every stage
+        self.stages = stages_of(cfg, pp.rank(), pp.size())
+        self.split = split_layers(cfg, len(self.stages) * pp.size())  # the layers of every stage
         self.model = nn.Module()
-        if 0 in self.mine:
+        if 0 in self.stages:
             self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
-        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for stage in self.mine for i in self.split[stage]})
-        if len(self.split) - 1 in self.mine:
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for stage in self.stages for i in self.split[stage]})
+        if len(self.split) - 1 in self.stages:
             self.model.norm = RMSNorm(cfg)
             self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
@@ -225,7 +228,8 @@ class Stage(nn.Module):
         self.cfg = cfg
         self.embed_tokens = model.model.embed_tokens if layers.start == 0 else None
         self.layers = nn.ModuleList(model.model.layers[str(i)] for i in layers)
-        self.norm, self.lm_head = (model.model.norm, model.lm_head) if layers.stop == cfg.layers else (None, None)
+        self.norm = model.model.norm if layers.stop == cfg.layers else None
+        self.lm_head = model.lm_head if layers.stop == cfg.layers else None
 
     def forward(self, x: Tensor) -> Tensor:
         """ids [b, s], after the first stage activations [b, s, d] -> activations, on the last stage logits [b, s, v]"""
@@ -246,12 +250,19 @@ def build_schedule(cfg: Config, model: Model) -> PipelineScheduleSingle | Pipeli
         with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
             return loss(logits.flatten(0, 1), targets.flatten()) / tokens
 
-    loss, tokens = model.loss, model.tokens  # if it held the model, the two would keep each other, and the group, alive
-    device, count = torch.device(cfg.device), len(model.split)
-    stages = [PipelineStage(Stage(cfg, model, model.split[i]), i, count, device, group=model.pp) for i in model.mine]
-    run = stages[0] if cfg.schedule in ONE else stages
+    # if mean_loss held the model, the two would keep each other, and the group, alive
+    loss = model.loss
+    tokens = model.tokens
+    device = torch.device(cfg.device)
+    stages = []
+    for i in model.stages:
+        stage = Stage(cfg, model, model.split[i])
+        stages.append(PipelineStage(stage, i, len(model.split), device, group=model.pp))
+    schedule = get_schedule_class(cfg.schedule)
     # By default the library divides gradients by the number of micro-batches; here tokens are counted over all of them
-    return get_schedule_class(cfg.schedule)(run, cfg.microbatches, loss_fn=mean_loss, scale_grads=False)
+    return schedule(
+        stages[0] if cfg.schedule in ONE else stages, cfg.microbatches, loss_fn=mean_loss, scale_grads=False
+    )
 
 
 def run_schedule(
@@ -267,9 +278,10 @@ def run_schedule(
     since the first step fixes what is sent. Of the schedules in a V, the library can run no forwards alone.
     """
     model.tokens.copy_((targets != IGNORE).sum())
-    run, losses = schedule.step if torch.is_grad_enabled() else schedule.eval, []
-    ids = [inputs.to(cfg.device).contiguous()] if 0 in model.mine else []  # torch 2.11 compares strides
-    # over every boundary b·s·d elements forward, as many back; losses are of micro-batches; outputs would be all logits
+    losses = []  # of micro-batches
+    ids = [inputs.to(cfg.device).contiguous()] if 0 in model.stages else []  # torch 2.11 compares strides
+    run = schedule.step if torch.is_grad_enabled() else schedule.eval
+    # over every boundary b·s·d elements forward, as many back; outputs would be all logits
     run(*ids, target=targets.to(cfg.device), losses=losses, return_outputs=False)
     dtype = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
     return sum((loss.detach() for loss in losses), torch.zeros((), dtype=dtype, device=cfg.device))
@@ -277,9 +289,9 @@ def run_schedule(
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
-    total = run_schedule(cfg, model, model.schedule, inputs, targets)
-    dist.all_reduce(total, group=model.pp)  # one element, for the log
-    return total
+    loss = run_schedule(cfg, model, model.schedule, inputs, targets)
+    dist.all_reduce(loss, group=model.pp)  # one element, for the log
+    return loss
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
@@ -289,10 +301,10 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
         raise RuntimeError(
             "no parameter of this stage has a .grad; if ZeRO's units have it, take ZeRO's clip_gradients"
         )
-    own = nn.utils.get_total_norm(gradients)
-    norm = own.to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
-    dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages
-    norm = norm.sqrt().to(own.dtype)  # with one dtype bit-identical on all ranks, so all scale alike
+    stage_norm = nn.utils.get_total_norm(gradients)
+    squares = stage_norm.to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
+    dist.all_reduce(squares, group=model.pp)  # one element
+    norm = squares.sqrt().to(stage_norm.dtype)  # with one dtype bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -488,13 +500,14 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    mine, weights = model.state_dict(), {}
-    shapes = [None] * model.pp.size()
-    # names and shapes
-    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
-    for rank, owned in enumerate(shapes):
-        for name, shape in owned.items():
-            tensor = mine[name] if name in mine else torch.empty(shape, device=cfg.device)
+    weights = {}  # of all stages, on the CPU of rank 0
+    rank_weights = model.state_dict()
+    rank_shapes = {name: weight.shape for name, weight in rank_weights.items()}
+    shapes_by_rank = [None] * model.pp.size()
+    dist.all_gather_object(shapes_by_rank, rank_shapes, group=model.pp)  # names and shapes
+    for rank, shapes in enumerate(shapes_by_rank):
+        for name, shape in shapes.items():
+            tensor = rank_weights[name] if name in rank_weights else torch.empty(shape, device=cfg.device)
             dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
@@ -645,5 +658,5 @@ if __name__ == "__main__":
 #              of its own and equal micro-batches. Once per step: it divides by the valid tokens of its own batch.
 # Mind:     Where all of the first stage is frozen, call requires_grad_() on what it embeds: else schedules with a split
 #           backward leave out weights of the second.
-# Needs:    cfg.clip, cfg.device, cfg.dtype, cfg.microbatches, cfg.schedule, model.loss, model.mine, model.pp,
-#           model.split, model.tokens, IGNORE, Stage
+# Needs:    cfg.clip, cfg.device, cfg.dtype, cfg.microbatches, cfg.schedule, model.loss, model.pp, model.split,
+#           model.stages, model.tokens, IGNORE, Stage

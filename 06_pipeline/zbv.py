@@ -23,7 +23,6 @@ from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections import deque
 from dataclasses import asdict, dataclass
 from glob import glob
-from itertools import count
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
@@ -88,14 +87,14 @@ def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -
     the transfers of one communicator run one at a time, in the order in which they were started. If both directions
     shared one, two neighbours that each had started a send first would wait for each other forever.
     """
-    hello = torch.zeros(1, device=device)
-    for before, after in zip(path, path[1:]):
-        for op, source, target in (("F", before, after), ("B", after, before)):
+    greeting = torch.zeros(1, device=device)
+    for rank, next_rank in zip(path, path[1:]):
+        for op, source, target in (("F", rank, next_rank), ("B", next_rank, rank)):
             # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
             if links[op].rank() == source:
-                dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
+                dist.send(greeting, group=links[op], group_dst=target)  # 4 bytes; waits for the target
             if links[op].rank() == target:
-                dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
+                dist.recv(greeting, group=links[op], group_src=source)  # 4 bytes; waits for the source
     return links
 
 
@@ -182,15 +181,16 @@ class InputGradient(torch.autograd.Function):
     """x @ weight.T, whose backward computes the gradient of x alone, and hands on what that of weight will need."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, take_x: Tensor, take_dy: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, x_leaf: Tensor, dy_leaf: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return nn.functional.linear(x, weight)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        # "gradients" of take_x and take_dy: so they leave a compiled backward, too; x without the graph that made it
-        return dy @ weight, None, x.detach(), dy
+        dx = dy @ weight
+        # "gradients" of the leaves: so x and dy leave a compiled backward, too; x without the graph that made it
+        return dx, None, x.detach(), dy
 
 
 class Linear(nn.Module):
@@ -203,14 +203,15 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Linear(inputs, outputs, bias=False).weight  # initialised, for a trainer that does not
         self.cast: Tensor | None = None  # the weight in the dtype of the matmuls
-        self.takes: tuple[Tensor, ...] = ()  # leaves whose gradients will be x and dy, see InputGradient
+        self.leaves: tuple[Tensor, ...] = ()  # two, whose gradients will be x and dy, see InputGradient
 
     def forward(self, x: Tensor) -> Tensor:
         if self.cast is None:
             return nn.functional.linear(x, self.weight)
-        if x.shape != self.takes[0].shape:
-            raise ValueError(f"x must have the shape {list(self.takes[0].shape)} of micro-batches, not {list(x.shape)}")
-        return InputGradient.apply(x, self.cast, *self.takes)
+        shape = self.leaves[0].shape
+        if x.shape != shape:
+            raise ValueError(f"x must have the shape {list(shape)} of micro-batches, not {list(x.shape)}")
+        return InputGradient.apply(x, self.cast, *self.leaves)
 
 
 class Attention(nn.Module):
@@ -267,16 +268,19 @@ class Block(nn.Module):
 
 def split_layers(cfg: Config, stages: int) -> list[range]:
     """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
-    head = 6 * cfg.dim * cfg.vocab
+    head = 6 * cfg.dim * cfg.vocab  # FLOPs per token
     block = (flops_per_token(cfg) - head) / cfg.layers
-    counts, load = [1] * stages, [block] * stages
-    load[0] += cfg.dim  # embedding: backward adds a row per token
-    load[-1] += head
+    counts = [1] * stages  # layers of each stage
+    loads = [block] * stages  # FLOPs per token of each stage
+    loads[0] += cfg.dim  # embedding: backward adds a row per token
+    loads[-1] += head
     for _ in range(cfg.layers - stages):
-        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages hold fewer activations in flight
+        # of equals the last: later stages hold fewer activations in flight
+        lightest = min(reversed(range(stages)), key=loads.__getitem__)
         counts[lightest] += 1
-        load[lightest] += block
-    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+        loads[lightest] += block
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts)]
 
 
 class Stage(nn.Module):
@@ -288,11 +292,13 @@ class Stage(nn.Module):
         self.pp = pp  # the ranks that split the model
         self.links = links  # for each stage but the last: communicators, or queues, to the next one, by operation
         self.path = path  # the rank of each stage
-        self.stage, self.stages = stage, len(path)
+        self.stage = stage
+        self.stages = len(path)
         self.model = nn.Module()
         if self.stage == 0:
             self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
-        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in split_layers(cfg, self.stages)[self.stage]})
+        layers = split_layers(cfg, self.stages)[self.stage]
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg) for i in layers})
         if self.stage == self.stages - 1:
             self.model.norm = RMSNorm(cfg)
             self.lm_head = Linear(cfg.dim, cfg.vocab)
@@ -305,7 +311,9 @@ class Stage(nn.Module):
             x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
         for block in self.model.layers.children():
             x = block(x, rope)
-        return self.lm_head(self.model.norm(x)) if self.stage == self.stages - 1 else x
+        if self.stage < self.stages - 1:
+            return x
+        return self.lm_head(self.model.norm(x))
 
 
 class Model(nn.Module):
@@ -320,22 +328,38 @@ class Model(nn.Module):
 
 # ---------------------------------------------------------------------------------------------------------- training
 def schedule(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int, int]]:
-    """Return what a rank does, in order: (F forward, B input gradient or W weight gradients, micro-batch, chunk)."""
-    later, rounds = ranks - rank, max(microbatches, 2 * ranks - 1) - ranks
-    order = ["F0"] * (2 * later - 1) + ["F1", "F0"] * rank + ["F1", "B1", "W1"] * later
-    order += ["F0", "B0", "W0", "F1", "B1", "W1"] * (rounds - later + 1) + ["B0", "W0", "F1", "B1", "W1"] * (later - 1)
-    order += ["B0", "B1"] * rank + ["B0", "W0"] * later + ["W1"] * rank + ["W0"] * rank
-    number = {op: count() for op in order}
-    numbered = [(op[0], next(number[op]), int(op[1])) for op in order]
-    return [operation for operation in numbered if operation[1] < microbatches]
+    """Return what a rank does, in order: (F forward, B input gradient or W weight gradients, micro-batch, chunk).
+
+    With 3 micro-batches, rank 1 of 2 does F0 F1 F0 F1 B1 W1 F0 B0 W0 F1 B1 W1 B0 B1 B0 W0 W1 W0. Here F0 is the next
+    forward of chunk 0: the list begins with ("F", 0, 0), ("F", 0, 1), ("F", 1, 0).
+    """
+    depth = ranks - rank  # ranks from this one to the turn of the V, both counted
+    steady = max(microbatches, 2 * ranks - 1) - ranks - depth + 1  # rounds of step 4
+    order = ["F0"] * (2 * depth - 1)  # 1. until the first micro-batch has come back to this rank
+    order += ["F1", "F0"] * rank  # 2. forwards of both chunks, until the first gradient of chunk 1 is here
+    order += ["F1", "B1", "W1"] * depth  # 3. also backwards of chunk 1, until the first gradient of chunk 0 is here
+    order += ["F0", "B0", "W0", "F1", "B1", "W1"] * steady  # 4. all of both chunks: most of the time
+    order += ["B0", "W0", "F1", "B1", "W1"] * (depth - 1)  # 5. chunk 0 has no forwards left
+    order += ["B0", "B1"] * rank  # 6. neither has chunk 1; W is postponed, as no other rank waits for it
+    order += ["B0", "W0"] * depth  # 7. chunk 1 has no backwards left
+    order += ["W1"] * rank + ["W0"] * rank  # 8. the W of step 6
+    operations = []
+    counts = dict.fromkeys(order, 0)
+    for name in order:
+        i = counts[name]
+        counts[name] += 1
+        if i < microbatches:
+            operations.append((name[0], i, int(name[1])))
+    return operations
 
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs of Model.forward, targets [b, s] -> activations [b, s, d], on the last stage the sum of the losses"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         output = model(inputs)
-        last = model.stage == model.stages - 1
-        return model.loss(output.flatten(0, 1), targets.flatten()) if last else output
+        if model.stage < model.stages - 1:
+            return output
+        return model.loss(output.flatten(0, 1), targets.flatten())
 
 
 def prepare_linears(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Linear]:
@@ -348,36 +372,49 @@ def prepare_linears(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.d
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     for layer in layers:
         layer.cast = layer.weight.detach().to(dtype)
-        one = torch.empty(1, dtype=dtype, device=layer.weight.device)
-        layer.takes = tuple(one.expand(*inputs[0].shape, n).requires_grad_() for n in reversed(layer.weight.shape))
+        element = torch.empty(1, dtype=dtype, device=layer.weight.device)
+        outputs_of_layer, inputs_of_layer = layer.weight.shape
+        x_leaf = element.expand(*inputs[0].shape, inputs_of_layer).requires_grad_()
+        dy_leaf = element.expand(*inputs[0].shape, outputs_of_layer).requires_grad_()
+        layer.leaves = x_leaf, dy_leaf
     return layers
 
 
 def backward_input(
-    model: nn.Module, layers: list[Linear], x: Tensor, output: Tensor, gradient: Tensor | None
+    model: nn.Module, layers: list[Linear], x: Tensor, output: Tensor, dy: Tensor | None
 ) -> tuple[Tensor | None, list[tuple[nn.Parameter, Tensor, Tensor]]]:
-    """B: return the gradient of x [b/m, s, d], None if x are ids, and (weight, x, dy) of every layer that output needs.
+    """B: return dx [b/m, s, d], None if x are ids, and (weight, x, dy) of every linear layer that output needs.
 
     What the forward saved is freed. Norms and embedding get their gradients here, without the hooks of DDP or FSDP.
     """
+    if not output.requires_grad:  # a first stage that is a frozen embedding
+        return None, []
+    stage_input = [x] if x.requires_grad else []
     parameters = [p for p in model.parameters() if p.requires_grad]
-    leaves = [*([x] if x.requires_grad else []), *parameters, *(leaf for layer in layers for leaf in layer.takes)]
-    # None for what output does not need, and for the weights of layers (see W), unless one is the embedding as well;
-    # nothing at all for a first stage that is a frozen embedding
-    found = list(torch.autograd.grad(output, leaves, gradient, allow_unused=True)) if output.requires_grad else []
-    upstream = found.pop(0).contiguous() if x.requires_grad else None
-    for p, g in zip(parameters, found):
-        if g is not None:  # copied: g may be the gradient of another parameter, too, or have other strides
-            p.grad = torch.empty_like(p).copy_(g) if p.grad is None else p.grad + g
-    operands = found[len(parameters) :]  # x and dy of every layer
-    every = zip((layer.weight for layer in layers), operands[::2], operands[1::2])
-    return upstream, [(weight, *pair) for weight, *pair in every if pair[0] is not None and weight.requires_grad]
+    leaves = [leaf for layer in layers for leaf in layer.leaves]
+    # None for what output does not need, and for the weights of layers (see W), unless one is the embedding as well
+    gradients = list(torch.autograd.grad(output, stage_input + parameters + leaves, dy, allow_unused=True))
+    dx = gradients.pop(0).contiguous() if stage_input else None
+    for p in parameters:
+        gradient = gradients.pop(0)
+        if gradient is None:
+            continue
+        if p.grad is None:  # copied: the gradient may be another parameter's, too, or have other strides
+            p.grad = torch.empty_like(p).copy_(gradient)
+        else:
+            p.grad = p.grad + gradient
+    operands = []
+    for layer, layer_x, layer_dy in zip(layers, gradients[::2], gradients[1::2]):
+        if layer_x is not None and layer.weight.requires_grad:
+            operands.append((layer.weight, layer_x, layer_dy))
+    return dx, operands
 
 
 def backward_weights(operands: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
     """W: add dy.T @ x of a micro-batch to each weight's gradient [out, in]; x is [b/m, s, in], dy [b/m, s, out]."""
     for weight, x, dy in operands:
-        x, dy = x.flatten(0, 1), dy.flatten(0, 1)
+        x = x.flatten(0, 1)
+        dy = dy.flatten(0, 1)
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         if x.dtype == weight.dtype:
@@ -404,52 +441,60 @@ def run_schedule(
     waits until the oldest has been received, which must not need anything that this rank does later. A list of forwards
     alone, under torch.no_grad(), evaluates.
     """
-    saved, pending, messages, dtype = {}, {}, [], getattr(torch, cfg.dtype)
-    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    dtype = getattr(torch, cfg.dtype)
+    loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    saved = {}  # by micro-batch and chunk: input and output of its forward, and the Work that sends the output
+    operands = {}  # by micro-batch and chunk: weight, x and dy of every linear layer, from B to W
+    send_buffers = []  # what else is in flight: (Work, tensor), the oldest first
     layers = prepare_linears(chunks, inputs, dtype) if torch.is_grad_enabled() else []
     for op, i, chunk in operations:
         model = chunks[chunk]
         if op == "W":
-            backward_weights(pending.pop((i, chunk)))
+            backward_weights(operands.pop((i, chunk)))
             continue
         shape = (*inputs[i].shape, cfg.dim)  # b/m s d
-        arrived = receive(model, op, shape, dtype, inputs[i].device)
+        message = receive(model, op, shape, dtype, inputs[i].device)  # activations or dy; None at the ends
         if op == "F":
-            x = inputs[i] if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
+            x = inputs[i] if message is None else message.requires_grad_(torch.is_grad_enabled())
             output = forward(cfg, model, x, targets[i])
             if model.stage == model.stages - 1:
                 output = output / tokens
-                total += output.detach()
+                loss += output.detach()
             elif (output.dtype, output.shape) != (dtype, shape):  # the next stage would read memory that nobody wrote
                 raise ValueError(f"forward must return {dtype} {list(shape)}, not {output.dtype} {list(output.shape)}")
             work = send(model, op, output.detach())
             if torch.is_grad_enabled():
                 saved[i, chunk] = x, output, work
             else:
-                messages.append((work, output))
+                send_buffers.append((work, output))
         else:
             x, output, work = saved.pop((i, chunk))
             wait_for_send(work)  # the output has arrived, since its gradient has come back
-            gradient, pending[i, chunk] = backward_input(model, layers, x, output, arrived)
+            dx, operands[i, chunk] = backward_input(model, layers, x, output, message)
             del x, output
-            messages.append((send(model, op, gradient), gradient))
-        if len(messages) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
-            wait_for_send(messages.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:
+            work = send(model, op, dx)
+            send_buffers.append((work, dx))
+        if len(send_buffers) > model.pp.size():  # as many as come in a row before the rank that wraps around takes one
+            wait_for_send(send_buffers.pop(0)[0])  # and frees what was sent
+    for work, _ in send_buffers:
+        wait_for_send(work)
+    for _, _, work in saved.values():  # of forwards whose backward the list does not have
         wait_for_send(work)
     for layer in layers:
-        layer.cast, layer.takes = None, ()  # from here on the model computes on its own, with the newest weights
-    return total
+        layer.cast = None  # from here on the model computes on its own, with the newest weights
+        layer.leaves = ()
+    return loss
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
     operations = schedule(model.pp.rank(), model.pp.size(), cfg.microbatches)
-    micro = (x.to(cfg.device).tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/m s
-    total = run_schedule(cfg, model.chunks, operations, *micro, tokens)
-    dist.all_reduce(total, group=model.pp)  # one element, for the log
-    return total
+    inputs = inputs.to(cfg.device).tensor_split(cfg.microbatches)  # m times [b/m, s]
+    targets = targets.to(cfg.device).tensor_split(cfg.microbatches)
+    loss = run_schedule(cfg, model.chunks, operations, inputs, targets, tokens)
+    dist.all_reduce(loss, group=model.pp)  # one element, for the log
+    return loss
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
@@ -459,10 +504,10 @@ def clip_gradients(cfg: Config, model: Model) -> Tensor:
         raise RuntimeError(
             "no parameter of this stage has a .grad; if ZeRO's units have it, take ZeRO's clip_gradients"
         )
-    own = nn.utils.get_total_norm(gradients)
-    norm = own.to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
-    dist.all_reduce(norm, group=model.pp)  # one element, the squares of all stages
-    norm = norm.sqrt().to(own.dtype)  # with one dtype bit-identical on all ranks, so all scale alike
+    stage_norm = nn.utils.get_total_norm(gradients)
+    squares = stage_norm.to(cfg.device, torch.float64) ** 2  # stages may differ in dtype
+    dist.all_reduce(squares, group=model.pp)  # one element
+    norm = squares.sqrt().to(stage_norm.dtype)  # with one dtype bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -480,9 +525,11 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.microbatches) if op[0] == "F"]
-    micro = (x.to(cfg.device).tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/m s
-    loss = run_schedule(cfg, model.chunks, forwards, *micro, tokens)
+    operations = schedule(model.pp.rank(), model.pp.size(), cfg.microbatches)
+    forwards = [operation for operation in operations if operation[0] == "F"]
+    inputs = inputs.to(cfg.device).tensor_split(cfg.microbatches)  # m times [b/m, s]
+    targets = targets.to(cfg.device).tensor_split(cfg.microbatches)
+    loss = run_schedule(cfg, model.chunks, forwards, inputs, targets, tokens)
     dist.all_reduce(loss, group=model.pp)  # one element
     return loss
 
@@ -532,14 +579,16 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def build_model(cfg: Config) -> Model:
     """Build this rank's stages and fill them tensor by tensor, so that at most one full tensor is held twice."""
     pp = dist.group.WORLD
-    path = [*range(pp.size()), *reversed(range(pp.size()))]
-    down = connect({"F": pp, "B": dist.new_group()}, path[: pp.size()], cfg.device)
+    ranks = list(range(pp.size()))
+    path = ranks + ranks[::-1]  # the rank of each stage
+    down_links = connect({"F": pp, "B": dist.new_group()}, ranks, cfg.device)
     # Up the V, activations go the other way between the same ranks, and so do gradients: on one communicator, ranks
     # that each had started a send first would wait forever.
-    up = connect({"F": dist.new_group(), "B": dist.new_group()}, path[pp.size() :], cfg.device)
-    turn = {"F": deque(), "B": deque()}
+    up_links = connect({"F": dist.new_group(), "B": dist.new_group()}, ranks[::-1], cfg.device)
+    turn_queues = {"F": deque(), "B": deque()}
+    links = [down_links] * (pp.size() - 1) + [turn_queues] + [up_links] * (pp.size() - 1)
     with torch.device("meta"):
-        model = Model(cfg, pp, [*[down] * (pp.size() - 1), turn, *[up] * (pp.size() - 1)], path)
+        model = Model(cfg, pp, links, path)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -669,13 +718,14 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    mine, weights = {name.split(".", 2)[2]: tensor for name, tensor in model.state_dict().items()}, {}
-    shapes = [None] * model.pp.size()
-    # names and shapes
-    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
-    for rank, owned in enumerate(shapes):
-        for name, shape in owned.items():
-            tensor = mine[name] if name in mine else torch.empty(shape, device=cfg.device)
+    weights = {}  # of all stages, on the CPU of rank 0
+    rank_weights = {name.split(".", 2)[2]: weight for name, weight in model.state_dict().items()}  # without chunks.0.
+    rank_shapes = {name: weight.shape for name, weight in rank_weights.items()}
+    shapes_by_rank = [None] * model.pp.size()
+    dist.all_gather_object(shapes_by_rank, rank_shapes, group=model.pp)  # names and shapes
+    for rank, shapes in enumerate(shapes_by_rank):
+        for name, shape in shapes.items():
+            tensor = rank_weights[name] if name in rank_weights else torch.empty(shape, device=cfg.device)
             dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()

@@ -1,12 +1,10 @@
 """Load balancing without an auxiliary loss: a bias per expert, moved against its load, decides who is chosen.
 
-A token goes to the top_k experts by probability + bias. Its gates are of the probabilities alone: the bias decides who
-computes and scales no output, and balancing adds no gradient. After each optimizer step
-bias += bias_rate·sign(mean(c) - c), where c are the rows of each expert of the layer, of all micro-batches and ranks of
-the step. The log needs these counts anyway: balancing adds no communication.
-
-A bias that moved with every micro-batch would make the micro-batches of a step differ in who is chosen, and one that
-moved by a rank's own counts would differ from rank to rank.
+1. A token goes to the top_k experts by probability + bias. Its gates are the probabilities alone: the bias scales no
+   output, and balancing adds no gradient.
+2. After each optimizer step bias += bias_rate·sign(mean(c) - c). c are the rows of each expert of the layer, of all
+   micro-batches and ranks: moved earlier, or by a rank alone, micro-batches or ranks would have different biases.
+3. The log needs these counts anyway: balancing adds no communication.
 
 Parent:   07_expert/expert_parallel.py, 01_single_gpu/gradient_accumulation.py
 Lesson:   Config, Router, move_biases, train_step
@@ -96,32 +94,35 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class AllToAll(torch.autograd.Function):
-    """Send the first sent[0] rows of x to rank 0, the next sent[1] to rank 1, ...; return what arrives, by rank.
+    """Send the first send_sizes[0] rows of x to rank 0, the next send_sizes[1] to rank 1, ...
 
-    x [sum(sent), d] -> [sum(arriving), d]. Backward is the way back: the same exchange with the sizes swapped.
+    x [sum(send_sizes), d] -> the rows from rank 0, then those from rank 1, ... [sum(receive_sizes), d].
+    Backward sends the gradients of the rows back: the same exchange with the sizes swapped.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, sent: list[int], arriving: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = (sent, arriving), group
-        arrived = x.new_empty(sum(arriving), *x.shape[1:])
-        # what is not a rank's own: (N-1)/N of the bytes of x out and in, if N ranks get equally many
-        dist.all_to_all_single(arrived, x.contiguous(), arriving, sent, group=group)
-        return arrived
+    def forward(ctx, x: Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send_sizes = send_sizes
+        ctx.receive_sizes = receive_sizes
+        ctx.group = group
+        y = x.new_empty(sum(receive_sizes), *x.shape[1:])
+        # the rows for other ranks: (N-1)/N of the bytes of x out and in, if N ranks get equally many
+        dist.all_to_all_single(y, x.contiguous(), receive_sizes, send_sizes, group=group)
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, arriving = ctx.sizes
-        return AllToAll.apply(gradient, arriving, sent, ctx.group), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        dx = AllToAll.apply(dy, ctx.receive_sizes, ctx.send_sizes, ctx.group)
+        return dx, None, None, None
 
 
 @dataclass(frozen=True)
 class Route:
-    """How the rows of one layer travel, and where the ranks' rows are among those that have arrived."""
+    """How the rows of one layer travel to the ranks of their experts: n leave this rank, n' come to it."""
 
-    sent: list[int]  # rows to each rank
-    arriving: list[int]  # rows from each rank
-    order: Tensor  # [n'] sorts what arrives, by rank and there by expert, into blocks of this rank's experts
+    send_sizes: list[int]  # rows to each rank, n in all
+    receive_sizes: list[int]  # rows from each rank, n' in all
+    order: Tensor  # [n'] sorts the rows that come, by rank and then by expert, by expert alone
     inverse: Tensor  # [n'] its inverse permutation
 
 
@@ -129,27 +130,32 @@ class Route:
 def dispatch(x: Tensor, gates: Tensor, ends: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Send rows x [n, d], sorted by expert, and their gates [n, 1] to the ranks of their experts. ends: sort_by_expert.
 
-    group: the N ranks that share the e experts. Returns what comes from all of them for this rank's experts: rows
-    [n', d], sorted by expert, their gates, their ends [e/N]; and the way back. A rank without rows takes part, with
-    none: the others would wait for it forever.
+    group: the N ranks that share the e experts. Returns the rows that all of them send to this rank's e/N experts,
+    [n', d], sorted by expert; their gates; their ends [e/N]; and the route, for combine. A rank without rows takes
+    part, too: the others would wait for it forever.
     """
-    counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # N e/N, of the rows that go there
-    counts_here = torch.empty_like(counts)  # N e/N, of the rows that come from there
-    dist.all_to_all_single(counts_here, counts, group=group)  # 4 bytes per expert
-    sent, arriving = torch.stack([counts.sum(1), counts_here.sum(1)]).tolist()  # the CPU waits for the GPU
-    x, gates = AllToAll.apply(x, sent, arriving, group), AllToAll.apply(gates, sent, arriving, group)
-    experts = torch.arange(counts.shape[1], device=x.device).repeat(group.size())
-    experts = experts.repeat_interleave(counts_here.flatten(), output_size=len(x))  # n'
-    order, inverse, ends = sort_by_expert(experts, counts.shape[1])
-    x, gates = Permute.apply(x, order, inverse, 1), Permute.apply(gates, order, inverse, 1)
-    return x, gates, ends, Route(sent, arriving, order, inverse)
+    send_counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # N e/N, rows to each rank's experts
+    receive_counts = torch.empty_like(send_counts)  # N e/N, rows from each rank to this rank's experts
+    dist.all_to_all_single(receive_counts, send_counts, group=group)  # 4 bytes per expert
+    sizes = torch.stack([send_counts.sum(1), receive_counts.sum(1)])
+    send_sizes, receive_sizes = sizes.tolist()  # the CPU waits for the GPU
+    x = AllToAll.apply(x, send_sizes, receive_sizes, group)
+    gates = AllToAll.apply(gates, send_sizes, receive_sizes, group)
+    # Rows come by rank, and from each rank by expert. receive_counts [[2, 1], [1, 2]] mean rows of experts 001 011.
+    experts = torch.arange(receive_counts.shape[1], device=x.device)  # [0 1]
+    experts = experts.repeat(group.size())  # [0 1 | 0 1]
+    experts = experts.repeat_interleave(receive_counts.flatten(), output_size=len(x))  # [0 0 1 | 0 1 1], n' in all
+    order, inverse, ends = sort_by_expert(experts, receive_counts.shape[1])
+    x = Permute.apply(x, order, inverse, 1)
+    gates = Permute.apply(gates, order, inverse, 1)
+    return x, gates, ends, Route(send_sizes, receive_sizes, order, inverse)
 
 
 @torch.compiler.disable
 def combine(y: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
     """Send the experts' outputs y [n', d] back to where dispatch took their rows from: [n, d], sorted by expert."""
-    y = Unpermute.apply(y, route.order, route.inverse, 1)
-    return AllToAll.apply(y, route.arriving, route.sent, group)
+    y = Unpermute.apply(y, route.order, route.inverse, 1)  # by rank and then by expert, as they came
+    return AllToAll.apply(y, route.receive_sizes, route.send_sizes, group)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -225,9 +231,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, d] -> gates [t, top_k], which are differentiable and add up to 1 if top_k > 1; experts [t, top_k]"""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
+        fp32 = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
         with torch.autocast(x.device.type, enabled=False):
-            probabilities = nn.functional.linear(wide, self.weight.to(wide.dtype)).softmax(-1)  # t e
+            logits = nn.functional.linear(fp32, self.weight.to(fp32.dtype))  # t e
+            probabilities = logits.softmax(-1)
         experts = (probabilities + self.bias).topk(self.top_k).indices
         gates = probabilities.gather(-1, experts)  # without the bias
         if self.top_k == 1:
@@ -238,12 +245,14 @@ class Router(nn.Module):
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the rows n = (t top_k) of experts [t, top_k] by expert, without waiting for the GPU.
 
-    Returns order [n]: sorted row i is row order[i]; inverse [n], its inverse permutation; and ends [e], int32: where
-    the block of each of the `count` experts ends.
+    Returns order [n]: sorted row i is row order[i]; inverse [n]: row i is sorted row inverse[i]; and ends [e], int32:
+    the sorted rows of expert i, one of `count`, end before row ends[i].
     """
-    expert, order = experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(count, device=experts.device)
+    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    rows = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, rows)
     return order, inverse, ends
 
 
@@ -260,28 +269,33 @@ class Permute(torch.autograd.Function):
         return x[order // k]
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Unpermute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Unpermute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 class Unpermute(torch.autograd.Function):
-    """Add the k rows of each token: y [n, d], in sorted order -> [t, d]. Backward is Permute."""
+    """Add the k rows of each token: x [n, d], in sorted order -> [t, d]. Backward is Permute."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order, inverse)
         ctx.k = k
         if k == 1:
-            return y[inverse]  # without the sums below, which uncompiled move six times the bytes
-        wide = torch.promote_types(y.dtype, torch.float32)
+            return x[inverse]  # without the sums below, which uncompiled move six times the bytes
+        dtype = torch.promote_types(x.dtype, torch.float32)  # of the sums
         # k terms written out compile to one kernel that reads whole rows; .sum() over an axis of k is far slower
-        total = sum(y[rows].to(wide) for rows in inverse.view(-1, k).unbind(1))
+        columns = inverse.view(-1, k).unbind(1)  # k columns [t]: a row of each token
+        y = sum(x[rows].to(dtype) for rows in columns)
         # torch 2.11 compiles a .to that changes nothing, at the end of a Function, to gradients of 0
-        return total if total.dtype == y.dtype else total.to(y.dtype)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Permute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Permute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -306,11 +320,12 @@ class Experts(nn.Module):
 
     def __init__(self, cfg: Config, ep: dist.ProcessGroup):
         super().__init__()
-        here = cfg.experts // ep.size()
-        self.gate_up_proj = nn.Parameter(torch.empty(here, 2 * cfg.ffn, cfg.dim))  # both in one matmul
-        self.down_proj = nn.Parameter(torch.empty(here, cfg.dim, cfg.ffn))
-        for p in self.parameters():  # each expert as nn.Linear would
-            nn.init.uniform_(p, -(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5)
+        experts = cfg.experts // ep.size()  # of this rank
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * cfg.ffn, cfg.dim))  # both in one matmul
+        self.down_proj = nn.Parameter(torch.empty(experts, cfg.dim, cfg.ffn))
+        for p in self.parameters():
+            bound = p.shape[-1] ** -0.5  # that of nn.Linear, for each expert
+            nn.init.uniform_(p, -bound, bound)
 
     def forward(self, x: Tensor, gates: Tensor, ends: Tensor) -> Tensor:
         """x [n, d] and gates [n, 1], sorted by expert -> the experts' outputs times the gates, [n, d]
@@ -331,7 +346,8 @@ class MLP(nn.Module):
         self.top_k = cfg.top_k
         self.gate = Router(cfg)
         self.experts = Experts(cfg, ep)
-        self.register_buffer("rows", torch.zeros(cfg.experts, dtype=torch.long), persistent=False)  # of each, this step
+        rows = torch.zeros(cfg.experts, dtype=torch.long)
+        self.register_buffer("rows", rows, persistent=False)  # of each expert, in this step
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = rearrange(x, "b s d -> (b s) d")
@@ -396,17 +412,19 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
-    inputs, targets = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     total = 0
     for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/dp/microbatches s
         loss = forward(cfg, model, x, y) / tokens
         loss.backward()  # adds to .grad, and frees the activations before the next micro-batch makes its own
         total += loss.detach()
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for name, p in trained:
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in parameters:
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
-        # a gradient of an expert has the tokens of all ep ranks in it already: only copies of the expert are summed
+        # an expert's gradient holds the tokens of all ep ranks already: only those of its copies are summed
         group = model.edp if ".experts." in name else model.dp
         dist.all_reduce(p.grad, group=group)  # 2 (n-1)/n of its bytes out and in, for n ranks
     dist.all_reduce(total, group=model.dp)  # one element, for the log
@@ -415,13 +433,15 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    trained = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
-    experts = [gradient for name, gradient in trained if ".experts." in name]
-    others = [gradient for name, gradient in trained if ".experts." not in name]  # the same on all ranks
-    squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2 / model.edp.size()  # edp ranks have the same experts
+    gradients = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
+    experts = [gradient for name, gradient in gradients if ".experts." in name]
+    others = [gradient for name, gradient in gradients if ".experts." not in name]  # the same on all ranks
+    squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2
+    squares = squares / model.edp.size()  # edp ranks have the same experts
     # one element. Not over ep: if groups rounded differently, they would also clip differently
     dist.all_reduce(squares, group=model.dp)
-    norm = (nn.utils.get_total_norm(others) ** 2 + squares).sqrt()
+    squares = nn.utils.get_total_norm(others) ** 2 + squares
+    norm = squares.sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -444,9 +464,10 @@ def move_biases(cfg: Config, model: Model, rows: Tensor) -> None:
         block.mlp.gate.bias.add_(sign, alpha=cfg.bias_rate)
 
 
-def busiest(rows: Tensor) -> Tensor:
+def measure_imbalance(rows: Tensor) -> Tensor:
     """Return the rows of the busiest expert over the mean of its layer, in the worst layer."""
-    return (rows.amax(1) / rows.mean(1)).amax()
+    loads = rows.amax(1) / rows.mean(1)  # layers
+    return loads.amax()
 
 
 def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
@@ -457,16 +478,18 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     optimizer.zero_grad()
     rows = count_rows(model)
     move_biases(cfg, model, rows)
-    return loss, norm, busiest(rows)
+    return loss, norm, measure_imbalance(rows)
 
 
 @torch.no_grad()
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
-    loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    microbatches = zip(inputs.tensor_split(cfg.microbatches), targets.tensor_split(cfg.microbatches))
+    loss = sum(forward(cfg, model, x, y) for x, y in microbatches)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -494,19 +517,24 @@ def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
-def published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
+def view_as_published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and views as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
 
     first: the number of the first expert in these weights.
     """
     for name, tensor in weights.items():
-        module, _, last = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
-        parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=-2))) if last == "gate_up_proj" else {"w2": tensor}
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        module, _, parameter = name.rpartition(".")
         if not module.endswith(".experts"):
-            yield f"{module}.{last}", tensor
+            yield name, tensor
             continue
-        for part, matrices in parts.items():
-            yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices, first))
+        stacks = {"w2": tensor}  # e d f
+        if parameter == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=-2)
+            stacks = {"w1": gate, "w3": up}  # e f d
+        for matrix, stack in stacks.items():
+            for i, expert in enumerate(stack, first):
+                yield f"{module}.{i}.{matrix}.weight", expert
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
@@ -541,7 +569,8 @@ def build_model(cfg: Config) -> Model:
         model = Model(cfg, dist.group.WORLD, ep, edp)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
-        for name, tensor in published(dict(model.named_parameters()), ep.rank() * cfg.experts // ep.size()):
+        first = ep.rank() * cfg.experts // ep.size()  # of this rank's experts
+        for name, tensor in view_as_published(dict(model.named_parameters()), first):
             tensor.copy_(full_tensor(cfg, name, tensor.shape))
         for buffer in model.buffers():
             buffer.zero_()
@@ -633,8 +662,10 @@ def flops_per_token(cfg: Config) -> float:
     Of the experts those count through which a token goes.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
-    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts
-    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+    attention = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv
+    experts = 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts  # and their router
+    weights = cfg.layers * (attention + experts) + cfg.dim * cfg.vocab
+    return 6 * weights + 6 * cfg.layers * cfg.dim * cfg.seq
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float, load: float) -> None:
@@ -683,7 +714,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float, flo
         if dist.get_rank() == 0:
             weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
-        write_weights(cfg, dict(published(weights)), history)
+        write_weights(cfg, dict(view_as_published(weights)), history)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
@@ -819,8 +850,9 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: forward_backward, save, check, evaluate
-# Copy:     Router, count_rows, move_biases
+# Copy:     Router, count_rows, move_biases, evaluate
 # Use:      After each optimizer step call move_biases with what count_rows returns.
 # Mind:     - A state_dict leaves the biases out: save each block.mlp.gate.bias beside it.
 #           - DDP would overwrite the counts: broadcast_buffers=False.
-# Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.top_k, model.dp, model.model.layers
+# Needs:    cfg.bias_rate, cfg.device, cfg.dim, cfg.experts, cfg.microbatches, cfg.top_k, model.dp, model.model.layers,
+#           IGNORE, forward

@@ -1,18 +1,14 @@
 """Expert capacity: each expert has a fixed number of slots for a rank's rows, and drops the rows that find none.
 
-In expert_parallel.py the CPU must learn how many rows go where before it can send them, so it waits for the GPU. Here a
-rank with t tokens has C = ceil(capacity·t·top_k/e) slots per expert, at most t. Rows take them in the order of the
-tokens. A row that finds no slot adds nothing to its token, which stays in the residual stream, and its gate gets no
-gradient; the token's other gates are not renormalised. Empty slots hold zeros. So all shapes are static: no counts are
-exchanged, the CPU never waits, and experts are one batched matmul. In each all-to-all of rows, two in forward and two
-in backward, a rank sends (ep-1)/ep·capacity·t·top_k·d elements, whatever the router does (their gates add one element
-per slot); experts take capacity times the FLOPs and the activation memory of balanced rows. Ranks drop rows of their
-own part of the batch, so this trains as on one GPU only while nothing is dropped. The log shows the share of rows that
-were.
+1. A rank with t tokens has C = ceil(capacity·t·top_k/e) slots per expert, at most t. Rows (a token for one of its
+   experts) take them in the order of the tokens; empty slots hold zeros. A row without a slot is dropped: it adds
+   nothing to its token. So this trains as on one GPU only while nothing is dropped.
+2. All shapes are static: no counts are exchanged, the CPU never waits, and experts are one batched matmul. In each of
+   four all-to-alls a rank sends (ep-1)/ep·capacity·t·top_k·d elements, whatever the router does.
 
 Parent:   07_expert/expert_parallel.py
 Lesson:   Config, AllToAll, dispatch, combine, assign_slots, Permute, Unpermute, Experts.forward, MLP,
-          count_rows, busiest
+          count_rows, measure_imbalance
 Run:      torchrun --nproc_per_node 8 07_expert/capacity.py
 Source:   Lepikhin et al. 2020, GShard, arXiv:2006.16668; Fedus et al. 2021, Switch, arXiv:2101.03961
 """
@@ -98,30 +94,33 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class AllToAll(torch.autograd.Function):
-    """Send the i-th of ep equal parts of x to rank i; return what arrives, by rank. Backward is the same."""
+    """Send the i-th of ep equal parts of x to rank i; return the parts from all ranks. Backward is the same."""
 
     @staticmethod
     def forward(ctx, x: Tensor, ep: dist.ProcessGroup) -> Tensor:
         ctx.ep = ep
-        arrived = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(arrived, x.contiguous(), group=ep)  # (ep-1)/ep of its bytes out and in
-        return arrived
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(y, x.contiguous(), group=ep)  # (ep-1)/ep of its bytes out and in
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return AllToAll.apply(gradient, ctx.ep), None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        dx = AllToAll.apply(dy, ctx.ep)
+        return dx, None
 
 
 @torch.compiler.disable  # torch 2.11 loses the gradient of the all-to-all
 def dispatch(x: Tensor, ep: dist.ProcessGroup) -> Tensor:
     """Send slots x [e, C, d] to the ranks of their experts: [e/ep, ep·C, d], all ranks' slots for its experts."""
-    return rearrange(AllToAll.apply(x, ep), "(ep e) c d -> e (ep c) d", ep=ep.size())
+    x = AllToAll.apply(x, ep)
+    return rearrange(x, "(ep e) c d -> e (ep c) d", ep=ep.size())
 
 
 @torch.compiler.disable  # torch 2.11 loses the gradient of the all-to-all
 def combine(y: Tensor, ep: dist.ProcessGroup) -> Tensor:
     """Send the experts' outputs y [e/ep, ep·C, d] back to where dispatch took their rows from: [e, C, d]."""
-    return AllToAll.apply(rearrange(y, "e (ep c) d -> (ep e) c d", ep=ep.size()), ep)
+    y = rearrange(y, "e (ep c) d -> (ep e) c d", ep=ep.size())
+    return AllToAll.apply(y, ep)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -196,9 +195,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, d] -> gates [t, top_k], which are differentiable and add up to 1 if top_k > 1; experts [t, top_k]"""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
+        fp32 = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
         with torch.autocast(x.device.type, enabled=False):
-            probabilities = nn.functional.linear(wide, self.weight.to(wide.dtype)).softmax(-1)  # t e
+            logits = nn.functional.linear(fp32, self.weight.to(fp32.dtype))  # t e
+            probabilities = logits.softmax(-1)
         gates, experts = probabilities.topk(self.top_k)
         if self.top_k == 1:
             return gates, experts  # as Switch: renormalised it would always be 1, and the router would not learn
@@ -208,12 +208,14 @@ class Router(nn.Module):
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the rows n = (t top_k) of experts [t, top_k] by expert, without waiting for the GPU.
 
-    Returns order [n]: sorted row i is row order[i]; inverse [n], its inverse permutation; and ends [e], int32: where
-    the block of each of the `count` experts ends.
+    Returns order [n]: sorted row i is row order[i]; inverse [n]: row i is sorted row inverse[i]; and ends [e], int32:
+    the sorted rows of expert i, one of `count`, end before row ends[i].
     """
-    expert, order = experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(count, device=experts.device)
+    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    rows = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, rows)
     return order, inverse, ends
 
 
@@ -225,12 +227,13 @@ def assign_slots(experts: Tensor, count: int, capacity: int) -> tuple[Tensor, Te
     """
     order, inverse, ends = sort_by_expert(experts, count)  # a stable sort: first come, first served
     sizes = ends.diff(prepend=ends.new_zeros(1))
-    expert, first = experts.flatten(), ends - sizes
-    place = torch.arange(capacity, device=order.device)
-    sorted_row = (first[:, None] + place).clamp(max=len(order) - 1)  # slots of the last experts may lie beyond the end
-    order = order[sorted_row].where(place < sizes[:, None], -1)  # e C
-    place = inverse - first[expert]  # n, among the rows of the same expert
-    inverse = (expert * capacity + place).where(place < capacity, -1)
+    expert = experts.flatten()  # n
+    starts = ends - sizes  # e, the first sorted row of each expert
+    slot = torch.arange(capacity, device=order.device)  # C
+    sorted_row = (starts[:, None] + slot).clamp(max=len(order) - 1)  # slots of the last experts may lie beyond the end
+    order = order[sorted_row].where(slot < sizes[:, None], -1)  # e C
+    slot = inverse - starts[expert]  # n, the number of each row among those of its expert
+    inverse = (expert * capacity + slot).where(slot < capacity, -1)
     return order, inverse, sizes
 
 
@@ -244,30 +247,36 @@ class Permute(torch.autograd.Function):
     def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order, inverse)
         ctx.k = k
-        return x[order // k].masked_fill((order < 0).unsqueeze(-1), 0)  # at the end not in place: see Unpermute
+        empty = (order < 0).unsqueeze(-1)  # e C 1
+        return x[order // k].masked_fill(empty, 0)  # at the end not in place: see Unpermute
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Unpermute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Unpermute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 class Unpermute(torch.autograd.Function):
-    """Add the slots of the k rows of each token: y [e, C, d] -> [t, d]; dropped rows are 0. Backward is Permute."""
+    """Add the slots of the k rows of each token: x [e, C, d] -> [t, d]; dropped rows are 0. Backward is Permute."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order, inverse)
         ctx.k = k
-        wide, y = torch.promote_types(y.dtype, torch.float32), y.flatten(0, 1)
+        x = x.flatten(0, 1)  # (e C) d
+        dtype = torch.promote_types(x.dtype, torch.float32)  # of the sums
         # k terms written out compile to one kernel that reads whole rows; .sum() over an axis of k is far slower
-        slots = inverse.view(-1, k).unbind(1)
-        total = sum(y[slot].to(wide).masked_fill_((slot < 0).unsqueeze(-1), 0) for slot in slots)
+        columns = inverse.view(-1, k).unbind(1)  # k columns [t]: a slot of each token
+        y = sum(x[slots].to(dtype).masked_fill_((slots < 0).unsqueeze(-1), 0) for slots in columns)
         # torch 2.11 compiles a .to that changes nothing, at the end of a Function, to gradients of 0
-        return total if total.dtype == y.dtype else total.to(y.dtype)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Permute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Permute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 class Experts(nn.Module):
@@ -275,11 +284,12 @@ class Experts(nn.Module):
 
     def __init__(self, cfg: Config, ep: dist.ProcessGroup):
         super().__init__()
-        here = cfg.experts // ep.size()
-        self.gate_up_proj = nn.Parameter(torch.empty(here, 2 * cfg.ffn, cfg.dim))  # both in one matmul
-        self.down_proj = nn.Parameter(torch.empty(here, cfg.dim, cfg.ffn))
-        for p in self.parameters():  # each expert as nn.Linear would
-            nn.init.uniform_(p, -(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5)
+        experts = cfg.experts // ep.size()  # of this rank
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * cfg.ffn, cfg.dim))  # both in one matmul
+        self.down_proj = nn.Parameter(torch.empty(experts, cfg.dim, cfg.ffn))
+        for p in self.parameters():
+            bound = p.shape[-1] ** -0.5  # that of nn.Linear, for each expert
+            nn.init.uniform_(p, -bound, bound)
 
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
         """slots x [e/ep, ep·C, d] and gates [e/ep, ep·C, 1] -> the experts' outputs times the gates, [e/ep, ep·C, d]
@@ -297,23 +307,28 @@ class MLP(nn.Module):
     def __init__(self, cfg: Config, ep: dist.ProcessGroup):
         super().__init__()
         self.ep = ep
-        self.top_k, self.capacity = cfg.top_k, cfg.capacity
+        self.top_k = cfg.top_k
+        self.capacity = cfg.capacity
         self.gate = Router(cfg)
         self.experts = Experts(cfg, ep)
-        # of each expert, this step: all rows, and those of them that were dropped
-        self.register_buffer("rows", torch.zeros(2, cfg.experts, dtype=torch.long), persistent=False)
+        rows = torch.zeros(2, cfg.experts, dtype=torch.long)
+        self.register_buffer("rows", rows, persistent=False)  # of each expert, in this step: all and dropped ones
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = rearrange(x, "b s d -> (b s) d")
         gates, experts = self.gate(tokens)
         count = self.rows.shape[1]
-        capacity = math.ceil(min(self.capacity * experts.numel() / count, len(tokens)))  # ranks' parts are equal
+        slots = self.capacity * experts.numel() / count
+        capacity = math.ceil(min(slots, len(tokens)))  # the same on all ranks, which have equally many tokens
         order, inverse, sizes = assign_slots(experts, count, capacity)
         if torch.is_grad_enabled():  # not in a validation
-            self.rows += torch.stack([sizes, (sizes - capacity).clamp(min=0)])
+            dropped = (sizes - capacity).clamp(min=0)
+            self.rows += torch.stack([sizes, dropped])
         rows = Permute.apply(tokens, order, inverse, self.top_k)
         gates = Permute.apply(gates.view(-1, 1), order, inverse, 1)
-        y = combine(self.experts(dispatch(rows, self.ep), dispatch(gates, self.ep)), self.ep)
+        rows = dispatch(rows, self.ep)
+        gates = dispatch(gates, self.ep)
+        y = combine(self.experts(rows, gates), self.ep)
         return Unpermute.apply(y, order, inverse, self.top_k).view_as(x)
 
 
@@ -367,14 +382,16 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
-    inputs, targets = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for name, p in trained:
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in parameters:
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
-        # a gradient of an expert has the tokens of all ep ranks in it already: only copies of the expert are summed
+        # an expert's gradient holds the tokens of all ep ranks already: only those of its copies are summed
         group = model.edp if ".experts." in name else model.dp
         dist.all_reduce(p.grad, group=group)  # 2 (n-1)/n of its bytes out and in, for n ranks
     loss = loss.detach()
@@ -384,13 +401,15 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    trained = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
-    experts = [gradient for name, gradient in trained if ".experts." in name]
-    others = [gradient for name, gradient in trained if ".experts." not in name]  # the same on all ranks
-    squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2 / model.edp.size()  # edp ranks have the same experts
+    gradients = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
+    experts = [gradient for name, gradient in gradients if ".experts." in name]
+    others = [gradient for name, gradient in gradients if ".experts." not in name]  # the same on all ranks
+    squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2
+    squares = squares / model.edp.size()  # edp ranks have the same experts
     # one element. Not over ep: if groups rounded differently, they would also clip differently
     dist.all_reduce(squares, group=model.dp)
-    norm = (nn.utils.get_total_norm(others) ** 2 + squares).sqrt()
+    squares = nn.utils.get_total_norm(others) ** 2 + squares
+    norm = squares.sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -404,10 +423,11 @@ def count_rows(model: Model) -> Tensor:
     return rows
 
 
-def busiest(rows: Tensor) -> tuple[Tensor, Tensor]:
+def measure_imbalance(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows of the busiest expert over the mean of its layer, in the worst layer; and the dropped share."""
-    sent, dropped = rows
-    return (sent.amax(1) / sent.float().mean(1)).amax(), dropped.sum() / sent.sum()
+    routed, dropped = rows
+    loads = routed.amax(1) / routed.float().mean(1)  # layers
+    return loads.amax(), dropped.sum() / routed.sum()
 
 
 def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
@@ -416,7 +436,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     norm = clip_gradients(cfg, model)
     optimizer.step()
     optimizer.zero_grad()
-    return loss, norm, *busiest(count_rows(model))
+    return loss, norm, *measure_imbalance(count_rows(model))
 
 
 @torch.no_grad()
@@ -427,8 +447,10 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
             f"{len(inputs)} sequences: must be divisible by the {model.dp.size()} ranks, which have equal slots"
         )
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -456,19 +478,24 @@ def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
-def published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
+def view_as_published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and views as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
 
     first: the number of the first expert in these weights.
     """
     for name, tensor in weights.items():
-        module, _, last = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
-        parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=-2))) if last == "gate_up_proj" else {"w2": tensor}
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        module, _, parameter = name.rpartition(".")
         if not module.endswith(".experts"):
-            yield f"{module}.{last}", tensor
+            yield name, tensor
             continue
-        for part, matrices in parts.items():
-            yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices, first))
+        stacks = {"w2": tensor}  # e d f
+        if parameter == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=-2)
+            stacks = {"w1": gate, "w3": up}  # e f d
+        for matrix, stack in stacks.items():
+            for i, expert in enumerate(stack, first):
+                yield f"{module}.{i}.{matrix}.weight", expert
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
@@ -503,7 +530,8 @@ def build_model(cfg: Config) -> Model:
         model = Model(cfg, dist.group.WORLD, ep, edp)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
-        for name, tensor in published(dict(model.named_parameters()), ep.rank() * cfg.experts // ep.size()):
+        first = ep.rank() * cfg.experts // ep.size()  # of this rank's experts
+        for name, tensor in view_as_published(dict(model.named_parameters()), first):
             tensor.copy_(full_tensor(cfg, name, tensor.shape))
         for buffer in model.buffers():
             buffer.zero_()
@@ -595,8 +623,10 @@ def flops_per_token(cfg: Config) -> float:
     Of the experts those count through which a token goes.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
-    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts
-    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+    attention = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv
+    experts = 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts  # and their router
+    weights = cfg.layers * (attention + experts) + cfg.dim * cfg.vocab
+    return 6 * weights + 6 * cfg.layers * cfg.dim * cfg.seq
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float, load: float, dropped: float) -> None:
@@ -644,7 +674,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float, flo
         if dist.get_rank() == 0:
             weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
-        write_weights(cfg, dict(published(weights)), history)
+        write_weights(cfg, dict(view_as_published(weights)), history)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:

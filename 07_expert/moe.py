@@ -8,7 +8,7 @@ top_k of them. The log shows the busiest expert's rows over the mean: nothing he
 
 Parent:   01_single_gpu/train.py
 Lesson:   PRESETS, Config, Router, sort_by_expert, Permute, Unpermute, grouped_matmul, one_by_one, Experts, MLP,
-          count_rows, busiest
+          count_rows, measure_imbalance
 Run:      python 07_expert/moe.py
 Source:   Shazeer et al. 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088; grouped matmul: MegaBlocks, arXiv:2211.15841
 """
@@ -158,9 +158,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, d] -> gates [t, top_k], which are differentiable and add up to 1 if top_k > 1; experts [t, top_k]"""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
+        fp32 = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
         with torch.autocast(x.device.type, enabled=False):
-            probabilities = nn.functional.linear(wide, self.weight.to(wide.dtype)).softmax(-1)  # t e
+            logits = nn.functional.linear(fp32, self.weight.to(fp32.dtype))  # t e
+            probabilities = logits.softmax(-1)
         gates, experts = probabilities.topk(self.top_k)
         if self.top_k == 1:
             return gates, experts  # as Switch: renormalised it would always be 1, and the router would not learn
@@ -170,12 +171,14 @@ class Router(nn.Module):
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the rows n = (t top_k) of experts [t, top_k] by expert, without waiting for the GPU.
 
-    Returns order [n]: sorted row i is row order[i]; inverse [n], its inverse permutation; and ends [e], int32: where
-    the block of each of the `count` experts ends.
+    Returns order [n]: sorted row i is row order[i]; inverse [n]: row i is sorted row inverse[i]; and ends [e], int32:
+    the sorted rows of expert i, one of `count`, end before row ends[i].
     """
-    expert, order = experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(count, device=experts.device)
+    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    rows = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, rows)
     return order, inverse, ends
 
 
@@ -192,28 +195,33 @@ class Permute(torch.autograd.Function):
         return x[order // k]
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Unpermute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Unpermute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 class Unpermute(torch.autograd.Function):
-    """Add the k rows of each token: y [n, d], in sorted order -> [t, d]. Backward is Permute."""
+    """Add the k rows of each token: x [n, d], in sorted order -> [t, d]. Backward is Permute."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order, inverse)
         ctx.k = k
         if k == 1:
-            return y[inverse]  # without the sums below, which uncompiled move six times the bytes
-        wide = torch.promote_types(y.dtype, torch.float32)
+            return x[inverse]  # without the sums below, which uncompiled move six times the bytes
+        dtype = torch.promote_types(x.dtype, torch.float32)  # of the sums
         # k terms written out compile to one kernel that reads whole rows; .sum() over an axis of k is far slower
-        total = sum(y[rows].to(wide) for rows in inverse.view(-1, k).unbind(1))
+        columns = inverse.view(-1, k).unbind(1)  # k columns [t]: a row of each token
+        y = sum(x[rows].to(dtype) for rows in columns)
         # torch 2.11 compiles a .to that changes nothing, at the end of a Function, to gradients of 0
-        return total if total.dtype == y.dtype else total.to(y.dtype)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Permute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Permute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -240,8 +248,9 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(cfg.experts, 2 * cfg.ffn, cfg.dim))  # both in one matmul
         self.down_proj = nn.Parameter(torch.empty(cfg.experts, cfg.dim, cfg.ffn))
-        for p in self.parameters():  # each expert as nn.Linear would
-            nn.init.uniform_(p, -(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5)
+        for p in self.parameters():
+            bound = p.shape[-1] ** -0.5  # that of nn.Linear, for each expert
+            nn.init.uniform_(p, -bound, bound)
 
     def forward(self, x: Tensor, gates: Tensor, ends: Tensor) -> Tensor:
         """x [n, d] and gates [n, 1], sorted by expert -> the experts' outputs times the gates, [n, d]
@@ -261,7 +270,8 @@ class MLP(nn.Module):
         self.top_k = cfg.top_k
         self.gate = Router(cfg)
         self.experts = Experts(cfg)
-        self.register_buffer("rows", torch.zeros(cfg.experts, dtype=torch.long), persistent=False)  # of each, this step
+        rows = torch.zeros(cfg.experts, dtype=torch.long)
+        self.register_buffer("rows", rows, persistent=False)  # of each expert, in this step
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = rearrange(x, "b s d -> (b s) d")
@@ -343,9 +353,10 @@ def count_rows(model: Model) -> Tensor:
     return rows
 
 
-def busiest(rows: Tensor) -> Tensor:
+def measure_imbalance(rows: Tensor) -> Tensor:
     """Return the rows of the busiest expert over the mean of its layer, in the worst layer."""
-    return (rows.amax(1) / rows.mean(1)).amax()
+    loads = rows.amax(1) / rows.mean(1)  # layers
+    return loads.amax()
 
 
 def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
@@ -354,7 +365,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     norm = clip_gradients(cfg, model)
     optimizer.step()
     optimizer.zero_grad()
-    return loss, norm, busiest(count_rows(model))
+    return loss, norm, measure_imbalance(count_rows(model))
 
 
 @torch.no_grad()
@@ -388,16 +399,21 @@ def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
-def published(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert."""
+def view_as_published(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and views as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert."""
     for name, tensor in weights.items():
-        module, _, last = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
-        parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=-2))) if last == "gate_up_proj" else {"w2": tensor}
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        module, _, parameter = name.rpartition(".")
         if not module.endswith(".experts"):
-            yield f"{module}.{last}", tensor
+            yield name, tensor
             continue
-        for part, matrices in parts.items():
-            yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices))
+        stacks = {"w2": tensor}  # e d f
+        if parameter == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=-2)
+            stacks = {"w1": gate, "w3": up}  # e f d
+        for matrix, stack in stacks.items():
+            for i, expert in enumerate(stack):
+                yield f"{module}.{i}.{matrix}.weight", expert
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
@@ -426,7 +442,7 @@ def build_model(cfg: Config) -> Model:
         model = Model(cfg)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
-        for name, tensor in published(dict(model.named_parameters())):
+        for name, tensor in view_as_published(dict(model.named_parameters())):
             tensor.copy_(full_tensor(cfg, name, tensor.shape))
         for buffer in model.buffers():
             buffer.zero_()
@@ -518,8 +534,10 @@ def flops_per_token(cfg: Config) -> float:
     Of the experts those count through which a token goes.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
-    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts
-    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+    attention = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv
+    experts = 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts  # and their router
+    weights = cfg.layers * (attention + experts) + cfg.dim * cfg.vocab
+    return 6 * weights + 6 * cfg.layers * cfg.dim * cfg.seq
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float, load: float) -> None:
@@ -551,7 +569,7 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, norm, seconds, load] per step."""
-    write_weights(cfg, dict(published(model.state_dict())), history)
+    write_weights(cfg, dict(view_as_published(model.state_dict())), history)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
@@ -670,8 +688,8 @@ if __name__ == "__main__":
 
 # To paste this into your own trainer
 #
-# Plumbing: Model, tensor_shapes, published, build_model, train_step, flops_per_token, log, save, train, check_config,
-#           check
+# Plumbing: Model, tensor_shapes, view_as_published, build_model, train_step, flops_per_token, log, save, train,
+#           check_config, check
 # Copy:     Router, sort_by_expert, Permute, Unpermute, grouped_matmul, one_by_one, Experts, MLP (in place of a block's
 #           MLP)
 # Needs:    cfg.dim, cfg.experts, cfg.ffn, cfg.top_k

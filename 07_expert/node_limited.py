@@ -1,20 +1,16 @@
 """DeepSeek-V3's routing: the experts of a token are on few nodes, and the token crosses the network once per node.
 
-1. Scores are sigmoids: an expert's score does not depend on the others'. A token's gates are the scores of its experts,
-   divided by their sum, times --gate_scale. A shared expert computes every token.
-2. Experts form groups, and each node holds whole groups. A group counts as much as the sum of its two best biased
-   scores. A token keeps --top_groups groups, and takes its top_k experts from these.
-3. Hop one, over the network: one copy of the token goes to each of its nodes, to the rank with the same local index,
-   with its gates and the numbers of its experts. Hop two, over NVLink: one copy goes to each of its experts there.
-4. Back: each node adds up its experts' outputs, and sends one row per token over the network.
-At most min(--top_groups, nodes - 1) copies of a token cross the network, d elements each way. expert_parallel.py sends
-one per expert: with DeepSeek-V3's 8 experts, 8 nodes and 4 groups 7 on average, here at most 4.
+1. Scores are sigmoids. A token's gates are the scores of its experts, divided by their sum, times --gate_scale. A
+   shared expert computes every token. Experts form groups; a group's score is the sum of its two best biased scores.
+2. A node holds whole groups, and a token takes its experts from the --top_groups best groups: min(that, nodes - 1)
+   copies of a token cross the network at most, d elements each way; expert_parallel.py sends one per expert.
+3. Hop one, over the network: a copy goes to each node of the token, to the rank with the same local index. Hop two,
+   over NVLink: a copy goes to each expert there. Back: a node adds up its outputs, and sends one row per token.
 
 Parent:   07_expert/bias_balancing.py
-Lesson:   Config, cross, cross_back, Router, drop_absent, Unpermute, SharedExpert, MLP
+Lesson:   Config, dispatch_to_nodes, combine_from_nodes, Router, drop_absent, Unpermute, SharedExpert, MLP
 Run:      torchrun --nproc_per_node 8 07_expert/node_limited.py --nodes 2
-Source:   DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 3.2.2, and its published code (groups, gate_scale);
-          Wang et al. 2024, arXiv:2408.15664
+Source:   DeepSeek-V3, arXiv:2412.19437, sections 2.1.2, 3.2.2, and its code; Wang et al. 2024, arXiv:2408.15664
 """
 
 from __future__ import annotations
@@ -104,32 +100,35 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class AllToAll(torch.autograd.Function):
-    """Send the first sent[0] rows of x to rank 0, the next sent[1] to rank 1, ...; return what arrives, by rank.
+    """Send the first send_sizes[0] rows of x to rank 0, the next send_sizes[1] to rank 1, ...
 
-    x [sum(sent), d] -> [sum(arriving), d]. Backward is the way back: the same exchange with the sizes swapped.
+    x [sum(send_sizes), d] -> the rows from rank 0, then those from rank 1, ... [sum(receive_sizes), d].
+    Backward sends the gradients of the rows back: the same exchange with the sizes swapped.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, sent: list[int], arriving: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = (sent, arriving), group
-        arrived = x.new_empty(sum(arriving), *x.shape[1:])
-        # what is not a rank's own: (N-1)/N of the bytes of x out and in, if N ranks get equally many
-        dist.all_to_all_single(arrived, x.contiguous(), arriving, sent, group=group)
-        return arrived
+    def forward(ctx, x: Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send_sizes = send_sizes
+        ctx.receive_sizes = receive_sizes
+        ctx.group = group
+        y = x.new_empty(sum(receive_sizes), *x.shape[1:])
+        # the rows for other ranks: (N-1)/N of the bytes of x out and in, if N ranks get equally many
+        dist.all_to_all_single(y, x.contiguous(), receive_sizes, send_sizes, group=group)
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, arriving = ctx.sizes
-        return AllToAll.apply(gradient, arriving, sent, ctx.group), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        dx = AllToAll.apply(dy, ctx.receive_sizes, ctx.send_sizes, ctx.group)
+        return dx, None, None, None
 
 
 @dataclass(frozen=True)
 class Route:
-    """How the rows of one layer travel, and where the ranks' rows are among those that have arrived."""
+    """How the rows of one layer travel to the ranks of their experts: n leave this rank, n' come to it."""
 
-    sent: list[int]  # rows to each rank
-    arriving: list[int]  # rows from each rank
-    order: Tensor  # [n'] sorts what arrives, by rank and there by expert, into blocks of this rank's experts
+    send_sizes: list[int]  # rows to each rank, n in all
+    receive_sizes: list[int]  # rows from each rank, n' in all
+    order: Tensor  # [n'] sorts the rows that come, by rank and then by expert, by expert alone
     inverse: Tensor  # [n'] its inverse permutation
 
 
@@ -137,53 +136,61 @@ class Route:
 def dispatch(x: Tensor, gates: Tensor, ends: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Send rows x [n, d], sorted by expert, and their gates [n, 1] to the ranks of their experts. ends: sort_by_expert.
 
-    group: the N ranks that share the e experts. Returns what comes from all of them for this rank's experts: rows
-    [n', d], sorted by expert, their gates, their ends [e/N]; and the way back. A rank without rows takes part, with
-    none: the others would wait for it forever.
+    group: the N ranks that share the e experts. Returns the rows that all of them send to this rank's e/N experts,
+    [n', d], sorted by expert; their gates; their ends [e/N]; and the route, for combine. A rank without rows takes
+    part, too: the others would wait for it forever.
     """
-    counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # N e/N, of the rows that go there
-    counts_here = torch.empty_like(counts)  # N e/N, of the rows that come from there
-    dist.all_to_all_single(counts_here, counts, group=group)  # 4 bytes per expert
-    sent, arriving = torch.stack([counts.sum(1), counts_here.sum(1)]).tolist()  # the CPU waits for the GPU
-    x, gates = AllToAll.apply(x, sent, arriving, group), AllToAll.apply(gates, sent, arriving, group)
-    experts = torch.arange(counts.shape[1], device=x.device).repeat(group.size())
-    experts = experts.repeat_interleave(counts_here.flatten(), output_size=len(x))  # n'
-    order, inverse, ends = sort_by_expert(experts, counts.shape[1])
-    x, gates = Permute.apply(x, order, inverse, 1), Permute.apply(gates, order, inverse, 1)
-    return x, gates, ends, Route(sent, arriving, order, inverse)
+    send_counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # N e/N, rows to each rank's experts
+    receive_counts = torch.empty_like(send_counts)  # N e/N, rows from each rank to this rank's experts
+    dist.all_to_all_single(receive_counts, send_counts, group=group)  # 4 bytes per expert
+    sizes = torch.stack([send_counts.sum(1), receive_counts.sum(1)])
+    send_sizes, receive_sizes = sizes.tolist()  # the CPU waits for the GPU
+    x = AllToAll.apply(x, send_sizes, receive_sizes, group)
+    gates = AllToAll.apply(gates, send_sizes, receive_sizes, group)
+    # Rows come by rank, and from each rank by expert. receive_counts [[2, 1], [1, 2]] mean rows of experts 001 011.
+    experts = torch.arange(receive_counts.shape[1], device=x.device)  # [0 1]
+    experts = experts.repeat(group.size())  # [0 1 | 0 1]
+    experts = experts.repeat_interleave(receive_counts.flatten(), output_size=len(x))  # [0 0 1 | 0 1 1], n' in all
+    order, inverse, ends = sort_by_expert(experts, receive_counts.shape[1])
+    x = Permute.apply(x, order, inverse, 1)
+    gates = Permute.apply(gates, order, inverse, 1)
+    return x, gates, ends, Route(send_sizes, receive_sizes, order, inverse)
 
 
 @torch.compiler.disable
 def combine(y: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
     """Send the experts' outputs y [n', d] back to where dispatch took their rows from: [n, d], sorted by expert."""
-    y = Unpermute.apply(y, route.order, route.inverse, 1)
-    return AllToAll.apply(y, route.arriving, route.sent, group)
+    y = Unpermute.apply(y, route.order, route.inverse, 1)  # by rank and then by expert, as they came
+    return AllToAll.apply(y, route.receive_sizes, route.send_sizes, group)
 
 
 @torch.compiler.disable  # sizes are known only when it runs
-def cross(
-    x: Tensor, gates: Tensor, experts: Tensor, ends: Tensor, across: dist.ProcessGroup
+def dispatch_to_nodes(
+    x: Tensor, gates: Tensor, experts: Tensor, ends: Tensor, internode: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, tuple[list[int], list[int]]]:
     """Send rows x [n, d], sorted by node, with the gates and experts [n, top_k] of their tokens. ends: drop_absent.
 
-    across: the ranks with this local index, one per node. Returns rows, gates and experts that arrive, [n', ...], and
-    (sent, arriving), how many go to and come from each node.
+    internode: the ranks with this local index, one per node. Returns the rows that they send to this node, [n', d],
+    with gates and experts [n', top_k]; and the numbers of rows that go to, and come from, each node.
     """
-    counts = ends.diff(prepend=ends.new_zeros(1))  # of the rows to each node
-    counts_here = torch.empty_like(counts)
-    dist.all_to_all_single(counts_here, counts, group=across)  # 4 bytes per node
-    sent, arriving = torch.stack([counts, counts_here]).tolist()  # the CPU waits for the GPU
-    experts_here = experts.new_empty(sum(arriving), experts.shape[1])
-    dist.all_to_all_single(experts_here, experts, arriving, sent, group=across)  # 8 top_k bytes per row
-    x, gates = AllToAll.apply(x, sent, arriving, across), AllToAll.apply(gates, sent, arriving, across)
-    return x, gates, experts_here, (sent, arriving)
+    send_counts = ends.diff(prepend=ends.new_zeros(1))  # nodes
+    receive_counts = torch.empty_like(send_counts)
+    dist.all_to_all_single(receive_counts, send_counts, group=internode)  # 4 bytes per node
+    sizes = torch.stack([send_counts, receive_counts])
+    send_sizes, receive_sizes = sizes.tolist()  # the CPU waits for the GPU
+    node_experts = experts.new_empty(sum(receive_sizes), experts.shape[1])
+    # 8 top_k bytes per row
+    dist.all_to_all_single(node_experts, experts, receive_sizes, send_sizes, group=internode)
+    x = AllToAll.apply(x, send_sizes, receive_sizes, internode)
+    gates = AllToAll.apply(gates, send_sizes, receive_sizes, internode)
+    return x, gates, node_experts, (send_sizes, receive_sizes)
 
 
 @torch.compiler.disable  # torch 2.11 loses the gradient of the all-to-all
-def cross_back(y: Tensor, sizes: tuple[list[int], list[int]], across: dist.ProcessGroup) -> Tensor:
-    """Send the outputs y [n', d] of this node's experts back to where cross took their rows from: [n, d]."""
-    sent, arriving = sizes
-    return AllToAll.apply(y, arriving, sent, across)
+def combine_from_nodes(y: Tensor, sizes: tuple[list[int], list[int]], internode: dist.ProcessGroup) -> Tensor:
+    """Send the outputs y [n', d] of this node's experts back to the nodes that their rows are from: [n, d]."""
+    send_sizes, receive_sizes = sizes
+    return AllToAll.apply(y, receive_sizes, send_sizes, internode)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -253,20 +260,26 @@ class Router(nn.Module):
 
     def __init__(self, cfg: Config):
         super().__init__()
-        self.top_k, self.groups, self.top_groups, self.scale = cfg.top_k, cfg.groups, cfg.top_groups, cfg.gate_scale
+        self.top_k = cfg.top_k
+        self.groups, self.top_groups = cfg.groups, cfg.top_groups
+        self.scale = cfg.gate_scale
         self.weight = nn.Linear(cfg.dim, cfg.experts, bias=False).weight
         self.register_buffer("bias", torch.zeros(cfg.experts))  # see move_biases; saved with the weights
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, d] -> gates [t, top_k], differentiable, which add up to scale if top_k > 1; experts [t, top_k]"""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
+        fp32 = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
         with torch.autocast(x.device.type, enabled=False):
-            scores = nn.functional.linear(wide, self.weight.to(wide.dtype)).sigmoid()  # t e
+            logits = nn.functional.linear(fp32, self.weight.to(fp32.dtype))  # t e
+            scores = logits.sigmoid()
         biased = rearrange(scores + self.bias, "t (g e) -> t g e", g=self.groups)
-        best = biased.topk(min(2, biased.shape[-1])).values.sum(-1)  # t g; of two, as top_k / top_groups of DeepSeek-V3
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(self.top_groups).indices, True)
-        # -inf: biases may bring all kept scores below 0 (transformers long had 0 here)
-        experts = biased.masked_fill(~kept[..., None], -math.inf).flatten(1).topk(self.top_k).indices
+        best = biased.topk(min(2, biased.shape[-1])).values  # t g 2; of two, as top_k / top_groups of DeepSeek-V3
+        group_scores = best.sum(-1)  # t g
+        groups = group_scores.topk(self.top_groups).indices  # t top_groups
+        allowed_groups = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, groups, True)  # t g
+        # -inf: biases may bring all scores below 0 (transformers long had 0 here)
+        masked = biased.masked_fill(~allowed_groups[..., None], -math.inf)
+        experts = masked.flatten(1).topk(self.top_k).indices
         gates = scores.gather(-1, experts)  # without the bias
         if self.top_k > 1:  # else they would be the same for all tokens, and the router would not learn
             gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)  # all of them may be 0
@@ -276,24 +289,26 @@ class Router(nn.Module):
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the rows n = (t top_k) of experts [t, top_k] by expert, without waiting for the GPU.
 
-    Returns order [n]: sorted row i is row order[i]; inverse [n], its inverse permutation; and ends [e], int32: where
-    the block of each of the `count` experts ends.
+    Returns order [n]: sorted row i is row order[i]; inverse [n]: row i is sorted row inverse[i]; and ends [e], int32:
+    the sorted rows of expert i, one of `count`, end before row ends[i].
     """
-    expert, order = experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(count, device=experts.device)
+    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    rows = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, rows)
     return order, inverse, ends
 
 
 @torch.compiler.disable  # the number of rows is known only when it runs
-def drop_absent(places: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort places [t, k] as sort_by_expert does, and drop the rows whose place is `count`.
+def drop_absent(destinations: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort destinations [t, k] as sort_by_expert does, and drop the rows whose destination is `count`.
 
     Their inverse is the index behind the last row, where Unpermute has zeros.
     """
-    order, inverse, ends = sort_by_expert(places, count)
-    present = int(ends[-1])  # the CPU waits for the GPU
-    return order[:present], inverse.clamp(max=present), ends
+    order, inverse, ends = sort_by_expert(destinations, count)
+    rows = int(ends[-1])  # the CPU waits for the GPU
+    return order[:rows], inverse.clamp(max=rows), ends
 
 
 class Permute(torch.autograd.Function):
@@ -309,29 +324,34 @@ class Permute(torch.autograd.Function):
         return x[order // k]
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Unpermute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Unpermute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 class Unpermute(torch.autograd.Function):
-    """Add the rows of each token, k or fewer: y [n, d], in sorted order -> [t, d]. Backward is Permute."""
+    """Add the rows of each token, k or fewer: x [n, d], in sorted order -> [t, d]. Backward is Permute."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order, inverse)
         ctx.k = k
-        y = nn.functional.pad(y, (0, 0, 0, 1))  # a row of zeros, for those that are absent
+        x = nn.functional.pad(x, (0, 0, 0, 1))  # a row of zeros, for those that are absent
         if k == 1:
-            return y[inverse]  # without the sums below, which uncompiled move six times the bytes
-        wide = torch.promote_types(y.dtype, torch.float32)
+            return x[inverse]  # without the sums below, which uncompiled move six times the bytes
+        dtype = torch.promote_types(x.dtype, torch.float32)  # of the sums
         # k terms written out compile to one kernel that reads whole rows; .sum() over an axis of k is far slower
-        total = sum(y[rows].to(wide) for rows in inverse.view(-1, k).unbind(1))
+        columns = inverse.view(-1, k).unbind(1)  # k columns [t]: a row of each token
+        y = sum(x[rows].to(dtype) for rows in columns)
         # torch 2.11 compiles a .to that changes nothing, at the end of a Function, to gradients of 0
-        return total if total.dtype == y.dtype else total.to(y.dtype)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Permute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Permute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -356,11 +376,12 @@ class Experts(nn.Module):
 
     def __init__(self, cfg: Config, ep: dist.ProcessGroup):
         super().__init__()
-        here = cfg.experts // ep.size()
-        self.gate_up_proj = nn.Parameter(torch.empty(here, 2 * cfg.ffn, cfg.dim))  # both in one matmul
-        self.down_proj = nn.Parameter(torch.empty(here, cfg.dim, cfg.ffn))
-        for p in self.parameters():  # each expert as nn.Linear would
-            nn.init.uniform_(p, -(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5)
+        experts = cfg.experts // ep.size()  # of this rank
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * cfg.ffn, cfg.dim))  # both in one matmul
+        self.down_proj = nn.Parameter(torch.empty(experts, cfg.dim, cfg.ffn))
+        for p in self.parameters():
+            bound = p.shape[-1] ** -0.5  # that of nn.Linear, for each expert
+            nn.init.uniform_(p, -bound, bound)
 
     def forward(self, x: Tensor, gates: Tensor, ends: Tensor) -> Tensor:
         """x [n, d] and gates [n, 1], sorted by expert -> the experts' outputs times the gates, [n, d]
@@ -389,57 +410,64 @@ class SharedExpert(nn.Module):
 class MLP(nn.Module):
     """Experts: each token goes through top_k of them and the shared one. This rank holds e/ep, its node e/nodes.
 
-    across: the ranks with this local index, one per node; inside: the ranks of this node.
+    internode: the ranks with this local index, one per node; intranode: the ranks of this node.
     """
 
-    def __init__(self, cfg: Config, ep: dist.ProcessGroup, across: dist.ProcessGroup, inside: dist.ProcessGroup):
+    def __init__(self, cfg: Config, ep: dist.ProcessGroup, internode: dist.ProcessGroup, intranode: dist.ProcessGroup):
         super().__init__()
-        self.across, self.inside = across, inside
+        self.internode, self.intranode = internode, intranode
         self.top_k = cfg.top_k
         self.gate = Router(cfg)
         self.experts = Experts(cfg, ep)
         self.shared_experts = SharedExpert(cfg) if cfg.shared else None
-        self.register_buffer("rows", torch.zeros(cfg.experts, dtype=torch.long), persistent=False)  # of each, this step
+        rows = torch.zeros(cfg.experts, dtype=torch.long)
+        self.register_buffer("rows", rows, persistent=False)  # of each expert, in this step
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = rearrange(x, "b s d -> (b s) d")
         gates, experts = self.gate(tokens)
         if torch.is_grad_enabled():  # not in a validation
-            self.rows.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))  # the CPU does not wait
-        nodes = self.across.size()
+            ones = torch.ones_like(experts.flatten())
+            self.rows.scatter_add_(0, experts.flatten(), ones)  # the CPU does not wait
+        nodes = self.internode.size()
         node = experts // (len(self.rows) // nodes)  # t k
-        places = node.new_full((len(tokens), nodes), nodes).scatter_(1, node, node)  # t nodes: each of its nodes once
-        order, inverse, ends = drop_absent(places, nodes)
-        rows, gates = Permute.apply(tokens, order, inverse, nodes), Permute.apply(gates, order, inverse, nodes)
+        # A token goes to each node once: with experts on nodes [2 0 0] of 3 to [0 3 2], where drop_absent drops the 3
+        destinations = node.new_full((len(tokens), nodes), nodes)  # [3 3 3]
+        destinations.scatter_(1, node, node)  # [0 3 2]
+        order, inverse, ends = drop_absent(destinations, nodes)
+        rows = Permute.apply(tokens, order, inverse, nodes)
+        gates = Permute.apply(gates, order, inverse, nodes)
         # hop one, and back
-        rows, gates, experts, sizes = cross(rows, gates, experts[order // nodes], ends, self.across)
-        y = cross_back(self.on_this_node(rows, gates, experts), sizes, self.across)
+        rows, gates, experts, sizes = dispatch_to_nodes(rows, gates, experts[order // nodes], ends, self.internode)
+        y = self.forward_on_node(rows, gates, experts)
+        y = combine_from_nodes(y, sizes, self.internode)
         y = Unpermute.apply(y, order, inverse, nodes).view_as(x)
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
-    def on_this_node(self, x: Tensor, gates: Tensor, experts: Tensor) -> Tensor:
+    def forward_on_node(self, x: Tensor, gates: Tensor, experts: Tensor) -> Tensor:
         """x [n, d], gates and experts [n, top_k] -> the outputs of each row's experts on this node, summed, [n, d]"""
-        here = len(self.rows) // self.across.size()  # experts of this node
-        places = experts - self.across.rank() * here
-        places = places.where((places >= 0) & (places < here), here)  # n k; `here`: on another node
-        order, inverse, ends = drop_absent(places, here)
+        count = len(self.rows) // self.internode.size()  # experts of this node
+        local_experts = experts - self.internode.rank() * count  # n k, numbered from 0 on this node
+        on_node = (local_experts >= 0) & (local_experts < count)
+        destinations = local_experts.where(on_node, count)  # `count`: an expert of another node
+        order, inverse, ends = drop_absent(destinations, count)
         rows = Permute.apply(x, order, inverse, self.top_k)
         gates = Permute.apply(gates.view(-1, 1), order, inverse, 1)
         # hop two, and back
-        rows, gates, ends, route = dispatch(rows, gates, ends, self.inside)
-        y = combine(self.experts(rows, gates, ends), route, self.inside)
+        rows, gates, ends, route = dispatch(rows, gates, ends, self.intranode)
+        y = combine(self.experts(rows, gates, ends), route, self.intranode)
         return Unpermute.apply(y, order, inverse, self.top_k)
 
 
 class Block(nn.Module):
     """Attention, then MLP; each reads a normalised residual stream and adds to it."""
 
-    def __init__(self, cfg: Config, ep: dist.ProcessGroup, across: dist.ProcessGroup, inside: dist.ProcessGroup):
+    def __init__(self, cfg: Config, ep: dist.ProcessGroup, internode: dist.ProcessGroup, intranode: dist.ProcessGroup):
         super().__init__()
         self.input_layernorm = RMSNorm(cfg)
         self.self_attn = Attention(cfg)
         self.post_attention_layernorm = RMSNorm(cfg)
-        self.mlp = MLP(cfg, ep, across, inside)
+        self.mlp = MLP(cfg, ep, internode, intranode)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
@@ -456,15 +484,15 @@ class Model(nn.Module):
         dp: dist.ProcessGroup,
         ep: dist.ProcessGroup,
         edp: dist.ProcessGroup,
-        across: dist.ProcessGroup,
-        inside: dist.ProcessGroup,
+        internode: dist.ProcessGroup,
+        intranode: dist.ProcessGroup,
     ):
         super().__init__()
         self.cfg = cfg
         self.dp, self.ep, self.edp = dp, ep, edp
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
-        self.model.layers = nn.ModuleList(Block(cfg, ep, across, inside) for _ in range(cfg.layers))
+        self.model.layers = nn.ModuleList(Block(cfg, ep, internode, intranode) for _ in range(cfg.layers))
         self.model.norm = RMSNorm(cfg)
         self.lm_head = nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
@@ -489,17 +517,19 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
-    inputs, targets = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     total = 0
     for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/dp/microbatches s
         loss = forward(cfg, model, x, y) / tokens
         loss.backward()  # adds to .grad, and frees the activations before the next micro-batch makes its own
         total += loss.detach()
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for name, p in trained:
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in parameters:
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
-        # a gradient of an expert has the tokens of all ep ranks in it already: only copies of the expert are summed
+        # an expert's gradient holds the tokens of all ep ranks already: only those of its copies are summed
         group = model.edp if ".experts." in name else model.dp
         dist.all_reduce(p.grad, group=group)  # 2 (n-1)/n of its bytes out and in, for n ranks
     dist.all_reduce(total, group=model.dp)  # one element, for the log
@@ -508,13 +538,15 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    trained = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
-    experts = [gradient for name, gradient in trained if ".experts." in name]
-    others = [gradient for name, gradient in trained if ".experts." not in name]  # the same on all ranks
-    squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2 / model.edp.size()  # edp ranks have the same experts
+    gradients = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
+    experts = [gradient for name, gradient in gradients if ".experts." in name]
+    others = [gradient for name, gradient in gradients if ".experts." not in name]  # the same on all ranks
+    squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2
+    squares = squares / model.edp.size()  # edp ranks have the same experts
     # one element. Not over ep: if groups rounded differently, they would also clip differently
     dist.all_reduce(squares, group=model.dp)
-    norm = (nn.utils.get_total_norm(others) ** 2 + squares).sqrt()
+    squares = nn.utils.get_total_norm(others) ** 2 + squares
+    norm = squares.sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -537,9 +569,10 @@ def move_biases(cfg: Config, model: Model, rows: Tensor) -> None:
         block.mlp.gate.bias.add_(sign, alpha=cfg.bias_rate)
 
 
-def busiest(rows: Tensor) -> Tensor:
+def measure_imbalance(rows: Tensor) -> Tensor:
     """Return the rows of the busiest expert over the mean of its layer, in the worst layer."""
-    return (rows.amax(1) / rows.mean(1)).amax()
+    loads = rows.amax(1) / rows.mean(1)  # layers
+    return loads.amax()
 
 
 def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
@@ -550,16 +583,18 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     optimizer.zero_grad()
     rows = count_rows(model)
     move_biases(cfg, model, rows)
-    return loss, norm, busiest(rows)
+    return loss, norm, measure_imbalance(rows)
 
 
 @torch.no_grad()
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
-    loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    microbatches = zip(inputs.tensor_split(cfg.microbatches), targets.tensor_split(cfg.microbatches))
+    loss = sum(forward(cfg, model, x, y) for x, y in microbatches)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -590,20 +625,23 @@ def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
     return {f"{name}.weight": shape for name, shape in shapes.items()} | biases
 
 
-def published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor as DeepSeek-V3 and GLM-4.5 publish them: three matrices per expert, and biases.
+def view_as_published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and views as DeepSeek-V3 and GLM-4.5 publish them: three matrices per expert, and biases.
 
     first: the number of the first expert in these weights.
     """
     for name, tensor in weights.items():
-        module, _, last = name.rpartition(".")
+        module, _, parameter = name.rpartition(".")
         if not module.endswith(".experts"):
             yield name.replace("gate.bias", "gate.e_score_correction_bias"), tensor
             continue
-        gate_up = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=-2)))
-        parts = gate_up if last == "gate_up_proj" else {last: tensor}
-        for part, matrices in parts.items():
-            yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices, first))
+        stacks = {"down_proj": tensor}  # e d f
+        if parameter == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=-2)
+            stacks = {"gate_proj": gate, "up_proj": up}  # e f d
+        for matrix, stack in stacks.items():
+            for i, expert in enumerate(stack, first):
+                yield f"{module}.{i}.{matrix}.weight", expert
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
@@ -636,12 +674,14 @@ def build_model(cfg: Config) -> Model:
     mesh = init_device_mesh(cfg.device, (cfg.edp, ep_size), mesh_dim_names=("edp", "ep"))
     ep, edp = mesh["ep"].get_group(), mesh["edp"].get_group()
     sizes = cfg.edp, cfg.nodes, ep_size // cfg.nodes
-    mesh = init_device_mesh(cfg.device, sizes, mesh_dim_names=("edp", "across", "inside"))
+    mesh = init_device_mesh(cfg.device, sizes, mesh_dim_names=("edp", "internode", "intranode"))
+    internode, intranode = mesh["internode"].get_group(), mesh["intranode"].get_group()
     with torch.device("meta"):
-        model = Model(cfg, dist.group.WORLD, ep, edp, mesh["across"].get_group(), mesh["inside"].get_group())
+        model = Model(cfg, dist.group.WORLD, ep, edp, internode, intranode)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
-        for name, tensor in published(model.state_dict(), ep.rank() * cfg.experts // ep.size()):
+        first = ep.rank() * cfg.experts // ep.size()  # of this rank's experts
+        for name, tensor in view_as_published(model.state_dict(), first):
             tensor.copy_(full_tensor(cfg, name, tensor.shape))
         for block in model.model.layers:
             block.mlp.rows.zero_()
@@ -732,9 +772,11 @@ def flops_per_token(cfg: Config) -> float:
     The embedding is a lookup, only the unmasked half of attention counts, and recomputation does not count.
     Of the experts those count through which a token goes.
     """
-    kv, active = cfg.dim // cfg.heads * cfg.kv_heads, cfg.top_k + cfg.shared
-    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn * active + cfg.dim * cfg.experts
-    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+    kv = cfg.dim // cfg.heads * cfg.kv_heads
+    attention = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv
+    experts = 3 * cfg.dim * cfg.ffn * (cfg.top_k + cfg.shared) + cfg.dim * cfg.experts  # and their router
+    weights = cfg.layers * (attention + experts) + cfg.dim * cfg.vocab
+    return 6 * weights + 6 * cfg.layers * cfg.dim * cfg.seq
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float, load: float) -> None:
@@ -783,7 +825,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float, flo
         if dist.get_rank() == 0:
             weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
-        write_weights(cfg, dict(published(weights)), history)
+        write_weights(cfg, dict(view_as_published(weights)), history)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
@@ -926,14 +968,14 @@ if __name__ == "__main__":
 
 # To paste this into your own trainer
 #
-# Plumbing: Block.__init__, Model, Model.__init__, tensor_shapes, full_tensor, published, build_model, flops_per_token,
-#           save, check_config, check
-# Copy:     AllToAll, Route, dispatch, combine, cross, cross_back, Router, sort_by_expert, drop_absent, Permute,
-#           Unpermute, SharedExpert, MLP, count_rows, move_biases
+# Plumbing: Block.__init__, Model, Model.__init__, tensor_shapes, full_tensor, view_as_published, build_model,
+#           flops_per_token, save, check_config, check
+# Copy:     AllToAll, Route, dispatch, combine, dispatch_to_nodes, combine_from_nodes, Router, sort_by_expert,
+#           drop_absent, Permute, Unpermute, SharedExpert, MLP, count_rows, move_biases, evaluate
 # Use:      1. build_model makes the groups. Experts may be yours: Experts(cfg, ep), called with rows, gates [n, 1] and
 #              ends; without rows they still return something computed from them. Draw other experts on every rank of
 #              ep, the same on those of edp, and all else alike on all ranks.
 #           2. Sum an expert's gradient over edp, all others over dp; if you average, divide both by dp's size.
 #           3. After each optimizer step call move_biases with what count_rows returns; it wants fp32 biases.
-# Needs:    cfg.bias_rate, cfg.dim, cfg.experts, cfg.ffn, cfg.gate_scale, cfg.groups, cfg.shared, cfg.top_groups,
-#           cfg.top_k, model.dp, model.model.layers, Experts
+# Needs:    cfg.bias_rate, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.gate_scale, cfg.groups, cfg.microbatches,
+#           cfg.shared, cfg.top_groups, cfg.top_k, model.dp, model.model.layers, IGNORE, Experts, forward

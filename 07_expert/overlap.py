@@ -1,17 +1,14 @@
 """Expert parallelism, overlapped: two halves of the batch take turns, one travels while the other computes.
 
-A layer is attention and routing (A), dispatch (D), experts (E), combine (C); halves are 0 and 1:
-
-computes    A0   A1   E0   E1   A0 of the next layer
-in flight        D0   D1   C0   C1
-
-Backward mirrors it: where forward waits for an all-to-all, backward starts one, and autograd runs the operations in
-reverse order. The bytes are those of expert_parallel.py, in twice as many messages. Matmuls have half as many rows, and
-the gradients of an expert by the two halves are added, in bfloat16 under autocast: it pays where transfers are long.
+Halves are 0 and 1; a layer is attention and routing (A), dispatch (D), experts (E), combine (C):
+    computes    A0   A1   E0   E1   A0 of the next layer
+    in flight        D0   D1   C0   C1
+Backward mirrors it: where forward waits for an all-to-all, backward starts one. The bytes are those of
+expert_parallel.py, in twice as many messages. Matmuls have half as many rows: it pays where transfers are long.
 
 Parent:   07_expert/expert_parallel.py
-Lesson:   Transfer, Start, Finish, Route, dispatch, arrive, combine, returned, Experts.forward, Collect, MLP,
-          Block, Model.forward, collect
+Lesson:   Transfer, StartAllToAll, FinishAllToAll, Route, dispatch, wait_for_dispatch, combine, wait_for_combine,
+          Experts.forward, Collect, MLP, Block, Half, Model.forward, finish_layer
 Run:      torchrun --nproc_per_node 8 07_expert/overlap.py
 Source:   DeepSeek-V3, arXiv:2412.19437, section 3.4.1 (two micro-batches, in inference)
 """
@@ -97,106 +94,118 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass
 class Transfer:
-    """An all-to-all of rows that may be under way: in forward from Start to Finish, in backward the way back."""
+    """An all-to-all of rows: in flight from StartAllToAll to FinishAllToAll, and in backward the other way round."""
 
-    sent: list[int]  # rows to each rank
-    arriving: list[int]  # rows from each rank
+    send_sizes: list[int]  # rows to each rank
+    receive_sizes: list[int]  # rows from each rank
     group: dist.ProcessGroup
     work: dist.Work | None = None
-    back: Tensor | None = None  # [sum(sent), d] gradients that come back
+    dx: Tensor | None = None  # [sum(send_sizes), d] gradients that come back
 
 
-class Start(torch.autograd.Function):
-    """Start to send rows x [sum(sent), d]. Returns [sum(arriving), d], to be read after Finish."""
+class StartAllToAll(torch.autograd.Function):
+    """Start to send rows x [sum(send_sizes), d]. Returns [sum(receive_sizes), d]: read it after FinishAllToAll."""
 
     @staticmethod
     def forward(ctx, x: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
-        arrived = x.new_empty(sum(transfer.arriving), x.shape[1])
-        # (N-1)/N of the bytes of x out and in, if N ranks get equally many; Finish waits
-        transfer.work = dist.all_to_all_single(
-            arrived, x.contiguous(), transfer.arriving, transfer.sent, group=transfer.group, async_op=True
-        )
-        return arrived
+        y = x.new_empty(sum(transfer.receive_sizes), x.shape[1])
+        sizes = transfer.receive_sizes, transfer.send_sizes
+        # (N-1)/N of the bytes of x out and in, if N ranks get equally many; FinishAllToAll waits
+        transfer.work = dist.all_to_all_single(y, x.contiguous(), *sizes, group=transfer.group, async_op=True)
+        return y
 
     @staticmethod
     def backward(ctx, _) -> tuple[Tensor, None]:
         transfer = ctx.transfer
-        transfer.work.wait()  # for what Finish.backward has started
-        back, transfer.work, transfer.back = transfer.back, None, None
-        return back, None
+        transfer.work.wait()  # for what FinishAllToAll.backward has started
+        dx = transfer.dx
+        transfer.work = None
+        transfer.dx = None
+        return dx, None
 
 
-class Finish(torch.autograd.Function):
-    """Wait for the rows that Start has sent. Backward starts to send their gradients back."""
+class FinishAllToAll(torch.autograd.Function):
+    """Wait for the rows y that StartAllToAll returned. Backward starts to send their gradients back."""
 
     @staticmethod
-    def forward(ctx, arrived: Tensor, transfer: Transfer) -> Tensor:
+    def forward(ctx, y: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
         transfer.work.wait()
         transfer.work = None
-        return arrived.view_as(arrived)
+        return y.view_as(y)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
         transfer = ctx.transfer
-        transfer.back = gradient.new_empty(sum(transfer.sent), gradient.shape[1])
-        # as many bytes as in forward; Start.backward waits
-        transfer.work = dist.all_to_all_single(
-            transfer.back, gradient.contiguous(), transfer.sent, transfer.arriving, group=transfer.group, async_op=True
-        )
-        return gradient, None  # has the shape that autograd expects; Start.backward takes transfer.back instead
+        dx = dy.new_empty(sum(transfer.send_sizes), dy.shape[1])
+        sizes = transfer.send_sizes, transfer.receive_sizes
+        # as many bytes as in forward; StartAllToAll.backward waits
+        transfer.work = dist.all_to_all_single(dx, dy.contiguous(), *sizes, group=transfer.group, async_op=True)
+        transfer.dx = dx
+        return dy, None  # has the shape that autograd expects; StartAllToAll.backward takes transfer.dx instead
 
 
 @dataclass(frozen=True)
 class Route:
-    """How the rows of one half travel, and where the ranks' rows are among those that arrive."""
+    """How the rows of one half travel to the ranks of their experts: n leave this rank, n' come to it."""
 
-    there: Transfer
-    gates_there: Transfer
-    back: Transfer
-    order: Tensor  # [n'] sorts what arrives, by rank and there by expert, into blocks of this rank's experts
+    rows: Transfer
+    gates: Transfer
+    outputs: Transfer  # of the experts, back
+    order: Tensor  # [n'] sorts the rows that come, by rank and then by expert, by expert alone
     inverse: Tensor  # [n'] its inverse permutation
-    ends: Tensor  # [e/N] where the blocks end
+    ends: Tensor  # [e/N] as sort_by_expert returns it
 
 
 @torch.compiler.disable  # sizes are known only when it runs
 def dispatch(x: Tensor, gates: Tensor, ends: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Route]:
     """Start to send rows x [n, d], sorted by expert, and their gates [n, 1] to the ranks of their experts.
 
-    ends: as sort_by_expert returns it. group: the N ranks that share the e experts. Returns rows and gates on their
-    way, for arrive, and how they travel. A rank without rows takes part, with none: the others would wait for it
-    forever.
+    ends: as sort_by_expert returns it. group: the N ranks that share the e experts. Returns rows and gates in flight,
+    for wait_for_dispatch, and their route. A rank without rows takes part, too: the others would wait for it forever.
     """
-    counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # N e/N, of the rows that go there
-    counts_here = torch.empty_like(counts)  # N e/N, of the rows that come from there
-    dist.all_to_all_single(counts_here, counts, group=group)  # 4 bytes per expert
-    sent, arriving = torch.stack([counts.sum(1), counts_here.sum(1)]).tolist()  # the CPU waits for the GPU
-    experts = torch.arange(counts.shape[1], device=x.device).repeat(group.size())
-    experts = experts.repeat_interleave(counts_here.flatten(), output_size=sum(arriving))  # n'
-    order, inverse, ends = sort_by_expert(experts, counts.shape[1])
-    there, gates_there = Transfer(sent, arriving, group), Transfer(sent, arriving, group)
-    route = Route(there, gates_there, Transfer(arriving, sent, group), order, inverse, ends)
-    return Start.apply(x, there), Start.apply(gates, gates_there), route
+    send_counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # N e/N, rows to each rank's experts
+    receive_counts = torch.empty_like(send_counts)  # N e/N, rows from each rank to this rank's experts
+    dist.all_to_all_single(receive_counts, send_counts, group=group)  # 4 bytes per expert
+    sizes = torch.stack([send_counts.sum(1), receive_counts.sum(1)])
+    send_sizes, receive_sizes = sizes.tolist()  # the CPU waits for the GPU
+    # Rows come by rank, and from each rank by expert. receive_counts [[2, 1], [1, 2]] mean rows of experts 001 011.
+    experts = torch.arange(receive_counts.shape[1], device=x.device)  # [0 1]
+    experts = experts.repeat(group.size())  # [0 1 | 0 1]
+    output_size = sum(receive_sizes)  # n'
+    experts = experts.repeat_interleave(receive_counts.flatten(), output_size=output_size)  # [0 0 1 | 0 1 1]
+    order, inverse, ends = sort_by_expert(experts, receive_counts.shape[1])
+    rows_transfer = Transfer(send_sizes, receive_sizes, group)
+    gates_transfer = Transfer(send_sizes, receive_sizes, group)
+    outputs_transfer = Transfer(receive_sizes, send_sizes, group)
+    x = StartAllToAll.apply(x, rows_transfer)
+    gates = StartAllToAll.apply(gates, gates_transfer)
+    route = Route(rows_transfer, gates_transfer, outputs_transfer, order, inverse, ends)
+    return x, gates, route
 
 
 @torch.compiler.disable
-def arrive(x: Tensor, gates: Tensor, route: Route) -> tuple[Tensor, Tensor]:
-    """Wait for what dispatch has sent: rows [n', d] of all ranks for this rank's experts, and gates, by expert."""
-    x, gates = Finish.apply(x, route.there), Finish.apply(gates, route.gates_there)
-    return Permute.apply(x, route.order, route.inverse, 1), Permute.apply(gates, route.order, route.inverse, 1)
+def wait_for_dispatch(x: Tensor, gates: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+    """Wait for the rows that all ranks send to this rank's experts; return them [n', d] and their gates, by expert."""
+    x = FinishAllToAll.apply(x, route.rows)
+    gates = FinishAllToAll.apply(gates, route.gates)
+    x = Permute.apply(x, route.order, route.inverse, 1)
+    gates = Permute.apply(gates, route.order, route.inverse, 1)
+    return x, gates
 
 
 @torch.compiler.disable
 def combine(y: Tensor, route: Route) -> Tensor:
-    """Start to send the experts' outputs y [n', d] back. Returns [n, d], sorted by expert; read it after returned."""
-    return Start.apply(Unpermute.apply(y, route.order, route.inverse, 1), route.back)
+    """Start to send the experts' outputs y [n', d] back. Returns [n, d], by expert: read it after wait_for_combine."""
+    y = Unpermute.apply(y, route.order, route.inverse, 1)  # by rank and then by expert, as they came
+    return StartAllToAll.apply(y, route.outputs)
 
 
 @torch.compiler.disable
-def returned(y: Tensor, route: Route) -> Tensor:
-    """Wait for what combine has sent, [n, d]."""
-    return Finish.apply(y, route.back)
+def wait_for_combine(y: Tensor, route: Route) -> Tensor:
+    """Wait for the outputs y [n, d] that combine returned."""
+    return FinishAllToAll.apply(y, route.outputs)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -271,9 +280,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, d] -> gates [t, top_k], which are differentiable and add up to 1 if top_k > 1; experts [t, top_k]"""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
+        fp32 = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
         with torch.autocast(x.device.type, enabled=False):
-            probabilities = nn.functional.linear(wide, self.weight.to(wide.dtype)).softmax(-1)  # t e
+            logits = nn.functional.linear(fp32, self.weight.to(fp32.dtype))  # t e
+            probabilities = logits.softmax(-1)
         gates, experts = probabilities.topk(self.top_k)
         if self.top_k == 1:
             return gates, experts  # as Switch: renormalised it would always be 1, and the router would not learn
@@ -283,12 +293,14 @@ class Router(nn.Module):
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the rows n = (t top_k) of experts [t, top_k] by expert, without waiting for the GPU.
 
-    Returns order [n]: sorted row i is row order[i]; inverse [n], its inverse permutation; and ends [e], int32: where
-    the block of each of the `count` experts ends.
+    Returns order [n]: sorted row i is row order[i]; inverse [n]: row i is sorted row inverse[i]; and ends [e], int32:
+    the sorted rows of expert i, one of `count`, end before row ends[i].
     """
-    expert, order = experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(count, device=experts.device)
+    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    rows = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, rows)
     return order, inverse, ends
 
 
@@ -305,28 +317,33 @@ class Permute(torch.autograd.Function):
         return x[order // k]
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Unpermute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Unpermute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 class Unpermute(torch.autograd.Function):
-    """Add the k rows of each token: y [n, d], in sorted order -> [t, d]. Backward is Permute."""
+    """Add the k rows of each token: x [n, d], in sorted order -> [t, d]. Backward is Permute."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order, inverse)
         ctx.k = k
         if k == 1:
-            return y[inverse]  # without the sums below, which uncompiled move six times the bytes
-        wide = torch.promote_types(y.dtype, torch.float32)
+            return x[inverse]  # without the sums below, which uncompiled move six times the bytes
+        dtype = torch.promote_types(x.dtype, torch.float32)  # of the sums
         # k terms written out compile to one kernel that reads whole rows; .sum() over an axis of k is far slower
-        total = sum(y[rows].to(wide) for rows in inverse.view(-1, k).unbind(1))
+        columns = inverse.view(-1, k).unbind(1)  # k columns [t]: a row of each token
+        y = sum(x[rows].to(dtype) for rows in columns)
         # torch 2.11 compiles a .to that changes nothing, at the end of a Function, to gradients of 0
-        return total if total.dtype == y.dtype else total.to(y.dtype)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Permute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Permute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -351,22 +368,23 @@ class Experts(nn.Module):
 
     def __init__(self, cfg: Config, ep: dist.ProcessGroup):
         super().__init__()
-        here = cfg.experts // ep.size()
-        self.gate_up_proj = nn.Parameter(torch.empty(here, 2 * cfg.ffn, cfg.dim))  # both in one matmul
-        self.down_proj = nn.Parameter(torch.empty(here, cfg.dim, cfg.ffn))
-        for p in self.parameters():  # each expert as nn.Linear would
-            nn.init.uniform_(p, -(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5)
+        experts = cfg.experts // ep.size()  # of this rank
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * cfg.ffn, cfg.dim))  # both in one matmul
+        self.down_proj = nn.Parameter(torch.empty(experts, cfg.dim, cfg.ffn))
+        for p in self.parameters():
+            bound = p.shape[-1] ** -0.5  # that of nn.Linear, for each expert
+            nn.init.uniform_(p, -bound, bound)
 
     def forward(self, x: Tensor, gates: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
         """x [n, d] and gates [n, 1], sorted by expert -> the experts' outputs times the gates, [n, d]
 
         weights: gate_up_proj and down_proj in the dtype of x, which both halves share.
-
-        down_proj is linear: what it reads may be multiplied as well. Then backward does not need the outputs.
+        down_proj is linear: its input may be multiplied as well. Then backward does not need the outputs.
         """
-        gate, up = grouped_matmul(x, weights[0], ends).chunk(2, dim=-1)
+        gate_up_proj, down_proj = weights
+        gate, up = grouped_matmul(x, gate_up_proj, ends).chunk(2, dim=-1)
         hidden = (nn.functional.silu(gate) * up * gates).to(x.dtype)  # n f
-        return grouped_matmul(hidden, weights[1], ends)
+        return grouped_matmul(hidden, down_proj, ends)
 
 
 class Collect(nn.Module):
@@ -378,7 +396,8 @@ class Collect(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         """x [b, s, d], y [n, d] sorted by expert -> [b, s, d]"""
-        return x + Unpermute.apply(y, order, inverse, self.top_k).view_as(x)
+        y = Unpermute.apply(y, order, inverse, self.top_k)  # (b s) d
+        return x + y.view_as(x)
 
 
 class MLP(nn.Module):
@@ -391,7 +410,8 @@ class MLP(nn.Module):
         self.gate = Router(cfg)
         self.experts = Experts(cfg, ep)
         self.collect = Collect(cfg)
-        self.register_buffer("rows", torch.zeros(cfg.experts, dtype=torch.long), persistent=False)  # of each, this step
+        rows = torch.zeros(cfg.experts, dtype=torch.long)
+        self.register_buffer("rows", rows, persistent=False)  # of each expert, in this step
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [b, s, d] -> rows [n, d] and gates [n, 1], sorted by expert; order, inverse and ends of sort_by_expert"""
@@ -401,7 +421,8 @@ class MLP(nn.Module):
         if torch.is_grad_enabled():  # not in a validation
             self.rows += ends.diff(prepend=ends.new_zeros(1))
         rows = Permute.apply(tokens, order, inverse, self.top_k)
-        return rows, Permute.apply(gates.view(-1, 1), order, inverse, 1), order, inverse, ends
+        gates = Permute.apply(gates.view(-1, 1), order, inverse, 1)
+        return rows, gates, order, inverse, ends
 
 
 class Block(nn.Module):
@@ -415,9 +436,22 @@ class Block(nn.Module):
         self.mlp = MLP(cfg, ep)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """x [b/2, s, d] -> x after attention, and what its MLP sends to the experts"""
+        """x [b/2, s, d] -> x after attention, and the results of MLP"""
         x = x + self.self_attn(self.input_layernorm(x), rope)
         return x, *self.mlp(self.post_attention_layernorm(x))
+
+
+@dataclass
+class Half:
+    """One half of the batch in a layer: its rows are in flight, to the experts or back."""
+
+    mlp: MLP  # of the layer
+    x: Tensor  # [b/2, s, d] residual stream
+    rows: Tensor  # [n', d] to the experts; [n, d] their outputs
+    gates: Tensor  # [n', 1]
+    order: Tensor  # as sort_by_expert returns it
+    inverse: Tensor
+    route: Route
 
 
 class Model(nn.Module):
@@ -438,24 +472,31 @@ class Model(nn.Module):
         """ids [b, s] -> logits [b, s, v]"""
         rope = rope_table(self.cfg, torch.arange(ids.shape[1], device=ids.device))
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        halves, waiting = x.tensor_split(2), None  # two on all ranks, also of one sequence
+        halves: list[Half] = []  # in the layer before, whose outputs are in flight
+        inputs = x.tensor_split(2)  # two on all ranks, also of one sequence
         for block in self.model.layers:
-            mlp, sent = block.mlp, []
-            for i in range(len(halves)):
-                x = halves[i] if waiting is None else collect(*waiting[i])
+            next_halves = []
+            for i, x in enumerate(inputs):
+                if halves:
+                    x = finish_layer(halves[i])
                 x, rows, gates, order, inverse, ends = block(x, rope)
-                sent.append((x, order, inverse, *dispatch(rows, gates, ends, mlp.ep)))
-            weights = [p.to(rows.dtype) for p in (mlp.experts.gate_up_proj, mlp.experts.down_proj)]
-            waiting = []
-            for x, order, inverse, rows, gates, route in sent:
-                y = mlp.experts(*arrive(rows, gates, route), route.ends, weights)
-                waiting.append((mlp, x, order, inverse, combine(y, route), route))
-        return self.lm_head(self.model.norm(torch.cat([collect(*half) for half in waiting])))
+                rows, gates, route = dispatch(rows, gates, ends, block.mlp.ep)
+                next_halves.append(Half(block.mlp, x, rows, gates, order, inverse, route))
+            experts = block.mlp.experts
+            weights = [p.to(rows.dtype) for p in (experts.gate_up_proj, experts.down_proj)]
+            halves = next_halves
+            for half in halves:
+                rows, gates = wait_for_dispatch(half.rows, half.gates, half.route)
+                y = experts(rows, gates, half.route.ends, weights)
+                half.rows = combine(y, half.route)
+        x = torch.cat([finish_layer(half) for half in halves])
+        return self.lm_head(self.model.norm(x))
 
 
-def collect(mlp: MLP, x: Tensor, order: Tensor, inverse: Tensor, y: Tensor, route: Route) -> Tensor:
-    """Wait for the experts' outputs of one half, and add them to its residual stream x [b/2, s, d]."""
-    return mlp.collect(x, returned(y, route), order, inverse)
+def finish_layer(half: Half) -> Tensor:
+    """Wait for the experts' outputs of one half, and add them to its residual stream [b/2, s, d]."""
+    y = wait_for_combine(half.rows, half.route)
+    return half.mlp.collect(half.x, y, half.order, half.inverse)
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -469,14 +510,16 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
-    inputs, targets = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for name, p in trained:
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in parameters:
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
-        # a gradient of an expert has the tokens of all ep ranks in it already: only copies of the expert are summed
+        # an expert's gradient holds the tokens of all ep ranks already: only those of its copies are summed
         group = model.edp if ".experts." in name else model.dp
         dist.all_reduce(p.grad, group=group)  # 2 (n-1)/n of its bytes out and in, for n ranks
     loss = loss.detach()
@@ -486,13 +529,15 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    trained = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
-    experts = [gradient for name, gradient in trained if ".experts." in name]
-    others = [gradient for name, gradient in trained if ".experts." not in name]  # the same on all ranks
-    squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2 / model.edp.size()  # edp ranks have the same experts
+    gradients = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
+    experts = [gradient for name, gradient in gradients if ".experts." in name]
+    others = [gradient for name, gradient in gradients if ".experts." not in name]  # the same on all ranks
+    squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2
+    squares = squares / model.edp.size()  # edp ranks have the same experts
     # one element. Not over ep: if groups rounded differently, they would also clip differently
     dist.all_reduce(squares, group=model.dp)
-    norm = (nn.utils.get_total_norm(others) ** 2 + squares).sqrt()
+    squares = nn.utils.get_total_norm(others) ** 2 + squares
+    norm = squares.sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -506,9 +551,10 @@ def count_rows(model: Model) -> Tensor:
     return rows
 
 
-def busiest(rows: Tensor) -> Tensor:
+def measure_imbalance(rows: Tensor) -> Tensor:
     """Return the rows of the busiest expert over the mean of its layer, in the worst layer."""
-    return (rows.amax(1) / rows.mean(1)).amax()
+    loads = rows.amax(1) / rows.mean(1)  # layers
+    return loads.amax()
 
 
 def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
@@ -517,15 +563,17 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     norm = clip_gradients(cfg, model)
     optimizer.step()
     optimizer.zero_grad()
-    return loss, norm, busiest(count_rows(model))
+    return loss, norm, measure_imbalance(count_rows(model))
 
 
 @torch.no_grad()
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    loss = forward(cfg, model, *own)
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -553,19 +601,24 @@ def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
-def published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
+def view_as_published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and views as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
 
     first: the number of the first expert in these weights.
     """
     for name, tensor in weights.items():
-        module, _, last = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
-        parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=-2))) if last == "gate_up_proj" else {"w2": tensor}
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        module, _, parameter = name.rpartition(".")
         if not module.endswith(".experts"):
-            yield f"{module}.{last}", tensor
+            yield name, tensor
             continue
-        for part, matrices in parts.items():
-            yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices, first))
+        stacks = {"w2": tensor}  # e d f
+        if parameter == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=-2)
+            stacks = {"w1": gate, "w3": up}  # e f d
+        for matrix, stack in stacks.items():
+            for i, expert in enumerate(stack, first):
+                yield f"{module}.{i}.{matrix}.weight", expert
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
@@ -600,7 +653,8 @@ def build_model(cfg: Config) -> Model:
         model = Model(cfg, dist.group.WORLD, ep, edp)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
-        for name, tensor in published(dict(model.named_parameters()), ep.rank() * cfg.experts // ep.size()):
+        first = ep.rank() * cfg.experts // ep.size()  # of this rank's experts
+        for name, tensor in view_as_published(dict(model.named_parameters()), first):
             tensor.copy_(full_tensor(cfg, name, tensor.shape))
         for buffer in model.buffers():
             buffer.zero_()
@@ -693,8 +747,10 @@ def flops_per_token(cfg: Config) -> float:
     Of the experts those count through which a token goes.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
-    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts
-    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+    attention = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv
+    experts = 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts  # and their router
+    weights = cfg.layers * (attention + experts) + cfg.dim * cfg.vocab
+    return 6 * weights + 6 * cfg.layers * cfg.dim * cfg.seq
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float, load: float) -> None:
@@ -742,7 +798,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float, flo
         if dist.get_rank() == 0:
             weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
-        write_weights(cfg, dict(published(weights)), history)
+        write_weights(cfg, dict(view_as_published(weights)), history)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
@@ -875,8 +931,10 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: build_model
-# Copy:     Transfer, Start, Finish, Route, dispatch, arrive, combine, returned, Router, sort_by_expert, Permute,
-#           Unpermute, grouped_matmul, one_by_one, Experts, Collect, MLP, Block, collect, clip_gradients, evaluate
-#           (Model.forward shows the turns; which ranks sum which gradients is as in expert_parallel.py)
+# Copy:     Transfer, StartAllToAll, FinishAllToAll, Route, dispatch, wait_for_dispatch, combine, wait_for_combine,
+#           Router, sort_by_expert, Permute, Unpermute, grouped_matmul, one_by_one, Experts, Collect, MLP, Block, Half,
+#           finish_layer, clip_gradients, evaluate (Model.forward shows the turns; which ranks sum which gradients is as
+#           in expert_parallel.py)
+# Mind:     Both halves' gradients of an expert are added in bfloat16 under autocast.
 # Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, ".experts.", IGNORE,
 #           RMSNorm, Attention, forward

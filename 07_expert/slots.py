@@ -1,18 +1,14 @@
 """Static slots: each rank has a fixed number of slots for rows, so that the CPU never waits to learn their number.
 
-1. A rank has slots for slots·t·top_k rows, --slots times what equally busy experts would send it, as many for each of
-   the ep ranks that they come from. The ranks exchange counts. The CPU never reads them: the GPU finds the slot of each
-   row.
-2. An ordinary all-to-all moves all slots, full and empty, in equal parts: a rank sends (ep-1)/ep·slots·t·top_k·d
-   elements, twice in forward and twice in backward. Padding is (slots-1)/slots of them if experts are equally busy.
-3. What arrives is sorted by expert, with the empty slots at the end. The grouped matmul reads the full ones alone.
-4. If a row finds no slot, a flag is set on all ranks, and the optimizer skips the step, on the GPU. The CPU reads the
-   flag with the loss, adds slots, and repeats the step. No weight has changed, so nothing is lost but time.
-
-Memory: activations of slots·t·top_k rows, and copies of so many rows while they travel.
+1. A rank has slots for slots·t·top_k rows, as many for each rank that they come from. Ranks exchange counts, and the
+   GPU finds the slot of each row: the CPU never reads them.
+2. An all-to-all moves all slots, full and empty: (ep-1)/ep·slots·t·top_k·d elements, twice in forward and twice in
+   backward. Rows are then sorted by expert, empty slots last, and the grouped matmul reads the full ones alone.
+3. If a row finds no slot, a flag on all ranks makes the optimizer skip the step. The CPU adds slots and repeats it.
 
 Parent:   07_expert/expert_parallel.py, 07_expert/capacity.py
-Lesson:   Config, Memory, Route, exchange, places, dispatch, combine, one_by_one, MLP, overflow, grow, train_step, train
+Lesson:   Config, Memory, Route, exchange, find_slots, dispatch, combine, one_by_one, MLP, overflow, grow, train_step,
+          train
 Run:      torchrun --nproc_per_node 8 07_expert/slots.py
 Source:   Lepikhin et al. 2020, GShard, arXiv:2006.16668 (static shapes); torch.amp.GradScaler (skipped steps)
 """
@@ -98,18 +94,19 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 class AllToAll(torch.autograd.Function):
-    """Send the i-th of ep equal parts of x to rank i; return what arrives, by rank. Backward is the same."""
+    """Send the i-th of ep equal parts of x to rank i; return the parts from all ranks. Backward is the same."""
 
     @staticmethod
     def forward(ctx, x: Tensor, ep: dist.ProcessGroup) -> Tensor:
         ctx.ep = ep
-        arrived = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(arrived, x.contiguous(), group=ep)  # (ep-1)/ep of its bytes out and in
-        return arrived
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(y, x.contiguous(), group=ep)  # (ep-1)/ep of its bytes out and in
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return AllToAll.apply(gradient, ctx.ep), None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        dx = AllToAll.apply(dy, ctx.ep)
+        return dx, None
 
 
 @dataclass
@@ -118,17 +115,17 @@ class Memory:
 
     ep: dist.ProcessGroup
     slots: float  # slots of a rank, over n; at most ep: then all rows of all ranks could come to this one
-    missing: Tensor  # [] the most that slots should have been where they were too few, since grow; else 0
+    shortage: Tensor  # [] the largest `slots` that was needed since grow, where it was above `slots`; else 0
 
 
 @dataclass(frozen=True)
 class Route:
     """How the rows of one layer travel. Each rank's send buffer has as many slots for every rank."""
 
-    order: Tensor  # [slots·n] the row in each slot of the send buffer; any row in an empty one
-    there: Tensor  # [n] the slot of each row
-    by_expert: Tensor  # [slots·n] sorts what has come into blocks of this rank's experts, with empty slots behind them
-    back: Tensor  # [slots·n] its inverse permutation
+    send_order: Tensor  # [slots·n] the row in each slot of the send buffer; any row in an empty one
+    send_inverse: Tensor  # [n] the slot of each row
+    expert_order: Tensor  # [slots·n] sorts the slots of the receive buffer by this rank's experts, empty ones last
+    expert_inverse: Tensor  # [slots·n] its inverse permutation
     k: int  # rows per token
 
 
@@ -139,23 +136,25 @@ def exchange(x: Tensor, ep: dist.ProcessGroup) -> Tensor:
 
 
 @torch.compiler.disable  # a compiler would take the number of slots for a constant, and fail when it grows
-def places(inverse: Tensor, ends: Tensor, memory: Memory) -> tuple[Tensor, Tensor, Tensor]:
-    """Find Route.order and Route.there, and the rows that go to each expert, [ep, e/ep].
+def find_slots(inverse: Tensor, ends: Tensor, memory: Memory) -> tuple[Tensor, Tensor, Tensor]:
+    """Find Route.send_order and Route.send_inverse, and the number of rows that go to each expert, [ep, e/ep].
 
-    inverse, ends: as sort_by_expert returns them. Writes memory.missing where slots are too few.
+    inverse, ends: as sort_by_expert returns them. Writes memory.shortage where slots are too few.
     """
     ep, n = memory.ep.size(), len(inverse)
     size = math.ceil(memory.slots * n / ep)  # slots for the rows from one rank to another
-    counts = ends.diff(prepend=ends.new_zeros(1)).view(ep, -1)  # ep e/ep
-    sent, last = counts.sum(1), counts.sum(1).cumsum(0)  # ep
-    most = sent.max()
-    memory.missing = torch.maximum(memory.missing, torch.where(most > size, most * ep / n, 0))
-    rank = torch.searchsorted(last, inverse, right=True)  # n
-    slot = inverse - (last - sent)[rank]
-    there = rank * size + slot.clamp(max=size - 1)  # rows without a slot share the last: this step will be repeated
-    order = torch.zeros(ep * size, dtype=torch.long, device=ends.device)
-    order.scatter_(0, there, torch.arange(n, device=ends.device))
-    return order, there, counts
+    send_counts = ends.diff(prepend=ends.new_zeros(1)).view(ep, -1)  # ep e/ep
+    send_sizes = send_counts.sum(1)  # ep
+    most = send_sizes.max()
+    shortage = torch.where(most > size, most * ep / n, 0)
+    memory.shortage = torch.maximum(memory.shortage, shortage)
+    rank_ends = send_sizes.cumsum(0)  # ep, where each rank's rows end, among those sorted by expert
+    rank = torch.searchsorted(rank_ends, inverse, right=True)  # n, to which each row goes
+    slot = inverse - (rank_ends - send_sizes)[rank]  # n, its number among the rows to that rank
+    send_inverse = rank * size + slot.clamp(max=size - 1)  # rows without a slot share the last: the step is repeated
+    send_order = torch.zeros(ep * size, dtype=torch.long, device=ends.device)
+    send_order.scatter_(0, send_inverse, torch.arange(n, device=ends.device))
+    return send_order, send_inverse, send_counts
 
 
 def dispatch(
@@ -163,25 +162,31 @@ def dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Send tokens x [t, d] and their gates [t, top_k] to the ranks of their experts. inverse, ends: sort_by_expert.
 
-    Return the rows that have arrived [slots·n, d], sorted by expert, with the empty slots behind them; their gates
-    [slots·n, 1]; the ends [e/ep] of the experts' blocks; and the way back.
+    Return the rows for this rank's experts [slots·n, d], sorted by expert, with the empty slots behind them; their
+    gates [slots·n, 1]; the ends [e/ep] of the experts' blocks; and the route, for combine.
     """
     k = gates.shape[1]
-    order, there, counts = places(inverse, ends, memory)
-    x, gates = Permute.apply(x, order, there, k), Permute.apply(gates.view(-1, 1), order, there, 1)
-    x, gates, counts_here = exchange(x, memory.ep), exchange(gates, memory.ep), exchange(counts, memory.ep)
+    send_order, send_inverse, send_counts = find_slots(inverse, ends, memory)
+    x = Permute.apply(x, send_order, send_inverse, k)
+    gates = Permute.apply(gates.view(-1, 1), send_order, send_inverse, 1)
+    x = exchange(x, memory.ep)
+    gates = exchange(gates, memory.ep)
+    receive_counts = exchange(send_counts, memory.ep)  # ep e/ep, rows from each rank to this rank's experts
     size = len(x) // memory.ep.size()  # slots for the rows from one rank to another
-    slot = torch.arange(size, device=x.device).repeat(memory.ep.size(), 1)
-    experts = torch.searchsorted(counts_here.cumsum(1), slot, right=True)  # ep size; e/ep where nothing has come
-    by_expert, back, ends = sort_by_expert(experts, counts.shape[1])
-    x, gates = Permute.apply(x, by_expert, back, 1), Permute.apply(gates, by_expert, back, 1)
-    return x, gates, ends, Route(order, there, by_expert, back, k)
+    slot = torch.arange(size, device=x.device).repeat(memory.ep.size(), 1)  # ep size
+    expert_ends = receive_counts.cumsum(1)  # ep e/ep
+    experts = torch.searchsorted(expert_ends, slot, right=True)  # ep size, e/ep in empty slots
+    expert_order, expert_inverse, ends = sort_by_expert(experts, receive_counts.shape[1])
+    x = Permute.apply(x, expert_order, expert_inverse, 1)
+    gates = Permute.apply(gates, expert_order, expert_inverse, 1)
+    return x, gates, ends, Route(send_order, send_inverse, expert_order, expert_inverse, k)
 
 
 def combine(y: Tensor, route: Route, memory: Memory) -> Tensor:
     """Send the experts' outputs y [slots·n, d] back to their tokens, and add those of each: [t, d]."""
-    y = exchange(Unpermute.apply(y, route.by_expert, route.back, 1), memory.ep)
-    return Unpermute.apply(y, route.order, route.there, route.k)
+    y = Unpermute.apply(y, route.expert_order, route.expert_inverse, 1)
+    y = exchange(y, memory.ep)
+    return Unpermute.apply(y, route.send_order, route.send_inverse, route.k)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -256,9 +261,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, d] -> gates [t, top_k], which are differentiable and add up to 1 if top_k > 1; experts [t, top_k]"""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
+        fp32 = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
         with torch.autocast(x.device.type, enabled=False):
-            probabilities = nn.functional.linear(wide, self.weight.to(wide.dtype)).softmax(-1)  # t e
+            logits = nn.functional.linear(fp32, self.weight.to(fp32.dtype))  # t e
+            probabilities = logits.softmax(-1)
         gates, experts = probabilities.topk(self.top_k)
         if self.top_k == 1:
             return gates, experts  # as Switch: renormalised it would always be 1, and the router would not learn
@@ -268,12 +274,14 @@ class Router(nn.Module):
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the rows n = (t top_k) of experts [t, top_k] by expert, without waiting for the GPU.
 
-    Returns order [n]: sorted row i is row order[i]; inverse [n], its inverse permutation; and ends [e], int32: where
-    the block of each of the `count` experts ends.
+    Returns order [n]: sorted row i is row order[i]; inverse [n]: row i is sorted row inverse[i]; and ends [e], int32:
+    the sorted rows of expert i, one of `count`, end before row ends[i].
     """
-    expert, order = experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(count, device=experts.device)
+    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    rows = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, rows)
     return order, inverse, ends
 
 
@@ -290,28 +298,33 @@ class Permute(torch.autograd.Function):
         return x[order // k]
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Unpermute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Unpermute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 class Unpermute(torch.autograd.Function):
-    """Add the k rows of each token: y [n, d], in sorted order -> [t, d]. Backward is Permute."""
+    """Add the k rows of each token: x [n, d], in sorted order -> [t, d]. Backward is Permute."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order, inverse)
         ctx.k = k
         if k == 1:
-            return y[inverse]  # without the sums below, which uncompiled move six times the bytes
-        wide = torch.promote_types(y.dtype, torch.float32)
+            return x[inverse]  # without the sums below, which uncompiled move six times the bytes
+        dtype = torch.promote_types(x.dtype, torch.float32)  # of the sums
         # k terms written out compile to one kernel that reads whole rows; .sum() over an axis of k is far slower
-        total = sum(y[rows].to(wide) for rows in inverse.view(-1, k).unbind(1))
+        columns = inverse.view(-1, k).unbind(1)  # k columns [t]: a row of each token
+        y = sum(x[rows].to(dtype) for rows in columns)
         # torch 2.11 compiles a .to that changes nothing, at the end of a Function, to gradients of 0
-        return total if total.dtype == y.dtype else total.to(y.dtype)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Permute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Permute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -330,7 +343,8 @@ def one_by_one(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()  # waits for the GPU
     empty = len(x) - sum(sizes)
     blocks = [rows @ matrix.T for rows, matrix in zip(x.split([*sizes, empty]), w)]
-    return torch.cat([*blocks, blocks[0].new_zeros(empty, w.shape[1])])
+    padding = blocks[0].new_zeros(empty, w.shape[1])
+    return torch.cat([*blocks, padding])
 
 
 class Experts(nn.Module):
@@ -338,11 +352,12 @@ class Experts(nn.Module):
 
     def __init__(self, cfg: Config, ep: dist.ProcessGroup):
         super().__init__()
-        here = cfg.experts // ep.size()
-        self.gate_up_proj = nn.Parameter(torch.empty(here, 2 * cfg.ffn, cfg.dim))  # both in one matmul
-        self.down_proj = nn.Parameter(torch.empty(here, cfg.dim, cfg.ffn))
-        for p in self.parameters():  # each expert as nn.Linear would
-            nn.init.uniform_(p, -(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5)
+        experts = cfg.experts // ep.size()  # of this rank
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * cfg.ffn, cfg.dim))  # both in one matmul
+        self.down_proj = nn.Parameter(torch.empty(experts, cfg.dim, cfg.ffn))
+        for p in self.parameters():
+            bound = p.shape[-1] ** -0.5  # that of nn.Linear, for each expert
+            nn.init.uniform_(p, -bound, bound)
 
     def forward(self, x: Tensor, gates: Tensor, ends: Tensor) -> Tensor:
         """x [n, d] and gates [n, 1], sorted by expert -> the experts' outputs times the gates, [n, d]
@@ -363,7 +378,8 @@ class MLP(nn.Module):
         self.top_k = cfg.top_k
         self.gate = Router(cfg)
         self.experts = Experts(cfg, memory.ep)
-        self.register_buffer("rows", torch.zeros(cfg.experts, dtype=torch.long), persistent=False)  # of each, this step
+        rows = torch.zeros(cfg.experts, dtype=torch.long)
+        self.register_buffer("rows", rows, persistent=False)  # of each expert, in this step
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = rearrange(x, "b s d -> (b s) d")
@@ -427,14 +443,16 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
-    inputs, targets = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for name, p in trained:
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in parameters:
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
-        # a gradient of an expert has the tokens of all ep ranks in it already: only copies of the expert are summed
+        # an expert's gradient holds the tokens of all ep ranks already: only those of its copies are summed
         group = model.edp if ".experts." in name else model.dp
         dist.all_reduce(p.grad, group=group)  # 2 (n-1)/n of its bytes out and in, for n ranks
     loss = loss.detach()
@@ -444,13 +462,15 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    trained = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
-    experts = [gradient for name, gradient in trained if ".experts." in name]
-    others = [gradient for name, gradient in trained if ".experts." not in name]  # the same on all ranks
-    squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2 / model.edp.size()  # edp ranks have the same experts
+    gradients = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
+    experts = [gradient for name, gradient in gradients if ".experts." in name]
+    others = [gradient for name, gradient in gradients if ".experts." not in name]  # the same on all ranks
+    squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2
+    squares = squares / model.edp.size()  # edp ranks have the same experts
     # one element. Not over ep: if groups rounded differently, they would also clip differently
     dist.all_reduce(squares, group=model.dp)
-    norm = (nn.utils.get_total_norm(others) ** 2 + squares).sqrt()
+    squares = nn.utils.get_total_norm(others) ** 2 + squares
+    norm = squares.sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -464,22 +484,24 @@ def count_rows(model: Model) -> Tensor:
     return rows
 
 
-def busiest(rows: Tensor) -> Tensor:
+def measure_imbalance(rows: Tensor) -> Tensor:
     """Return the rows of the busiest expert over the mean of its layer, in the worst layer."""
-    return (rows.amax(1) / rows.mean(1)).amax()
+    loads = rows.amax(1) / rows.mean(1)  # layers
+    return loads.amax()
 
 
 def overflow(model: Model) -> Tensor:
     """Return 1, on all ranks, if any of them had too few slots since the last call of grow; else 0."""
-    dist.all_reduce(model.memory.missing, dist.ReduceOp.MAX, group=model.dp)  # one element
-    return (model.memory.missing > 0).float()
+    dist.all_reduce(model.memory.shortage, dist.ReduceOp.MAX, group=model.dp)  # one element
+    return (model.memory.shortage > 0).float()
 
 
 def grow(model: Model, when: str) -> None:
-    """Have slots for what was missing, rounded up to the next quarter, and print that. All ranks grow alike."""
-    slots, missing = model.memory.slots, model.memory.missing.item()
-    model.memory.slots = min(model.ep.size(), max(slots, missing // 0.25 * 0.25 + 0.25))
-    model.memory.missing.zero_()
+    """Set slots to what was needed, rounded up to the next quarter, and print that. All ranks grow alike."""
+    slots = model.memory.slots
+    shortage = model.memory.shortage.item() // 0.25 * 0.25 + 0.25
+    model.memory.slots = min(model.ep.size(), max(slots, shortage))
+    model.memory.shortage.zero_()
     if model.dp.rank() == 0:
         print(f"{when}: --slots {slots:g} held too few rows, grown to {model.memory.slots:g}", flush=True)
 
@@ -491,7 +513,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     optimizer.found_inf = overflow(model)  # where it is 1, fused AdamW does nothing; the CPU does not wait
     optimizer.step()
     optimizer.zero_grad()
-    return loss, norm, busiest(count_rows(model))
+    return loss, norm, measure_imbalance(count_rows(model))
 
 
 @torch.no_grad()
@@ -502,11 +524,13 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
             f"{len(inputs)} sequences: must be divisible by the {model.dp.size()} ranks, which have equal slots"
         )
     tokens = (targets != IGNORE).sum()
-    own = [x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets)]  # b/dp s
-    loss = forward(cfg, model, *own)
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    loss = forward(cfg, model, inputs, targets)
     while overflow(model):  # waits for the GPU
         grow(model, "validation")
-        loss = forward(cfg, model, *own)
+        loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -534,19 +558,24 @@ def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
-def published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
+def view_as_published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and views as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
 
     first: the number of the first expert in these weights.
     """
     for name, tensor in weights.items():
-        module, _, last = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
-        parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=-2))) if last == "gate_up_proj" else {"w2": tensor}
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        module, _, parameter = name.rpartition(".")
         if not module.endswith(".experts"):
-            yield f"{module}.{last}", tensor
+            yield name, tensor
             continue
-        for part, matrices in parts.items():
-            yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices, first))
+        stacks = {"w2": tensor}  # e d f
+        if parameter == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=-2)
+            stacks = {"w1": gate, "w3": up}  # e f d
+        for matrix, stack in stacks.items():
+            for i, expert in enumerate(stack, first):
+                yield f"{module}.{i}.{matrix}.weight", expert
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
@@ -581,7 +610,8 @@ def build_model(cfg: Config) -> Model:
         model = Model(cfg, dist.group.WORLD, ep, edp)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
-        for name, tensor in published(dict(model.named_parameters()), ep.rank() * cfg.experts // ep.size()):
+        first = ep.rank() * cfg.experts // ep.size()  # of this rank's experts
+        for name, tensor in view_as_published(dict(model.named_parameters()), first):
             tensor.copy_(full_tensor(cfg, name, tensor.shape))
         for buffer in model.buffers():
             buffer.zero_()
@@ -673,8 +703,10 @@ def flops_per_token(cfg: Config) -> float:
     Of the experts those count through which a token goes.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
-    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts
-    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+    attention = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv
+    experts = 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts  # and their router
+    weights = cfg.layers * (attention + experts) + cfg.dim * cfg.vocab
+    return 6 * weights + 6 * cfg.layers * cfg.dim * cfg.seq
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float, load: float) -> None:
@@ -722,7 +754,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float, flo
         if dist.get_rank() == 0:
             weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
-        write_weights(cfg, dict(published(weights)), history)
+        write_weights(cfg, dict(view_as_published(weights)), history)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
@@ -736,10 +768,11 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         start = time.perf_counter()
         set_learning_rate(cfg, optimizer, step)
         loss, norm, load = train_step(cfg, model, optimizer, *batch)
-        trained, batch = batch, make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
+        next_batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy
         while optimizer.found_inf:  # waits for the GPU; no weight has changed
             grow(model, f"step {step + 1}")
-            loss, norm, load = train_step(cfg, model, optimizer, *trained)
+            loss, norm, load = train_step(cfg, model, optimizer, *batch)
+        batch = next_batch
         loss, norm, load = loss.item(), norm.item(), load.item()  # waits for the GPU
         if not math.isfinite(loss + norm):
             raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
@@ -858,9 +891,9 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: Block.__init__, Model.__init__, evaluate
-# Copy:     AllToAll, Memory, Route, exchange, places, dispatch, combine, Router, sort_by_expert, Permute, Unpermute,
-#           grouped_matmul, one_by_one, Experts, MLP, clip_gradients, overflow, grow, evaluate (the optimizer must be
-#           AdamW with fused=True, which leaves out a step that has to be repeated; Model.__init__ shows how to make
-#           Memory, train_step and train how to repeat a step)
+# Copy:     AllToAll, Memory, Route, exchange, find_slots, dispatch, combine, Router, sort_by_expert, Permute,
+#           Unpermute, grouped_matmul, one_by_one, Experts, MLP, clip_gradients, overflow, grow, evaluate (the optimizer
+#           must be AdamW with fused=True, which leaves out a step that has to be repeated; Model.__init__ shows how to
+#           make Memory, train_step and train how to repeat a step)
 # Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, model.ep, model.memory,
 #           ".experts.", IGNORE, forward

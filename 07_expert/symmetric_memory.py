@@ -1,19 +1,14 @@
 """Static slots in symmetric memory: a kernel writes each row straight to where its expert reads it.
 
-1. All ranks of a host can write into each other's memory. Each writes to all how many rows it has for each expert.
-   From these counts it computes, on the GPU, rank and slot of each of its rows. Slots are in the order of experts.
-2. One kernel replaces three steps: copy tokens to slots, send them, sort them by expert. The same kernel brings rows
-   back; in backward, gradients go both ways in reverse. No padding travels: a rank sends (ep-1)/ep·t·top_k·d elements
-   four times per layer, if experts are equally busy.
-3. No slot is reserved for the rows of one rank: the step is repeated only if a rank gets more than slots·t·top_k rows
-   in all. Then all ranks allocate anew. The old memory goes back to torch's pool of symmetric memory, which keeps it.
-
-Memory: (slots + 1)·t·top_k·d elements for all layers together, and activations of slots·t·top_k rows. The ep ranks must
-be on one host.
+1. Each rank writes how many rows it has for each expert into the memory of all ranks of the host. From these counts it
+   computes, on the GPU, rank and slot of each of its rows. Slots are in the order of experts.
+2. One kernel copies tokens to slots, sends them and sorts them by expert; it also brings rows back. No padding travels:
+   a rank sends (ep-1)/ep·t·top_k·d elements four times per layer, if experts are equally busy.
+3. The step is repeated only if a rank gets more than slots·t·top_k rows in all. Then all ranks allocate anew.
 
 Parent:   07_expert/slots.py, 02_data_parallel/copy_engines.py
-Lesson:   Shared, Memory, allocate, push_kernel, push, Route, places, send, bring_back, ToExperts, ToTokens, dispatch,
-          combine
+Lesson:   ALIGNMENT, Shared, Memory, allocate, push_kernel, push, Route, find_slots, send_to_experts, send_to_tokens,
+          ToExperts, ToTokens, dispatch, combine
 Run:      torchrun --nproc_per_node 8 07_expert/symmetric_memory.py
 Source:   DeepEP, github.com/deepseek-ai/DeepEP; torch.distributed._symmetric_memory
 """
@@ -119,17 +114,21 @@ def share(
     if device == "cuda":
         gpu = torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(gpu)):  # counted by torch.cuda.memory_allocated
-            mine = torch.empty(elements, dtype=dtype, device=gpu)
-        handle = symmetric_memory.rendezvous(mine, group)
-        others = [handle.get_buffer(r, mine.shape, dtype) for r in range(group.size())]
-        return [mine if r == group.rank() else other for r, other in enumerate(others)], handle.barrier
+            buffer = torch.empty(elements, dtype=dtype, device=gpu)
+        handle = symmetric_memory.rendezvous(buffer, group)
+        buffers = [handle.get_buffer(r, buffer.shape, dtype) for r in range(group.size())]
+        buffers[group.rank()] = buffer
+        return buffers, handle.barrier
     folder = [tempfile.mkdtemp() if group.rank() == 0 else None]
-    dist.broadcast_object_list(folder, group=group, group_src=0)  # a path, from rank 0; all wait for it
+    dist.broadcast_object_list(folder, group=group, group_src=0)  # a path, from rank 0
     files = [f"{folder[0]}/{r}" for r in range(group.size())]
     tensors = [torch.from_file(file, shared=True, size=elements, dtype=dtype) for file in files]
     dist.barrier(group)  # no data; all ranks have mapped the files, which may be unlinked
     shutil.rmtree(folder[0], ignore_errors=True)
     return tensors, partial(dist.barrier, group)
+
+
+ALIGNMENT = 256  # bytes: each buffer in symmetric memory begins at a multiple of it
 
 
 @dataclass(frozen=True)
@@ -146,13 +145,13 @@ class Memory:
 
     ep: dist.ProcessGroup
     slots: float  # slots of a rank, over n; at most ep: then all rows of all ranks could come to this one
-    missing: Tensor  # [] the most that slots should have been where they were too few, since grow; else 0
-    rows: int = 0  # n, of the largest batch so far: what follows is made by allocate
-    there: Shared | None = None  # [slots·n, d] rows for this rank's experts, in the order of experts
-    gates: Shared | None = None  # [slots·n, 1] their gates
+    shortage: Tensor  # [] the largest `slots` that was needed since grow, where it was above `slots`; else 0
+    rows: int = 0  # n, of the largest batch so far: allocate makes the buffers for it
+    expert_rows: Shared | None = None  # [slots·n, d] rows for this rank's experts, in the order of experts
+    expert_gates: Shared | None = None  # [slots·n, 1] their gates
     origins: Shared | None = None  # [slots·n, 1] where they are from: rank·n + row
-    back: Shared | None = None  # [n, d] what comes back for this rank's rows, in the order of its tokens
-    gates_back: Shared | None = None  # [n, 1]
+    token_rows: Shared | None = None  # [n, d] what comes back for this rank's rows, in the order of its tokens
+    token_gates: Shared | None = None  # [n, 1] the gradients of their gates
     counts: Shared | None = None  # [ep, e] rows of every rank for every expert
     barrier: Callable[[], None] | None = None  # returns once all ranks have called it; on GPUs the stream waits instead
 
@@ -160,17 +159,25 @@ class Memory:
 @torch.inference_mode(False)  # a validation may make the buffers, and training writes to them, too
 def allocate(memory: Memory, x: Tensor, gates: Tensor, experts: int) -> None:
     """Make buffers for tokens like x [t, d] with gates [t, top_k]. All ranks must have equally many tokens."""
-    n, d, ep = max(gates.numel(), memory.rows), x.shape[1], memory.ep.size()
+    n = max(gates.numel(), memory.rows)
+    d = x.shape[1]
     slots = math.ceil(memory.slots * n)
-    sizes = dict(there=(slots, d, x.dtype), back=(n, d, x.dtype), gates=(slots, 1, gates.dtype))
-    sizes |= dict(gates_back=(n, 1, gates.dtype), origins=(slots, 1, torch.long), counts=(ep, experts, torch.long))
-    for name in [*sizes, "barrier"]:  # lets go of the old ones before there are new ones
+    layouts = dict(
+        expert_rows=(slots, d, x.dtype),
+        token_rows=(n, d, x.dtype),
+        expert_gates=(slots, 1, gates.dtype),
+        token_gates=(n, 1, gates.dtype),
+        origins=(slots, 1, torch.long),
+        counts=(memory.ep.size(), experts, torch.long),
+    )
+    for name in [*layouts, "barrier"]:  # lets go of the old ones before there are new ones
         setattr(memory, name, None)
-    bytes_of = {name: rows * width * dtype.itemsize for name, (rows, width, dtype) in sizes.items()}
-    padded = [-(-size // 256) * 256 for size in bytes_of.values()]  # each begins at a multiple of 256 bytes
-    buffers, memory.barrier = share(sum(padded), torch.uint8, x.device.type, memory.ep)
-    for (name, (rows, width, dtype)), parts in zip(sizes.items(), zip(*(buffer.split(padded) for buffer in buffers))):
-        tensors = [part[: bytes_of[name]].view(dtype).view(rows, width) for part in parts]
+    sizes = [rows * width * dtype.itemsize for rows, width, dtype in layouts.values()]  # bytes
+    padded_sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    buffers, memory.barrier = share(sum(padded_sizes), torch.uint8, x.device.type, memory.ep)
+    parts = [buffer.split(padded_sizes) for buffer in buffers]  # by rank
+    for i, (name, (rows, width, dtype)) in enumerate(layouts.items()):
+        tensors = [rank_parts[i][: sizes[i]].view(dtype).view(rows, width) for rank_parts in parts]
         addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], device=x.device)
         setattr(memory, name, Shared(tensors, addresses))
     memory.rows = n
@@ -183,14 +190,15 @@ def push_kernel(
     """Write row source[i] of x to row place[i] % size at addresses[place[i] // size]; nowhere if place[i] < 0."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     to = tl.load(place + i, mask=i < count, other=-1)
-    sent = to >= 0
-    address = tl.load(addresses + to // size, mask=sent, other=0).to(tl.pointer_type(x.dtype.element_ty))
-    written = tl.multiple_of(address + to % size * width, ALIGN)  # bytes: else it would write element by element
-    read = x + tl.load(source + i, mask=sent, other=0) * width
+    valid = to >= 0
+    address = tl.load(addresses + to // size, mask=valid, other=0).to(tl.pointer_type(x.dtype.element_ty))
+    to_row = tl.multiple_of(address + to % size * width, ALIGN)  # bytes: else it would write element by element
+    from_row = x + tl.load(source + i, mask=valid, other=0) * width
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
-        mask = sent[:, None] & (column < width)
-        tl.store(written[:, None] + column, tl.load(read[:, None] + column, mask=mask), mask=mask)
+        mask = valid[:, None] & (column < width)
+        values = tl.load(from_row[:, None] + column, mask=mask)
+        tl.store(to_row[:, None] + column, values, mask=mask)
 
 
 def push(x: Tensor, source: Tensor, place: Tensor, to: Shared, size: int) -> None:
@@ -208,59 +216,65 @@ def push(x: Tensor, source: Tensor, place: Tensor, to: Shared, size: int) -> Non
         push_kernel[triton.cdiv(len(place), rows),](x.contiguous(), source, place, *sizes)
         return
     for rank, tensor in enumerate(to.tensors):
-        here = place.div(size, rounding_mode="floor") == rank
-        tensor[place[here] % size] = x[source[here]]
+        mask = place.div(size, rounding_mode="floor") == rank
+        tensor[place[mask] % size] = x[source[mask]]
 
 
 @dataclass
 class Route:
     """Where the rows of one layer travel."""
 
-    there: Tensor  # [n] rank·slots·n + slot to which each row goes; -1 if there is no slot for it
+    destinations: Tensor  # [n] rank·slots·n + slot to which each row goes; -1 if there is no slot for it
     slots: int  # slots·n
     k: int  # rows per token
-    back: Tensor | None = None  # [slots·n] rank·n + row to which what is in a slot comes back; -1 if nothing is
+    origins: Tensor | None = None  # [slots·n] rank·n + row from which each slot's row comes; -1 if the slot is empty
 
 
-def places(inverse: Tensor, ends: Tensor, slots: int, memory: Memory) -> tuple[Tensor, Tensor]:
-    """Find Route.there. inverse, ends: as sort_by_expert returns them.
+def find_slots(inverse: Tensor, ends: Tensor, slots: int, memory: Memory) -> tuple[Tensor, Tensor]:
+    """Find Route.destinations. inverse, ends: as sort_by_expert returns them.
 
     Also returns where the blocks of this rank's experts end in its slots, [e/ep].
     """
     rank, ep = memory.ep.rank(), memory.ep.size()
-    mine = ends.diff(prepend=ends.new_zeros(1))  # e
+    send_counts = ends.diff(prepend=ends.new_zeros(1))  # e
     for counts in memory.counts.tensors:
-        counts[rank].copy_(mine)  # 8 bytes per expert to each rank
-    memory.barrier()  # all ranks have written theirs
+        counts[rank].copy_(send_counts)  # 8 bytes per expert to each rank
+    memory.barrier()  # all ranks have written their counts
     counts = memory.counts.tensors[rank]  # ep e
-    blocks = rearrange(counts.sum(0), "(r e) -> r e", r=ep).cumsum(1)  # ep e/ep, where experts' blocks end in the slots
-    first = blocks.flatten() - counts[rank:].sum(0)  # e, the slot of this rank's first row, behind those of lower ranks
+    sizes = rearrange(counts.sum(0), "(r e) -> r e", r=ep)
+    slot_ends = sizes.cumsum(1)  # ep e/ep, where experts' blocks end in the slots of their ranks
+    starts = slot_ends.flatten() - counts[rank:].sum(0)  # e, slots of this rank's first rows, behind lower ranks' rows
     row = torch.arange(len(inverse), dtype=ends.dtype, device=ends.device)  # sorted by expert
     expert = torch.searchsorted(ends, row, right=True)  # n
-    slot = first[expert] + row - (ends - mine)[expert]
-    there = torch.where(slot < slots, expert // blocks.shape[1] * slots + slot, -1)
-    rows = blocks[rank, -1]
-    memory.missing = torch.maximum(memory.missing, torch.where(rows > slots, rows / len(inverse), 0))
-    return there[inverse], blocks[rank].clamp(max=slots).int()
+    slot = starts[expert] + row - (ends - send_counts)[expert]
+    expert_rank = expert // slot_ends.shape[1]
+    destinations = torch.where(slot < slots, expert_rank * slots + slot, -1)
+    rows = slot_ends[rank, -1]
+    shortage = torch.where(rows > slots, rows / len(inverse), 0)
+    memory.shortage = torch.maximum(memory.shortage, shortage)
+    return destinations[inverse], slot_ends[rank].clamp(max=slots).int()
 
 
-def send(x: Tensor, route: Route, memory: Memory) -> Tensor:
-    """Copy tokens x [t, d] to the slots of their experts; return what arrives in this rank's, [slots·n, d].
+def send_to_experts(x: Tensor, route: Route, memory: Memory) -> Tensor:
+    """Copy tokens x [t, d] to the slots of their experts; return the rows in this rank's slots, [slots·n, d].
 
-    The next send of any rank overwrites the result.
+    The next call on any rank overwrites the result.
     """
     # in the order of tokens: in that of experts, all would go to one rank first and then to the next, which is slower
-    push(x, torch.arange(len(route.there), device=x.device) // route.k, route.there, memory.there, route.slots)
+    token = torch.arange(len(route.destinations), device=x.device) // route.k  # n
+    push(x, token, route.destinations, memory.expert_rows, route.slots)
     memory.barrier()  # all rows have arrived
-    return memory.there.tensors[memory.ep.rank()][: route.slots]
+    return memory.expert_rows.tensors[memory.ep.rank()][: route.slots]
 
 
-def bring_back(y: Tensor, route: Route, memory: Memory) -> Tensor:
+def send_to_tokens(y: Tensor, route: Route, memory: Memory) -> Tensor:
     """Send rows y [slots·n, d] back to the tokens that they are from, and add the k rows of each token: [t, d]."""
-    n = len(route.there)
-    push(y, torch.arange(len(y), device=y.device), route.back, memory.back, n)
+    n = len(route.destinations)
+    slot = torch.arange(len(y), device=y.device)
+    push(y, slot, route.origins, memory.token_rows, n)
     memory.barrier()  # all rows have come back
-    return rearrange(memory.back.tensors[memory.ep.rank()][:n], "(t k) d -> t k d", k=route.k).sum(1, dtype=y.dtype)
+    rows = memory.token_rows.tensors[memory.ep.rank()][:n]
+    return rearrange(rows, "(t k) d -> t k d", k=route.k).sum(1, dtype=y.dtype)
 
 
 class ToExperts(torch.autograd.Function):
@@ -272,24 +286,29 @@ class ToExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, gates: Tensor, ends: Tensor, route: Route, memory: Memory) -> tuple[Tensor, Tensor]:
         rank = memory.ep.rank()
-        row = torch.arange(len(route.there), device=x.device)
-        push(rank * len(row) + row[:, None], row, route.there, memory.origins, route.slots)
-        push(gates.reshape(-1, 1), row, route.there, memory.gates, route.slots)
+        row = torch.arange(len(route.destinations), device=x.device)
+        push(rank * len(row) + row[:, None], row, route.destinations, memory.origins, route.slots)
+        push(gates.reshape(-1, 1), row, route.destinations, memory.expert_gates, route.slots)
         # copies: backward needs them, and the next layer sends to the same memory
-        rows = send(x, route, memory).clone()
+        rows = send_to_experts(x, route, memory).clone()
         slot = torch.arange(route.slots, device=x.device)
-        route.back = torch.where(slot < ends[-1], memory.origins.tensors[rank][: route.slots, 0], -1)
-        ctx.save_for_backward(route.there, route.back)
-        ctx.slots, ctx.shape, ctx.memory = route.slots, gates.shape, memory
-        return rows, memory.gates.tensors[rank][: route.slots].clone()
+        origins = memory.origins.tensors[rank][: route.slots, 0]
+        route.origins = torch.where(slot < ends[-1], origins, -1)
+        ctx.save_for_backward(route.destinations, route.origins)
+        ctx.slots, ctx.k, ctx.memory = route.slots, route.k, memory
+        return rows, memory.expert_gates.tensors[rank][: route.slots].clone()
 
     @staticmethod
-    def backward(ctx, rows: Tensor, gates: Tensor) -> tuple[Tensor | None, ...]:
-        memory, (t, k), (there, back) = ctx.memory, ctx.shape, ctx.saved_tensors
-        route = Route(there, ctx.slots, k, back)
-        push(gates, torch.arange(len(gates), device=gates.device), route.back, memory.gates_back, t * k)
-        x = bring_back(rows, route, memory)
-        return x, memory.gates_back.tensors[memory.ep.rank()][: t * k].clone().view(t, k), None, None, None
+    def backward(ctx, dy: Tensor, dgates: Tensor) -> tuple[Tensor | None, ...]:
+        destinations, origins = ctx.saved_tensors
+        memory = ctx.memory
+        route = Route(destinations, ctx.slots, ctx.k, origins)
+        n = len(destinations)
+        slot = torch.arange(len(dgates), device=dgates.device)
+        push(dgates, slot, route.origins, memory.token_gates, n)
+        dx = send_to_tokens(dy, route, memory)
+        dgates = memory.token_gates.tensors[memory.ep.rank()][:n].clone()
+        return dx, dgates.view(-1, ctx.k), None, None, None
 
 
 class ToTokens(torch.autograd.Function):
@@ -297,15 +316,17 @@ class ToTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y: Tensor, route: Route, memory: Memory) -> Tensor:
-        ctx.save_for_backward(route.there, route.back)
+        ctx.save_for_backward(route.destinations, route.origins)
         ctx.slots, ctx.k, ctx.memory = route.slots, route.k, memory
-        return bring_back(y, route, memory)
+        return send_to_tokens(y, route, memory)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        destinations, origins = ctx.saved_tensors
+        route = Route(destinations, ctx.slots, ctx.k, origins)
         # not a copy: the experts' backward reads it before the barrier in ToExperts.backward, behind which others send
-        there, back = ctx.saved_tensors
-        return send(gradient, Route(there, ctx.slots, ctx.k, back), ctx.memory), None, None
+        dx = send_to_experts(dy, route, ctx.memory)
+        return dx, None, None
 
 
 @torch.compiler.disable  # a compiler knows neither the kernel's addresses nor the barriers
@@ -314,15 +335,16 @@ def dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Send tokens x [t, d] and their gates [t, top_k] to the ranks of their experts. inverse, ends: sort_by_expert.
 
-    Return the rows that have arrived [slots·n, d], sorted by expert, with the empty slots behind them; their gates
-    [slots·n, 1]; the ends [e/ep] of the experts' blocks; and the way back.
+    Return the rows for this rank's experts [slots·n, d], sorted by expert, with the empty slots behind them; their
+    gates [slots·n, 1]; the ends [e/ep] of the experts' blocks; and the route, for combine.
     """
     slots = math.ceil(memory.slots * gates.numel())
-    if gates.numel() > memory.rows or slots > len(memory.there.tensors[0]):  # on all ranks at once
+    if gates.numel() > memory.rows or slots > len(memory.expert_rows.tensors[0]):  # on all ranks at once
         allocate(memory, x, gates, len(ends))
-    there, ends = places(inverse, ends, slots, memory)
-    route = Route(there, slots, gates.shape[1])
-    return *ToExperts.apply(x, gates, ends, route, memory), ends, route
+    destinations, ends = find_slots(inverse, ends, slots, memory)
+    route = Route(destinations, slots, gates.shape[1])
+    x, gates = ToExperts.apply(x, gates, ends, route, memory)
+    return x, gates, ends, route
 
 
 @torch.compiler.disable
@@ -403,9 +425,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, d] -> gates [t, top_k], which are differentiable and add up to 1 if top_k > 1; experts [t, top_k]"""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
+        fp32 = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
         with torch.autocast(x.device.type, enabled=False):
-            probabilities = nn.functional.linear(wide, self.weight.to(wide.dtype)).softmax(-1)  # t e
+            logits = nn.functional.linear(fp32, self.weight.to(fp32.dtype))  # t e
+            probabilities = logits.softmax(-1)
         gates, experts = probabilities.topk(self.top_k)
         if self.top_k == 1:
             return gates, experts  # as Switch: renormalised it would always be 1, and the router would not learn
@@ -415,12 +438,14 @@ class Router(nn.Module):
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the rows n = (t top_k) of experts [t, top_k] by expert, without waiting for the GPU.
 
-    Returns order [n]: sorted row i is row order[i]; inverse [n], its inverse permutation; and ends [e], int32: where
-    the block of each of the `count` experts ends.
+    Returns order [n]: sorted row i is row order[i]; inverse [n]: row i is sorted row inverse[i]; and ends [e], int32:
+    the sorted rows of expert i, one of `count`, end before row ends[i].
     """
-    expert, order = experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(count, device=experts.device)
+    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    rows = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, rows)
     return order, inverse, ends
 
 
@@ -440,7 +465,8 @@ def one_by_one(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()  # waits for the GPU
     empty = len(x) - sum(sizes)
     blocks = [rows @ matrix.T for rows, matrix in zip(x.split([*sizes, empty]), w)]
-    return torch.cat([*blocks, blocks[0].new_zeros(empty, w.shape[1])])
+    padding = blocks[0].new_zeros(empty, w.shape[1])
+    return torch.cat([*blocks, padding])
 
 
 class Experts(nn.Module):
@@ -448,11 +474,12 @@ class Experts(nn.Module):
 
     def __init__(self, cfg: Config, ep: dist.ProcessGroup):
         super().__init__()
-        here = cfg.experts // ep.size()
-        self.gate_up_proj = nn.Parameter(torch.empty(here, 2 * cfg.ffn, cfg.dim))  # both in one matmul
-        self.down_proj = nn.Parameter(torch.empty(here, cfg.dim, cfg.ffn))
-        for p in self.parameters():  # each expert as nn.Linear would
-            nn.init.uniform_(p, -(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5)
+        experts = cfg.experts // ep.size()  # of this rank
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * cfg.ffn, cfg.dim))  # both in one matmul
+        self.down_proj = nn.Parameter(torch.empty(experts, cfg.dim, cfg.ffn))
+        for p in self.parameters():
+            bound = p.shape[-1] ** -0.5  # that of nn.Linear, for each expert
+            nn.init.uniform_(p, -bound, bound)
 
     def forward(self, x: Tensor, gates: Tensor, ends: Tensor) -> Tensor:
         """x [n, d] and gates [n, 1], sorted by expert -> the experts' outputs times the gates, [n, d]
@@ -473,7 +500,8 @@ class MLP(nn.Module):
         self.top_k = cfg.top_k
         self.gate = Router(cfg)
         self.experts = Experts(cfg, memory.ep)
-        self.register_buffer("rows", torch.zeros(cfg.experts, dtype=torch.long), persistent=False)  # of each, this step
+        rows = torch.zeros(cfg.experts, dtype=torch.long)
+        self.register_buffer("rows", rows, persistent=False)  # of each expert, in this step
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = rearrange(x, "b s d -> (b s) d")
@@ -537,14 +565,16 @@ def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tenso
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, with its gradient in .grad"""
     tokens = (targets != IGNORE).sum()
-    inputs, targets = (x.chunk(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     loss = forward(cfg, model, inputs, targets) / tokens
     loss.backward()
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for name, p in trained:
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in parameters:
         if p.grad is None:  # this rank did not use it; the other ranks would wait for its all-reduce forever
             p.grad = torch.zeros_like(p)
-        # a gradient of an expert has the tokens of all ep ranks in it already: only copies of the expert are summed
+        # an expert's gradient holds the tokens of all ep ranks already: only those of its copies are summed
         group = model.edp if ".experts." in name else model.dp
         dist.all_reduce(p.grad, group=group)  # 2 (n-1)/n of its bytes out and in, for n ranks
     loss = loss.detach()
@@ -554,13 +584,15 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
-    trained = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
-    experts = [gradient for name, gradient in trained if ".experts." in name]
-    others = [gradient for name, gradient in trained if ".experts." not in name]  # the same on all ranks
-    squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2 / model.edp.size()  # edp ranks have the same experts
+    gradients = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
+    experts = [gradient for name, gradient in gradients if ".experts." in name]
+    others = [gradient for name, gradient in gradients if ".experts." not in name]  # the same on all ranks
+    squares = nn.utils.get_total_norm(experts).to(cfg.device) ** 2
+    squares = squares / model.edp.size()  # edp ranks have the same experts
     # one element. Not over ep: if groups rounded differently, they would also clip differently
     dist.all_reduce(squares, group=model.dp)
-    norm = (nn.utils.get_total_norm(others) ** 2 + squares).sqrt()
+    squares = nn.utils.get_total_norm(others) ** 2 + squares
+    norm = squares.sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), cfg.clip, norm)
     return norm
 
@@ -574,22 +606,24 @@ def count_rows(model: Model) -> Tensor:
     return rows
 
 
-def busiest(rows: Tensor) -> Tensor:
+def measure_imbalance(rows: Tensor) -> Tensor:
     """Return the rows of the busiest expert over the mean of its layer, in the worst layer."""
-    return (rows.amax(1) / rows.mean(1)).amax()
+    loads = rows.amax(1) / rows.mean(1)  # layers
+    return loads.amax()
 
 
 def overflow(model: Model) -> Tensor:
     """Return 1, on all ranks, if any of them had too few slots since the last call of grow; else 0."""
-    dist.all_reduce(model.memory.missing, dist.ReduceOp.MAX, group=model.dp)  # one element
-    return (model.memory.missing > 0).float()
+    dist.all_reduce(model.memory.shortage, dist.ReduceOp.MAX, group=model.dp)  # one element
+    return (model.memory.shortage > 0).float()
 
 
 def grow(model: Model, when: str) -> None:
-    """Have slots for what was missing, rounded up to the next quarter, and print that. All ranks grow alike."""
-    slots, missing = model.memory.slots, model.memory.missing.item()
-    model.memory.slots = min(model.ep.size(), max(slots, missing // 0.25 * 0.25 + 0.25))
-    model.memory.missing.zero_()
+    """Set slots to what was needed, rounded up to the next quarter, and print that. All ranks grow alike."""
+    slots = model.memory.slots
+    shortage = model.memory.shortage.item() // 0.25 * 0.25 + 0.25
+    model.memory.slots = min(model.ep.size(), max(slots, shortage))
+    model.memory.shortage.zero_()
     if model.dp.rank() == 0:
         print(f"{when}: --slots {slots:g} held too few rows, grown to {model.memory.slots:g}", flush=True)
 
@@ -601,7 +635,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     optimizer.found_inf = overflow(model)  # where it is 1, fused AdamW does nothing; the CPU does not wait
     optimizer.step()
     optimizer.zero_grad()
-    return loss, norm, busiest(count_rows(model))
+    return loss, norm, measure_imbalance(count_rows(model))
 
 
 @torch.no_grad()
@@ -612,11 +646,13 @@ def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tens
             f"{len(inputs)} sequences: must be divisible by the {model.dp.size()} ranks, which have equal slots"
         )
     tokens = (targets != IGNORE).sum()
-    own = [x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets)]  # b/dp s
-    loss = forward(cfg, model, *own)
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    loss = forward(cfg, model, inputs, targets)
     while overflow(model):  # waits for the GPU
         grow(model, "validation")
-        loss = forward(cfg, model, *own)
+        loss = forward(cfg, model, inputs, targets)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -644,19 +680,24 @@ def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
-def published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
+def view_as_published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and views as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
 
     first: the number of the first expert in these weights.
     """
     for name, tensor in weights.items():
-        module, _, last = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
-        parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=-2))) if last == "gate_up_proj" else {"w2": tensor}
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        module, _, parameter = name.rpartition(".")
         if not module.endswith(".experts"):
-            yield f"{module}.{last}", tensor
+            yield name, tensor
             continue
-        for part, matrices in parts.items():
-            yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices, first))
+        stacks = {"w2": tensor}  # e d f
+        if parameter == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=-2)
+            stacks = {"w1": gate, "w3": up}  # e f d
+        for matrix, stack in stacks.items():
+            for i, expert in enumerate(stack, first):
+                yield f"{module}.{i}.{matrix}.weight", expert
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
@@ -691,7 +732,8 @@ def build_model(cfg: Config) -> Model:
         model = Model(cfg, dist.group.WORLD, ep, edp)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
-        for name, tensor in published(dict(model.named_parameters()), ep.rank() * cfg.experts // ep.size()):
+        first = ep.rank() * cfg.experts // ep.size()  # of this rank's experts
+        for name, tensor in view_as_published(dict(model.named_parameters()), first):
             tensor.copy_(full_tensor(cfg, name, tensor.shape))
         for buffer in model.buffers():
             buffer.zero_()
@@ -783,8 +825,10 @@ def flops_per_token(cfg: Config) -> float:
     Of the experts those count through which a token goes.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
-    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts
-    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+    attention = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv
+    experts = 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts  # and their router
+    weights = cfg.layers * (attention + experts) + cfg.dim * cfg.vocab
+    return 6 * weights + 6 * cfg.layers * cfg.dim * cfg.seq
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float, load: float) -> None:
@@ -832,7 +876,7 @@ def save(cfg: Config, model: Model, history: list[tuple[float, float, float, flo
         if dist.get_rank() == 0:
             weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
-        write_weights(cfg, dict(published(weights)), history)
+        write_weights(cfg, dict(view_as_published(weights)), history)
 
 
 def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.ndarray, np.ndarray]) -> None:
@@ -846,10 +890,11 @@ def train(cfg: Config, data: tuple[np.ndarray, np.ndarray], unseen: tuple[np.nda
         start = time.perf_counter()
         set_learning_rate(cfg, optimizer, step)
         loss, norm, load = train_step(cfg, model, optimizer, *batch)
-        trained, batch = batch, make_batch(cfg, data, step + 1)  # the next one, while the GPU is still busy
+        next_batch = make_batch(cfg, data, step + 1)  # while the GPU is still busy
         while optimizer.found_inf:  # waits for the GPU; no weight has changed
             grow(model, f"step {step + 1}")
-            loss, norm, load = train_step(cfg, model, optimizer, *trained)
+            loss, norm, load = train_step(cfg, model, optimizer, *batch)
+        batch = next_batch
         loss, norm, load = loss.item(), norm.item(), load.item()  # waits for the GPU
         if not math.isfinite(loss + norm):
             raise SystemExit(f"step {step + 1}: loss {loss}, gradient norm {norm}; try a lower --lr or more --warmup")
@@ -973,9 +1018,13 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: check
-# Copy:     Router, sort_by_expert, share, Shared, Memory, allocate, push_kernel, push, Route, places, send, bring_back,
-#           ToExperts, ToTokens, dispatch, combine, grouped_matmul, one_by_one, Experts, MLP, clip_gradients, overflow,
-#           grow, evaluate (the optimizer must be AdamW with fused=True, which leaves out a step that has to be
-#           repeated; Model.__init__ shows how to make Memory, train_step and train how to repeat a step)
+# Copy:     Router, sort_by_expert, share, ALIGNMENT, Shared, Memory, allocate, push_kernel, push, Route, find_slots,
+#           send_to_experts, send_to_tokens, ToExperts, ToTokens, dispatch, combine, grouped_matmul, one_by_one,
+#           Experts, MLP, clip_gradients, overflow, grow, evaluate (the optimizer must be AdamW with fused=True, which
+#           leaves out a step that has to be repeated; Model.__init__ shows how to make Memory, train_step and train how
+#           to repeat a step)
+# Mind:     - The ep ranks must be on one host.
+#           - The buffers take (slots + 1)·t·top_k·d elements for all layers together. Old ones go back to torch's pool
+#             of symmetric memory, which keeps them.
 # Needs:    cfg.clip, cfg.device, cfg.dim, cfg.experts, cfg.ffn, cfg.top_k, model.dp, model.edp, model.ep, model.memory,
 #           ".experts.", IGNORE, forward

@@ -505,7 +505,7 @@ def late(module):
         return tensors, delayed(lambda: (barrier(), past()))
 
     shared = module.share
-    module.push, module.places, module.share = delayed(module.push), delayed(module.places), share
+    module.push, module.find_slots, module.share = delayed(module.push), delayed(module.find_slots), share
     module.torch.from_file = delayed(module.torch.from_file, min(1, rank))
     return lambda: None
 

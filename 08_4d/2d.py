@@ -1,21 +1,14 @@
 """2D parallelism: dp ranks split the batch (ZeRO), tp ranks split every matrix (tensor and sequence parallelism).
 
-Rank i is at place i % TP on tp and i // TP on dp: ranks of tp, which talk in every layer, are neighbours. Which ranks
-sum which gradient?
-(1) Ranks of dp have different sequences: the gradient of every weight that they have in common is summed over dp.
-(2) Ranks of tp have the same sequences. A split matrix sees all their tokens: its gradient is complete on each rank.
-(3) Norms are replicated on tp, and each rank sees its own tokens alone: their gradients are summed over tp, too.
-(4) If tp > kv_heads, r = tp/kv_heads neighbours on tp hold the same key and value heads, each for its own query heads:
-the gradients of these are summed over the r neighbours, too.
-(5) So ZeRO has several groups. A unit is a set of parameters that the same ranks hold: ZeRO sums its gradients over
-them, and each of them owns a shard. As each element has one owner, the norm is a plain sum of squares over all ranks.
-(6) Each loss is divided by the valid tokens of the global batch. So gradients are summed, never averaged.
-Per rank, of Ψ weights: 2Ψ/tp bytes of bf16 weights and 16Ψ/(tp·dp) of master weights, moments and reduced gradients;
-with several micro-batches also 4Ψ/tp of gradient sums.
+1. Ranks of dp have different sequences, so gradients are summed over dp. Ranks of tp have the same sequences.
+2. A matrix split over tp sees all their tokens: its gradient is complete. A norm sees 1/tp of them: its gradient is
+   summed over tp, too. A key head that r ranks of tp share has a query head on each: its gradient is summed over the r.
+3. A unit has parameters that the same ranks hold. ZeRO sums its gradients over these ranks, and each owns a shard.
+Per rank, of Ψ weights: 2Ψ/tp bytes in bf16, 16Ψ/(tp·dp) of masters, moments, gradients; if m > 1, 4Ψ/tp of sums.
 
 Parent:   03_zero/zero1_overlap.py, 04_tensor_sequence/sequence_parallel.py
-Lesson:   Config, make_groups, ColumnParallel, column_parallel, row_parallel, Attention.forward, MLP.forward, Model,
-          local_tensor, holders, make_units, build_model, forward_backward
+Lesson:   Config, group_ranks, make_groups, ColumnParallel, column_parallel, row_parallel, Attention.forward,
+          MLP.forward, Model, local_tensor, holders, make_units, build_model, forward_backward
 Run:      torchrun --nproc_per_node 8 08_4d/2d.py --dp 4 --tp 2
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473; Korthikanti et al. 2022, arXiv:2205.05198
 """
@@ -96,22 +89,35 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------- communication
-def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's groups: its row of each of these tables. All ranks make all groups, in the same order.
+def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
+    """Return the ranks of all groups by axis: ranks of a group differ in their place on this axis alone.
 
-    If tp > kv_heads, r neighbours on tp hold the same key and value heads; dp_r joins them over all of dp. With dp 2,
-    tp 4 and 2 key heads, the groups dp_r are [0 1 4 5] and [2 3 6 7].
+    If tp > kv_heads, r neighbours on tp hold the same key and value heads; dp_r joins them over all of dp.
     """
     sizes = dict(dp=cfg.dp, r=max(1, cfg.tp // cfg.kv_heads))
-    mesh = rearrange(torch.arange(cfg.dp * cfg.tp), "(dp kv r) -> dp kv r", **sizes)
-    rows = {"tp": "dp (kv r)", "dp": "(kv r) dp", "dp_r": "kv (dp r)", "dp_tp": "1 (dp kv r)"}
-    tables = {axes: rearrange(mesh, f"dp kv r -> {row}").tolist() for axes, row in rows.items()}
-    return {axes: dist.new_subgroups_by_enumeration(table)[0] for axes, table in tables.items()}
+    ranks = torch.arange(cfg.dp * cfg.tp)
+    mesh = rearrange(ranks, "(dp kv r) -> dp kv r", **sizes)
+    patterns = {  # a row per group; beside each pattern the rows for dp 2, tp 4 and 2 key heads, so kv 2 and r 2
+        "tp": "dp kv r -> dp (kv r)",  # [0 1 2 3] [4 5 6 7]
+        "dp": "dp kv r -> (kv r) dp",  # [0 4] [1 5] [2 6] [3 7]
+        "dp_r": "dp kv r -> kv (dp r)",  # [0 1 4 5] [2 3 6 7]
+        "dp_tp": "dp kv r -> 1 (dp kv r)",  # [0 1 2 3 4 5 6 7]
+    }
+    return {axis: rearrange(mesh, pattern).tolist() for axis, pattern in patterns.items()}
+
+
+def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group of each axis. All ranks make all groups, in the same order."""
+    tables = group_ranks(cfg)
+    groups = {}
+    for axis, rows in tables.items():
+        groups[axis], _ = dist.new_subgroups_by_enumeration(rows)
+    return groups
 
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
+    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -120,19 +126,20 @@ class Unit:
     shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
-    gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gather_work: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
     sums: Tensor | None = None  # [n] fp32: gradients of this rank's earlier micro-batches
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
-    """Start the all-gather of `full` unless it is up to date; wait on `unit.gathering` before reading it."""
-    if unit.gathering is None:
+    """Start the all-gather of `full` unless it is up to date; wait on `unit.gather_work` before reading it."""
+    if unit.gather_work is None:
         if stream:
             stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
         with torch.cuda.stream(stream):
-            mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
+            part = unit.full.chunk(unit.group.size())[unit.group.rank()]
+            part.copy_(unit.shard)  # rounded
             # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits
-            unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
+            unit.gather_work = dist.all_gather_into_tensor(unit.full, part, group=unit.group, async_op=True)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
@@ -144,17 +151,17 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     """
     if unit.matrices.grad is not None:
         raise RuntimeError("a unit has a .grad already: reduce once per step, in or after its last backward (see Use)")
-    gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
+    gradient = torch.empty_like(unit.shard)  # not on `stream`: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
         parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
-        # (N-1)/N of its bytes out and in per rank; the sum waits, on GPUs backward goes on
-        sending = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
-        sending.wait()
+        # (N-1)/N of its bytes out and in per rank; the sum waits for it, on GPUs backward goes on
+        work = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
+        work.wait()
         torch.sum(parts, 0, dtype=gradient.dtype, out=gradient)
-    return sending
+    return work
 
 
 def take_gradients(unit: Unit) -> Tensor:
@@ -162,7 +169,10 @@ def take_gradients(unit: Unit) -> Tensor:
     flat = torch.empty_like(unit.full)
     *parts, padding = flat.split(unit.sizes)
     for p, part in zip(unit.parameters, parts):
-        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank did not use it
+        if p.grad is None:  # this rank did not use it
+            part.zero_()
+        else:
+            part.copy_(p.grad.flatten())
         p.grad = None
     padding.zero_()
     return flat
@@ -170,9 +180,9 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Take the gradients of unit i, which backward has finished; with the last micro-batch, start to reduce them."""
-    if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
-        model.sending[0][0].wait()
-        model.sending.pop(0)
+    if len(model.reductions_in_flight) == 2:  # wait for the older one, to reuse its memory
+        model.reductions_in_flight[0][0].wait()
+        model.reductions_in_flight.pop(0)
     unit = model.units[i]
     flat = take_gradients(unit)
     if not model.requires_gradient_sync:
@@ -181,25 +191,26 @@ def reduce(model: nn.Module, i: int) -> None:
     if unit.sums is not None:
         flat.copy_(unit.sums.add_(flat))  # rounded once
         unit.sums = None
-    model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
+    work = reduce_scatter(unit, flat, model.reduce_stream)
+    model.reductions_in_flight.append((work, flat))
     if i == 0:  # unit 0 comes last
-        if model.stream:
-            torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
-        model.sending.clear()
+        if model.reduce_stream:
+            torch.cuda.current_stream().wait_stream(model.reduce_stream)  # the GPU's stream waits, not this process
+        model.reductions_in_flight.clear()
 
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
     for unit in model.units[i:]:
-        gather(unit, model.gathers)  # those that are out of date, in the order of forward
-    model.units[i].gathering.wait()
+        gather(unit, model.gather_stream)  # those that are out of date, in the order of forward
+    model.units[i].gather_work.wait()
     if x.requires_grad:  # not under torch.no_grad(), and not the ids
         x.register_hook(lambda gradient: reduce(model, i))
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
+    """All-reduce the partial outputs where split weights end (Megatron's g); backward is the identity.
 
     Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
     """
@@ -207,27 +218,27 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
-        return x
+        y = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
 
 
 def gather_tokens(x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; wait on the work before reading them."""
-    rows = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
-    # (tp-1)/tp of the bytes of rows in and out per rank
-    return rows, dist.all_gather_into_tensor(rows, x.contiguous(), group=tp, async_op=True)
+    """Start to gather the n = b·s tokens of all ranks, [n/tp, d] -> [n, d]. Wait on the work before you read them."""
+    full_x = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
+    # (tp-1)/tp of the bytes of full_x in and out per rank
+    return full_x, dist.all_gather_into_tensor(full_x, x.contiguous(), group=tp, async_op=True)
 
 
-def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to sum the ranks' [n, d]; each rank gets the sums of its own tokens, [n/tp, d]. Wait before reading."""
-    x = rows.new_empty(rows.shape[0] // tp.size(), *rows.shape[1:])
-    # (tp-1)/tp of the bytes of rows out and in per rank
-    return x, dist.reduce_scatter_tensor(x, rows.contiguous(), group=tp, async_op=True)
+def reduce_scatter_tokens(full_x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to sum the ranks' [n, d]; each rank gets the sums of its tokens, [n/tp, d]. Wait before you read them."""
+    x = full_x.new_empty(full_x.shape[0] // tp.size(), *full_x.shape[1:])
+    # (tp-1)/tp of the bytes of full_x out and in per rank
+    return x, dist.reduce_scatter_tensor(x, full_x.contiguous(), group=tp, async_op=True)
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -242,22 +253,22 @@ class ColumnParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)  # this rank's tokens alone
         ctx.tp = tp
-        rows, gathered = gather_tokens(x, tp)
-        gathered.wait()
-        return tuple(rows @ weight.T for weight in weights)
+        full_x, work = gather_tokens(x, tp)
+        work.wait()
+        return tuple(full_x @ weight.T for weight in weights)
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        rows, gathered = gather_tokens(x, ctx.tp)  # overlaps with the next matmuls
-        partial_sum = gradients[0] @ weights[0]
-        for gradient, weight in zip(gradients[1:], weights[1:]):
-            partial_sum.addmm_(gradient, weight)
-        x, scattered = reduce_scatter_tokens(partial_sum, ctx.tp)  # overlaps with those after it
-        gathered.wait()
-        gradients = [gradient.T @ rows for gradient in gradients]
-        scattered.wait()
-        return x, None, *gradients
+        full_x, gather_work = gather_tokens(x, ctx.tp)  # overlaps with the matmuls of dx
+        full_dx = dys[0] @ weights[0]
+        for dy, weight in zip(dys[1:], weights[1:]):
+            full_dx.addmm_(dy, weight)
+        dx, reduce_work = reduce_scatter_tokens(full_dx, ctx.tp)  # overlaps with the matmuls of the dws
+        gather_work.wait()
+        dws = [dy.T @ full_x for dy in dys]
+        reduce_work.wait()
+        return dx, None, *dws
 
 
 class RowParallel(torch.autograd.Function):
@@ -268,16 +279,18 @@ class RowParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp = tp
-        x, scattered = reduce_scatter_tokens(x @ weight.T, tp)
-        scattered.wait()
-        return x
+        y, work = reduce_scatter_tokens(x @ weight.T, tp)
+        work.wait()
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()
-        return rows @ weight, rows.T @ x, None
+        full_dy, work = gather_tokens(dy, ctx.tp)
+        work.wait()
+        dx = full_dy @ weight
+        dw = full_dy.T @ x
+        return dx, dw, None
 
 
 def column_parallel(x: Tensor, tp: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -292,26 +305,26 @@ def row_parallel(x: Tensor, tp: dist.ProcessGroup, weight: Tensor) -> Tensor:
     return RowParallel.apply(x, weight, tp) if tp.size() > 1 else nn.functional.linear(x, weight)
 
 
-class Scatter(torch.autograd.Function):
+class ReduceScatterTokens(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
     Backward gathers the gradients of all n tokens, so the gradient of a table split over tp is complete. A table that
-    every rank holds (learned positions, added after Scatter) has that of this rank's tokens alone: sum it over tp.
+    every rank holds (learned positions, added after this) has the gradient of the rank's tokens alone: sum it over tp.
     """
 
     @staticmethod
     @torch.compiler.disable
-    def forward(ctx, rows: Tensor, tp: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.tp = tp
-        x, scattered = reduce_scatter_tokens(rows, tp)
-        scattered.wait()
-        return x
+        y, work = reduce_scatter_tokens(x, tp)
+        work.wait()
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()
-        return rows, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        dx, work = gather_tokens(dy, ctx.tp)
+        work.wait()
+        return dx, None
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -360,7 +373,8 @@ class Attention(nn.Module):
         super().__init__()
         self.tp = tp
         self.k = cfg.dim // cfg.heads
-        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
+        heads = cfg.heads // tp.size()  # of this rank
+        kv_heads = max(1, cfg.kv_heads // tp.size())
         self.q_proj = nn.Linear(cfg.dim, heads * self.k, bias=False)
         self.k_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
         self.v_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
@@ -368,9 +382,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = column_parallel(x, self.tp, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
-        q = rotate(rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)  # b h/tp s k
-        k = rotate(rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)
+        q = rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)  # b h/tp s k
+        k = rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)
         v = rearrange(v, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)
+        q = rotate(q, rope)
+        k = rotate(k, rope)
         o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         o = rearrange(o, "b h s k -> (b s) (h k)")
         return row_parallel(o, self.tp, self.o_proj.weight)  # (b s)/tp d
@@ -417,9 +433,10 @@ class Embedding(nn.Module):
         self.weight = nn.Embedding(-(-cfg.vocab // tp.size()), cfg.dim).weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        row = ids - self.tp.rank() * len(self.weight)
-        here = (row >= 0) & (row < len(self.weight))
-        return nn.functional.embedding(row.where(here, 0), self.weight).masked_fill(~here[..., None], 0)  # b s d
+        rows = ids - self.tp.rank() * len(self.weight)
+        is_local = (rows >= 0) & (rows < len(self.weight))
+        x = nn.functional.embedding(rows.where(is_local, 0), self.weight)
+        return x.masked_fill(~is_local[..., None], 0)  # b s d
 
 
 class Loss(nn.Module):
@@ -434,21 +451,25 @@ class Loss(nn.Module):
         self.tp = tp
         self.vocab = cfg.vocab
 
-    def wide(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Logits in fp32; those of the padding are -inf."""
-        return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(ids >= self.vocab, -torch.inf)
+    def fp32_logits(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return the logits in fp32 or above, with -inf for the padding."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.masked_fill(ids >= self.vocab, -torch.inf)
 
-    def forward(self, rows: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         targets = targets.int()  # 64 bits are slower on a GPU
-        ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
-        top = self.wide(rows.detach(), ids).amax(1)
+        v = logits.shape[1]  # of this rank
+        ids = torch.arange(v, dtype=torch.int32, device=logits.device) + self.tp.rank() * v
+        top = self.fp32_logits(logits.detach(), ids).amax(1)
         torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token
-        rows = self.wide(rows, ids)
-        exponentials = (rows - top[:, None]).exp().sum(1)
-        wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = ReduceFromTP.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token
-        return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
+        logits = self.fp32_logits(logits, ids)
+        exponentials = (logits - top[:, None]).exp().sum(1)
+        target_logits = logits.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
+        sums = torch.stack([exponentials, target_logits])
+        exponentials, target_logits = ReduceFromTP.apply(sums, self.tp)  # 8 bytes per token
+        losses = exponentials.log() + top - target_logits
+        return losses.where(targets != IGNORE, 0).sum()
 
 
 class Model(nn.Module):
@@ -464,9 +485,9 @@ class Model(nn.Module):
         self.world = self.dp_tp  # the ranks that train this model: here the same
         self.units: list[Unit] = []  # filled by make_units: replicated ones, then others in the order of forward
         self.replicated = 0  # how many units, the first ones, are replicated on tp
-        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
-        self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
-        self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
+        self.gather_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
+        self.reduce_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of gradients
+        self.reductions_in_flight: list[tuple[dist.Work, Tensor]] = []  # what to wait for, gradients to keep until then
         self.requires_gradient_sync = True  # whether backward reduces: with the last micro-batch
         self.model = nn.Module()
         self.model.embed_tokens = Embedding(cfg, tp)
@@ -481,7 +502,7 @@ class Model(nn.Module):
         for i in range(self.replicated + 1):
             before_forward(self, i, ids)  # ids have no gradient: forward_backward and make_units reduce these units
         x = self.model.embed_tokens(ids).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-        x = Scatter.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
+        x = ReduceScatterTokens.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
         for i, block in enumerate(self.model.layers, self.replicated + 1):
             before_forward(self, i, x)
             x = block(x, rope)
@@ -490,17 +511,26 @@ class Model(nn.Module):
         return rearrange(logits, "(b s) v -> b s v", s=ids.shape[1])
 
 
-def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
-    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
+def is_split(name: str) -> bool:
+    """Return whether ranks hold different parts of a tensor; else it is replicated.
 
-    SPLIT names the split layers; all others are replicated. This model has no biases; if yours has, split those of
-    column-parallel layers and replicate those of row-parallel ones. Split q, k and v of a fused qkv weight separately.
+    Split are weights of the layers in SPLIT, and biases of column-parallel ones, if your model has biases.
     """
     path, _, kind = name.rpartition(".")
     layer = path.rpartition(".")[2]
-    if layer not in SPLIT or (SPLIT[layer] == 1 and kind == "bias"):
+    return layer in SPLIT and (SPLIT[layer] == 0 or kind != "bias")
+
+
+def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
+    """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
+
+    Split q, k and v of a fused qkv weight separately.
+    """
+    if not is_split(name):
         return 0, 1
-    return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    layer = name.split(".")[-2]
+    parts = min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    return SPLIT[layer], parts
 
 
 @torch.no_grad()
@@ -511,56 +541,67 @@ def make_unit(
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from named parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
+    """Build a unit from named parameters. initial(name, shape) returns the full initial weight of one."""
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if frozen := [name for name, p in named if not p.requires_grad]:
         raise ValueError(f"{frozen[0]} is frozen, a unit is trained: see 03_zero/lora.py")
     named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
-    sizes = [p.numel() for _, p in named]
-    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
-    sizes.append(group.size() * each - sum(sizes))  # the padding
-    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
-    shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    parameters = [p for _, p in named]
+    sizes = [p.numel() for p in parameters]
+    shard_size = -(-sum(sizes) // group.size())  # rounded up
+    sizes.append(group.size() * shard_size - sum(sizes))  # the padding
+    full = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
-        own = shard[max(0, start) : max(0, start + p.numel())]
-        own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
-        # .data: autograd must not notice that gather overwrites the weights
+        lo = max(start, shard_start)
+        hi = max(lo, min(start + p.numel(), shard_start + shard_size))  # lo ... hi of p are in the shard, maybe none
+        shard[lo - shard_start : hi - shard_start] = initial(name, p.shape).flatten()[lo - start : hi - start]
+        # p becomes a view of `full`; of .data, as autograd must not notice that gather overwrites the weights
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
-    end = sum(p.numel() for _, p in named if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
-    matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(group, [p for _, p in named], sizes, full, shard, matrices, vectors)
+    matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 
 def check_units(model: nn.Module) -> None:
     """Raise unless each parameter that is trained is in one unit: outside of them nothing is trained, nor saved."""
-    held = [p for unit in model.units for p in unit.parameters]
+    members = [p for unit in model.units for p in unit.parameters]
     for name, p in model.named_parameters():
-        if p.requires_grad and sum(p is other for other in held) != 1:
+        if p.requires_grad and sum(p is other for other in members) != 1:
             raise ValueError(f"{name} must be in exactly one unit")
 
 
 def holders(cfg: Config, model: nn.Module, name: str) -> dist.ProcessGroup:
     """Return the ranks that hold the same elements of a parameter: ZeRO sums its gradient over them, and shards it."""
-    parts = placement(name, cfg.tp, cfg.kv_heads)[1]
-    return model.dp if parts == cfg.tp else model.dp_tp if parts == 1 else model.dp_r
+    _, parts = placement(name, cfg.tp, cfg.kv_heads)
+    if parts == cfg.tp:  # each rank of tp has a part of its own
+        return model.dp
+    return model.dp_tp if parts == 1 else model.dp_r
 
 
 def make_units(cfg: Config, model: nn.Module) -> None:
     """Divide the parameters into units: those that are replicated on tp, then the others in the order of forward."""
-    held_by = {name: holders(cfg, model, name) for name, _ in model.named_parameters()}
-    blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
-    units = [(names, model.dp) for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]]
-    replicated = [(("",), group) for group in dict.fromkeys(held_by.values()) if group is not model.dp]
-    model.replicated = len(replicated)
-    initial, dtype = partial(local_tensor, cfg, model.tp), getattr(torch, cfg.dtype)
-    for names, group in replicated + units:
-        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names) and held_by[name] is group]
-        model.units.append(make_unit(named, initial, group, cfg.device, dtype))
+    parameters = list(model.named_parameters())
+    group_of = {name: holders(cfg, model, name) for name, _ in parameters}
+    units = []  # (name, parameter) of each unit, and the ranks that hold it
+    for group in dict.fromkeys(group_of.values()):
+        if group is not model.dp:
+            named = [(name, p) for name, p in parameters if group_of[name] is group]  # replicated on tp
+            units.append((named, group))
+    model.replicated = len(units)
+    blocks = [f"model.layers.{i}." for i in range(cfg.layers)]
+    for prefix in ["model.embed_tokens.", *blocks, ("model.norm.", "lm_head.")]:
+        named = [(name, p) for name, p in parameters if name.startswith(prefix) and group_of[name] is model.dp]
+        units.append((named, model.dp))
+    initial = partial(local_tensor, cfg, model.tp)
+    for named, group in units:
+        model.units.append(make_unit(named, initial, group, cfg.device, getattr(torch, cfg.dtype)))
     check_units(model)
-    proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
+    proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: weights and group would stay
     embedding = model.model.embed_tokens.weight
     embedding.register_post_accumulate_grad_hook(lambda p: reduce(proxy, proxy.replicated))  # the last gradient
 
@@ -577,7 +618,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient is then in the shards"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     total = 0
     for i, (x, y) in enumerate(zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches))):
         model.requires_gradient_sync = i == cfg.microbatches - 1
@@ -593,9 +635,9 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
-    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
-    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    squares = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(squares, group=model.world)  # one element
+    norm = squares.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -607,7 +649,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     optimizer.step()
     optimizer.zero_grad()
     for unit in model.units:
-        unit.gathering = None  # the shards have changed: the next forward gathers them
+        unit.gather_work = None  # the shards have changed: the next forward gathers them
     return loss, norm
 
 
@@ -615,9 +657,11 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
-    loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    microbatches = zip(inputs.tensor_split(cfg.microbatches), targets.tensor_split(cfg.microbatches))
+    loss = sum(forward(cfg, model, x, y) for x, y in microbatches)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -667,11 +711,13 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def local_tensor(cfg: Config, tp: dist.ProcessGroup, name: str, shape: torch.Size) -> Tensor:
     """Return this rank's part, of the given shape, of a full tensor of the initial weights."""
     axis, parts = placement(name, tp.size(), cfg.kv_heads)
-    whole = [n * parts if i == axis else n for i, n in enumerate(shape)]
-    rows = cfg.vocab if name in VOCABULARY else whole[0]
-    full = full_tensor(cfg, name, torch.Size([rows, *whole[1:]]))
-    if rows < whole[0]:
-        full = nn.functional.pad(full, (0, 0) * (full.ndim - 1) + (0, whole[0] - rows))
+    full_shape = list(shape)
+    full_shape[axis] *= parts
+    padding = full_shape[0] - cfg.vocab if name in VOCABULARY else 0  # rows that make tp divide the vocabulary
+    full_shape[0] -= padding
+    full = full_tensor(cfg, name, torch.Size(full_shape))
+    if padding:
+        full = nn.functional.pad(full, (0, 0) * (full.ndim - 1) + (0, padding))
     return full.chunk(parts, axis)[tp.rank() * parts // tp.size()]
 
 
@@ -746,7 +792,10 @@ def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW for this rank's shards, with weight decay on matrices only."""
     matrices = [unit.matrices for unit in model.units]
     vectors = [unit.vectors for unit in model.units]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [
+        dict(params=matrices, weight_decay=cfg.weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 
 
@@ -955,8 +1004,10 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: unshard, save, check
-# Copy:     make_groups, ColumnParallel, column_parallel, row_parallel, local_tensor, holders, make_units, evaluate (and
-#           from each parent what its own Copy line says; forward_backward shows when replicated units are reduced)
+# Copy:     group_ranks, make_groups, ColumnParallel, column_parallel, row_parallel, local_tensor, holders, make_units,
+#           evaluate (and from each parent what its own Copy line says; forward_backward shows when replicated units are
+#           reduced)
+# Mind:     Divide each loss by the valid tokens of the global batch: gradients are summed, never averaged.
 # Needs:    cfg.device, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.layers, cfg.microbatches, cfg.tp, cfg.vocab, model.dp,
 #           model.dp_r, model.dp_tp, model.model.embed_tokens, model.replicated, model.tp, model.units, IGNORE,
 #           VOCABULARY, reduce, gather_tokens, reduce_scatter_tokens, RowParallel, placement, make_unit, check_units,

@@ -1,19 +1,14 @@
 """3D parallelism: the stages of an interleaved pipeline, each trained by ZeRO and tensor parallelism.
 
-Rank i is at place i % TP on tp, i // TP % DP on dp and i // (TP·DP) on pp. It holds --chunks stages (Megatron's
-model chunks), and 1/tp of each of their matrices. To the next stage it sends what it has between two blocks, 1/tp of
-the tokens: to the rank at its own place on dp and tp. The gradients of a step:
-(1) Backward of all micro-batches but the last adds them up in fp32, and sends nothing to ranks of dp.
-(2) In a stage's last backward, ZeRO rounds the sums once, and starts to reduce each unit when a block is done with it.
-(3) The gradient of the stage's input goes to the stage before, which waits. Then come the units replicated on tp.
-(4) When its schedule is over, a rank waits for all reductions. Norm, clip and AdamW see shards, as in 2d.py.
-Per rank, of Ψ weights: 2Ψ/(tp·pp) bytes of bf16 weights and 16Ψ/(tp·pp·dp) of master weights, moments and reduced
-gradients, and with several micro-batches 4Ψ/(tp·pp) of gradient sums. It idles as in interleaved.py, for
-(p-1)/(v·m+p-1) of the time.
+1. A rank holds --chunks stages (Megatron's model chunks), and 1/tp of their matrices. It sends its 1/tp of the tokens
+   to the next stage, to the rank at the same place on dp and tp.
+2. Backward of all micro-batches but the last adds gradients up in fp32. A stage's last backward starts reductions, and
+   sends the gradient of its input before it reduces the units replicated on tp: the stage before waits for it.
+Per rank 2Ψ/(tp·pp) bytes in bf16, 16Ψ/(tp·pp·dp) of masters, moments, gradients; if m > 1, 4Ψ/(tp·pp) of sums.
 
 Parent:   08_4d/2d.py, 06_pipeline/interleaved.py
-Lesson:   Config, make_groups, reduce, Stage, Model, make_units, build_model, forward, run_schedule, forward_backward,
-          evaluate
+Lesson:   Config, group_ranks, make_groups, reduce, Stage, Model, make_units, build_model, forward, run_schedule,
+          forward_backward, evaluate
 Run:      torchrun --nproc_per_node 8 08_4d/3d.py
 Source:   Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 3; Llama 3, arXiv:2407.21783, section 3.3
 """
@@ -47,6 +42,7 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+SENDS_IN_FLIGHT = 2  # gradients that a stage is sending before it waits for the oldest to leave
 VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"  # tensors with a row per vocabulary id
 # The axis of a weight [out, in] along which a layer is split: 0 is column-parallel, 1 is row-parallel.
 SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1, embed_tokens=0, lm_head=0)
@@ -97,23 +93,38 @@ class Config:
 
 
 # ----------------------------------------------------------------------------------------------------- communication
-def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's groups: its row of each of these tables. All ranks make all groups, in the same order.
+def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
+    """Return the ranks of all groups by axis: ranks of a group differ in their place on this axis alone.
 
     If tp > kv_heads, r neighbours on tp hold the same key and value heads; dp_r joins them over all of dp.
     """
     sizes = dict(pp=cfg.pp, dp=cfg.dp, r=max(1, cfg.tp // cfg.kv_heads))
-    mesh = rearrange(torch.arange(cfg.pp * cfg.dp * cfg.tp), "(pp dp kv r) -> pp dp kv r", **sizes)
-    rows = {"tp": "(pp dp) (kv r)", "dp": "(pp kv r) dp", "pp": "(dp kv r) pp"}
-    rows |= {"dp_r": "(pp kv) (dp r)", "dp_tp": "pp (dp kv r)", "world": "1 (pp dp kv r)"}
-    tables = {axes: rearrange(mesh, f"pp dp kv r -> {row}").tolist() for axes, row in rows.items()}
+    ranks = torch.arange(cfg.pp * cfg.dp * cfg.tp)
+    mesh = rearrange(ranks, "(pp dp kv r) -> pp dp kv r", **sizes)
+    patterns = {  # a row per group; beside each pattern the rows for pp 2, dp 2, tp 2 and at least 2 key heads
+        "tp": "pp dp kv r -> (pp dp) (kv r)",  # [0 1] [2 3] [4 5] [6 7]
+        "dp": "pp dp kv r -> (pp kv r) dp",  # [0 2] [1 3] [4 6] [5 7]
+        "pp": "pp dp kv r -> (dp kv r) pp",  # [0 4] [1 5] [2 6] [3 7]
+        "dp_r": "pp dp kv r -> (pp kv) (dp r)",  # [0 2] [1 3] [4 6] [5 7]; with 1 key head [0 1 2 3] [4 5 6 7]
+        "dp_tp": "pp dp kv r -> pp (dp kv r)",  # [0 1 2 3] [4 5 6 7]
+        "world": "pp dp kv r -> 1 (pp dp kv r)",  # [0 1 2 3 4 5 6 7]
+    }
+    return {axis: rearrange(mesh, pattern).tolist() for axis, pattern in patterns.items()}
+
+
+def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group of each axis. All ranks make all groups, in the same order."""
+    tables = group_ranks(cfg)
     tables |= dict.fromkeys(("back", "wrap", "wrap_back"), tables["pp"])  # more communicators: see build_model
-    return {axes: dist.new_subgroups_by_enumeration(table)[0] for axes, table in tables.items()}
+    groups = {}
+    for axis, rows in tables.items():
+        groups[axis], _ = dist.new_subgroups_by_enumeration(rows)
+    return groups
 
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
+    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -122,19 +133,20 @@ class Unit:
     shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
-    gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gather_work: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
     sums: Tensor | None = None  # [n] fp32: gradients of this rank's earlier micro-batches
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
-    """Start the all-gather of `full` unless it is up to date; wait on `unit.gathering` before reading it."""
-    if unit.gathering is None:
+    """Start the all-gather of `full` unless it is up to date; wait on `unit.gather_work` before reading it."""
+    if unit.gather_work is None:
         if stream:
             stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
         with torch.cuda.stream(stream):
-            mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
+            part = unit.full.chunk(unit.group.size())[unit.group.rank()]
+            part.copy_(unit.shard)  # rounded
             # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits
-            unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
+            unit.gather_work = dist.all_gather_into_tensor(unit.full, part, group=unit.group, async_op=True)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
@@ -146,17 +158,17 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     """
     if unit.matrices.grad is not None:
         raise RuntimeError("a unit has a .grad already: reduce once per step, in or after its last backward (see Use)")
-    gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
+    gradient = torch.empty_like(unit.shard)  # not on `stream`: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
         parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
-        # (N-1)/N of its bytes out and in per rank; the sum waits, on GPUs backward goes on
-        sending = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
-        sending.wait()
+        # (N-1)/N of its bytes out and in per rank; the sum waits for it, on GPUs backward goes on
+        work = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
+        work.wait()
         torch.sum(parts, 0, dtype=gradient.dtype, out=gradient)
-    return sending
+    return work
 
 
 def take_gradients(unit: Unit) -> Tensor:
@@ -164,7 +176,10 @@ def take_gradients(unit: Unit) -> Tensor:
     flat = torch.empty_like(unit.full)
     *parts, padding = flat.split(unit.sizes)
     for p, part in zip(unit.parameters, parts):
-        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank did not use it
+        if p.grad is None:  # this rank did not use it
+            part.zero_()
+        else:
+            part.copy_(p.grad.flatten())
         p.grad = None
     padding.zero_()
     return flat
@@ -180,24 +195,25 @@ def reduce(model: nn.Module, i: int) -> None:
     if unit.sums is not None:
         flat.copy_(unit.sums.add_(flat))  # rounded once
         unit.sums = None  # as large as flat at least: no wait for an older reduction, the stage before this one is idle
-    elif len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
-        model.sending[0][0].wait()
-        model.sending.pop(0)
-    model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
+    elif len(model.reductions_in_flight) == 2:  # wait for the older one, to reuse its memory
+        model.reductions_in_flight[0][0].wait()
+        model.reductions_in_flight.pop(0)
+    work = reduce_scatter(unit, flat, model.reduce_stream)
+    model.reductions_in_flight.append((work, flat))
 
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
     for unit in model.units[i:]:
-        gather(unit, model.gathers)  # those that are out of date, in the order of forward
-    model.units[i].gathering.wait()
+        gather(unit, model.gather_stream)  # those that are out of date, in the order of forward
+    model.units[i].gather_work.wait()
     if x.requires_grad:  # not under torch.no_grad(), and not the ids
         x.register_hook(lambda gradient: reduce(model, i))
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
+    """All-reduce the partial outputs where split weights end (Megatron's g); backward is the identity.
 
     Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
     """
@@ -205,27 +221,27 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
-        return x
+        y = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
 
 
 def gather_tokens(x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; wait on the work before reading them."""
-    rows = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
-    # (tp-1)/tp of the bytes of rows in and out per rank
-    return rows, dist.all_gather_into_tensor(rows, x.contiguous(), group=tp, async_op=True)
+    """Start to gather the n = b·s tokens of all ranks, [n/tp, d] -> [n, d]. Wait on the work before you read them."""
+    full_x = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
+    # (tp-1)/tp of the bytes of full_x in and out per rank
+    return full_x, dist.all_gather_into_tensor(full_x, x.contiguous(), group=tp, async_op=True)
 
 
-def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to sum the ranks' [n, d]; each rank gets the sums of its own tokens, [n/tp, d]. Wait before reading."""
-    x = rows.new_empty(rows.shape[0] // tp.size(), *rows.shape[1:])
-    # (tp-1)/tp of the bytes of rows out and in per rank
-    return x, dist.reduce_scatter_tensor(x, rows.contiguous(), group=tp, async_op=True)
+def reduce_scatter_tokens(full_x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to sum the ranks' [n, d]; each rank gets the sums of its tokens, [n/tp, d]. Wait before you read them."""
+    x = full_x.new_empty(full_x.shape[0] // tp.size(), *full_x.shape[1:])
+    # (tp-1)/tp of the bytes of full_x out and in per rank
+    return x, dist.reduce_scatter_tensor(x, full_x.contiguous(), group=tp, async_op=True)
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -240,22 +256,22 @@ class ColumnParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)  # this rank's tokens alone
         ctx.tp = tp
-        rows, gathered = gather_tokens(x, tp)
-        gathered.wait()
-        return tuple(rows @ weight.T for weight in weights)
+        full_x, work = gather_tokens(x, tp)
+        work.wait()
+        return tuple(full_x @ weight.T for weight in weights)
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        rows, gathered = gather_tokens(x, ctx.tp)  # overlaps with the next matmuls
-        partial_sum = gradients[0] @ weights[0]
-        for gradient, weight in zip(gradients[1:], weights[1:]):
-            partial_sum.addmm_(gradient, weight)
-        x, scattered = reduce_scatter_tokens(partial_sum, ctx.tp)  # overlaps with those after it
-        gathered.wait()
-        gradients = [gradient.T @ rows for gradient in gradients]
-        scattered.wait()
-        return x, None, *gradients
+        full_x, gather_work = gather_tokens(x, ctx.tp)  # overlaps with the matmuls of dx
+        full_dx = dys[0] @ weights[0]
+        for dy, weight in zip(dys[1:], weights[1:]):
+            full_dx.addmm_(dy, weight)
+        dx, reduce_work = reduce_scatter_tokens(full_dx, ctx.tp)  # overlaps with the matmuls of the dws
+        gather_work.wait()
+        dws = [dy.T @ full_x for dy in dys]
+        reduce_work.wait()
+        return dx, None, *dws
 
 
 class RowParallel(torch.autograd.Function):
@@ -266,16 +282,18 @@ class RowParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp = tp
-        x, scattered = reduce_scatter_tokens(x @ weight.T, tp)
-        scattered.wait()
-        return x
+        y, work = reduce_scatter_tokens(x @ weight.T, tp)
+        work.wait()
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()
-        return rows @ weight, rows.T @ x, None
+        full_dy, work = gather_tokens(dy, ctx.tp)
+        work.wait()
+        dx = full_dy @ weight
+        dw = full_dy.T @ x
+        return dx, dw, None
 
 
 def column_parallel(x: Tensor, tp: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -290,26 +308,26 @@ def row_parallel(x: Tensor, tp: dist.ProcessGroup, weight: Tensor) -> Tensor:
     return RowParallel.apply(x, weight, tp) if tp.size() > 1 else nn.functional.linear(x, weight)
 
 
-class Scatter(torch.autograd.Function):
+class ReduceScatterTokens(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
     Backward gathers the gradients of all n tokens, so the gradient of a table split over tp is complete. A table that
-    every rank holds (learned positions, added after Scatter) has that of this rank's tokens alone: sum it over tp.
+    every rank holds (learned positions, added after this) has the gradient of the rank's tokens alone: sum it over tp.
     """
 
     @staticmethod
     @torch.compiler.disable
-    def forward(ctx, rows: Tensor, tp: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.tp = tp
-        x, scattered = reduce_scatter_tokens(rows, tp)
-        scattered.wait()
-        return x
+        y, work = reduce_scatter_tokens(x, tp)
+        work.wait()
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()
-        return rows, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        dx, work = gather_tokens(dy, ctx.tp)
+        work.wait()
+        return dx, None
 
 
 def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -> dict[str, dist.ProcessGroup]:
@@ -319,14 +337,14 @@ def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -
     the transfers of one communicator run one at a time, in the order in which they were started. If both directions
     shared one, two neighbours that each had started a send first would wait for each other forever.
     """
-    hello = torch.zeros(1, device=device)
-    for before, after in zip(path, path[1:]):
-        for op, source, target in (("F", before, after), ("B", after, before)):
+    greeting = torch.zeros(1, device=device)
+    for rank, next_rank in zip(path, path[1:]):
+        for op, source, target in (("F", rank, next_rank), ("B", next_rank, rank)):
             # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
             if links[op].rank() == source:
-                dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
+                dist.send(greeting, group=links[op], group_dst=target)  # 4 bytes; waits for the target
             if links[op].rank() == target:
-                dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
+                dist.recv(greeting, group=links[op], group_src=source)  # 4 bytes; waits for the source
     return links
 
 
@@ -416,7 +434,8 @@ class Attention(nn.Module):
         super().__init__()
         self.tp = tp
         self.k = cfg.dim // cfg.heads
-        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
+        heads = cfg.heads // tp.size()  # of this rank
+        kv_heads = max(1, cfg.kv_heads // tp.size())
         self.q_proj = nn.Linear(cfg.dim, heads * self.k, bias=False)
         self.k_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
         self.v_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
@@ -424,9 +443,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = column_parallel(x, self.tp, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
-        q = rotate(rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)  # b h/tp s k
-        k = rotate(rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)
+        q = rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)  # b h/tp s k
+        k = rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)
         v = rearrange(v, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)
+        q = rotate(q, rope)
+        k = rotate(k, rope)
         o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         o = rearrange(o, "b h s k -> (b s) (h k)")
         return row_parallel(o, self.tp, self.o_proj.weight)  # (b s)/tp d
@@ -473,9 +494,10 @@ class Embedding(nn.Module):
         self.weight = nn.Embedding(-(-cfg.vocab // tp.size()), cfg.dim).weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        row = ids - self.tp.rank() * len(self.weight)
-        here = (row >= 0) & (row < len(self.weight))
-        return nn.functional.embedding(row.where(here, 0), self.weight).masked_fill(~here[..., None], 0)  # b s d
+        rows = ids - self.tp.rank() * len(self.weight)
+        is_local = (rows >= 0) & (rows < len(self.weight))
+        x = nn.functional.embedding(rows.where(is_local, 0), self.weight)
+        return x.masked_fill(~is_local[..., None], 0)  # b s d
 
 
 class Loss(nn.Module):
@@ -490,35 +512,42 @@ class Loss(nn.Module):
         self.tp = tp
         self.vocab = cfg.vocab
 
-    def wide(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Logits in fp32; those of the padding are -inf."""
-        return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(ids >= self.vocab, -torch.inf)
+    def fp32_logits(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return the logits in fp32 or above, with -inf for the padding."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.masked_fill(ids >= self.vocab, -torch.inf)
 
-    def forward(self, rows: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         targets = targets.int()  # 64 bits are slower on a GPU
-        ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
-        top = self.wide(rows.detach(), ids).amax(1)
+        v = logits.shape[1]  # of this rank
+        ids = torch.arange(v, dtype=torch.int32, device=logits.device) + self.tp.rank() * v
+        top = self.fp32_logits(logits.detach(), ids).amax(1)
         torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token
-        rows = self.wide(rows, ids)
-        exponentials = (rows - top[:, None]).exp().sum(1)
-        wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = ReduceFromTP.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token
-        return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
+        logits = self.fp32_logits(logits, ids)
+        exponentials = (logits - top[:, None]).exp().sum(1)
+        target_logits = logits.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
+        sums = torch.stack([exponentials, target_logits])
+        exponentials, target_logits = ReduceFromTP.apply(sums, self.tp)  # 8 bytes per token
+        losses = exponentials.log() + top - target_logits
+        return losses.where(targets != IGNORE, 0).sum()
 
 
 def split_layers(cfg: Config, stages: int) -> list[range]:
     """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
-    head = 6 * cfg.dim * cfg.vocab
+    head = 6 * cfg.dim * cfg.vocab  # FLOPs per token
     block = (flops_per_token(cfg) - head) / cfg.layers
-    counts, load = [1] * stages, [block] * stages
-    load[0] += cfg.dim  # embedding: backward adds a row per token
-    load[-1] += head
+    counts = [1] * stages  # layers of each stage
+    loads = [block] * stages  # FLOPs per token of each stage
+    loads[0] += cfg.dim  # embedding: backward adds a row per token
+    loads[-1] += head
     for _ in range(cfg.layers - stages):
-        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages hold fewer activations in flight
+        # of equals the last: later stages hold fewer activations in flight
+        lightest = min(reversed(range(stages)), key=loads.__getitem__)
         counts[lightest] += 1
-        load[lightest] += block
-    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+        loads[lightest] += block
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts)]
 
 
 class Stage(nn.Module):
@@ -534,15 +563,17 @@ class Stage(nn.Module):
         self.dp_tp, self.dp_r = groups["dp_tp"], groups["dp_r"]  # those that hold the same norms, the same key heads
         self.links = links  # for each stage but the last: communicators, or queues, to the next one, by operation
         self.path = path  # the rank of each stage
-        self.stage, self.stages = stage, len(path)
+        self.stage = stage
+        self.stages = len(path)
         self.units: list[Unit] = []  # filled by make_units: replicated ones, then others in the order of forward
         self.replicated = 0  # how many units, the first ones, are replicated on tp
-        self.gathers, self.stream, self.sending = background  # those of Model
+        self.gather_stream, self.reduce_stream, self.reductions_in_flight = background  # those of Model
         self.requires_gradient_sync = True  # whether backward reduces: with the last micro-batch
         self.model = nn.Module()
         if self.stage == 0:
             self.model.embed_tokens = Embedding(cfg, tp)
-        self.model.layers = nn.ModuleDict({str(i): Block(cfg, tp) for i in split_layers(cfg, self.stages)[self.stage]})
+        layers = split_layers(cfg, self.stages)[self.stage]
+        self.model.layers = nn.ModuleDict({str(i): Block(cfg, tp) for i in layers})
         if self.stage == self.stages - 1:
             self.model.norm = RMSNorm(cfg)
             self.lm_head = nn.Linear(cfg.dim, -(-cfg.vocab // tp.size()), bias=False)
@@ -557,7 +588,7 @@ class Stage(nn.Module):
         if self.stage == 0:
             before_forward(self, self.replicated, x)
             x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-            x = Scatter.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
+            x = ReduceScatterTokens.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
         for i, block in enumerate(self.model.layers.children(), self.replicated + int(self.stage == 0)):
             before_forward(self, i, x)
             x = block(x, rope)
@@ -579,25 +610,35 @@ class Model(nn.Module):
         self.pp = pp  # the ranks that split the model
         self.world = groups["world"]  # the ranks that train this model
         self.units: list[Unit] = []  # of all stages, filled by build_model
-        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
-        self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
-        self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
-        background = self.gathers, self.stream, self.sending  # the stages of a rank share them
+        self.gather_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
+        self.reduce_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of gradients
+        self.reductions_in_flight: list[tuple[dist.Work, Tensor]] = []  # what to wait for, gradients to keep until then
+        # the stages of a rank share them
+        background = self.gather_stream, self.reduce_stream, self.reductions_in_flight
         stages = [stage for stage, rank in enumerate(path) if rank == pp.rank()]
         self.chunks = nn.ModuleList(Stage(cfg, groups, links, path, stage, background) for stage in stages)
+
+
+def is_split(name: str) -> bool:
+    """Return whether ranks hold different parts of a tensor; else it is replicated.
+
+    Split are weights of the layers in SPLIT, and biases of column-parallel ones, if your model has biases.
+    """
+    path, _, kind = name.rpartition(".")
+    layer = path.rpartition(".")[2]
+    return layer in SPLIT and (SPLIT[layer] == 0 or kind != "bias")
 
 
 def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
     """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
 
-    SPLIT names the split layers; all others are replicated. This model has no biases; if yours has, split those of
-    column-parallel layers and replicate those of row-parallel ones. Split q, k and v of a fused qkv weight separately.
+    Split q, k and v of a fused qkv weight separately.
     """
-    path, _, kind = name.rpartition(".")
-    layer = path.rpartition(".")[2]
-    if layer not in SPLIT or (SPLIT[layer] == 1 and kind == "bias"):
+    if not is_split(name):
         return 0, 1
-    return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    layer = name.split(".")[-2]
+    parts = min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    return SPLIT[layer], parts
 
 
 @torch.no_grad()
@@ -608,58 +649,69 @@ def make_unit(
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from named parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
+    """Build a unit from named parameters. initial(name, shape) returns the full initial weight of one."""
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if frozen := [name for name, p in named if not p.requires_grad]:
         raise ValueError(f"{frozen[0]} is frozen, a unit is trained: see 03_zero/lora.py")
     named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
-    sizes = [p.numel() for _, p in named]
-    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
-    sizes.append(group.size() * each - sum(sizes))  # the padding
-    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
-    shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    parameters = [p for _, p in named]
+    sizes = [p.numel() for p in parameters]
+    shard_size = -(-sum(sizes) // group.size())  # rounded up
+    sizes.append(group.size() * shard_size - sum(sizes))  # the padding
+    full = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
-        own = shard[max(0, start) : max(0, start + p.numel())]
-        own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
-        # .data: autograd must not notice that gather overwrites the weights
+        lo = max(start, shard_start)
+        hi = max(lo, min(start + p.numel(), shard_start + shard_size))  # lo ... hi of p are in the shard, maybe none
+        shard[lo - shard_start : hi - shard_start] = initial(name, p.shape).flatten()[lo - start : hi - start]
+        # p becomes a view of `full`; of .data, as autograd must not notice that gather overwrites the weights
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
-    end = sum(p.numel() for _, p in named if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
-    matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(group, [p for _, p in named], sizes, full, shard, matrices, vectors)
+    matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 
 def check_units(model: nn.Module) -> None:
     """Raise unless each parameter that is trained is in one unit: outside of them nothing is trained, nor saved."""
-    held = [p for unit in model.units for p in unit.parameters]
+    members = [p for unit in model.units for p in unit.parameters]
     for name, p in model.named_parameters():
-        if p.requires_grad and sum(p is other for other in held) != 1:
+        if p.requires_grad and sum(p is other for other in members) != 1:
             raise ValueError(f"{name} must be in exactly one unit")
 
 
 def holders(cfg: Config, model: nn.Module, name: str) -> dist.ProcessGroup:
     """Return the ranks that hold the same elements of a parameter: ZeRO sums its gradient over them, and shards it."""
-    parts = placement(name, cfg.tp, cfg.kv_heads)[1]
-    return model.dp if parts == cfg.tp else model.dp_tp if parts == 1 else model.dp_r
+    _, parts = placement(name, cfg.tp, cfg.kv_heads)
+    if parts == cfg.tp:  # each rank of tp has a part of its own
+        return model.dp
+    return model.dp_tp if parts == 1 else model.dp_r
 
 
 def make_units(cfg: Config, model: nn.Module) -> None:
     """Divide the parameters into units: those that are replicated on tp, then the others in the order of forward."""
-    held_by = {name: holders(cfg, model, name) for name, _ in model.named_parameters()}
-    blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
-    units = [(names, model.dp) for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]]
-    replicated = [(("",), group) for group in dict.fromkeys(held_by.values()) if group is not model.dp]
-    model.replicated = len(replicated)
-    initial, dtype = partial(local_tensor, cfg, model.tp), getattr(torch, cfg.dtype)
-    for names, group in replicated + units:
-        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names) and held_by[name] is group]
+    parameters = list(model.named_parameters())
+    group_of = {name: holders(cfg, model, name) for name, _ in parameters}
+    units = []  # (name, parameter) of each unit, and the ranks that hold it
+    for group in dict.fromkeys(group_of.values()):
+        if group is not model.dp:
+            named = [(name, p) for name, p in parameters if group_of[name] is group]  # replicated on tp
+            units.append((named, group))
+    model.replicated = len(units)
+    blocks = [f"model.layers.{i}." for i in range(cfg.layers)]
+    for prefix in ["model.embed_tokens.", *blocks, ("model.norm.", "lm_head.")]:
+        named = [(name, p) for name, p in parameters if name.startswith(prefix) and group_of[name] is model.dp]
         if named:  # of this stage
-            model.units.append(make_unit(named, initial, group, cfg.device, dtype))
+            units.append((named, model.dp))
+    initial = partial(local_tensor, cfg, model.tp)
+    for named, group in units:
+        model.units.append(make_unit(named, initial, group, cfg.device, getattr(torch, cfg.dtype)))
     check_units(model)
     if model.stage == 0:
-        proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
+        proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: weights and group would stay
         embedding = model.model.embed_tokens.weight
         embedding.register_post_accumulate_grad_hook(lambda p: reduce(proxy, proxy.replicated))  # the last gradient
 
@@ -667,23 +719,28 @@ def make_units(cfg: Config, model: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------------------- training
 def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[str, int, int]]:
     """Return what a rank does, in order: (F forward or B backward, micro-batch, chunk)."""
-    groups = [range(i, min(i + ranks, microbatches)) for i in range(0, microbatches, ranks)]
-    visits = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
-    forwards = [("F", i, chunk) for i, chunk in visits]
-    backwards = [("B", i, chunks - 1 - chunk) for i, chunk in visits]
-    # forwards to run before the first gradient can arrive: one per later rank (two with several chunks, because a
-    # later rank alternates between F and B), and p for each chunk but the last
-    ahead = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(visits))
-    pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
-    return forwards[:ahead] + pairs + backwards[len(visits) - ahead :]
+    forwards, backwards = [], []
+    for start in range(0, microbatches, ranks):  # a group of micro-batches goes through all chunks, then the next
+        for chunk in range(chunks):
+            for i in range(start, min(start + ranks, microbatches)):
+                forwards.append(("F", i, chunk))
+                backwards.append(("B", i, chunks - 1 - chunk))
+    # forwards before the first gradient can arrive: one per later rank (two with several chunks, because a later rank
+    # alternates between F and B), and p for each chunk but the last
+    warmup = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(forwards))
+    operations = forwards[:warmup]
+    for pair in zip(forwards[warmup:], backwards):
+        operations += pair  # one forward, one backward
+    return operations + backwards[len(backwards) - warmup :]
 
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs of Stage.forward, targets [b, s] -> activations [(b s)/tp, d], on the last stage the sum of the losses"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         output = model(inputs, torch.arange(targets.shape[1], device=targets.device))
-        last = model.stage == model.stages - 1
-        return model.loss(output, targets.flatten()) if last else output
+        if model.stage < model.stages - 1:
+            return output
+        return model.loss(output, targets.flatten())
 
 
 def run_schedule(
@@ -700,41 +757,47 @@ def run_schedule(
     cfg.dtype, on the last stage the summed loss. 06_pipeline/interleaved.py says which lists work. A list of forwards
     alone, under torch.no_grad(), evaluates.
     """
-    saved, messages, dtype = {}, [], getattr(torch, cfg.dtype)
-    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    dtype = getattr(torch, cfg.dtype)
+    loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    saved = {}  # by micro-batch and chunk: input and output of its forward, and the Work that sends the output
+    send_buffers = []  # what else is in flight: (Work, tensor), the oldest first
+    # with several chunks, a rank may send p in a row before the next rank of the ring takes one
+    sends_in_flight = chunks[0].pp.size() if len(chunks) > 1 else SENDS_IN_FLIGHT
     last = {chunk: step for step, (_, _, chunk) in enumerate(operations)}  # of a stage's last backward
     for step, (op, i, chunk) in enumerate(operations):
         model = chunks[chunk]
         shape = inputs[i].numel() // model.tp.size(), cfg.dim  # (b/m s)/tp d
-        arrived = receive(model, op, shape, dtype, inputs[i].device)
+        message = receive(model, op, shape, dtype, inputs[i].device)  # activations or dy; None at the ends
         if op == "F":
-            x = inputs[i] if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
+            x = inputs[i] if message is None else message.requires_grad_(torch.is_grad_enabled())
             output = forward(cfg, model, x, targets[i])
             if model.stage == model.stages - 1:
                 output = output / tokens
-                total += output.detach()
+                loss += output.detach()
             elif (output.dtype, output.shape) != (dtype, shape):  # the next stage would read memory that nobody wrote
                 raise ValueError(f"forward must return {dtype} {list(shape)}, not {output.dtype} {list(output.shape)}")
             work = send(model, op, output.detach())
             if torch.is_grad_enabled():
                 saved[i, chunk] = x, output, work
             else:
-                messages.append((work, output))
+                send_buffers.append((work, output))
         else:
             x, output, work = saved.pop((i, chunk))
             wait_for_send(work)  # the output has arrived, since its gradient has come back
             model.requires_gradient_sync = step == last[chunk]  # ZeRO reduces
             if output.requires_grad:  # else all parameters of the first stage are frozen
-                output.backward(arrived)
-            messages.append((send(model, op, x.grad), x.grad))
+                output.backward(message)
+            work = send(model, op, x.grad)
+            send_buffers.append((work, x.grad))
             for unit in reversed(range(model.replicated)):
                 reduce(model, unit)  # all blocks of this stage have added to these
-        # with several chunks, a rank may send p in a row before the next rank of the ring takes one
-        if len(messages) > (model.pp.size() if len(chunks) > 1 else 2):
-            wait_for_send(messages.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:
+        if len(send_buffers) > sends_in_flight:
+            wait_for_send(send_buffers.pop(0)[0])  # and frees what was sent
+    for work, _ in send_buffers:
         wait_for_send(work)
-    return total
+    for _, _, work in saved.values():  # of forwards whose backward the list does not have
+        wait_for_send(work)
+    return loss
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -742,26 +805,28 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
     # ranks of tp share a batch; ranks of pp, too, but only the first reads the inputs and only the last the targets
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     for unit in model.units:
-        gather(unit, model.gathers)  # later stages do it while they wait for activations
+        gather(unit, model.gather_stream)  # later stages do it while they wait for activations
     operations = schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches)
-    micro = (x.tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/dp/m s
-    total = run_schedule(cfg, model.chunks, operations, *micro, tokens)
-    if model.stream:
-        torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
-    model.sending.clear()
+    inputs = inputs.tensor_split(cfg.microbatches)  # m times [b/dp/m, s]
+    targets = targets.tensor_split(cfg.microbatches)
+    loss = run_schedule(cfg, model.chunks, operations, inputs, targets, tokens)
+    if model.reduce_stream:
+        torch.cuda.current_stream().wait_stream(model.reduce_stream)  # the GPU's stream waits, not this process
+    model.reductions_in_flight.clear()
     for group in (model.dp, model.pp):  # on tp, all have the same loss
-        dist.all_reduce(total, group=group)  # one element, for the log
-    return total
+        dist.all_reduce(loss, group=group)  # one element, for the log
+    return loss
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
-    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
-    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    squares = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(squares, group=model.world)  # one element
+    norm = squares.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -773,7 +838,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     optimizer.step()
     optimizer.zero_grad()
     for unit in model.units:
-        unit.gathering = None  # the shards have changed: the next forward gathers them
+        unit.gather_work = None  # the shards have changed: the next forward gathers them
     return loss, norm
 
 
@@ -781,10 +846,14 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
-    forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches) if op[0] == "F"]
-    loss = run_schedule(cfg, model.chunks, forwards, *micro, tokens)
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    inputs = inputs.tensor_split(cfg.microbatches)  # m times [b/dp/m, s]
+    targets = targets.tensor_split(cfg.microbatches)
+    operations = schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches)
+    forwards = [operation for operation in operations if operation[0] == "F"]
+    loss = run_schedule(cfg, model.chunks, forwards, inputs, targets, tokens)
     for group in (model.dp, model.pp):  # on tp, all have the same loss
         dist.all_reduce(loss, group=group)  # one element
     return loss
@@ -840,11 +909,13 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def local_tensor(cfg: Config, tp: dist.ProcessGroup, name: str, shape: torch.Size) -> Tensor:
     """Return this rank's part, of the given shape, of a full tensor of the initial weights."""
     axis, parts = placement(name, tp.size(), cfg.kv_heads)
-    whole = [n * parts if i == axis else n for i, n in enumerate(shape)]
-    rows = cfg.vocab if name in VOCABULARY else whole[0]
-    full = full_tensor(cfg, name, torch.Size([rows, *whole[1:]]))
-    if rows < whole[0]:
-        full = nn.functional.pad(full, (0, 0) * (full.ndim - 1) + (0, whole[0] - rows))
+    full_shape = list(shape)
+    full_shape[axis] *= parts
+    padding = full_shape[0] - cfg.vocab if name in VOCABULARY else 0  # rows that make tp divide the vocabulary
+    full_shape[0] -= padding
+    full = full_tensor(cfg, name, torch.Size(full_shape))
+    if padding:
+        full = nn.functional.pad(full, (0, 0) * (full.ndim - 1) + (0, padding))
     return full.chunk(parts, axis)[tp.rank() * parts // tp.size()]
 
 
@@ -852,15 +923,15 @@ def build_model(cfg: Config) -> Model:
     """Build this rank's part of the model: no rank ever has all weights."""
     groups = make_groups(cfg)
     pp = groups["pp"]
-    path = [*range(pp.size())] * cfg.chunks
-    along = connect({"F": pp, "B": groups["back"]}, path[: pp.size()], cfg.device)
+    path = list(range(pp.size())) * cfg.chunks  # the rank of each stage
+    links = connect({"F": pp, "B": groups["back"]}, path[: pp.size()], cfg.device)
     # From the last rank messages wrap around to the first. With two ranks, activations then go both ways between the
     # same two, and so do gradients: on one communicator, ranks that each had started a send first would wait forever.
-    wrap = {"F": deque(), "B": deque()}
+    wrap_links = {"F": deque(), "B": deque()}  # of one rank: queues, see send
     if pp.size() > 1:
-        wrap = connect({"F": groups["wrap"], "B": groups["wrap_back"]}, path[pp.size() - 1 :][:2], cfg.device)
+        wrap_links = connect({"F": groups["wrap"], "B": groups["wrap_back"]}, path[pp.size() - 1 :][:2], cfg.device)
     with torch.device("meta"):
-        model = Model(cfg, groups, [along if rank else wrap for rank in path[1:]], path)
+        model = Model(cfg, groups, [links if rank > 0 else wrap_links for rank in path[1:]], path)
     for chunk in model.chunks:
         make_units(cfg, chunk)
         model.units += chunk.units
@@ -930,7 +1001,10 @@ def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW for this rank's shards, with weight decay on matrices only."""
     matrices = [unit.matrices for unit in model.units]
     vectors = [unit.vectors for unit in model.units]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [
+        dict(params=matrices, weight_decay=cfg.weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 
 
@@ -1005,13 +1079,17 @@ def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    mine, weights = unshard(cfg, model), {}
-    shapes = [None] * model.pp.size()
-    # names and shapes
-    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp)
-    for rank, owned in enumerate(shapes):
-        for name, shape in owned.items():
-            tensor = mine[name].to(cfg.device) if name in mine else torch.empty(shape, device=cfg.device)
+    weights = {}  # of all stages, on the CPU of rank 0
+    rank_weights = unshard(cfg, model)
+    rank_shapes = {name: weight.shape for name, weight in rank_weights.items()}
+    shapes_by_rank = [None] * model.pp.size()
+    dist.all_gather_object(shapes_by_rank, rank_shapes, group=model.pp)  # names and shapes
+    for rank, shapes in enumerate(shapes_by_rank):
+        for name, shape in shapes.items():
+            if name in rank_weights:
+                tensor = rank_weights[name].to(cfg.device)
+            else:
+                tensor = torch.empty(shape, device=cfg.device)
             dist.broadcast(tensor, group=model.pp, group_src=rank)  # one weight after another
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
@@ -1152,15 +1230,15 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: parameter_names, unshard, save, check
-# Copy:     make_groups, reduce, forward, run_schedule, clip_gradients, evaluate (and from each parent what its own Copy
-#           line says)
+# Copy:     group_ranks, make_groups, reduce, forward, SENDS_IN_FLIGHT, run_schedule, clip_gradients, evaluate (and from
+#           each parent what its own Copy line says)
 # Use:      as the parents say, and:
-#           1. Stage.forward and make_units show how they meet. The stages of a rank share gathers, stream and sending,
-#              as in Model.__init__.
-#           2. When run_schedule is over, wait for stream, as in forward_backward.
+#           1. Stage.forward and make_units show how they meet. The stages of a rank share gather_stream, reduce_stream
+#              and reductions_in_flight, as in Model.__init__.
+#           2. When run_schedule is over, wait for reduce_stream, as in forward_backward.
 #           3. If the embedding's unit is several tensors, leave out its hook: let run_schedule reduce that unit, too,
 #              after the replicated ones.
 # Needs:    cfg.chunks, cfg.clip, cfg.device, cfg.dim, cfg.dp, cfg.dtype, cfg.kv_heads, cfg.microbatches, cfg.pp,
-#           cfg.tp, model.chunks, model.dp, model.loss, model.pp, model.replicated, model.requires_gradient_sync,
-#           model.sending, model.stage, model.stages, model.stream, model.tp, model.units, model.world, IGNORE,
-#           reduce_scatter, take_gradients, receive, send, wait_for_send, schedule
+#           cfg.tp, model.chunks, model.dp, model.loss, model.pp, model.reduce_stream, model.reductions_in_flight,
+#           model.replicated, model.requires_gradient_sync, model.stage, model.stages, model.tp, model.units,
+#           model.world, IGNORE, reduce_scatter, take_gradients, receive, send, wait_for_send, schedule

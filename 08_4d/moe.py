@@ -1,12 +1,10 @@
 """5D parallelism: the mesh of data, context, tensor and pipeline parallelism, with experts shared out over part of it.
 
-Ranks of dp and cp have different tokens and, but for the experts, the same weights. Groups of ep neighbours split
-the experts of every layer: a row travels to its expert and back within this ep group, as in expert_parallel.py. Of
-each expert a rank of tp has 1/tp: these ranks gather their tokens, route all of them alike, and add up partial outputs.
-To ZeRO, experts are units of their own. Their gradients hold the tokens of ep ranks already, so they are summed, and
-their weights sharded, over the edp = dp·cp/ep ranks that hold copies. Per rank, of Ψ weights and Ψe more in experts:
-2(Ψ + Ψe/ep)/(tp·pp) bytes of bf16 weights and, as ep·edp = dp·cp, 16(Ψ + Ψe)/(tp·pp·dp·cp) of master weights, moments
-and gradients, whatever ep is. For t tokens of an ep rank, 4(ep-1)/ep·t·top_k·d elements travel per layer.
+1. Groups of ep ranks of dp·cp split the experts of a layer. An all-to-all takes rows to their expert, another one back.
+2. A rank of tp has 1/tp of each expert: it gathers the tokens of all ranks of tp, and partial outputs are summed.
+3. Experts are units of their own: ZeRO sums and shards them over the edp = dp·cp/ep ranks that hold copies.
+Per rank, of Ψ weights and Ψe more in experts: 2(Ψ + Ψe/ep)/(tp·pp) bytes in bf16, 16(Ψ + Ψe)/(tp·pp·dp·cp) of masters,
+moments and gradients. Per layer, 4(ep-1)/ep·t·top_k·d elements travel for the t tokens of an ep rank.
 
 Parent:   08_4d/train.py, 07_expert/expert_parallel.py
 Lesson:   Config, SPLIT, group_ranks, Gather, Experts.__init__, MLP, Block.__init__, Stage, Model.__init__,
@@ -44,10 +42,12 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
+SENDS_IN_FLIGHT = 2  # gradients that a stage is sending before it waits for the oldest to leave
 VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"  # tensors with a row per vocabulary id
 # The axis of a weight [out, in] along which a layer is split: 0 is column-parallel, 1 is row-parallel. w1, w3
 # and w2 are gate, up and down projection of one expert.
 SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, w1=0, w3=0, w2=1, embed_tokens=0, lm_head=0)
+PENDING_PARTS = 4  # more results of ring steps are merged in one pass over memory: fewer cost time, more cost memory
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # Shapes of Mixtral 8x7B, OLMoE-1B-7B and Qwen3-30B-A3B. Attention stays Llama's: OLMoE and Qwen3 also normalise queries
 # and keys, and Qwen3's heads are 128 wide, not dim / heads. OLMoE does not renormalise its gates; here all do.
@@ -116,29 +116,41 @@ def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
     Experts cut ZeRO's axis: ep neighbours share them out, edp ranks hold the same. pp_ep share out the whole model.
     """
     sizes = dict(pp=cfg.pp, dp=cfg.dp, cp=cfg.cp, r=max(1, cfg.tp // cfg.kv_heads))
-    slowest_first = " ".join(reversed(cfg.order.split("-"))).replace("tp", "kv r")
+    slowest_first = " ".join(reversed(cfg.order.split("-"))).replace("tp", "kv r")  # such as "pp dp cp kv r"
     ranks = torch.arange(cfg.pp * cfg.dp * cfg.cp * cfg.tp)
     mesh = rearrange(ranks, f"({slowest_first}) -> pp dp cp kv r", **sizes)
-    rows = {"tp": "(pp dp cp) (kv r)", "cp": "(pp dp kv r) cp", "dp": "(pp cp kv r) dp", "pp": "(dp cp kv r) pp"}
-    rows |= {"dp_cp": "(pp kv r) (dp cp)", "dp_cp_r": "(pp kv) (dp cp r)", "dp_cp_tp": "pp (dp cp kv r)"}
-    rows["world"] = "1 (pp dp cp kv r)"
-    tables = {axes: rearrange(mesh, f"pp dp cp kv r -> {row}") for axes, row in rows.items()}
-    tables["ep"] = rearrange(tables["dp_cp"], "n (edp ep) -> (n edp) ep", ep=cfg.ep)
-    tables["edp"] = rearrange(tables["dp_cp"], "n (edp ep) -> (n ep) edp", ep=cfg.ep)
-    tables["pp_ep"] = rearrange(tables["dp_cp"], "(pp tp) (edp ep) -> (tp edp) (pp ep)", tp=cfg.tp, ep=cfg.ep)
-    return {axes: table.tolist() for axes, table in tables.items()}
+    patterns = {  # a row per group; beside each pattern the rows for pp 2, dp 1, cp 2, tp 2 and at least 2 key heads
+        "tp": "pp dp cp kv r -> (pp dp cp) (kv r)",  # [0 1] [2 3] [4 5] [6 7]
+        "cp": "pp dp cp kv r -> (pp dp kv r) cp",  # [0 2] [1 3] [4 6] [5 7]
+        "dp": "pp dp cp kv r -> (pp cp kv r) dp",  # [0] [1] [2] [3] [4] [5] [6] [7]
+        "pp": "pp dp cp kv r -> (dp cp kv r) pp",  # [0 4] [1 5] [2 6] [3 7]
+        "dp_cp": "pp dp cp kv r -> (pp kv r) (dp cp)",  # [0 2] [1 3] [4 6] [5 7]
+        "dp_cp_r": "pp dp cp kv r -> (pp kv) (dp cp r)",  # [0 2] [1 3] [4 6] [5 7]; with 1 key head like dp_cp_tp
+        "dp_cp_tp": "pp dp cp kv r -> pp (dp cp kv r)",  # [0 1 2 3] [4 5 6 7]
+        "world": "pp dp cp kv r -> 1 (pp dp cp kv r)",  # [0 1 2 3 4 5 6 7]
+    }
+    tables = {axis: rearrange(mesh, pattern) for axis, pattern in patterns.items()}
+    # with ep 2, the example goes on:
+    mesh = rearrange(tables["dp_cp"], "(pp tp) (edp ep) -> pp tp edp ep", tp=cfg.tp, ep=cfg.ep)
+    tables["ep"] = rearrange(mesh, "pp tp edp ep -> (pp tp edp) ep")  # [0 2] [1 3] [4 6] [5 7]
+    tables["edp"] = rearrange(mesh, "pp tp edp ep -> (pp tp ep) edp")  # [0] [2] [1] [3] [4] [6] [5] [7]
+    tables["pp_ep"] = rearrange(mesh, "pp tp edp ep -> (tp edp) (pp ep)")  # [0 2 4 6] [1 3 5 7]
+    return {axis: table.tolist() for axis, table in tables.items()}
 
 
 def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
     """Return this rank's group of each axis. All ranks make all groups, in the same order."""
     tables = group_ranks(cfg)
     tables |= dict.fromkeys(("back", "wrap", "wrap_back"), tables["pp"])  # more communicators: see build_model
-    return {axes: dist.new_subgroups_by_enumeration(table)[0] for axes, table in tables.items()}
+    groups = {}
+    for axis, rows in tables.items():
+        groups[axis], _ = dist.new_subgroups_by_enumeration(rows)
+    return groups
 
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
+    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -147,19 +159,20 @@ class Unit:
     shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
-    gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gather_work: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
     sums: Tensor | None = None  # [n] fp32: gradients of this rank's earlier micro-batches
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
-    """Start the all-gather of `full` unless it is up to date; wait on `unit.gathering` before reading it."""
-    if unit.gathering is None:
+    """Start the all-gather of `full` unless it is up to date; wait on `unit.gather_work` before reading it."""
+    if unit.gather_work is None:
         if stream:
             stream.wait_stream(torch.cuda.current_stream())  # after all reads of old weights and writes of the shard
         with torch.cuda.stream(stream):
-            mine = unit.full.chunk(unit.group.size())[unit.group.rank()].copy_(unit.shard)  # rounded
+            part = unit.full.chunk(unit.group.size())[unit.group.rank()]
+            part.copy_(unit.shard)  # rounded
             # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits
-            unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
+            unit.gather_work = dist.all_gather_into_tensor(unit.full, part, group=unit.group, async_op=True)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
@@ -171,17 +184,17 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     """
     if unit.matrices.grad is not None:
         raise RuntimeError("a unit has a .grad already: reduce once per step, in or after its last backward (see Use)")
-    gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
+    gradient = torch.empty_like(unit.shard)  # not on `stream`: memory belongs to the stream that allocates it
     unit.matrices.grad, unit.vectors.grad = gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
         parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
-        # (N-1)/N of its bytes out and in per rank; the sum waits, on GPUs backward goes on
-        sending = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
-        sending.wait()
+        # (N-1)/N of its bytes out and in per rank; the sum waits for it, on GPUs backward goes on
+        work = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
+        work.wait()
         torch.sum(parts, 0, dtype=gradient.dtype, out=gradient)
-    return sending
+    return work
 
 
 def take_gradients(unit: Unit) -> Tensor:
@@ -189,7 +202,10 @@ def take_gradients(unit: Unit) -> Tensor:
     flat = torch.empty_like(unit.full)
     *parts, padding = flat.split(unit.sizes)
     for p, part in zip(unit.parameters, parts):
-        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank did not use it
+        if p.grad is None:  # this rank did not use it
+            part.zero_()
+        else:
+            part.copy_(p.grad.flatten())
         p.grad = None
     padding.zero_()
     return flat
@@ -205,24 +221,25 @@ def reduce(model: nn.Module, i: int) -> None:
     if unit.sums is not None:
         flat.copy_(unit.sums.add_(flat))  # rounded once
         unit.sums = None  # as large as flat at least: no wait for an older reduction, the stage before this one is idle
-    elif len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
-        model.sending[0][0].wait()
-        model.sending.pop(0)
-    model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
+    elif len(model.reductions_in_flight) == 2:  # wait for the older one, to reuse its memory
+        model.reductions_in_flight[0][0].wait()
+        model.reductions_in_flight.pop(0)
+    work = reduce_scatter(unit, flat, model.reduce_stream)
+    model.reductions_in_flight.append((work, flat))
 
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
     for unit in model.units[i:]:
-        gather(unit, model.gathers)  # those that are out of date, in the order of forward
-    model.units[i].gathering.wait()
+        gather(unit, model.gather_stream)  # those that are out of date, in the order of forward
+    model.units[i].gather_work.wait()
     if x.requires_grad:  # not under torch.no_grad(), and not the ids
         x.register_hook(lambda gradient: reduce(model, i))
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """Where split weights end (Megatron's g): all-reduce the partial outputs; backward is the identity.
+    """All-reduce the partial outputs where split weights end (Megatron's g); backward is the identity.
 
     Add the bias of a row-parallel layer after ReduceFromTP: before it, the bias would count tp times.
     """
@@ -230,27 +247,27 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable  # torch 2.11 gives no gradient to a sum that it has compiled
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
-        return x
+        y = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y, group=tp)  # 2 (tp-1)/tp of the bytes of x out and in per rank
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
 
 
 def gather_tokens(x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to put the n = b·s tokens together, [n/tp, d] -> [n, d]; wait on the work before reading them."""
-    rows = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
-    # (tp-1)/tp of the bytes of rows in and out per rank
-    return rows, dist.all_gather_into_tensor(rows, x.contiguous(), group=tp, async_op=True)
+    """Start to gather the n = b·s tokens of all ranks, [n/tp, d] -> [n, d]. Wait on the work before you read them."""
+    full_x = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
+    # (tp-1)/tp of the bytes of full_x in and out per rank
+    return full_x, dist.all_gather_into_tensor(full_x, x.contiguous(), group=tp, async_op=True)
 
 
-def reduce_scatter_tokens(rows: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to sum the ranks' [n, d]; each rank gets the sums of its own tokens, [n/tp, d]. Wait before reading."""
-    x = rows.new_empty(rows.shape[0] // tp.size(), *rows.shape[1:])
-    # (tp-1)/tp of the bytes of rows out and in per rank
-    return x, dist.reduce_scatter_tensor(x, rows.contiguous(), group=tp, async_op=True)
+def reduce_scatter_tokens(full_x: Tensor, tp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to sum the ranks' [n, d]; each rank gets the sums of its tokens, [n/tp, d]. Wait before you read them."""
+    x = full_x.new_empty(full_x.shape[0] // tp.size(), *full_x.shape[1:])
+    # (tp-1)/tp of the bytes of full_x out and in per rank
+    return x, dist.reduce_scatter_tensor(x, full_x.contiguous(), group=tp, async_op=True)
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -265,22 +282,22 @@ class ColumnParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, tp: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)  # this rank's tokens alone
         ctx.tp = tp
-        rows, gathered = gather_tokens(x, tp)
-        gathered.wait()
-        return tuple(rows @ weight.T for weight in weights)
+        full_x, work = gather_tokens(x, tp)
+        work.wait()
+        return tuple(full_x @ weight.T for weight in weights)
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        rows, gathered = gather_tokens(x, ctx.tp)  # overlaps with the next matmuls
-        partial_sum = gradients[0] @ weights[0]
-        for gradient, weight in zip(gradients[1:], weights[1:]):
-            partial_sum.addmm_(gradient, weight)
-        x, scattered = reduce_scatter_tokens(partial_sum, ctx.tp)  # overlaps with those after it
-        gathered.wait()
-        gradients = [gradient.T @ rows for gradient in gradients]
-        scattered.wait()
-        return x, None, *gradients
+        full_x, gather_work = gather_tokens(x, ctx.tp)  # overlaps with the matmuls of dx
+        full_dx = dys[0] @ weights[0]
+        for dy, weight in zip(dys[1:], weights[1:]):
+            full_dx.addmm_(dy, weight)
+        dx, reduce_work = reduce_scatter_tokens(full_dx, ctx.tp)  # overlaps with the matmuls of the dws
+        gather_work.wait()
+        dws = [dy.T @ full_x for dy in dys]
+        reduce_work.wait()
+        return dx, None, *dws
 
 
 class RowParallel(torch.autograd.Function):
@@ -291,16 +308,18 @@ class RowParallel(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp = tp
-        x, scattered = reduce_scatter_tokens(x @ weight.T, tp)
-        scattered.wait()
-        return x
+        y, work = reduce_scatter_tokens(x @ weight.T, tp)
+        work.wait()
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()
-        return rows @ weight, rows.T @ x, None
+        full_dy, work = gather_tokens(dy, ctx.tp)
+        work.wait()
+        dx = full_dy @ weight
+        dw = full_dy.T @ x
+        return dx, dw, None
 
 
 def column_parallel(x: Tensor, tp: dist.ProcessGroup, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -333,26 +352,26 @@ class Gather(torch.autograd.Function):
         return x, None
 
 
-class Scatter(torch.autograd.Function):
+class ReduceScatterTokens(torch.autograd.Function):
     """Sum the ranks' outputs; each rank gets its own tokens: [n, d] -> [n/tp, d].
 
     Backward gathers the gradients of all n tokens, so the gradient of a table split over tp is complete. A table that
-    every rank holds (learned positions, added after Scatter) has that of this rank's tokens alone: sum it over tp.
+    every rank holds (learned positions, added after this) has the gradient of the rank's tokens alone: sum it over tp.
     """
 
     @staticmethod
     @torch.compiler.disable
-    def forward(ctx, rows: Tensor, tp: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, x: Tensor, tp: dist.ProcessGroup) -> Tensor:
         ctx.tp = tp
-        x, scattered = reduce_scatter_tokens(rows, tp)
-        scattered.wait()
-        return x
+        y, work = reduce_scatter_tokens(x, tp)
+        work.wait()
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        rows, gathered = gather_tokens(gradient, ctx.tp)
-        gathered.wait()
-        return rows, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        dx, work = gather_tokens(dy, ctx.tp)
+        work.wait()
+        return dx, None
 
 
 def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
@@ -367,17 +386,32 @@ def shard(cfg: Config, cp: dist.ProcessGroup) -> Tensor:
 
 
 def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to send x to the next rank and to receive the previous rank's, into a new tensor.
+    """Start to send x to the next rank and to receive the previous rank's into a new tensor, which is returned.
 
-    Wait on the work before reading what has arrived, and before writing x.
+    Wait on the work before you read the new tensor or write x.
     """
-    arriving, rank, ranks = torch.empty_like(x), cp.rank(), range(cp.size())
-    to_next = [len(x) * (r == (rank + 1) % len(ranks)) for r in ranks]
-    from_previous = [len(x) * (r == (rank - 1) % len(ranks)) for r in ranks]
-    # all of x out and in per rank, as one all-to-all in which each rank has a message for its neighbour alone: separate
-    # sends and receives would wait for each other on two ranks. Nobody waits, attention goes on
-    passing = dist.all_to_all_single(arriving, x, from_previous, to_next, group=cp, async_op=True)
-    return arriving, passing
+    buffer = torch.empty_like(x)
+    send_sizes = [0] * cp.size()
+    receive_sizes = [0] * cp.size()
+    send_sizes[(cp.rank() + 1) % cp.size()] = len(x)
+    receive_sizes[(cp.rank() - 1) % cp.size()] = len(x)
+    # the bytes of x out and in per rank, as one all-to-all in which each rank has a message for its neighbour alone:
+    # separate sends and receives would wait for each other on two ranks
+    work = dist.all_to_all_single(buffer, x, receive_sizes, send_sizes, group=cp, async_op=True)
+    return buffer, work
+
+
+def passing_keys(kv: Tensor, cp: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """Yield each rank with its keys and values kv: first this rank, then the one before it, and so on.
+
+    The next keys arrive while the caller computes. Delete yours before you ask for them: else three are in memory.
+    """
+    for step in range(cp.size() - 1):
+        next_kv, work = ring_exchange(kv, cp)  # all of kv out and in per rank
+        yield (cp.rank() - step) % cp.size(), kv
+        work.wait()
+        kv = next_kv
+    yield (cp.rank() + 1) % cp.size(), kv
 
 
 def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
@@ -392,10 +426,14 @@ def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
 # Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     q = rearrange(q, "b (g n) s k -> b g n s k", g=k.shape[1])
-    scores = einsum(q.to(wide), k.to(wide), "b g n s k, b g t k -> b g n s t") * q.shape[-1] ** -0.5
-    return scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1).bool(), -torch.inf) if causal else scores
+    scale = q.shape[-1] ** -0.5
+    scores = einsum(q.to(dtype), k.to(dtype), "b g n s k, b g t k -> b g n s t") * scale
+    if not causal:
+        return scores
+    later = scores.new_ones(scores.shape[-2:]).triu(1).bool()  # s t
+    return scores.masked_fill(later, -torch.inf)
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -409,43 +447,46 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
     scores = masked_scores(q, k, causal)
     lse = scores.logsumexp(-1, keepdim=True)
     o = einsum((scores - lse).exp(), v.to(scores.dtype), "b g n s t, b g t k -> b g n s k")
-    return rearrange(o, "b g n s k -> b (g n) s k"), rearrange(lse, "b g n s 1 -> b (g n) s 1")
+    o = rearrange(o, "b g n s k -> b (g n) s k")
+    lse = rearrange(lse, "b g n s 1 -> b (g n) s 1")
+    return o, lse
 
 
 def local_attention_backward(
-    gradient: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
+    do: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what these keys add to the gradients of q, and the gradients of k and v that these queries cause.
+    """Return dq from these keys, and dk and dv from these queries. All parts of a dq, dk or dv are to be summed.
 
-    With output, its gradient and log-sum-exp of attention to *all* keys: exp(score - lse) is then the probability of a
-    key among all of them, and gradients of parts are plain sums.
+    o, its gradient do and lse must be those of attention to *all* keys: then exp(score - lse) is the probability of a
+    key among all of them.
     """
     if q.is_cuda and q.dtype == torch.bfloat16:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is off, the operator still takes its seed
         sizes = q.shape[2], k.shape[2]
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            gradient, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
+            do, q, k, v, o, lse.contiguous(), seed, seed, None, None, None, *sizes, 0.0, causal
         )
     scores = masked_scores(q, k, causal)
-    wide = scores.dtype
-    q, o, gradient, lse = (rearrange(x, "b (g n) s k -> b g n s k", g=k.shape[1]) for x in (q, o, gradient, lse))
-    q, k, v, o, gradient = (x.to(wide) for x in (q, k, v, o, gradient))
+    q, o, do, lse = (rearrange(x, "b (g n) s k -> b g n s k", g=k.shape[1]) for x in (q, o, do, lse))
+    q, k, v, o, do = (x.to(scores.dtype) for x in (q, k, v, o, do))
     p = (scores - lse).exp()  # b g n s t
-    dv = einsum(p, gradient, "b g n s t, b g n s k -> b g t k")
-    dp = einsum(gradient, v, "b g n s k, b g t k -> b g n s t")
-    ds = p * (dp - (gradient * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    dv = einsum(p, do, "b g n s t, b g n s k -> b g t k")
+    dp = einsum(do, v, "b g n s k, b g t k -> b g n s t")
+    delta = (do * o).sum(-1, keepdim=True)  # b g n s 1
+    ds = p * (dp - delta) * q.shape[-1] ** -0.5
     dq = einsum(ds, k, "b g n s t, b g t k -> b g n s k")
     dk = einsum(ds, q, "b g n s t, b g n s k -> b g t k")
-    return rearrange(dq, "b g n s k -> b (g n) s k"), dk, dv
+    dq = rearrange(dq, "b g n s k -> b (g n) s k")
+    return dq, dk, dv
 
 
 def pack(k: Tensor, v: Tensor) -> Tensor:
-    """k, v [b, g, s, k] -> [2, b, s, g, k], a token's elements side by side, as the projections make them"""
+    """k, v [b, g, s, k] -> [2, b, s, g, k], with a token's elements side by side, as the projections make them"""
     return torch.stack([rearrange(x, "b g s k -> b s g k") for x in (k, v)])
 
 
 def unpack(kv: Tensor) -> Tensor:
-    """Take k and v, a view [2, b, g, s, k], out of what pack has made."""
+    """Undo pack: kv [2, b, s, g, k] -> k and v, as one view [2, b, g, s, k]."""
     return rearrange(kv, "n b s g k -> n b g s k")
 
 
@@ -453,12 +494,13 @@ def unpack(kv: Tensor) -> Tensor:
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: for each set, queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
-    The first has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their sums of
-    exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
+    The first part has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their
+    sums of exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
     """
-    (_, o, lse), *others = parts
-    o, lse = o.to(lse.dtype), lse.clone()
-    for queries, o_part, lse_part in others:
+    _, o, lse = parts[0]
+    o = o.to(lse.dtype)
+    lse = lse.clone()
+    for queries, o_part, lse_part in parts[1:]:
         weight = torch.sigmoid(lse_part - lse[:, :, queries])
         o[:, :, queries] = o[:, :, queries].lerp(o_part.to(o.dtype), weight)  # o + weight·(o_part - o)
         lse[:, :, queries] = torch.logaddexp(lse[:, :, queries], lse_part)
@@ -468,11 +510,11 @@ def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tupl
 @torch.compile(dynamic=False, disable=not torch.cuda.is_available())
 def sum_parts(parts: list[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
     """Add up parts (queries, their gradient) in fp32 or above; the first part [b, h, s, k] has all queries."""
-    (_, x), *others = parts
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    for queries, part in others:
-        x[:, :, queries] += part
-    return x.to(dtype)
+    _, total = parts[0]
+    total = total.to(torch.promote_types(total.dtype, torch.float32))
+    for queries, part in parts[1:]:
+        total[:, :, queries] += part
+    return total.to(dtype)
 
 
 class RingAttention(torch.autograd.Function):
@@ -480,53 +522,53 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, cp: dist.ProcessGroup) -> Tensor:
-        kv, parts, everything = pack(k, v), [], slice(0, q.shape[2])  # kv 2 b s g k
-        for step in range(cp.size()):
-            if step < cp.size() - 1:
-                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
-            if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
-                queries, keys, causal = found
+        s = q.shape[2]
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        parts = []  # queries, their output and log-sum-exp, for the keys of each rank
+        for owner, kv in passing_keys(pack(k, v), cp):  # kv 2 b s g k
+            pair = visible(cp.rank(), owner, s)
+            if pair:
+                queries, keys, causal = pair
                 parts.append((queries, *local_attention(q[:, :, queries], *unpack(kv[:, :, keys]), causal)))
-            if len(parts) > 4:  # one pass over memory for several: fewer would cost more time, more would cost memory
-                parts = [(everything, *merge(parts, parts[0][2].dtype))]
-            if step < cp.size() - 1:
-                passing.wait()
-                kv = arriving
+            del kv  # else three ranks' keys would be in memory, not two
+            if len(parts) > PENDING_PARTS:
+                parts = [(slice(0, s), *merge(parts, dtype))]
         o, lse = merge(parts, q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)  # this rank's tokens alone
         ctx.cp = cp
         return o
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        (q, k, v, o, lse), cp = ctx.saved_tensors, ctx.cp
-        kv, parts, everything, travelling, returning = pack(k, v), [], slice(0, q.shape[2]), None, None
-        for step in range(cp.size()):
-            if step < cp.size() - 1:
-                arriving, passing = ring_exchange(kv, cp)  # overlaps with attention
-            if found := visible(cp.rank(), (cp.rank() - step) % cp.size(), q.shape[2]):
-                queries, keys, causal = found
-                rows = [x[:, :, queries] for x in (gradient, q, o, lse)]
+    def backward(ctx, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, o, lse = ctx.saved_tensors
+        cp = ctx.cp
+        s = q.shape[2]
+        dq_parts = []  # queries and their dq, for the keys of each rank
+        work = None  # the exchange of sums: gradients of the keys that pass by, from all ranks that have seen them
+        for owner, kv in passing_keys(pack(k, v), cp):
+            pair = visible(cp.rank(), owner, s)
+            if pair:
+                queries, keys, causal = pair
+                rows = [x[:, :, queries] for x in (do, q, o, lse)]
                 dq, dk, dv = local_attention_backward(*rows, *unpack(kv[:, :, keys]), causal)
-                parts.append((queries, dq))
-            if len(parts) > 4:
-                parts = [(everything, sum_parts(parts, lse.dtype))]
-            if step == 0:
-                own = pack(dk, dv)  # stays here, and waits for what others add
+                dq_parts.append((queries, dq))
+            del kv  # else three ranks' keys would be in memory, not two
+            if len(dq_parts) > PENDING_PARTS:
+                dq_parts = [(slice(0, s), sum_parts(dq_parts, lse.dtype))]
+            if owner == cp.rank():
+                dkv = pack(dk, dv)  # of this rank's keys: stays until the other ranks' sums have come back
+                continue
+            if work:
+                work.wait()
             else:
-                if step > 1:
-                    returning.wait()  # gradients of these keys, from all ranks that have seen them
-                travelling = own.new_zeros(own.shape, dtype=lse.dtype) if step == 1 else travelling
-                if found:
-                    travelling[:, :, keys] += pack(dk, dv)
-                travelling, returning = ring_exchange(travelling, cp)  # overlaps with the next attention
-            if step < cp.size() - 1:
-                passing.wait()
-                kv = arriving
-        if cp.size() > 1:
-            returning.wait()  # its own, after the last hop
-            own = travelling + own
-        return sum_parts(parts, q.dtype), *unpack(own.to(k.dtype)), None
+                sums = dkv.new_zeros(dkv.shape, dtype=lse.dtype)
+            if pair:
+                sums[:, :, keys] += pack(dk, dv)
+            sums, work = ring_exchange(sums, cp)  # overlaps with the next attention
+        if work:
+            work.wait()  # after the last hop, sums are those of this rank's keys
+            dkv = sums + dkv
+        return sum_parts(dq_parts, q.dtype), *unpack(dkv.to(k.dtype)), None
 
 
 @torch.compiler.disable  # a compiler would wait for communication where it begins
@@ -546,14 +588,14 @@ def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -
     the transfers of one communicator run one at a time, in the order in which they were started. If both directions
     shared one, two neighbours that each had started a send first would wait for each other forever.
     """
-    hello = torch.zeros(1, device=device)
-    for before, after in zip(path, path[1:]):
-        for op, source, target in (("F", before, after), ("B", after, before)):
+    greeting = torch.zeros(1, device=device)
+    for rank, next_rank in zip(path, path[1:]):
+        for op, source, target in (("F", rank, next_rank), ("B", next_rank, rank)):
             # NCCL connects on first use, which blocks the host until both ends call: here, not inside a schedule
             if links[op].rank() == source:
-                dist.send(hello, group=links[op], group_dst=target)  # 4 bytes; waits for the target
+                dist.send(greeting, group=links[op], group_dst=target)  # 4 bytes; waits for the target
             if links[op].rank() == target:
-                dist.recv(hello, group=links[op], group_src=source)  # 4 bytes; waits for the source
+                dist.recv(greeting, group=links[op], group_src=source)  # 4 bytes; waits for the source
     return links
 
 
@@ -598,32 +640,35 @@ def wait_for_send(work: dist.Work | None) -> None:
 
 
 class AllToAll(torch.autograd.Function):
-    """Send the first sent[0] rows of x to rank 0, the next sent[1] to rank 1, ...; return what arrives, by rank.
+    """Send the first send_sizes[0] rows of x to rank 0, the next send_sizes[1] to rank 1, ...
 
-    x [sum(sent), d] -> [sum(arriving), d]. Backward is the way back: the same exchange with the sizes swapped.
+    x [sum(send_sizes), d] -> the rows from rank 0, then those from rank 1, ... [sum(receive_sizes), d].
+    Backward sends the gradients of the rows back: the same exchange with the sizes swapped.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, sent: list[int], arriving: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = (sent, arriving), group
-        arrived = x.new_empty(sum(arriving), *x.shape[1:])
-        # what is not a rank's own: (N-1)/N of the bytes of x out and in, if N ranks get equally many
-        dist.all_to_all_single(arrived, x.contiguous(), arriving, sent, group=group)
-        return arrived
+    def forward(ctx, x: Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send_sizes = send_sizes
+        ctx.receive_sizes = receive_sizes
+        ctx.group = group
+        y = x.new_empty(sum(receive_sizes), *x.shape[1:])
+        # the rows for other ranks: (N-1)/N of the bytes of x out and in, if N ranks get equally many
+        dist.all_to_all_single(y, x.contiguous(), receive_sizes, send_sizes, group=group)
+        return y
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, arriving = ctx.sizes
-        return AllToAll.apply(gradient, arriving, sent, ctx.group), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        dx = AllToAll.apply(dy, ctx.receive_sizes, ctx.send_sizes, ctx.group)
+        return dx, None, None, None
 
 
 @dataclass(frozen=True)
 class Route:
-    """How the rows of one layer travel, and where the ranks' rows are among those that have arrived."""
+    """How the rows of one layer travel to the ranks of their experts: n leave this rank, n' come to it."""
 
-    sent: list[int]  # rows to each rank
-    arriving: list[int]  # rows from each rank
-    order: Tensor  # [n'] sorts what arrives, by rank and there by expert, into blocks of this rank's experts
+    send_sizes: list[int]  # rows to each rank, n in all
+    receive_sizes: list[int]  # rows from each rank, n' in all
+    order: Tensor  # [n'] sorts the rows that come, by rank and then by expert, by expert alone
     inverse: Tensor  # [n'] its inverse permutation
 
 
@@ -631,27 +676,32 @@ class Route:
 def dispatch(x: Tensor, gates: Tensor, ends: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Send rows x [n, d], sorted by expert, and their gates [n, 1] to the ranks of their experts. ends: sort_by_expert.
 
-    group: the N ranks that share the e experts. Returns what comes from all of them for this rank's experts: rows
-    [n', d], sorted by expert, their gates, their ends [e/N]; and the way back. A rank without rows takes part, with
-    none: the others would wait for it forever.
+    group: the N ranks that share the e experts. Returns the rows that all of them send to this rank's e/N experts,
+    [n', d], sorted by expert; their gates; their ends [e/N]; and the route, for combine. A rank without rows takes
+    part, too: the others would wait for it forever.
     """
-    counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # N e/N, of the rows that go there
-    counts_here = torch.empty_like(counts)  # N e/N, of the rows that come from there
-    dist.all_to_all_single(counts_here, counts, group=group)  # 4 bytes per expert
-    sent, arriving = torch.stack([counts.sum(1), counts_here.sum(1)]).tolist()  # the CPU waits for the GPU
-    x, gates = AllToAll.apply(x, sent, arriving, group), AllToAll.apply(gates, sent, arriving, group)
-    experts = torch.arange(counts.shape[1], device=x.device).repeat(group.size())
-    experts = experts.repeat_interleave(counts_here.flatten(), output_size=len(x))  # n'
-    order, inverse, ends = sort_by_expert(experts, counts.shape[1])
-    x, gates = Permute.apply(x, order, inverse, 1), Permute.apply(gates, order, inverse, 1)
-    return x, gates, ends, Route(sent, arriving, order, inverse)
+    send_counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # N e/N, rows to each rank's experts
+    receive_counts = torch.empty_like(send_counts)  # N e/N, rows from each rank to this rank's experts
+    dist.all_to_all_single(receive_counts, send_counts, group=group)  # 4 bytes per expert
+    sizes = torch.stack([send_counts.sum(1), receive_counts.sum(1)])
+    send_sizes, receive_sizes = sizes.tolist()  # the CPU waits for the GPU
+    x = AllToAll.apply(x, send_sizes, receive_sizes, group)
+    gates = AllToAll.apply(gates, send_sizes, receive_sizes, group)
+    # Rows come by rank, and from each rank by expert. receive_counts [[2, 1], [1, 2]] mean rows of experts 001 011.
+    experts = torch.arange(receive_counts.shape[1], device=x.device)  # [0 1]
+    experts = experts.repeat(group.size())  # [0 1 | 0 1]
+    experts = experts.repeat_interleave(receive_counts.flatten(), output_size=len(x))  # [0 0 1 | 0 1 1], n' in all
+    order, inverse, ends = sort_by_expert(experts, receive_counts.shape[1])
+    x = Permute.apply(x, order, inverse, 1)
+    gates = Permute.apply(gates, order, inverse, 1)
+    return x, gates, ends, Route(send_sizes, receive_sizes, order, inverse)
 
 
 @torch.compiler.disable
 def combine(y: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
     """Send the experts' outputs y [n', d] back to where dispatch took their rows from: [n, d], sorted by expert."""
-    y = Unpermute.apply(y, route.order, route.inverse, 1)
-    return AllToAll.apply(y, route.arriving, route.sent, group)
+    y = Unpermute.apply(y, route.order, route.inverse, 1)  # by rank and then by expert, as they came
+    return AllToAll.apply(y, route.receive_sizes, route.send_sizes, group)
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -700,7 +750,8 @@ class Attention(nn.Module):
         super().__init__()
         self.cp, self.tp = cp, tp
         self.k = cfg.dim // cfg.heads
-        heads, kv_heads = cfg.heads // tp.size(), max(1, cfg.kv_heads // tp.size())  # of this rank
+        heads = cfg.heads // tp.size()  # of this rank
+        kv_heads = max(1, cfg.kv_heads // tp.size())
         self.q_proj = nn.Linear(cfg.dim, heads * self.k, bias=False)
         self.k_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
         self.v_proj = nn.Linear(cfg.dim, kv_heads * self.k, bias=False)
@@ -708,9 +759,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = column_parallel(x, self.tp, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
-        q = rotate(rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)  # b h/tp s/cp k
-        k = rotate(rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k), rope)
+        q = rearrange(q, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)  # b h/tp s/cp k
+        k = rearrange(k, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)
         v = rearrange(v, "(b s) (h k) -> b h s k", s=len(rope[0]), k=self.k)
+        q = rotate(q, rope)
+        k = rotate(k, rope)
         if self.cp.size() > 1:
             o = attention(q, k, v, self.cp)
         else:
@@ -730,9 +783,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, d] -> gates [t, top_k], which are differentiable and add up to 1 if top_k > 1; experts [t, top_k]"""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
+        fp32 = x.to(torch.promote_types(x.dtype, torch.float32))  # in bf16 close scores would be equal
         with torch.autocast(x.device.type, enabled=False):
-            probabilities = nn.functional.linear(wide, self.weight.to(wide.dtype)).softmax(-1)  # t e
+            logits = nn.functional.linear(fp32, self.weight.to(fp32.dtype))  # t e
+            probabilities = logits.softmax(-1)
         gates, experts = probabilities.topk(self.top_k)
         if self.top_k == 1:
             return gates, experts  # as Switch: renormalised it would always be 1, and the router would not learn
@@ -742,12 +796,14 @@ class Router(nn.Module):
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the rows n = (t top_k) of experts [t, top_k] by expert, without waiting for the GPU.
 
-    Returns order [n]: sorted row i is row order[i]; inverse [n], its inverse permutation; and ends [e], int32: where
-    the block of each of the `count` experts ends.
+    Returns order [n]: sorted row i is row order[i]; inverse [n]: row i is sorted row inverse[i]; and ends [e], int32:
+    the sorted rows of expert i, one of `count`, end before row ends[i].
     """
-    expert, order = experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True, out_int32=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(count, device=experts.device)
+    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    rows = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, rows)
     return order, inverse, ends
 
 
@@ -764,28 +820,33 @@ class Permute(torch.autograd.Function):
         return x[order // k]
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Unpermute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Unpermute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 class Unpermute(torch.autograd.Function):
-    """Add the k rows of each token: y [n, d], in sorted order -> [t, d]. Backward is Permute."""
+    """Add the k rows of each token: x [n, d], in sorted order -> [t, d]. Backward is Permute."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order, inverse)
         ctx.k = k
         if k == 1:
-            return y[inverse]  # without the sums below, which uncompiled move six times the bytes
-        wide = torch.promote_types(y.dtype, torch.float32)
+            return x[inverse]  # without the sums below, which uncompiled move six times the bytes
+        dtype = torch.promote_types(x.dtype, torch.float32)  # of the sums
         # k terms written out compile to one kernel that reads whole rows; .sum() over an axis of k is far slower
-        total = sum(y[rows].to(wide) for rows in inverse.view(-1, k).unbind(1))
+        columns = inverse.view(-1, k).unbind(1)  # k columns [t]: a row of each token
+        y = sum(x[rows].to(dtype) for rows in columns)
         # torch 2.11 compiles a .to that changes nothing, at the end of a Function, to gradients of 0
-        return total if total.dtype == y.dtype else total.to(y.dtype)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Permute.apply(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        dx = Permute.apply(dy, order, inverse, ctx.k)
+        return dx, None, None, None
 
 
 def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -810,11 +871,13 @@ class Experts(nn.Module):
 
     def __init__(self, cfg: Config, tp: dist.ProcessGroup, ep: dist.ProcessGroup):
         super().__init__()
-        here, ffn = cfg.experts // ep.size(), cfg.ffn // tp.size()  # of this rank
-        self.gate_up_proj = nn.Parameter(torch.empty(here, 2 * ffn, cfg.dim))  # both in one matmul
-        self.down_proj = nn.Parameter(torch.empty(here, cfg.dim, ffn))
-        for p in self.parameters():  # each expert as nn.Linear would
-            nn.init.uniform_(p, -(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5)
+        experts = cfg.experts // ep.size()  # of this rank
+        ffn = cfg.ffn // tp.size()  # of one expert, on this rank
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * ffn, cfg.dim))  # both in one matmul
+        self.down_proj = nn.Parameter(torch.empty(experts, cfg.dim, ffn))
+        for p in self.parameters():
+            bound = p.shape[-1] ** -0.5  # that of nn.Linear, for each expert
+            nn.init.uniform_(p, -bound, bound)
 
     def forward(self, x: Tensor, gates: Tensor, ends: Tensor) -> Tensor:
         """x [n, d] and gates [n, 1], sorted by expert -> the experts' outputs times the gates, [n, d]
@@ -830,7 +893,7 @@ class MLP(nn.Module):
     """Experts: each token goes through top_k of them, and this rank holds 1/tp of each of e/ep.
 
     Ranks of tp route the same tokens to the same experts, but have part of their weights. So outputs, gates and
-    gradients are parts of sums over tp: Scatter adds up the outputs, Gather the gradients of the tokens, and
+    gradients are parts of sums over tp. ReduceScatterTokens adds up the outputs, Gather the gradients of the tokens,
     ZeRO those of the router.
     """
 
@@ -840,7 +903,8 @@ class MLP(nn.Module):
         self.top_k = cfg.top_k
         self.gate = Router(cfg)
         self.experts = Experts(cfg, tp, ep)
-        self.register_buffer("rows", torch.zeros(cfg.experts, dtype=torch.long), persistent=False)  # of each, this step
+        rows = torch.zeros(cfg.experts, dtype=torch.long)
+        self.register_buffer("rows", rows, persistent=False)  # of each expert, in this step
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = Gather.apply(x, self.tp) if self.tp.size() > 1 else x  # (b s) d
@@ -853,7 +917,7 @@ class MLP(nn.Module):
         rows, gates, ends, route = dispatch(rows, gates, ends, self.ep)
         y = combine(self.experts(rows, gates, ends), route, self.ep)
         y = Unpermute.apply(y, order, inverse, self.top_k)
-        return Scatter.apply(y, self.tp) if self.tp.size() > 1 else y  # (b s)/tp d
+        return ReduceScatterTokens.apply(y, self.tp) if self.tp.size() > 1 else y  # (b s)/tp d
 
 
 class Block(nn.Module):
@@ -881,9 +945,10 @@ class Embedding(nn.Module):
         self.weight = nn.Embedding(-(-cfg.vocab // tp.size()), cfg.dim).weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        row = ids - self.tp.rank() * len(self.weight)
-        here = (row >= 0) & (row < len(self.weight))
-        return nn.functional.embedding(row.where(here, 0), self.weight).masked_fill(~here[..., None], 0)  # b s d
+        rows = ids - self.tp.rank() * len(self.weight)
+        is_local = (rows >= 0) & (rows < len(self.weight))
+        x = nn.functional.embedding(rows.where(is_local, 0), self.weight)
+        return x.masked_fill(~is_local[..., None], 0)  # b s d
 
 
 class Loss(nn.Module):
@@ -898,35 +963,42 @@ class Loss(nn.Module):
         self.tp = tp
         self.vocab = cfg.vocab
 
-    def wide(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Logits in fp32; those of the padding are -inf."""
-        return rows.to(torch.promote_types(rows.dtype, torch.float32)).masked_fill(ids >= self.vocab, -torch.inf)
+    def fp32_logits(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return the logits in fp32 or above, with -inf for the padding."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.masked_fill(ids >= self.vocab, -torch.inf)
 
-    def forward(self, rows: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         targets = targets.int()  # 64 bits are slower on a GPU
-        ids = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device) + self.tp.rank() * rows.shape[1]
-        top = self.wide(rows.detach(), ids).amax(1)
+        v = logits.shape[1]  # of this rank
+        ids = torch.arange(v, dtype=torch.int32, device=logits.device) + self.tp.rank() * v
+        top = self.fp32_logits(logits.detach(), ids).amax(1)
         torch._dynamo.graph_break()  # compiled in one graph, the fp32 logits would be kept
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.tp)  # 2 (tp-1)/tp of 4 bytes per token
-        rows = self.wide(rows, ids)
-        exponentials = (rows - top[:, None]).exp().sum(1)
-        wanted = rows.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
-        exponentials, wanted = ReduceFromTP.apply(torch.stack([exponentials, wanted]), self.tp)  # 8 bytes per token
-        return (exponentials.log() + top - wanted).where(targets != IGNORE, 0).sum()
+        logits = self.fp32_logits(logits, ids)
+        exponentials = (logits - top[:, None]).exp().sum(1)
+        target_logits = logits.where(ids == targets[:, None], 0).sum(1)  # z_y on the rank that has it, else 0
+        sums = torch.stack([exponentials, target_logits])
+        exponentials, target_logits = ReduceFromTP.apply(sums, self.tp)  # 8 bytes per token
+        losses = exponentials.log() + top - target_logits
+        return losses.where(targets != IGNORE, 0).sum()
 
 
 def split_layers(cfg: Config, stages: int) -> list[range]:
     """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
-    head = 6 * cfg.dim * cfg.vocab
+    head = 6 * cfg.dim * cfg.vocab  # FLOPs per token
     block = (flops_per_token(cfg) - head) / cfg.layers
-    counts, load = [1] * stages, [block] * stages
-    load[0] += cfg.dim  # embedding: backward adds a row per token
-    load[-1] += head
+    counts = [1] * stages  # layers of each stage
+    loads = [block] * stages  # FLOPs per token of each stage
+    loads[0] += cfg.dim  # embedding: backward adds a row per token
+    loads[-1] += head
     for _ in range(cfg.layers - stages):
-        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages hold fewer activations in flight
+        # of equals the last: later stages hold fewer activations in flight
+        lightest = min(reversed(range(stages)), key=loads.__getitem__)
         counts[lightest] += 1
-        load[lightest] += block
-    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+        loads[lightest] += block
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts)]
 
 
 class Stage(nn.Module):
@@ -950,10 +1022,11 @@ class Stage(nn.Module):
         self.dp_cp_r = groups["dp_cp_r"]  # the ranks that hold the same key heads
         self.links = links  # for each stage but the last: communicators, or queues, to the next one, by operation
         self.path = path  # the rank of each stage
-        self.stage, self.stages = stage, len(path)
+        self.stage = stage
+        self.stages = len(path)
         self.units: list[Unit] = []  # filled by make_units: replicated ones, then others in the order of forward
         self.replicated = 0  # how many units, the first ones, are replicated on tp
-        self.gathers, self.stream, self.sending = background  # those of Model
+        self.gather_stream, self.reduce_stream, self.reductions_in_flight = background  # those of Model
         self.requires_gradient_sync = True  # whether backward reduces: with the last micro-batch
         self.model = nn.Module()
         if self.stage == 0:
@@ -974,7 +1047,7 @@ class Stage(nn.Module):
         if self.stage == 0:
             before_forward(self, self.replicated, x)
             x = self.model.embed_tokens(x).to(getattr(torch, self.cfg.dtype))  # b s d, in the dtype of the matmuls
-            x = Scatter.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
+            x = ReduceScatterTokens.apply(rearrange(x, "b s d -> (b s) d"), self.tp)  # (b s)/tp d
         for i, block in enumerate(self.model.layers.children()):
             first = self.replicated + 2 * i + int(self.stage == 0)  # a block's first unit, its experts are the second
             for unit in (first, first + 1):
@@ -1002,25 +1075,35 @@ class Model(nn.Module):
         self.pp_ep = groups["pp_ep"]  # the ranks that share out the whole model
         self.world = groups["world"]  # the ranks that train this model
         self.units: list[Unit] = []  # of all stages, filled by build_model
-        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
-        self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
-        self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
-        background = self.gathers, self.stream, self.sending  # the stages of a rank share them
+        self.gather_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
+        self.reduce_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of gradients
+        self.reductions_in_flight: list[tuple[dist.Work, Tensor]] = []  # what to wait for, gradients to keep until then
+        # the stages of a rank share them
+        background = self.gather_stream, self.reduce_stream, self.reductions_in_flight
         stages = [stage for stage, rank in enumerate(path) if rank == pp.rank()]
         self.chunks = nn.ModuleList(Stage(cfg, groups, links, path, stage, background) for stage in stages)
+
+
+def is_split(name: str) -> bool:
+    """Return whether ranks hold different parts of a tensor; else it is replicated.
+
+    Split are weights of the layers in SPLIT, and biases of column-parallel ones, if your model has biases.
+    """
+    path, _, kind = name.rpartition(".")
+    layer = path.rpartition(".")[2]
+    return layer in SPLIT and (SPLIT[layer] == 0 or kind != "bias")
 
 
 def placement(name: str, tp: int, kv_heads: int) -> tuple[int, int]:
     """Return the axis along which a tensor is split, and into how many parts; tp/parts adjacent ranks share a part.
 
-    SPLIT names the split layers; all others are replicated. This model has no biases; if yours has, split those of
-    column-parallel layers and replicate those of row-parallel ones. Split q, k and v of a fused qkv weight separately.
+    Split q, k and v of a fused qkv weight separately.
     """
-    path, _, kind = name.rpartition(".")
-    layer = path.rpartition(".")[2]
-    if layer not in SPLIT or (SPLIT[layer] == 1 and kind == "bias"):
+    if not is_split(name):
         return 0, 1
-    return SPLIT[layer], min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    layer = name.split(".")[-2]
+    parts = min(tp, kv_heads) if layer in ("k_proj", "v_proj") else tp  # key and value heads stay whole
+    return SPLIT[layer], parts
 
 
 @torch.no_grad()
@@ -1031,34 +1114,37 @@ def make_unit(
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from named parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
+    """Build a unit from named parameters. initial(name, shape) returns the full initial weight of one."""
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if frozen := [name for name, p in named if not p.requires_grad]:
         raise ValueError(f"{frozen[0]} is frozen, a unit is trained: see 03_zero/lora.py")
     named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
-    sizes = [p.numel() for _, p in named]
-    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
-    sizes.append(group.size() * each - sum(sizes))  # the padding
-    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
-    shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    parameters = [p for _, p in named]
+    sizes = [p.numel() for p in parameters]
+    shard_size = -(-sum(sizes) // group.size())  # rounded up
+    sizes.append(group.size() * shard_size - sum(sizes))  # the padding
+    full = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
-        own = shard[max(0, start) : max(0, start + p.numel())]
-        own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
-        # .data: autograd must not notice that gather overwrites the weights
+        lo = max(start, shard_start)
+        hi = max(lo, min(start + p.numel(), shard_start + shard_size))  # lo ... hi of p are in the shard, maybe none
+        shard[lo - shard_start : hi - shard_start] = initial(name, p.shape).flatten()[lo - start : hi - start]
+        # p becomes a view of `full`; of .data, as autograd must not notice that gather overwrites the weights
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
-    end = sum(p.numel() for _, p in named if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
-    matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(group, [p for _, p in named], sizes, full, shard, matrices, vectors)
+    matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 
 def check_units(model: nn.Module) -> None:
     """Raise unless each parameter that is trained is in one unit: outside of them nothing is trained, nor saved."""
-    held = [p for unit in model.units for p in unit.parameters]
+    members = [p for unit in model.units for p in unit.parameters]
     for name, p in model.named_parameters():
-        if p.requires_grad and sum(p is other for other in held) != 1:
+        if p.requires_grad and sum(p is other for other in members) != 1:
             raise ValueError(f"{name} must be in exactly one unit")
 
 
@@ -1066,26 +1152,34 @@ def holders(cfg: Config, model: nn.Module, name: str) -> dist.ProcessGroup:
     """Return the ranks that hold the same elements of a parameter: ZeRO sums its gradient over them, and shards it."""
     if ".experts." in name:
         return model.edp  # the gradient of an expert has the tokens of all ep ranks in it already
-    parts = placement(name, cfg.tp, cfg.kv_heads)[1]
-    return model.dp_cp if parts == cfg.tp else model.dp_cp_tp if parts == 1 else model.dp_cp_r
+    _, parts = placement(name, cfg.tp, cfg.kv_heads)
+    if parts == cfg.tp:  # each rank of tp has a part of its own
+        return model.dp_cp
+    return model.dp_cp_tp if parts == 1 else model.dp_cp_r
 
 
 def make_units(cfg: Config, model: nn.Module) -> None:
     """Divide the parameters into units: those that are replicated on tp, then the others in the order of forward."""
-    held_by = {name: holders(cfg, model, name) for name, _ in model.named_parameters()}
-    blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
-    parts = [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]
-    units = [(names, group) for names in parts for group in (model.dp_cp, model.edp)]  # of a block, experts apart
-    replicated = [(("",), g) for g in dict.fromkeys(held_by.values()) if g not in (model.dp_cp, model.edp)]
-    model.replicated = len(replicated)
-    initial, dtype = partial(local_parameter, cfg, model), getattr(torch, cfg.dtype)
-    for names, group in replicated + units:
-        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names) and held_by[name] is group]
-        if named:  # of this stage
-            model.units.append(make_unit(named, initial, group, cfg.device, dtype))
+    parameters = list(model.named_parameters())
+    group_of = {name: holders(cfg, model, name) for name, _ in parameters}
+    units = []  # (name, parameter) of each unit, and the ranks that hold it
+    for group in dict.fromkeys(group_of.values()):
+        if group not in (model.dp_cp, model.edp):
+            named = [(name, p) for name, p in parameters if group_of[name] is group]  # replicated on tp
+            units.append((named, group))
+    model.replicated = len(units)
+    blocks = [f"model.layers.{i}." for i in range(cfg.layers)]
+    for prefix in ["model.embed_tokens.", *blocks, ("model.norm.", "lm_head.")]:
+        for group in (model.dp_cp, model.edp):  # of a block, experts apart
+            named = [(name, p) for name, p in parameters if name.startswith(prefix) and group_of[name] is group]
+            if named:  # of this stage
+                units.append((named, group))
+    initial = partial(local_parameter, cfg, model)
+    for named, group in units:
+        model.units.append(make_unit(named, initial, group, cfg.device, getattr(torch, cfg.dtype)))
     check_units(model)
     if model.stage == 0:
-        proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
+        proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: weights and group would stay
         embedding = model.model.embed_tokens.weight
         embedding.register_post_accumulate_grad_hook(lambda p: reduce(proxy, proxy.replicated))  # the last gradient
 
@@ -1093,23 +1187,28 @@ def make_units(cfg: Config, model: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------------------- training
 def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[str, int, int]]:
     """Return what a rank does, in order: (F forward or B backward, micro-batch, chunk)."""
-    groups = [range(i, min(i + ranks, microbatches)) for i in range(0, microbatches, ranks)]
-    visits = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
-    forwards = [("F", i, chunk) for i, chunk in visits]
-    backwards = [("B", i, chunks - 1 - chunk) for i, chunk in visits]
-    # forwards to run before the first gradient can arrive: one per later rank (two with several chunks, because a
-    # later rank alternates between F and B), and p for each chunk but the last
-    ahead = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(visits))
-    pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
-    return forwards[:ahead] + pairs + backwards[len(visits) - ahead :]
+    forwards, backwards = [], []
+    for start in range(0, microbatches, ranks):  # a group of micro-batches goes through all chunks, then the next
+        for chunk in range(chunks):
+            for i in range(start, min(start + ranks, microbatches)):
+                forwards.append(("F", i, chunk))
+                backwards.append(("B", i, chunks - 1 - chunk))
+    # forwards before the first gradient can arrive: one per later rank (two with several chunks, because a later rank
+    # alternates between F and B), and p for each chunk but the last
+    warmup = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(forwards))
+    operations = forwards[:warmup]
+    for pair in zip(forwards[warmup:], backwards):
+        operations += pair  # one forward, one backward
+    return operations + backwards[len(backwards) - warmup :]
 
 
 def forward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs of Stage.forward, targets [b, s] -> activations [(b s)/tp, d], on the last stage the sum of the losses"""
     with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
         output = model(inputs, shard(cfg, model.cp))
-        last = model.stage == model.stages - 1
-        return model.loss(output, targets.flatten()) if last else output
+        if model.stage < model.stages - 1:
+            return output
+        return model.loss(output, targets.flatten())
 
 
 def run_schedule(
@@ -1126,70 +1225,79 @@ def run_schedule(
     cfg.dtype, on the last stage the summed loss. 06_pipeline/interleaved.py says which lists work. A list of forwards
     alone, under torch.no_grad(), evaluates.
     """
-    saved, messages, dtype = {}, [], getattr(torch, cfg.dtype)
-    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    dtype = getattr(torch, cfg.dtype)
+    loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
+    saved = {}  # by micro-batch and chunk: input and output of its forward, and the Work that sends the output
+    send_buffers = []  # what else is in flight: (Work, tensor), the oldest first
+    # with several chunks, a rank may send p in a row before the next rank of the ring takes one
+    sends_in_flight = chunks[0].pp.size() if len(chunks) > 1 else SENDS_IN_FLIGHT
     last = {chunk: step for step, (_, _, chunk) in enumerate(operations)}  # of a stage's last backward
     for step, (op, i, chunk) in enumerate(operations):
         model = chunks[chunk]
         shape = inputs[i].numel() // model.tp.size(), cfg.dim  # (b/m s)/tp d
-        arrived = receive(model, op, shape, dtype, inputs[i].device)
+        message = receive(model, op, shape, dtype, inputs[i].device)  # activations or dy; None at the ends
         if op == "F":
-            x = inputs[i] if arrived is None else arrived.requires_grad_(torch.is_grad_enabled())
+            x = inputs[i] if message is None else message.requires_grad_(torch.is_grad_enabled())
             output = forward(cfg, model, x, targets[i])
             if model.stage == model.stages - 1:
                 output = output / tokens
-                total += output.detach()
+                loss += output.detach()
             elif (output.dtype, output.shape) != (dtype, shape):  # the next stage would read memory that nobody wrote
                 raise ValueError(f"forward must return {dtype} {list(shape)}, not {output.dtype} {list(output.shape)}")
             work = send(model, op, output.detach())
             if torch.is_grad_enabled():
                 saved[i, chunk] = x, output, work
             else:
-                messages.append((work, output))
+                send_buffers.append((work, output))
         else:
             x, output, work = saved.pop((i, chunk))
             wait_for_send(work)  # the output has arrived, since its gradient has come back
             model.requires_gradient_sync = step == last[chunk]  # ZeRO reduces
             if output.requires_grad:  # else all parameters of the first stage are frozen
-                output.backward(arrived)
-            messages.append((send(model, op, x.grad), x.grad))
+                output.backward(message)
+            work = send(model, op, x.grad)
+            send_buffers.append((work, x.grad))
             for unit in reversed(range(model.replicated)):
                 reduce(model, unit)  # all blocks of this stage have added to these
-        # with several chunks, a rank may send p in a row before the next rank of the ring takes one
-        if len(messages) > (model.pp.size() if len(chunks) > 1 else 2):
-            wait_for_send(messages.pop(0)[0])  # and frees what was sent
-    for work in [work for work, _ in messages] + [work for _, _, work in saved.values()]:
+        if len(send_buffers) > sends_in_flight:
+            wait_for_send(send_buffers.pop(0)[0])  # and frees what was sent
+    for work, _ in send_buffers:
         wait_for_send(work)
-    return total
+    for _, _, work in saved.values():  # of forwards whose backward the list does not have
+        wait_for_send(work)
+    return loss
 
 
 def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient is then in the shards"""
     tokens = (targets != IGNORE).sum()
-    rank, held = model.dp.rank(), shard(cfg, model.cp)
-    if inputs.shape[1] != len(held) * model.cp.size():
+    rank = model.dp.rank()
+    positions = shard(cfg, model.cp)  # [s/cp], which this rank holds
+    if inputs.shape[1] != len(positions) * model.cp.size():
         raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
     # ranks of tp share a batch; ranks of pp, too, but only the first reads the inputs and only the last the targets
-    inputs, targets = (x.chunk(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
+    inputs = inputs.chunk(cfg.dp)[rank].to(cfg.device)[:, positions]  # b/dp s/cp
+    targets = targets.chunk(cfg.dp)[rank].to(cfg.device)[:, positions]
     for unit in model.units:
-        gather(unit, model.gathers)  # later stages do it while they wait for activations
+        gather(unit, model.gather_stream)  # later stages do it while they wait for activations
     operations = schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches)
-    micro = (x.tensor_split(cfg.microbatches) for x in (inputs, targets))  # b/dp/m s/cp
-    total = run_schedule(cfg, model.chunks, operations, *micro, tokens)
-    if model.stream:
-        torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
-    model.sending.clear()
+    inputs = inputs.tensor_split(cfg.microbatches)  # m times [b/dp/m, s/cp]
+    targets = targets.tensor_split(cfg.microbatches)
+    loss = run_schedule(cfg, model.chunks, operations, inputs, targets, tokens)
+    if model.reduce_stream:
+        torch.cuda.current_stream().wait_stream(model.reduce_stream)  # the GPU's stream waits, not this process
+    model.reductions_in_flight.clear()
     for group in (model.dp_cp, model.pp):  # on tp, all have the same loss
-        dist.all_reduce(total, group=group)  # one element, for the log
-    return total
+        dist.all_reduce(loss, group=group)  # one element, for the log
+    return loss
 
 
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
-    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
-    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    squares = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(squares, group=model.world)  # one element
+    norm = squares.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -1206,9 +1314,10 @@ def count_rows(cfg: Config, model: Model) -> Tensor:
     return rows
 
 
-def busiest(rows: Tensor) -> Tensor:
+def measure_imbalance(rows: Tensor) -> Tensor:
     """Return the rows of the busiest expert over the mean of its layer, in the worst layer."""
-    return (rows.amax(1) / rows.mean(1)).amax()
+    loads = rows.amax(1) / rows.mean(1)  # layers
+    return loads.amax()
 
 
 def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor):
@@ -1218,21 +1327,25 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     optimizer.step()
     optimizer.zero_grad()
     for unit in model.units:
-        unit.gathering = None  # the shards have changed: the next forward gathers them
-    return loss, norm, busiest(count_rows(cfg, model))
+        unit.gather_work = None  # the shards have changed: the next forward gathers them
+    return loss, norm, measure_imbalance(count_rows(cfg, model))
 
 
 @torch.no_grad()
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    rank, held = model.dp.rank(), shard(cfg, model.cp)
-    if inputs.shape[1] != len(held) * model.cp.size():
+    rank = model.dp.rank()
+    positions = shard(cfg, model.cp)  # [s/cp], which this rank holds
+    if inputs.shape[1] != len(positions) * model.cp.size():
         raise ValueError(f"sequences have {inputs.shape[1]} tokens: must have --seq {cfg.seq}, which cp divides")
-    own = (x.tensor_split(cfg.dp)[rank].to(cfg.device)[:, held] for x in (inputs, targets))  # b/dp s/cp
-    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s/cp
-    forwards = [op for op in schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches) if op[0] == "F"]
-    loss = run_schedule(cfg, model.chunks, forwards, *micro, tokens)
+    inputs = inputs.tensor_split(cfg.dp)[rank].to(cfg.device)[:, positions]  # b/dp s/cp
+    targets = targets.tensor_split(cfg.dp)[rank].to(cfg.device)[:, positions]
+    inputs = inputs.tensor_split(cfg.microbatches)  # m times [b/dp/m, s/cp]
+    targets = targets.tensor_split(cfg.microbatches)
+    operations = schedule(model.pp.rank(), model.pp.size(), cfg.chunks, cfg.microbatches)
+    forwards = [operation for operation in operations if operation[0] == "F"]
+    loss = run_schedule(cfg, model.chunks, forwards, inputs, targets, tokens)
     for group in (model.dp_cp, model.pp):  # on tp, all have the same loss
         dist.all_reduce(loss, group=group)  # one element
     return loss
@@ -1266,19 +1379,24 @@ def tensor_shapes(cfg: Config) -> dict[str, list[int]]:
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
-def published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
+def view_as_published(weights: dict[str, Tensor], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and views as in published Mixtral checkpoints: matrices w1 (gate), w2 (down), w3 (up) per expert.
 
     first: the number of the first expert in these weights.
     """
     for name, tensor in weights.items():
-        module, _, last = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
-        parts = dict(zip(("w1", "w3"), tensor.chunk(2, dim=-2))) if last == "gate_up_proj" else {"w2": tensor}
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        module, _, parameter = name.rpartition(".")
         if not module.endswith(".experts"):
-            yield f"{module}.{last}", tensor
+            yield name, tensor
             continue
-        for part, matrices in parts.items():
-            yield from ((f"{module}.{i}.{part}.weight", matrix) for i, matrix in enumerate(matrices, first))
+        stacks = {"w2": tensor}  # e d f
+        if parameter == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=-2)
+            stacks = {"w1": gate, "w3": up}  # e f d
+        for matrix, stack in stacks.items():
+            for i, expert in enumerate(stack, first):
+                yield f"{module}.{i}.{matrix}.weight", expert
 
 
 def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
@@ -1304,11 +1422,13 @@ def full_tensor(cfg: Config, name: str, shape: torch.Size) -> Tensor:
 def local_tensor(cfg: Config, tp: dist.ProcessGroup, name: str, shape: torch.Size) -> Tensor:
     """Return this rank's part, of the given shape, of a full tensor of the initial weights."""
     axis, parts = placement(name, tp.size(), cfg.kv_heads)
-    whole = [n * parts if i == axis else n for i, n in enumerate(shape)]
-    rows = cfg.vocab if name in VOCABULARY else whole[0]
-    full = full_tensor(cfg, name, torch.Size([rows, *whole[1:]]))
-    if rows < whole[0]:
-        full = nn.functional.pad(full, (0, 0) * (full.ndim - 1) + (0, whole[0] - rows))
+    full_shape = list(shape)
+    full_shape[axis] *= parts
+    padding = full_shape[0] - cfg.vocab if name in VOCABULARY else 0  # rows that make tp divide the vocabulary
+    full_shape[0] -= padding
+    full = full_tensor(cfg, name, torch.Size(full_shape))
+    if padding:
+        full = nn.functional.pad(full, (0, 0) * (full.ndim - 1) + (0, padding))
     return full.chunk(parts, axis)[tp.rank() * parts // tp.size()]
 
 
@@ -1318,7 +1438,7 @@ def local_parameter(cfg: Config, model: nn.Module, name: str, shape: torch.Size)
     Gate and up projections are split over tp one by one, and then fused: this rank's rows of both.
     """
     parameter = torch.empty(shape, device=cfg.device)
-    for full_name, part in published({name: parameter}, model.first_expert):
+    for full_name, part in view_as_published({name: parameter}, model.first_expert):
         part.copy_(local_tensor(cfg, model.tp, full_name, part.shape))
     return parameter
 
@@ -1327,15 +1447,15 @@ def build_model(cfg: Config) -> Model:
     """Build this rank's part of the model: no rank ever has all weights."""
     groups = make_groups(cfg)
     pp = groups["pp"]
-    path = [*range(pp.size())] * cfg.chunks
-    along = connect({"F": pp, "B": groups["back"]}, path[: pp.size()], cfg.device)
+    path = list(range(pp.size())) * cfg.chunks  # the rank of each stage
+    links = connect({"F": pp, "B": groups["back"]}, path[: pp.size()], cfg.device)
     # From the last rank messages wrap around to the first. With two ranks, activations then go both ways between the
     # same two, and so do gradients: on one communicator, ranks that each had started a send first would wait forever.
-    wrap = {"F": deque(), "B": deque()}
+    wrap_links = {"F": deque(), "B": deque()}  # of one rank: queues, see send
     if pp.size() > 1:
-        wrap = connect({"F": groups["wrap"], "B": groups["wrap_back"]}, path[pp.size() - 1 :][:2], cfg.device)
+        wrap_links = connect({"F": groups["wrap"], "B": groups["wrap_back"]}, path[pp.size() - 1 :][:2], cfg.device)
     with torch.device("meta"):
-        model = Model(cfg, groups, [along if rank else wrap for rank in path[1:]], path)
+        model = Model(cfg, groups, [links if rank > 0 else wrap_links for rank in path[1:]], path)
     for chunk in model.chunks:
         make_units(cfg, chunk)
         model.units += chunk.units
@@ -1407,7 +1527,10 @@ def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW for this rank's shards, with weight decay on matrices only."""
     matrices = [unit.matrices for unit in model.units]
     vectors = [unit.vectors for unit in model.units]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [
+        dict(params=matrices, weight_decay=cfg.weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 
 
@@ -1427,8 +1550,10 @@ def flops_per_token(cfg: Config) -> float:
     Of the experts those count through which a token goes.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
-    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts
-    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+    attention = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv
+    experts = 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts  # and their router
+    weights = cfg.layers * (attention + experts) + cfg.dim * cfg.vocab
+    return 6 * weights + 6 * cfg.layers * cfg.dim * cfg.seq
 
 
 def log(cfg: Config, label: str, loss: float, norm: float, seconds: float, load: float) -> None:
@@ -1473,7 +1598,7 @@ def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
         if (model.edp if unit.group is model.edp else model.dp_cp).rank() > 0:
             continue
         local = {names[p]: weight.view(p.shape) for p, weight in zip(unit.parameters, full.split(unit.sizes))}
-        for name, part in published(local, model.ep.rank() * cfg.experts // cfg.ep):
+        for name, part in view_as_published(local, model.ep.rank() * cfg.experts // cfg.ep):
             axis, parts = placement(name, tp.size(), cfg.kv_heads)
             shards = [torch.empty_like(part) for _ in range(tp.size())] if tp.rank() == 0 else None
             dist.gather(part, shards, group=tp, group_dst=0)  # a part out of each rank, all into one
@@ -1485,14 +1610,18 @@ def unshard(cfg: Config, model: Model) -> dict[str, Tensor]:
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, norm, seconds, load] per step."""
-    mine, weights = unshard(cfg, model), {}
-    shapes = [None] * model.pp_ep.size()
-    # names and shapes
-    dist.all_gather_object(shapes, {name: p.shape for name, p in mine.items()}, group=model.pp_ep)
-    for owner, owned in enumerate(shapes):
-        for name, shape in owned.items():
-            tensor = mine[name].to(cfg.device) if name in mine else torch.empty(shape, device=cfg.device)
-            dist.broadcast(tensor, group=model.pp_ep, group_src=owner)  # one weight after another
+    weights = {}  # of all stages, on the CPU of rank 0
+    rank_weights = unshard(cfg, model)
+    rank_shapes = {name: weight.shape for name, weight in rank_weights.items()}
+    shapes_by_rank = [None] * model.pp_ep.size()
+    dist.all_gather_object(shapes_by_rank, rank_shapes, group=model.pp_ep)  # names and shapes
+    for rank, shapes in enumerate(shapes_by_rank):
+        for name, shape in shapes.items():
+            if name in rank_weights:
+                tensor = rank_weights[name].to(cfg.device)
+            else:
+                tensor = torch.empty(shape, device=cfg.device)
+            dist.broadcast(tensor, group=model.pp_ep, group_src=rank)  # one weight after another
             if dist.get_rank() == 0:
                 weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
@@ -1660,5 +1789,5 @@ if __name__ == "__main__":
 #           model.chunks, model.cp, model.dp, model.dp_cp, model.dp_cp_r, model.dp_cp_tp, model.edp, model.ep,
 #           model.first_expert, model.model.embed_tokens, model.pp, model.replicated, model.stage, model.tp,
 #           model.units, model.world, ".experts.", IGNORE, VOCABULARY, reduce, gather_tokens, reduce_scatter_tokens,
-#           Scatter, shard, dispatch, combine, Router, sort_by_expert, Permute, Unpermute, grouped_matmul, placement,
-#           make_unit, check_units, schedule, run_schedule, parameter_names, published, local_tensor
+#           ReduceScatterTokens, shard, dispatch, combine, Router, sort_by_expert, Permute, Unpermute, grouped_matmul,
+#           placement, make_unit, check_units, schedule, run_schedule, parameter_names, view_as_published, local_tensor

@@ -1,19 +1,15 @@
 """Find the best layout: predict memory and step time of every way to cut a model over GPUs, as recipes here train.
 
-The playbook's three steps: which layouts fit in memory, which of them reach the global batch, which is the fastest.
-Memory is that of the fullest rank at its fullest moment. Time is simulated: every rank runs its pipeline's operations,
-each as long as its matmuls, attention and elementwise kernels take at measured rates, plus what communication adds:
-S bytes on n ranks take latency + S·(n-1)/n / bandwidth, and what overlaps with compute still costs half of that.
+1. Which layouts fit in memory? The fullest rank counts, at its fullest moment.
+2. Which of them reach the global batch?
+3. Which is the fastest? In a simulation every rank runs its pipeline's operations. Compute takes its time at measured
+   rates; S bytes on n ranks take latency + S·(n-1)/n / bandwidth, half of it where it overlaps with compute.
 
 Parent:   none; split_layers, schedule and flops_per_token are 08_4d/moe.py's, schedule_in_a_v is 06_pipeline/zbv.py's
 Run:      python 08_4d/plan.py --preset llama3_8b --gpus 64 --batch 512 --seq 8192
-          python 08_4d/plan.py --preset mixtral_8x7b --gpus 64 --batch 512 --seq 4096
-          python 08_4d/plan.py --preset llama3_8b --gpus 64 --batch 512 --seq 8192 --draw 08_4d/plan.svg
           python 08_4d/plan.py --playbook
-          python 08_4d/plan.py --measured runs.csv --draw measured.svg
           python 08_4d/plan.py --scale --draw 08_4d/scale.svg
-Source:   Ultra-Scale Playbook, "Finding the best training configuration"; Llama 3, arXiv:2407.21783, table 4; Qi et al.
-          2023, arXiv:2401.10241 (ZBV)
+Source:   Ultra-Scale Playbook, "Finding the best training configuration"; Llama 3, arXiv:2407.21783, table 4
 """
 
 import argparse
@@ -302,6 +298,11 @@ def matrices(cfg: Config) -> int:
     return (2 * cfg.dim * cfg.dim + mlp) // cfg.tp + 2 * cfg.dim * kv_width(cfg) + cfg.dim * cfg.experts
 
 
+def table_elements(cfg: Config) -> int:
+    """Elements of the embedding, or of the head, on a rank."""
+    return -(-cfg.vocab // cfg.tp) * cfg.dim
+
+
 def expert_matrices(cfg: Config) -> int:
     """Elements of a block's experts on a rank: 1/tp of each of experts/ep."""
     return cfg.experts // max(1, cfg.ep) * 3 * cfg.dim * cfg.ffn // cfg.tp
@@ -309,16 +310,19 @@ def expert_matrices(cfg: Config) -> int:
 
 def split_layers(cfg: Config, stages: int) -> list[range]:
     """Divide the layers so that the largest stage, which sets the pace, is as small as possible."""
-    head = 6 * cfg.dim * cfg.vocab
+    head = 6 * cfg.dim * cfg.vocab  # FLOPs per token
     block = (flops_per_token(cfg) - head) / cfg.layers
-    counts, load = [1] * stages, [block] * stages
-    load[0] += cfg.dim  # embedding: backward adds a row per token
-    load[-1] += head
+    counts = [1] * stages  # layers of each stage
+    loads = [block] * stages  # FLOPs per token of each stage
+    loads[0] += cfg.dim  # embedding: backward adds a row per token
+    loads[-1] += head
     for _ in range(cfg.layers - stages):
-        lightest = min(reversed(range(stages)), key=load.__getitem__)  # later stages hold fewer activations in flight
+        # of equals the last: later stages hold fewer activations in flight
+        lightest = min(reversed(range(stages)), key=loads.__getitem__)
         counts[lightest] += 1
-        load[lightest] += block
-    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+        loads[lightest] += block
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts)]
 
 
 def equal_shares(cfg: Config, stages: int) -> list[range]:
@@ -326,11 +330,14 @@ def equal_shares(cfg: Config, stages: int) -> list[range]:
 
     The last ones have the head's, too, so the first stages have more blocks, and they hold more micro-batches.
     """
-    block, counts, stage = 4 * cfg.dim**2 + 3 * cfg.dim * cfg.ffn, [0] * stages, 0
+    block = 4 * cfg.dim**2 + 3 * cfg.dim * cfg.ffn
     share = (cfg.layers * block + cfg.dim * cfg.vocab) / stages
+    counts = [0] * stages
+    stage = 0
     for i in range(1, cfg.layers + 1):
         counts[stage] += 1
-        stage += i * block >= (stage + 1) * share
+        if i * block >= (stage + 1) * share:
+            stage += 1
     return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
 
 
@@ -351,15 +358,23 @@ def stages(cfg: Config, by: Trainer) -> list[list[int]]:
 
     The experts of a block are a separate unit, which is sharded over edp ranks, and not among these.
     """
-    table, block, p = -(-cfg.vocab // cfg.tp) * cfg.dim, matrices(cfg) + 2 * cfg.dim, cfg.pp
-    head = cfg.dim + table * (cfg.pp > 1 or not by.tied)
-    chunks = cfg.chunks if cfg.pp * cfg.chunks <= cfg.layers else 1  # Llama 3's first and last chunk have no block
+    table, p = table_elements(cfg), cfg.pp
+    head = cfg.dim
+    if p > 1 or not by.tied:
+        head += table
+    chunks = cfg.chunks if p * cfg.chunks <= cfg.layers else 1  # Llama 3's first and last chunk have no block
     counts = layers_of(p * chunks, by.shares, **{name: getattr(cfg, name) for name in MODEL})
-    found = []
-    for rank, (first, last) in enumerate(has_ends(cfg, rank) for rank in range(p)):
-        mine = counts[rank] + counts[2 * p - 1 - rank] if cfg.zbv else sum(counts[rank::p])
-        found.append([table] * first + [block] * mine + [head] * last)
-    return found
+    units_of_ranks = []
+    for rank in range(p):
+        has_embedding, has_head = has_ends(cfg, rank)
+        layers = counts[rank] + counts[2 * p - 1 - rank] if cfg.zbv else sum(counts[rank::p])
+        units = [matrices(cfg) + 2 * cfg.dim] * layers
+        if has_embedding:
+            units.insert(0, table)
+        if has_head:
+            units.append(head)
+        units_of_ranks.append(units)
+    return units_of_ranks
 
 
 def stall(cfg: Config, by: Trainer) -> float:
@@ -370,7 +385,12 @@ def stall(cfg: Config, by: Trainer) -> float:
     and with dp of 4 or more. The cause is not known.
     """
     crawls = cfg.gpus >= 512 or cfg.tp >= 32 or (not by.zero and cfg.dp >= 4)
-    return by.stall * (cfg.pp > 1 and cfg.gpus > cfg.gpus_per_node and crawls)
+    return by.stall if crawls and spans_nodes(cfg) else 0
+
+
+def spans_nodes(cfg: Config) -> bool:
+    """Whether the layout has a pipeline, on several nodes."""
+    return cfg.pp > 1 and cfg.gpus > cfg.gpus_per_node
 
 
 def ahead(cfg: Config, rank: int) -> int:
@@ -414,19 +434,30 @@ def memory_of_shards(cfg: Config) -> int:
 
     These are the head and the last block, which are not gathered again, and two more: one computes, one is gathered.
     """
-    d, table, block, n = cfg.dim, -(-cfg.vocab // cfg.tp) * cfg.dim, matrices(cfg) + 2 * cfg.dim, tokens(cfg) // cfg.tp
-    all_kept, wide = cfg.layers * kept(cfg), widest(cfg)
-    rope, logits, norm = 8 * cfg.seq * (d // cfg.heads), 2 * n * cfg.vocab, n * (10 * d + 4)
+    d, n = cfg.dim, tokens(cfg) // cfg.tp
+    table, block = table_elements(cfg), matrices(cfg) + 2 * d
+    activations, temporary = cfg.layers * kept(cfg), widest(cfg)
+    logits, norm = 2 * n * cfg.vocab, n * (10 * d + 4)
     shard = (2 * table + cfg.layers * block) // cfg.shard
-    done = 0 if cfg.microbatches > 1 else 4 * shard  # gradients, which come with the first backward
+    gradients = 0 if cfg.microbatches > 1 else 4 * shard  # they come with the first backward
     moments = {
-        "loss": all_kept + norm + 2 * logits + 2 * (table + block),
-        "head": all_kept + norm + logits + 2 * n * d + 2 * (table + block) + 2 * table,
-        "last block": all_kept + wide + 4 * block + 6 * table,
-        "first block": done + kept(cfg) + wide + 4 * block + 8 * block,
-        "embedding": done + 6 * table + 4 * block,
+        "loss": activations + norm + 2 * logits + 2 * (table + block),
+        "head": activations + norm + logits + 2 * n * d + 2 * (table + block) + 2 * table,
+        "last block": activations + temporary + 4 * block + 6 * table,
+        "first block": gradients + kept(cfg) + temporary + 4 * block + 8 * block,
+        "embedding": gradients + 6 * table + 4 * block,
     }
-    return 16 * shard - done + 16 * tokens(cfg) + rope + 2**26 + max(moments.values())
+    return 16 * shard - gradients + buffers(cfg) + max(moments.values())
+
+
+def buffers(cfg: Config) -> int:
+    """Bytes of token ids and targets, a micro-batch's rotary tables, and cuBLAS's workspace."""
+    return 16 * tokens(cfg) + rotary_tables(cfg) + 2**26
+
+
+def rotary_tables(cfg: Config) -> int:
+    """Bytes of cosine and sine, of which each micro-batch in flight has its own."""
+    return 8 * cfg.seq // cfg.cp * (cfg.dim // cfg.heads)
 
 
 def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
@@ -439,39 +470,68 @@ def memory(cfg: Config, by: Trainer, stage: int, units: list[int]) -> int:
     block's backward its temporaries and the gradients of units that ZeRO is reducing, and at the optimizer the shard's.
     What nanotron's allocator and ZeRO need more is fitted: FRAGMENTS, HELD, COPIES.
     """
-    d, table = cfg.dim, -(-cfg.vocab // cfg.tp) * cfg.dim
-    (first, last), shards = has_ends(cfg, stage), cfg.dp * cfg.cp if by.zero else 1
-    n, N, block, layers = tokens(cfg) // cfg.tp, sum(units), matrices(cfg) + 2 * d, len(units) - first - last
-    expert, M = expert_matrices(cfg), layers * expert_matrices(cfg)
-    whole, shard = N + M, N // shards + M // max(1, shards // max(1, cfg.ep))
-    each, rope = kept(cfg, by.eager), 8 * cfg.seq // cfg.cp * (d // cfg.heads)
-    message, several = 0 if last else 2 * n * d, cfg.microbatches > 1 or by.accumulates
-    sums, summed = 4 * whole * several, 0
-    if cfg.zero == 2 and several:
-        sums, summed = 4 * N * min(cfg.chunks, 2) // cfg.chunks * (cfg.chunks > 1), 4 * N // shards
-    all_sums = sums + summed
-    always = 2 * whole + 12 * shard + 16 * tokens(cfg) + rope + 2**26  # ids and targets, cuBLAS's workspace
+    has_embedding, has_head = has_ends(cfg, stage)
+    d, n = cfg.dim, tokens(cfg) // cfg.tp
+    N, layers = sum(units), blocks_of(cfg, stage, units)
+    block, expert = matrices(cfg) + 2 * d, expert_matrices(cfg)
+    M = layers * expert
+    table = table_elements(cfg) if has_head else 0  # of the head
+    shards = cfg.dp * cfg.cp if by.zero else 1
+    shard = N // shards + M // max(1, shards // max(1, cfg.ep))
+    sums, shard_sums = gradient_sums(cfg, by, N, M, shards)
+    all_sums = sums + shard_sums
     # The first backward allocates the sums; from the second on one micro-batch fewer is in flight. Chunks are alike.
-    own = layers / cfg.chunks * each
-    m, rest = cfg.microbatches * cfg.chunks, own + message + rope
-    first_flying, flying = (max(0, min(ahead(cfg, stage), some - 1)) * rest for some in (m, m - cfg.chunks))
-    logits, norm = (4 if by.eager else 2) * n * cfg.vocab * last, n * (10 * d + 4) * last
-    wide = message + widest(cfg)  # of one block in backward
-    done = all_sums or 4 * shard
-    other = expert or (block if layers > 1 else table * last)
-    two = 0 if sums else 2 * (block + other)  # units that ZeRO is reducing
-    moments = {
-        "loss": all_sums + flying + own + norm + 2 * logits,
-        "head": all_sums + flying + own + norm + logits + (2 * n * d + 2 * table) * last,
-        "last block, first backward": first_flying + own + wide + 4 * table * last,
-        "last block": (all_sums + flying + own + wide) * (all_sums > 0),
-        "first block": done + first_flying + each + max(wide + two, 4 * (expert or block) + (0 if sums else 2 * block)),
-        "embedding": done + first_flying + 4 * table * first + (0 if sums else 2 * block),
-        "optimizer": 4 * shard * (not summed) + summed + COPIES * N * (by.held and by.zero),
-    }
-    gathered = 2 * tokens(cfg) * d * (cfg.tp - 1) // cfg.tp  # bytes of all tokens, beside the rank's own
-    held = int(FRAGMENTS) + HELD.get(cfg.pp, 25) * gathered * (not stall(cfg, by))
-    return int(always + held * by.held + max(moments.values()))
+    activations = layers / cfg.chunks * kept(cfg, by.eager)
+    message = 0 if has_head else 2 * n * d
+    one_in_flight = activations + message + rotary_tables(cfg)
+    m = cfg.microbatches * cfg.chunks
+    first_in_flight = max(0, min(ahead(cfg, stage), m - 1)) * one_in_flight
+    in_flight = max(0, min(ahead(cfg, stage), m - cfg.chunks - 1)) * one_in_flight
+    temporary = message + widest(cfg)  # of one block in backward
+    forward = all_sums + in_flight + activations
+    moments = {"last block, first backward": first_in_flight + activations + temporary + 4 * table}
+    if has_head:
+        logits = (4 if by.eager else 2) * n * cfg.vocab
+        norm = n * (10 * d + 4)
+        moments["loss"] = forward + norm + 2 * logits
+        moments["head"] = forward + norm + logits + 2 * n * d + 2 * table
+    if all_sums:
+        moments["last block"] = forward + temporary
+    # ZeRO reduces the gradients of two units at once, if they are not kept as whole sums
+    reduction, two_reductions = 0, 0
+    if not sums:
+        reduction = 2 * block
+        two_reductions = reduction + 2 * (expert or (block if layers > 1 else table))
+    backward = (all_sums or 4 * shard) + first_in_flight
+    gradient = 4 * (expert or block)
+    moments["first block"] = backward + kept(cfg, by.eager) + max(temporary + two_reductions, gradient + reduction)
+    moments["embedding"] = backward + reduction
+    if has_embedding:
+        moments["embedding"] += 4 * table_elements(cfg)
+    moments["optimizer"] = shard_sums or 4 * shard
+    if by.held and by.zero:
+        moments["optimizer"] += COPIES * N
+    always = 2 * (N + M) + 12 * shard + buffers(cfg)
+    if by.held:
+        always += int(FRAGMENTS)
+        if not stall(cfg, by):
+            always += HELD.get(cfg.pp, 25) * (2 * tokens(cfg) * d * (cfg.tp - 1) // cfg.tp)  # other tp ranks' tokens
+    return int(always + max(moments.values()))
+
+
+def gradient_sums(cfg: Config, by: Trainer, N: int, M: int, shards: int) -> tuple[int, int]:
+    """Bytes of the fp32 sums of gradients of a rank of pp: whole ones, and shards."""
+    if cfg.microbatches == 1 and not by.accumulates:
+        return 0, 0
+    if cfg.zero < 2:
+        return 4 * (N + M), 0
+    whole = 0 if cfg.chunks == 1 else 8 * N // cfg.chunks  # of two chunks
+    return whole, 4 * N // shards
+
+
+def blocks_of(cfg: Config, rank: int, units: list[int]) -> int:
+    """How many blocks a rank of pp has."""
+    return len(units) - sum(has_ends(cfg, rank))
 
 
 def most_memory(cfg: Config, by: Trainer) -> float:
@@ -497,15 +557,19 @@ def flops_per_token(cfg: Config) -> float:
 
 def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[str, int, int]]:
     """Return what a rank does, in order: (F forward or B backward, micro-batch, chunk)."""
-    groups = [range(i, min(i + ranks, microbatches)) for i in range(0, microbatches, ranks)]
-    visits = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
-    forwards = [("F", i, chunk) for i, chunk in visits]
-    backwards = [("B", i, chunks - 1 - chunk) for i, chunk in visits]
-    # forwards to run before the first gradient can arrive: one per later rank (two with several chunks, because a
-    # later rank alternates between F and B), and p for each chunk but the last
-    ahead = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(visits))
-    pairs = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
-    return forwards[:ahead] + pairs + backwards[len(visits) - ahead :]
+    forwards, backwards = [], []
+    for start in range(0, microbatches, ranks):  # a group of micro-batches goes through all chunks, then the next
+        for chunk in range(chunks):
+            for i in range(start, min(start + ranks, microbatches)):
+                forwards.append(("F", i, chunk))
+                backwards.append(("B", i, chunks - 1 - chunk))
+    # forwards before the first gradient can arrive: one per later rank (two with several chunks, because a later rank
+    # alternates between F and B), and p for each chunk but the last
+    warmup = min((ranks - 1 - rank) * min(chunks, 2) + (chunks - 1) * ranks, len(forwards))
+    operations = forwards[:warmup]
+    for pair in zip(forwards[warmup:], backwards):
+        operations += pair  # one forward, one backward
+    return operations + backwards[len(backwards) - warmup :]
 
 
 def schedule_in_a_v(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int, int]]:
@@ -528,8 +592,10 @@ def ring(cfg: Config, size: float, ranks: int, stride: int, all_to_all: bool = F
     """
     at = MACHINES[cfg.machine]
     node, pod = (min(ranks, max(1, n * cfg.gpus_per_node // stride)) for n in (1, at.pod))  # ranks in one
+    if ranks == 1:
+        return 0
     if node == ranks:
-        return (ranks > 1) * (NVLINK_LATENCY + size * (ranks - 1) / ranks / at.nvlink)
+        return NVLINK_LATENCY + size * (ranks - 1) / ranks / at.nvlink
     if all_to_all:
         return at.hop + size * (ranks - node + (at.oversubscribed - 1) * (ranks - pod)) / ranks / at.network
     return at.hop * (ranks - 1) + size * (ranks - 1) / ranks / min(at.nvlink, node * at.network)
@@ -562,12 +628,14 @@ def expert_times(cfg: Config) -> tuple[tuple[float, float], float]:
     """
     if not cfg.experts:
         return (0, 0), 0
-    at, d, f, rows = MACHINES[cfg.machine], cfg.dim, cfg.ffn // cfg.tp, tokens(cfg) * cfg.top_k
+    at, d, f = MACHINES[cfg.machine], cfg.dim, cfg.ffn // cfg.tp
+    rows = tokens(cfg) * cfg.top_k
     matmuls = 6 * rows * d * f / at.grouped
-    moved = (2 * rows * (k * (d + f) + 4 * d) / at.bandwidth for k in (4, 5))
-    forward, backward = (times * matmuls + seconds for times, seconds in zip((1, 2), moved))
+    forward = matmuls + 2 * rows * (4 * (d + f) + 4 * d) / at.bandwidth
+    backward = 2 * matmuls + 2 * rows * (5 * (d + f) + 4 * d) / at.bandwidth
     waiting = WAITING if cfg.ep * cfg.tp <= cfg.gpus_per_node else 1
-    return (forward, backward), waiting * ring(cfg, 2 * rows * d, max(1, cfg.ep), cfg.tp, True)
+    exchange = waiting * ring(cfg, 2 * rows * d, max(1, cfg.ep), cfg.tp, True)
+    return (forward, backward), exchange
 
 
 def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
@@ -580,35 +648,64 @@ def block_times(cfg: Config, by: Trainer) -> dict[str, tuple[float, float]]:
     ep: rows go to their experts and back, and so do their gradients; nothing overlaps.
     recompute: backward runs forward's elementwise kernels once more, or all of forward.
     """
-    at, n, d, f, kv = MACHINES[cfg.machine], tokens(cfg), cfg.dim, cfg.ffn, kv_width(cfg)
-    linear, chunk = 2 * n * matrices(cfg) / at.matmuls, cfg.seq if cfg.cp == 1 else cfg.seq // (2 * cfg.cp)
-    flops = 2 * n * cfg.seq * d / cfg.tp * (1 + 400 / chunk)
-    rates = at.attention[128 if d // cfg.heads > 64 else 64]
-    attention = flops / rates[0], 2.5 * flops / rates[1]
-    elementwise = 2 * n * (36 * d + 8 * f * (not cfg.experts)) / cfg.tp / at.bandwidth
+    at, n = MACHINES[cfg.machine], tokens(cfg)
+    linear = 2 * n * matrices(cfg) / at.matmuls
+    attention, attention_backward = attention_times(cfg)
+    width = 36 * cfg.dim if cfg.experts else 36 * cfg.dim + 8 * cfg.ffn
+    elementwise = 2 * n * width / cfg.tp / at.bandwidth
     experts, exchange = expert_times(cfg)
-    # sequence_parallel.py puts weights together for one matmul; train.py reads them where they are
-    copies = 4 * matrices(cfg) * (cfg.tp > 1 and by.cast > 0) / at.bandwidth
-    forward = (linear + attention[0] + elementwise / 3 + copies + experts[0]) / by.speed
-    backward = (2 * linear + attention[1] + elementwise * 2 / 3 + experts[1]) / by.speed
-    once = gathered(cfg)
-    hops = [message(cfg, 2 * n * kv * size, cfg.cp, cfg.tp) * (cfg.cp > 1) for size in (2, 6)]
-    passing = [(cfg.cp - 1) * beside(a / cfg.cp, hop) for a, hop in zip(attention, hops)]
-    if by.gathers_keys:
-        keys, sums = (ring(cfg, 2 * n * cfg.cp * kv * size, cfg.cp, cfg.tp) for size in (2, 4))
-        passing = [keys, keys + sums]
-    tensor = 4 * once, 2 * once + beside(2 * linear, 4 * once)
-    if cfg.experts:  # their tokens are gathered, and the gradients of these reduced, with nothing beside
-        tensor = 4 * once, 3 * once + beside(2 * linear, 2 * once)
+    copies = 0
+    if cfg.tp > 1 and by.cast > 0:  # sequence_parallel.py puts weights together for one matmul; train.py does not
+        copies = 4 * matrices(cfg) / at.bandwidth
+    forward = (linear + attention + elementwise / 3 + copies + experts[0]) / by.speed
+    backward = (2 * linear + attention_backward + elementwise * 2 / 3 + experts[1]) / by.speed
+    tp, cp = tensor_times(cfg, by, linear), context_times(cfg, by)
+    again = 0
+    if cfg.recompute == "selective":
+        again = elementwise / 3 / by.speed
+    if cfg.recompute == "full":
+        down_proj = 2 * n * cfg.dim * cfg.ffn / cfg.tp / at.matmuls / by.speed  # backward does not need its output
+        again = forward if cfg.experts else forward - down_proj
+        again += tp[0] * 3 / 4
+        again += cp[0]
+        again += 2 * exchange
+    launch = by.launch
+    if cfg.tp > 1 and spans_nodes(cfg):
+        launch += by.crowded * cfg.tp
+    idle = max(0, launch - forward - backward - sum(tp) - sum(cp))  # the GPU waits for the CPU
+    compute = forward + idle / 3, backward + idle * 2 / 3
+    return dict(compute=compute, recompute=(0, again), tp=tp, cp=cp, ep=(2 * exchange, 2 * exchange))
+
+
+def attention_times(cfg: Config) -> tuple[float, float]:
+    """Seconds of attention of a block, forward and backward of a micro-batch."""
+    chunk = cfg.seq if cfg.cp == 1 else cfg.seq // (2 * cfg.cp)
+    flops = 2 * tokens(cfg) * cfg.seq * cfg.dim / cfg.tp * (1 + 400 / chunk)
+    forward, backward = MACHINES[cfg.machine].attention[128 if cfg.dim // cfg.heads > 64 else 64]
+    return flops / forward, 2.5 * flops / backward
+
+
+def tensor_times(cfg: Config, by: Trainer, linear: float) -> tuple[float, float]:
+    """Seconds that tp adds to a block's forward and backward, whose matmuls take `linear` and twice that."""
+    gather = gathered(cfg)
     if by.async_tp:
-        tensor = beside(linear, 4 * once), beside(2 * linear, 6 * once)
-    down = 2 * n * d * f / cfg.tp / at.matmuls / by.speed  # the last matmul, whose output backward does not need
-    full = forward - down * (not cfg.experts) + tensor[0] * 3 / 4 + passing[0] + 2 * exchange
-    again = {"selective": elementwise / 3 / by.speed, "full": full}.get(cfg.recompute, 0)
-    launch = by.launch + by.crowded * cfg.tp * (cfg.tp > 1 and cfg.pp > 1 and cfg.gpus > cfg.gpus_per_node)
-    idle = max(0, launch - forward - backward - sum(tensor) - sum(passing))  # the GPU waits for the CPU
-    compute, rows = (forward + idle / 3, backward + idle * 2 / 3), (2 * exchange, 2 * exchange)
-    return dict(compute=compute, recompute=(0, again), tp=tensor, cp=tuple(passing), ep=rows)
+        return beside(linear, 4 * gather), beside(2 * linear, 6 * gather)
+    if cfg.experts:  # their tokens are gathered, and the gradients of these reduced, with nothing beside
+        return 4 * gather, 3 * gather + beside(2 * linear, 2 * gather)
+    return 4 * gather, 2 * gather + beside(2 * linear, 4 * gather)
+
+
+def context_times(cfg: Config, by: Trainer) -> tuple[float, float]:
+    """Seconds that cp adds to a block's forward and backward."""
+    if cfg.cp == 1:
+        return 0, 0
+    kv = 2 * tokens(cfg) * kv_width(cfg)  # elements of a rank's keys and values
+    if by.gathers_keys:
+        gather, reduce = (ring(cfg, kv * cfg.cp * size, cfg.cp, cfg.tp) for size in (2, 4))
+        return gather, gather + reduce
+    hops = (message(cfg, kv * size, cfg.cp, cfg.tp) for size in (2, 6))
+    forward, backward = (beside(seconds / cfg.cp, hop) for seconds, hop in zip(attention_times(cfg), hops))
+    return (cfg.cp - 1) * forward, (cfg.cp - 1) * backward
 
 
 def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[str, list[float]]:
@@ -617,26 +714,39 @@ def stage_times(cfg: Config, by: Trainer, stage: int, units: list[int]) -> dict[
     Backward moves the gradients of a unit into one tensor, and adds them to fp32 sums. In ZBV the matmuls of weight
     gradients add to fp32 sums themselves; those of experts cannot.
     """
-    at, n, d, (first, last) = MACHINES[cfg.machine], tokens(cfg), cfg.dim, has_ends(cfg, stage)
-    layers, rate = len(units) - first - last, at.bandwidth
-    times = {kind: [layers * x for x in both] for kind, both in block_times(cfg, by).items()}
-    once, head = gathered(cfg), 2 * n * d * cfg.vocab / cfg.tp / at.matmuls
-    logits = 2 * n * cfg.vocab / cfg.tp / rate  # one pass over them
-    each = (14 if cfg.microbatches > 1 or by.accumulates else 4) + by.cast  # bytes moved per element
-    moved = sum(units) * (8 if cfg.zbv else each) + layers * expert_matrices(cfg) * each
-    times["compute"][0] += last * (head + logits) / by.speed
-    times["compute"][1] += (last * (2 * head + 2 * logits) + moved / rate) / by.speed
-    times["tp"][0] += (first + last) * once
-    times["tp"][1] += first * once + last * beside(2 * head, 2 * once)
-    return times
+    at, n, layers = MACHINES[cfg.machine], tokens(cfg), blocks_of(cfg, stage, units)
+    has_embedding, has_head = has_ends(cfg, stage)
+    forward, backward = {}, {}
+    for kind, seconds in block_times(cfg, by).items():
+        forward[kind] = layers * seconds[0]
+        backward[kind] = layers * seconds[1]
+    gather = gathered(cfg)
+    gradient_item = (14 if cfg.microbatches > 1 or by.accumulates else 4) + by.cast  # bytes moved per element
+    moves = sum(units) * (8 if cfg.zbv else gradient_item) + layers * expert_matrices(cfg) * gradient_item
+    compute = moves / at.bandwidth
+    tensor, tensor_backward = 0, 0
+    if has_embedding:
+        tensor += gather
+        tensor_backward += gather
+    if has_head:
+        head = 2 * n * cfg.dim * cfg.vocab / cfg.tp / at.matmuls
+        logits = 2 * n * cfg.vocab / cfg.tp / at.bandwidth  # one pass over them
+        forward["compute"] += (head + logits) / by.speed
+        compute = 2 * head + 2 * logits + compute
+        tensor += gather
+        tensor_backward += beside(2 * head, 2 * gather)
+    backward["compute"] += compute / by.speed
+    forward["tp"] += tensor
+    backward["tp"] += tensor_backward
+    return {kind: [forward[kind], backward[kind]] for kind in forward}
 
 
 def times_of(cfg: Config, by: Trainer, parts: list[list[int]]) -> list[dict[str, list[float]]]:
     """The times of all stages; those between the ends that have as many layers are alike."""
     kinds = [(*has_ends(cfg, stage), len(units)) for stage, units in enumerate(parts)]
-    alike = {kind: stage for stage, kind in enumerate(kinds)}
-    found = {kind: stage_times(cfg, by, stage, parts[stage]) for kind, stage in alike.items()}
-    return [found[kind] for kind in kinds]
+    examples = {kind: stage for stage, kind in enumerate(kinds)}
+    times = {kind: stage_times(cfg, by, stage, parts[stage]) for kind, stage in examples.items()}
+    return [times[kind] for kind in kinds]
 
 
 def share_of_weights(cfg: Config, by: Trainer) -> float:
@@ -668,53 +778,68 @@ def simulate(seconds: list[tuple[float, ...]], transfer: float, cfg: Config, mic
     forwards, and the reduction of its gradients, beside the last backwards. A chunk takes its share of all four.
     transfer: of a message between ranks.
     """
-    forward, backward, gather, reduce = zip(*seconds)
-    p, last, part, hidden = cfg.pp, cfg.pp * cfg.chunks - 1, shares(cfg), by.hidden  # last stage
-    split = share_of_weights(cfg, by) if cfg.zbv else 0
-    orders = [
-        schedule_in_a_v(rank, p, microbatches) if cfg.zbv else schedule(rank, p, cfg.chunks, microbatches)
-        for rank in range(p)
-    ]
-    left, finish = [deque(order) for order in orders], "W" if cfg.zbv else "B"
-    where = [min(s, last - s) if cfg.zbv else s % p for s in range(last + 1)]  # the rank of each stage
-    ends, free, reduced, awake = {}, [0.0] * p, [0.0] * p, deque(range(p))
-    while awake:
-        rank = awake.popleft()
-        while left[rank]:
-            op, i, chunk = left[rank][0]
-            stage, forwards = last - rank if cfg.zbv and chunk else chunk * p + rank, op == "F"
-            source, target = (stage - 1, stage + 1) if forwards else (stage + 1, stage - 1)
-            start = free[rank]
+    p, last = cfg.pp, cfg.pp * cfg.chunks - 1  # last stage
+    parts, w_share = shares(cfg), share_of_weights(cfg, by) if cfg.zbv else 0
+    orders = [deque(order_of(cfg, rank, microbatches)) for rank in range(p)]
+    rank_of_stage = [min(s, last - s) if cfg.zbv else s % p for s in range(last + 1)]
+    ends = {}
+    compute_ends, reduce_ends = [0.0] * p, [0.0] * p
+    ready = deque(range(p))
+    while ready:
+        rank = ready.popleft()
+        order = orders[rank]
+        forward, backward, gather, reduce = seconds[rank]
+        while order:
+            op, i, chunk = order[0]
+            part = parts[rank][chunk]
+            stage = last - rank if cfg.zbv and chunk else chunk * p + rank
+            source, target = (stage - 1, stage + 1) if op == "F" else (stage + 1, stage - 1)
+            start = compute_ends[rank]
             if 0 <= source <= last and op != "W":
                 if (op, i, source) not in ends:
-                    break  # the rank that has it wakes this one
-                start = max(start, ends[op, i, source] + transfer * (where[source] != rank))
-            takes = part[rank][chunk] * (forward[rank] if forwards else backward[rank])
-            if not forwards:
-                takes *= split if op == "W" else 1 - split
-            if forwards and i == 0 and (wait := gather[rank] * sum(part[rank][: chunk + 1]) - start) > 0:
-                takes += beside(takes, wait) if hidden else wait
-            ends[op, i, stage] = free[rank] = start + takes
-            if op == finish and i == microbatches - 1:  # reductions run on while the rank does, and slow it down:
-                sends = reduce[rank] * part[rank][chunk]
-                slower = hidden * CONTENTION * min(takes, sends)
-                free[rank] += slower
-                ends[op, i, stage] += slower * (cfg.chunks == 1)  # this backward, or those of other chunks after it
-                reduced[rank] = max(reduced[rank], start if hidden else free[rank]) + sends
-            left[rank].popleft()
-            if 0 <= target <= last and where[target] != rank:
-                awake.append(where[target])
-    return max(*free, *reduced)
+                    break  # the rank that has it adds this one to `ready`
+                arrival = ends[op, i, source]
+                if rank_of_stage[source] != rank:
+                    arrival += transfer
+                start = max(start, arrival)
+            if op == "F":
+                duration = part * forward
+                wait = gather * sum(parts[rank][: chunk + 1]) - start
+                if i == 0 and wait > 0:
+                    duration += beside(duration, wait) if by.hidden else wait
+            else:
+                duration = part * backward * (w_share if op == "W" else 1 - w_share)
+            end = start + duration
+            ends[op, i, stage] = compute_ends[rank] = end
+            if op == ("W" if cfg.zbv else "B") and i == microbatches - 1:
+                reduction = reduce * part
+                if by.hidden:  # it runs on beside compute, and slows down this backward, or those of later chunks
+                    compute_ends[rank] += CONTENTION * min(duration, reduction)
+                    if cfg.chunks == 1:
+                        ends[op, i, stage] = compute_ends[rank]
+                reduce_start = start if by.hidden else end
+                reduce_ends[rank] = max(reduce_ends[rank], reduce_start) + reduction
+            order.popleft()
+            if 0 <= target <= last and rank_of_stage[target] != rank:
+                ready.append(rank_of_stage[target])
+    return max(*compute_ends, *reduce_ends)
+
+
+def order_of(cfg: Config, rank: int, microbatches: int) -> list[tuple[str, int, int]]:
+    """Return the operations of a rank of pp, in order."""
+    if cfg.zbv:
+        return schedule_in_a_v(rank, cfg.pp, microbatches)
+    return schedule(rank, cfg.pp, cfg.chunks, microbatches)
 
 
 def end(seconds: list[tuple[float, ...]], transfer: float, cfg: Config, by: Trainer) -> float:
     """Simulate, of a long step its first micro-batches alone: the others take as long as the last of these."""
-    most, fewer = min(cfg.microbatches, 8 * cfg.pp), 7 * cfg.pp  # with chunks the pace settles late
-    found = simulate(seconds, transfer, cfg, most, by)
-    if cfg.microbatches > most:
-        each = (found - simulate(seconds, transfer, cfg, fewer, by)) / (most - fewer)
-        found += (cfg.microbatches - most) * each
-    return found
+    count, smaller_count = min(cfg.microbatches, 8 * cfg.pp), 7 * cfg.pp  # with chunks the pace settles late
+    time = simulate(seconds, transfer, cfg, count, by)
+    if cfg.microbatches > count:
+        pace = (time - simulate(seconds, transfer, cfg, smaller_count, by)) / (count - smaller_count)
+        time += (cfg.microbatches - count) * pace
+    return time
 
 
 def added_by_shards(cfg: Config, by: Trainer, units: list[int], forward: float, backward: float) -> float:
@@ -724,48 +849,77 @@ def added_by_shards(cfg: Config, by: Trainer, units: list[int], forward: float, 
     units, which are still there, and of the embedding; and gradients are reduced. With the last micro-batch the groups
     of HSDP add up their fp32 shards.
     """
-    gather, again = (sum(ring(cfg, 2 * unit, cfg.shard, cfg.tp) for unit in some) for some in (units, units[1:-2]))
-    again += sum(ring(cfg, 2 * unit, cfg.shard, cfg.tp, True) for unit in units)
+    gather = sum(ring(cfg, 2 * unit, cfg.shard, cfg.tp) for unit in units)
+    traffic = sum(ring(cfg, 2 * unit, cfg.shard, cfg.tp) for unit in units[1:-2])  # beside backward
+    traffic += sum(ring(cfg, 2 * unit, cfg.shard, cfg.tp, True) for unit in units)
     groups = sum(2 * ring(cfg, 4 * unit / cfg.shard, cfg.dp // cfg.shard, cfg.shard * cfg.tp) for unit in units)
-    last = beside(forward, gather) + beside(backward, again + groups)
-    return (cfg.microbatches - 1) * (beside(forward, gather) + beside(backward, again)) + last
+    last = beside(forward, gather) + beside(backward, traffic + groups)
+    return (cfg.microbatches - 1) * (beside(forward, gather) + beside(backward, traffic)) + last
 
 
 def step_time(cfg: Config, by: Trainer) -> Step:
     """Predict a step. With ZeRO-2 gradients are reduced beside every backward, or in chunks that of every pp-th."""
-    m, shards, parts, busy, zero = cfg.microbatches, cfg.dp * cfg.cp, stages(cfg, by), [], []
-    times, ep, expert = times_of(cfg, by, parts), max(1, cfg.ep), expert_matrices(cfg)
-    layers = [(expert > 0) * (len(units) - sum(has_ends(cfg, rank))) for rank, units in enumerate(parts)]
-    for kinds, units, blocks in zip(times, parts, layers):
-        gather = by.zero * sum(ring(cfg, 2 * unit, shards, cfg.tp) for unit in units)
-        gather += by.zero * blocks * ring(cfg, 2 * expert, shards // ep, cfg.tp * ep)
-        reduce = sum(ring(cfg, by.sent * unit, shards, cfg.tp, by.all_to_all) for unit in units)
-        reduce += blocks * ring(cfg, by.sent * expert, shards // ep, cfg.tp * ep, by.all_to_all)
-        busy.append([sum(pair[i] for pair in kinds.values()) for i in (0, 1)])
-        zero.append((gather, reduce * (1 if by.zero else 2)))
+    units = stages(cfg, by)  # of every rank of pp
+    times = times_of(cfg, by, units)
+    compute, messages, traffic = [], [], []  # of every rank: forward and backward, the same with messages, and ZeRO's
+    for rank in range(cfg.pp):
+        forward = sum(seconds[0] for seconds in times[rank].values())
+        backward = sum(seconds[1] for seconds in times[rank].values())
+        wait = message_stall(cfg, by) * (2 if 0 < rank < cfg.pp - 1 else 1)  # for each neighbour
+        gather, reduce = zero_times(cfg, by, rank, units[rank])
+        compute.append((forward, backward, 0, 0))
+        messages.append((forward + wait, backward + wait, 0, 0))
+        if cfg.zero == 2:
+            interval = 1 if cfg.chunks == 1 else cfg.pp  # of backwards, at whose end gradients are reduced
+            added = beside(interval * (backward + wait), reduce) / interval
+            traffic.append((forward + wait, backward + wait + added, gather, 0))
+        else:
+            traffic.append((forward + wait, backward + wait, gather, reduce))
     transfer = message(cfg, 2 * tokens(cfg) // cfg.tp * cfg.dim, cfg.pp, cfg.dp * cfg.cp * cfg.tp)
-    full = by.stall and cfg.pp > 1 and most_memory(cfg, by) * GIB > FULL
-    waiting = by.stall if full else stall(cfg, by)
-    waits = [waiting * (1 + (0 < rank < cfg.pp - 1)) for rank in range(cfg.pp)]  # for each neighbour
-    sending = [(forward + wait, backward + wait) for (forward, backward), wait in zip(busy, waits)]
-    if cfg.zero == 2:
-        often = 1 if cfg.chunks == 1 else cfg.pp
-        also = [beside(often * backward, reduce) / often for (_, backward), (_, reduce) in zip(sending, zero)]
-        ends = [(f, b + more, gather, 0) for (f, b), more, (gather, _) in zip(sending, also, zero)]
-    else:
-        ends = [(*both, *traffic) for both, traffic in zip(sending, zero)]
-    whole = end(ends, transfer, cfg, by)
-    local = end([(*both, 0, 0) for both in sending], transfer, cfg, by) if shards > 1 else whole
-    alone = end([(*both, 0, 0) for both in busy], 0, cfg, by) if cfg.pp > 1 else local
+    with_zero = end(traffic, transfer, cfg, by)
+    with_messages = end(messages, transfer, cfg, by) if cfg.dp * cfg.cp > 1 else with_zero
+    alone = end(compute, 0, cfg, by) if cfg.pp > 1 else with_messages
     if cfg.shard > 1:
-        whole = local + added_by_shards(cfg, by, parts[0], *busy[0])
-    owners = cfg.shard if cfg.shard > 1 else shards  # ranks that update the same weights together
-    sums = [(sum(units), blocks * expert) for units, blocks in zip(parts, layers)]
-    updated = [46 * (a + b * ep) / owners if by.zero else 40 * (a + b) for a, b in sums]  # bytes
-    optimizer = [size / MACHINES[cfg.machine].bandwidth for size in updated]
-    mean = {kind: m * sum(sum(kinds[kind]) for kinds in times) / cfg.pp for kind in times[0]}
-    bubble = max(0, alone - sum(mean.values()))
-    return Step(**mean, dp=whole - local, pp=local - alone, optimizer=max(optimizer) + HOST, bubble=bubble)
+        forward, backward, _, _ = compute[0]
+        with_zero = with_messages + added_by_shards(cfg, by, units[0], forward, backward)
+    mean = {kind: cfg.microbatches * sum(sum(kinds[kind]) for kinds in times) / cfg.pp for kind in times[0]}
+    return Step(
+        **mean,
+        dp=with_zero - with_messages,
+        pp=with_messages - alone,
+        optimizer=max(optimizer_time(cfg, by, rank, units[rank]) for rank in range(cfg.pp)) + HOST,
+        bubble=max(0, alone - sum(mean.values())),
+    )
+
+
+def message_stall(cfg: Config, by: Trainer) -> float:
+    """Seconds that a message between stages costs each of the two, also because memory is full."""
+    if by.stall and cfg.pp > 1 and most_memory(cfg, by) * GIB > FULL:
+        return by.stall
+    return stall(cfg, by)
+
+
+def zero_times(cfg: Config, by: Trainer, rank: int, units: list[int]) -> tuple[float, float]:
+    """Seconds in which a rank of pp all-gathers its weights, if they are sharded, and reduces their gradients."""
+    shards, ep, expert = cfg.dp * cfg.cp, max(1, cfg.ep), expert_matrices(cfg)
+    blocks = blocks_of(cfg, rank, units) if expert else 0
+    reduce = sum(ring(cfg, by.sent * unit, shards, cfg.tp, by.all_to_all) for unit in units)
+    reduce += blocks * ring(cfg, by.sent * expert, shards // ep, cfg.tp * ep, by.all_to_all)
+    if not by.zero:
+        return 0, 2 * reduce
+    gather = sum(ring(cfg, 2 * unit, shards, cfg.tp) for unit in units)
+    gather += blocks * ring(cfg, 2 * expert, shards // ep, cfg.tp * ep)
+    return gather, reduce
+
+
+def optimizer_time(cfg: Config, by: Trainer, rank: int, units: list[int]) -> float:
+    """Seconds in which AdamW updates the weights of a rank of pp."""
+    expert = blocks_of(cfg, rank, units) * expert_matrices(cfg)
+    size = 40 * (sum(units) + expert)
+    if by.zero:
+        ranks = cfg.shard if cfg.shard > 1 else cfg.dp * cfg.cp  # they update the same weights together
+        size = 46 * (sum(units) + expert * max(1, cfg.ep)) / ranks
+    return size / MACHINES[cfg.machine].bandwidth
 
 
 @dataclass(frozen=True)
@@ -782,9 +936,9 @@ class Plan:
 def predict(cfg: Config, by: Trainer) -> Plan:
     """Predict a layout's memory, step and speed."""
     step = step_time(cfg, by)
-    each = cfg.batch * cfg.seq / step.total() / (cfg.dp * cfg.cp * cfg.tp * cfg.pp)
+    speed = cfg.batch * cfg.seq / step.total() / (cfg.dp * cfg.cp * cfg.tp * cfg.pp)
     peak = 1e12 * cfg.tflops or MACHINES[cfg.machine].peak
-    return Plan(cfg, most_memory(cfg, by), step, each, each * flops_per_token(cfg) / peak)
+    return Plan(cfg, most_memory(cfg, by), step, speed, speed * flops_per_token(cfg) / peak)
 
 
 def divisors(n: int) -> list[int]:
@@ -819,8 +973,13 @@ def cuts(cfg: Config) -> list[Config]:
 
 def needs(cfg: Config) -> str:
     """Return what a layout needs that no recipe here has with it."""
-    missing = ["ZBV"] * cfg.zbv + ["recomputation"] * (cfg.recompute != "none")
-    missing += [f"ZeRO-{cfg.zero}"] * (cfg.zero > 1 and max(cfg.cp, cfg.tp, cfg.pp) > 1)
+    missing = []
+    if cfg.zbv:
+        missing.append("ZBV")
+    if cfg.recompute != "none":
+        missing.append("recomputation")
+    if cfg.zero > 1 and max(cfg.cp, cfg.tp, cfg.pp) > 1:
+        missing.append(f"ZeRO-{cfg.zero}")
     return " and ".join(missing)
 
 
@@ -835,23 +994,31 @@ def fitting(cfg: Config, by: Trainer) -> list[Config]:
     ZeRO-0 and AFAB are not tried: they send as much, idle as long, and have more in memory than ZeRO-1 and 1F1B. With
     experts only ZeRO-1, without or with full recomputation, is modelled.
     """
-    found, kinds = [], RECOMPUTE[:1] if cfg.zbv else RECOMPUTE[::2] if cfg.experts else RECOMPUTE
-    for zero in [cfg.zero] if cfg.zero else [1, 2] if cfg.dp * cfg.cp > 1 and not cfg.experts else [1]:
+    stages = [1, 2] if cfg.dp * cfg.cp > 1 and not cfg.experts else [1]
+    kinds = RECOMPUTE
+    if cfg.experts:
+        kinds = "none", "full"
+    if cfg.zbv:
+        kinds = ("none",)
+    layouts = []
+    for zero in [cfg.zero] if cfg.zero else stages:
         for recompute in kinds if cfg.recompute == "any" else [cfg.recompute]:
-            one = replace(cfg, zero=zero, recompute=recompute)
-            if found and found[0].recompute == recompute:
+            layout = replace(cfg, zero=zero, recompute=recompute)
+            if layouts and layouts[0].recompute == recompute:
                 break
-            if not (cfg.ours and needs(one)) and most_memory(one, by) <= usable(cfg):
-                found.append(one)
+            if not (cfg.ours and needs(layout)) and most_memory(layout, by) <= usable(cfg):
+                layouts.append(layout)
                 break
-    return found
+    return layouts
 
 
 def least(cfg: Config, by: Trainer) -> float:
     """Lower bound of a step: a micro-batch passes all earlier ranks, one rank works, the last gradient goes back."""
     busy = [sum(sum(both) for both in times.values()) for times in times_of(cfg, by, stages(cfg, by))]
-    passed = ((not cfg.zbv) * before / cfg.chunks for before in itertools.accumulate([0, *busy]))
-    return max(before + cfg.microbatches * own for before, own in zip(passed, busy))
+    if cfg.zbv:
+        return cfg.microbatches * max(busy)
+    starts = (seconds / cfg.chunks for seconds in itertools.accumulate([0, *busy]))
+    return max(start + cfg.microbatches * seconds for start, seconds in zip(starts, busy))
 
 
 def progress(text: str) -> None:
@@ -876,7 +1043,9 @@ def low_memory(cfg: Config) -> float:
 
 def would_fit(cfg: Config, by: Trainer) -> str:
     """Name what would help where nothing fits: other sizes, more GPUs, fewer flags, on one GPU another recipe."""
-    layouts, node, ways = cuts(cfg), cfg.gpus_per_node, []
+    layouts = cuts(cfg)
+    node = cfg.gpus_per_node
+    ways = []
     if not layouts:
         return f". {RULES}"
     if sizes := sorted({one.dp for one in layouts if fits(one, by)}):
@@ -885,7 +1054,12 @@ def would_fit(cfg: Config, by: Trainer) -> str:
         return f". --batch {cfg.batch}: must be divisible by dp, {' or '.join(map(str, sizes))}"
     if cfg.gpus == 1 and not cfg.experts and low_memory(cfg) <= usable(cfg):
         ways.append(f"with 10_mixed_precision/low_memory.py ({low_memory(cfg):.1f} GiB)")
-    dropped = " and ".join(["without --ours"] * cfg.ours + ["with --recompute any"] * (cfg.recompute != "any"))
+    changes = []
+    if cfg.ours:
+        changes.append("without --ours")
+    if cfg.recompute != "any":
+        changes.append("with --recompute any")
+    dropped = " and ".join(changes)
     for gpus in (cfg.gpus * 2**i for i in range(14)):
         gpus = gpus if gpus <= node else math.ceil(gpus / node) * node  # whole nodes
         asked = replace(cfg, gpus=gpus)
@@ -901,21 +1075,28 @@ def plans(cfg: Config, by: Trainer, keep: int = 0) -> tuple[list[Plan], str]:
 
     keep: skip layouts whose lower bound is above the keep-th best; 0: none.
     """
-    every, rows, totals = cuts(cfg), [], []
-    progress(f"{len(every):,} layouts on {cfg.gpus:,} GPUs: which fit?")
-    fit = [one for one in every if fits(one, by)]
-    reach = [replace(one, batch=cfg.batch) for one in fit if cfg.batch % one.dp == 0]
-    wanted = [m for m in divisors(cfg.batch) if cfg.microbatches in (0, m)]
-    found = [replace(one, microbatches=m) for one in reach for m in wanted if cfg.batch // one.dp % m == 0]
-    found = [one for one in found if one.chunks == 1 or one.zbv or one.microbatches % one.pp == 0]
-    found = [some for one in found if tokens(one) % one.tp == 0 for some in fitting(one, by)]
-    for done, (floor, _, one) in enumerate(sorted((keep and least(one, by), i, one) for i, one in enumerate(found))):
-        if not keep or len(totals) < keep or floor < totals[keep - 1]:
-            rows.append(predict(one, by))
+    layouts = cuts(cfg)
+    progress(f"{len(layouts):,} layouts on {cfg.gpus:,} GPUs: which fit?")
+    fit = [layout for layout in layouts if fits(layout, by)]
+    reach = [replace(layout, batch=cfg.batch) for layout in fit if cfg.batch % layout.dp == 0]
+    choices = []
+    for layout, m in itertools.product(reach, divisors(cfg.batch)):
+        choice = replace(layout, microbatches=m)
+        if cfg.microbatches not in (0, m) or cfg.batch // layout.dp % m:
+            continue
+        if layout.chunks > 1 and not layout.zbv and m % layout.pp:
+            continue
+        if tokens(choice) % layout.tp == 0:
+            choices += fitting(choice, by)
+    floors = [keep and least(choice, by) for choice in choices]
+    rows, totals = [], []
+    for count, i in enumerate(sorted(range(len(choices)), key=floors.__getitem__)):
+        if not keep or len(totals) < keep or floors[i] < totals[keep - 1]:
+            rows.append(predict(choices[i], by))
             bisect.insort(totals, rows[-1].step.total())
-            progress(f"{done:,} of {len(found):,} layouts on {cfg.gpus:,} GPUs")
-    steps = f"layouts of these sizes: {len(every)}, fit in {usable(cfg):g} GiB: {len(fit)}, make the batch: "
-    steps += f"{len(reach)}, choices of micro-batches that fit: {len(found)}"
+            progress(f"{count:,} of {len(choices):,} layouts on {cfg.gpus:,} GPUs")
+    steps = f"layouts of these sizes: {len(layouts)}, fit in {usable(cfg):g} GiB: {len(fit)}, make the batch: "
+    steps += f"{len(reach)}, choices of micro-batches that fit: {len(choices)}"
     return sorted(rows, key=lambda row: row.step.total()), steps
 
 
@@ -943,8 +1124,11 @@ def runs_of(file: str) -> list[dict[str, str]]:
             except (TypeError, ValueError):
                 valid = False
             if not valid:
-                wanted = "0 or 1" if name == "zero" else f"a {'whole ' * (kind is int)}number > 0"
-                wanted = f"one of {', '.join(sorted(known))}" if name == "model" else wanted
+                wanted = "a whole number > 0" if kind is int else "a number > 0"
+                if name == "zero":
+                    wanted = "0 or 1"
+                if name == "model":
+                    wanted = f"one of {', '.join(sorted(known))}"
                 raise SystemExit(f"--measured {file}: line {number}: {name} {row[name]}: must be {wanted}")
         if math.prod(int(row[axis]) for axis in ("dp", "tp", "pp")) != 8 * int(row["nodes"]) or int(row["zero"]) > 1:
             raise SystemExit(f"--measured {file}: line {number}: dp·tp·pp must be 8 per node, and zero 0 or 1")
@@ -966,7 +1150,9 @@ def measured(rows: list[dict[str, str]]) -> list[tuple[Plan, float, float]]:
 
 def quality(rows: list[dict[str, str]], found: list[tuple[Plan, float, float]]) -> str:
     """Say how good predictions are. A cell is a model on so many nodes; pairs of runs within 3 % do not count."""
-    cells, lines, middle = defaultdict(list), [], statistics.median
+    cells = defaultdict(list)
+    lines = []
+    middle = statistics.median
     for row, (plan, tokens, _) in zip(rows, found):
         cells[row["model"], int(row["nodes"])].append((plan.tokens, tokens))
     for name, inside in (("up to 8 nodes", lambda n: n <= 8), ("above 8 nodes", lambda n: n > 8)):
@@ -994,13 +1180,14 @@ def quality(rows: list[dict[str, str]], found: list[tuple[Plan, float, float]]) 
 def compare(file: str, picture: str) -> None:
     """Print the lines of a .csv file with predicted tokens/s/GPU and GB at their ends, then how good these are."""
     rows = runs_of(file)
-    found, out = measured(rows), csv.writer(sys.stdout, lineterminator="\n")
+    runs = measured(rows)
+    out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow([*rows[0], "predicted_tokens_per_s_per_gpu", "predicted_GB"])
-    for row, (plan, *_) in zip(rows, found):
+    for row, (plan, *_) in zip(rows, runs):
         out.writerow([*row.values(), f"{plan.tokens:.1f}", f"{plan.memory * GIB / 1e9:.2f}"])
-    print(quality(rows, found))
+    print(quality(rows, runs))
     if picture:
-        draw(found, picture, draw_measured, 3.2, 1, 2)
+        draw(runs, picture, draw_measured, 3.2, 1, 2)
 
 
 def cells() -> list[tuple[Plan, int, Plan, int, str, float, float]]:
@@ -1021,16 +1208,23 @@ def playbook() -> str:
     """The playbook's best configurations beside ours: dp tp pp micro-batches ZeRO. Gain: ours over its, predicted."""
     head, cut = "nodes model {:21}| {:19}| tokens/s/GPU, predicted        |  GB, predicted | gain", " dp tp pp   m, "
     lines = [head.format(f"{cut}book", f"{cut}ours")]
-    rows, same, cut, near = cells(), 0, 0, 0
+    rows = cells()
+    same, cut, near = 0, 0, 0
     for ours, our_zero, book, zero, name, gb, measured in rows:
         a, b = ((c.dp, c.tp, c.pp, c.microbatches, z) for c, z in ((book.cfg, zero), (ours.cfg, our_zero)))
         sizes = ["{:>4}{:>3}{:>3}{:>4} Z{}".format(*choice) for choice in (a, b)]
         line = f"{book.cfg.gpus // 8:>5} {name:>5} {sizes[0]} | {sizes[1]} |{measured:>12,.0f}{book.tokens:>11,.0f}"
         line += f"{book.tokens / measured - 1:>+8.0%} |{gb:>5.1f}{book.memory * GIB / 1e9:>10.1f} |"
         lines.append(f"{line}{ours.tokens / book.tokens - 1:>+5.0%}")
-        same, cut, near = same + (a == b), cut + (a[:3] == b[:3]), near + (ours.tokens < 1.05 * book.tokens)
+        if a == b:
+            same += 1
+        if a[:3] == b[:3]:
+            cut += 1
+        if ours.tokens < 1.05 * book.tokens:
+            near += 1
     errors = sorted(abs(row[2].tokens / row[6] - 1) for row in rows)
-    half, most = errors[len(rows) // 2], errors[int(0.9 * len(rows))]
+    half = errors[len(rows) // 2]
+    most = errors[int(0.9 * len(rows))]
     end = f"""Of {len(rows)} choices {same} are the same, {cut} have the same dp, tp and pp; {near} of the book's are
 within 5 % of ours as we predict both. The book's are predicted within {half:.0%} of what it measured in
 half of the cells, and within {most:.0%} in 90 %. --measured FILE compares other runs."""
@@ -1063,8 +1257,10 @@ def scale() -> tuple[str, list[Plan]]:
     for preset, gpus in itertools.product(("llama3_8b", "llama3_70b", "llama3_405b"), SCALE):
         batch = min(2**24, max(2**22, 4096 * gpus)) // 8192
         rows, _ = plans(Config(**PRESETS[preset], preset=preset, gpus=gpus, batch=batch, seq=8192), Trainer(), keep=1)
-        ours += rows[:1]
-        lines += [f"{preset} on {gpus} GPUs: no layout fits"] * (not rows)
+        if rows:
+            ours.append(rows[0])
+        else:
+            lines.append(f"{preset} on {gpus} GPUs: no layout fits")
     lines = [table(ours, True), *lines, "Llama 3 405B as published, with its interleaved schedule:"]
     lines.append(table([plan for plan, *_ in llama()], True))
     text = "{:,} GPUs: predicted {:.1%}, by the formula of the paper {:.1%}, published {} %"
@@ -1081,33 +1277,45 @@ def zero_of(cfg: Config) -> str:
 def shape(cfg: Config) -> str:
     """The layout in words."""
     sizes = " ".join(f"{axis} {getattr(cfg, axis)}" for axis in (*AXES, "ep") if getattr(cfg, axis) > 1)
-    sizes += " in a V" if cfg.zbv else f" in {cfg.chunks} chunks" * (cfg.chunks > 1)
-    sizes += f" {zero_of(cfg)}" * (cfg.zero > 1)
-    sizes = f"{sizes or 'one GPU'}, {cfg.microbatches} micro-batch{'es' * (cfg.microbatches > 1)}"
-    return sizes + f", {cfg.recompute} recomputation" * (cfg.recompute != "none")
+    if cfg.zbv:
+        sizes += " in a V"
+    elif cfg.chunks > 1:
+        sizes += f" in {cfg.chunks} chunks"
+    if cfg.zero > 1:
+        sizes += f" {zero_of(cfg)}"
+    sizes = f"{sizes or 'one GPU'}, {cfg.microbatches} micro-batch{'es' if cfg.microbatches > 1 else ''}"
+    return sizes if cfg.recompute == "none" else f"{sizes}, {cfg.recompute} recomputation"
 
 
 def table(rows: list[Plan], several: bool = False) -> str:
     """One line per layout, and per run if there are several."""
     head = "   dp   ZeRO   cp   tp   pp   ep chunks micro-batches recomputes |   GiB | ms: step"
     head += "".join(f"{f.name:>10}" for f in fields(Step))
-    lines = [f"{'model         GPUs  batch |' * several}{head} | tokens/s/GPU    MFU"]
+    run = "model         GPUs  batch |" if several else ""
+    lines = [f"{run}{head} | tokens/s/GPU    MFU"]
     for row in rows:
-        c, parts = row.cfg, "".join(f"{seconds * 1e3:>10,.0f}" for seconds in asdict(row.step).values())
-        line = f"{c.preset:11}{c.gpus:>7,}{c.batch:>7,} |" * several
+        c = row.cfg
+        parts = "".join(f"{seconds * 1e3:>10,.0f}" for seconds in asdict(row.step).values())
+        line = f"{c.preset:11}{c.gpus:>7,}{c.batch:>7,} |" if several else ""
         line += f"{c.dp:>5} {zero_of(c):>6}{c.cp:>5}{c.tp:>5}{c.pp:>5}{c.ep:>5}{c.chunks:>7}{c.microbatches:>14}"
         line += f"{c.recompute:>11} |{row.memory:>6.1f} |{row.step.total() * 1e3:>9,.0f}{parts} |"
-        lines.append(f"{line}{row.tokens:>13,.0f}{row.mfu:>7.1%}" + f" | needs {needs(c)}" * bool(needs(c)))
+        line += f"{row.tokens:>13,.0f}{row.mfu:>7.1%}"
+        if needs(c):
+            line += f" | needs {needs(c)}"
+        lines.append(line)
     return "\n".join(lines)
 
 
 def reason(rows: list[Plan]) -> str:
     """Explain the first row: what bounds it, what the fastest of another cut loses to it, how many are as fast."""
-    best, names = rows[0], {axis: f"{word} parallelism's communication" for axis, word in AXES.items()}
+    best = rows[0]
+    names = {axis: f"{word} parallelism's communication" for axis, word in AXES.items()}
     names |= dict(bubble="the pipeline's bubble", compute="compute itself", optimizer="the optimizer and the host")
     names |= dict(recompute="recomputation", ep="the exchange of rows between experts")
-    parts, total = asdict(best.step), best.step.total()
-    loss = max(parts, key=lambda kind: (kind != "compute") * parts[kind])
+    parts = asdict(best.step)
+    total = best.step.total()
+    losses = {kind: seconds for kind, seconds in parts.items() if kind != "compute"}
+    loss = max(losses, key=losses.get)
     text = f"Best: {shape(best.cfg)}. It computes for {parts['compute'] / total:.0%} of the step, and loses most, "
     text += f"{parts[loss] / total:.1%}, to {names[loss]}."
     for row in rows:
@@ -1115,10 +1323,13 @@ def reason(rows: list[Plan]) -> str:
             more = {kind: 1e3 * (seconds - parts[kind]) for kind, seconds in asdict(row.step).items()}
             worse, better = max(more, key=more.get), min(more, key=more.get)
             text += f" Next: {shape(row.cfg)}, {row.step.total() / total - 1:.1%} slower: loses {more[worse]:,.1f}"
-            gain = f", and {-more[better]:,.1f} less to {names[better]}" * (more[better] < -0.5)
-            text += f" ms more to {names[worse]}{gain}."
+            text += f" ms more to {names[worse]}"
+            if more[better] < -0.5:
+                text += f", and {-more[better]:,.1f} less to {names[better]}"
+            text += "."
             break
-    text += " Experts count as equally busy." * (best.cfg.experts > 0)
+    if best.cfg.experts:
+        text += " Experts count as equally busy."
     if len(near := ties(rows)) > 1:
         text += f" The first {len(near)} are within {ERROR:.0%}, the error of most predictions on one host with 8,192"
         text += " tokens per GPU and micro-batch; "
@@ -1140,34 +1351,62 @@ def simplest(rows: list[Plan]) -> Plan:
 
 def command(cfg: Config) -> str:
     """The line that trains with this layout."""
-    nodes, each = max(1, cfg.gpus // cfg.gpus_per_node), min(cfg.gpus, cfg.gpus_per_node)
-    several = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_id run1 --rdzv_endpoint HOST:29500 " if nodes > 1 else ""
-    given = {f.name: getattr(cfg, f.name) for f in fields(Config)[1:9]}  # the model's sizes
+    nodes = max(1, cfg.gpus // cfg.gpus_per_node)
+    processes = min(cfg.gpus, cfg.gpus_per_node)
+    hosts = ""
+    if nodes > 1:
+        hosts = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_id run1 --rdzv_endpoint HOST:29500 "
+    sizes = {f.name: getattr(cfg, f.name) for f in fields(Config)[1:9]}  # the model's
     preset = "llama3_8b" if cfg.preset in ("llama3_70b", "llama3_405b") else cfg.preset  # train.py has none for these
-    known = {**asdict(Config()), **PRESETS[preset]}
+    defaults = {**asdict(Config()), **PRESETS[preset]}
     if cfg.experts and "experts" not in PRESETS[preset]:  # moe.py has other defaults, so name every size
-        preset, known = "tiny", dict.fromkeys(given)
-    model = f"--preset {preset}" + "".join(f" --{name} {size}" for name, size in given.items() if size != known[name])
-    file, names = ("08_4d/moe.py", (*AXES, "ep", "chunks")) if cfg.experts else ("08_4d/train.py", (*AXES, "chunks"))
+        preset = "tiny"
+        defaults = dict.fromkeys(sizes)
+    model = f"--preset {preset}"
+    for name, size in sizes.items():
+        if size != defaults[name]:
+            model += f" --{name} {size}"
+    file, names = "08_4d/train.py", (*AXES, "chunks")
+    if cfg.experts:
+        file, names = "08_4d/moe.py", (*AXES, "ep", "chunks")
     if cfg.zero > 1:
         file, names = ("03_zero/hsdp.py", ["shard"]) if 1 < cfg.shard < cfg.dp else (f"03_zero/zero{cfg.zero}.py", [])
     layout = " ".join(f"--{name} {getattr(cfg, name)}" for name in (*names, "microbatches", "batch", "seq"))
     layout += {"llama3_70b": " --lr 1.5e-4", "llama3_405b": " --lr 8e-5"}.get(cfg.preset, "")  # Llama 3, table 3
-    return f"torchrun {several}--nproc_per_node {each} {file} {model} {layout} --dtype bfloat16 --compile"
+    return f"torchrun {hosts}--nproc_per_node {processes} {file} {model} {layout} --dtype bfloat16 --compile"
 
 
 def elsewhere(cfg: Config) -> list[str]:
     """The nearest flags of Megatron-LM and torchtitan, and settings of nanotron, of those that can do it."""
-    each, one = cfg.batch // cfg.dp, cfg.batch // cfg.dp // cfg.microbatches
-    shard, experts = max(cfg.shard, 1), cfg.experts > 0
-    stages, fsdp = split_layers(cfg, cfg.pp * cfg.chunks), cfg.zero > 1 and cfg.pp == 1  # its FSDP has no pipelines
-    layout = "|".join("E" * (i == 0) + f"t*{len(stage)}" for i, stage in enumerate(stages)) + "L"
-    megatron = {
+    lines = []
+    if not cfg.zbv:
+        fsdp = is_fsdp(cfg)
+        name = "Megatron-LM with ZeRO-1" if cfg.zero == 2 and not fsdp else "Megatron-LM"
+        order = "CUDA_DEVICE_MAX_CONNECTIONS=1 " if max(cfg.tp, cfg.cp) > 1 and not fsdp else ""  # it asks for this
+        lines.append(f"{name}: {order}{typed(megatron(cfg))}")
+    if titan_stages(cfg) and (cfg.ep <= 1 or cfg.ep % cfg.cp == 0):  # its ep is a multiple of cp
+        lines.append(f"torchtitan: {typed(titan(cfg))}")
+    simple = cfg.cp == cfg.chunks == 1 and not cfg.experts and cfg.zero < 2 and cfg.recompute != "selective"
+    if simple and cfg.microbatches >= cfg.pp - 1:
+        lines.append(f"nanotron: {settings(cfg)}")
+    return lines
+
+
+def is_fsdp(cfg: Config) -> bool:
+    """Whether Megatron-LM needs its FSDP, which has no pipelines."""
+    return cfg.zero > 1 and cfg.pp == 1
+
+
+def megatron(cfg: Config) -> dict[str, object]:
+    """Flags of Megatron-LM."""
+    shard, experts, fsdp = max(cfg.shard, 1), cfg.experts > 0, is_fsdp(cfg)
+    stages = "|".join(f"t*{len(stage)}" for stage in split_layers(cfg, cfg.pp * cfg.chunks))
+    return {
         "tensor-model-parallel-size": cfg.tp,
         "sequence-parallel": cfg.tp > 1,
         "context-parallel-size": cfg.cp,
         "pipeline-model-parallel-size": cfg.pp,
-        "pipeline-model-parallel-layout": cfg.pp > 1 and f"'{layout}'",
+        "pipeline-model-parallel-layout": cfg.pp > 1 and f"'E{stages}L'",
         "num-experts": experts and cfg.experts,
         "moe-router-topk": experts and cfg.top_k,
         "expert-model-parallel-size": experts and cfg.ep,
@@ -1180,17 +1419,34 @@ def elsewhere(cfg: Config) -> list[str]:
         "ckpt-format": fsdp and "fsdp_dtensor",
         "data-parallel-sharding-strategy": fsdp and {2: "optim_grads", 3: "optim_grads_params"}[cfg.zero],
         "num-distributed-optimizer-instances": 1 < shard < cfg.dp and cfg.dp // shard,
-        "micro-batch-size": one,
+        "micro-batch-size": cfg.batch // cfg.dp // cfg.microbatches,
         "global-batch-size": cfg.batch,
         "seq-length": cfg.seq,
         "bf16": True,
         **{f"recompute-{name}": value for name, value in KINDS[cfg.recompute].items()},
     }
-    # torchtitan cuts stages of equal size, and may count embedding and head as a layer each; its ep is a multiple of cp
-    kind = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")[min(cfg.chunks, 2) + cfg.zbv - 1]
-    sizes = [(-(-(cfg.layers + 2 * ends) // len(stages)), ends) for ends in (1, 0)]
-    size, ends = next(((n, e) for n, e in sizes if -(-(cfg.layers + 2 * e) // n) == len(stages)), (0, 0))
-    titan = {
+
+
+def titan_stages(cfg: Config) -> tuple[int, int] | None:
+    """The size of torchtitan's stages, and as how many layers each of embedding and head counts.
+
+    It cuts stages of equal size. None: it has no such stages.
+    """
+    stages = cfg.pp * cfg.chunks
+    for layers in 1, 0:
+        size = -(-(cfg.layers + 2 * layers) // stages)
+        if -(-(cfg.layers + 2 * layers) // size) == stages:
+            return size, layers
+    return None
+
+
+def titan(cfg: Config) -> dict[str, object]:
+    """Flags of torchtitan."""
+    shard, experts = max(cfg.shard, 1), cfg.experts > 0
+    size, layers = titan_stages(cfg)
+    sequences = cfg.batch // cfg.dp // cfg.microbatches
+    schedule = "1F1B" if cfg.chunks == 1 else "Interleaved1F1B"
+    flags = {
         "parallelism.data_parallel_replicate_degree": cfg.dp // shard if shard > 1 else 1,
         "parallelism.data_parallel_shard_degree": shard if shard > 1 else cfg.dp,
         "parallelism.fsdp_reshard_after_forward": "always" if cfg.zero == 3 else "never",
@@ -1199,23 +1455,18 @@ def elsewhere(cfg: Config) -> list[str]:
         "parallelism.expert_parallel_degree": experts and cfg.ep,
         "parallelism.expert_tensor_parallel_degree": experts and min(cfg.tp, cfg.ep) > 1 and cfg.tp,
         "parallelism.pipeline_parallel_degree": cfg.pp,
-        "parallelism.pipeline_parallel_schedule": kind,
+        "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble" if cfg.zbv else schedule,
         "parallelism.pipeline_parallel_layers_per_stage": size,
-        "parallelism.pipeline_parallel_first_stage_less_layers": ends,
-        "parallelism.pipeline_parallel_last_stage_less_layers": ends,
-        "parallelism.pipeline_parallel_microbatch_size": one,
-        "training.local_batch_size": each if cfg.pp > 1 else one,
+        "parallelism.pipeline_parallel_first_stage_less_layers": layers,
+        "parallelism.pipeline_parallel_last_stage_less_layers": layers,
+        "parallelism.pipeline_parallel_microbatch_size": sequences,
+        "training.local_batch_size": cfg.batch // cfg.dp if cfg.pp > 1 else sequences,
         "training.global_batch_size": cfg.batch,
         "training.seq_len": cfg.seq,
         "activation_checkpoint.mode": cfg.recompute,
         "compile.enable": not cfg.zbv,
     }
-    titan = {flag: value for flag, value in titan.items() if cfg.pp > 1 or "pipeline_parallel" not in flag}
-    order = "CUDA_DEVICE_MAX_CONNECTIONS=1 " * (max(cfg.tp, cfg.cp) > 1 and not fsdp)  # it asks for this
-    lines = [] if cfg.zbv else [f"Megatron-LM{' with ZeRO-1' * (cfg.zero == 2 and not fsdp)}: {order}{typed(megatron)}"]
-    lines += [f"torchtitan: {typed(titan)}"] * (size > 0 and cfg.ep % (cfg.cp if cfg.ep > 1 else 1) == 0)
-    simple = cfg.cp == cfg.chunks == 1 and not cfg.experts and cfg.zero < 2 and cfg.recompute != "selective"
-    return lines + [f"nanotron: {settings(cfg)}"] * (simple and cfg.microbatches >= cfg.pp - 1)
+    return {flag: value for flag, value in flags.items() if cfg.pp > 1 or "pipeline_parallel" not in flag}
 
 
 def settings(cfg: Config) -> str:
@@ -1229,8 +1480,11 @@ def settings(cfg: Config) -> str:
 
 def typed(flags: dict[str, object]) -> str:
     """Flags as one types them: True stands alone, False is left out."""
-    given = {flag: value for flag, value in flags.items() if value is not False}
-    return " ".join(f"--{flag}" + f" {value}" * (value is not True) for flag, value in given.items())
+    words = []
+    for flag, value in flags.items():
+        if value is not False:
+            words.append(f"--{flag}" if value is True else f"--{flag} {value}")
+    return " ".join(words)
 
 
 def draw_plans(rows: list[Plan], upper: pyplot.Axes, lower: pyplot.Axes) -> None:
@@ -1251,7 +1505,7 @@ def draw_plans(rows: list[Plan], upper: pyplot.Axes, lower: pyplot.Axes) -> None
     upper.legend(loc="upper left", ncol=2, columnspacing=0.8, handletextpad=0)
     title = "{preset}, {gpus} x {machine}, {batch} x {seq} tokens: the fastest of each dp, cp, tp, pp{and_ep}\n"
     title += "open marks: no recipe here trains it; circle: the fastest"
-    upper.set_title(title.format(and_ep=", ep" * (rows[0].cfg.experts > 0), **asdict(rows[0].cfg)))
+    upper.set_title(title.format(and_ep=", ep" if rows[0].cfg.experts else "", **asdict(rows[0].cfg)))
     shown = list(best.values())[:12]
     for place, row in enumerate(shown):
         start = 0
@@ -1324,13 +1578,17 @@ def parse_config() -> Config:
     parser = argparse.ArgumentParser(description=__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.formatter_class, parser.usage = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
     for f in fields(Config):
-        takes = dict(type=type(f.default), choices=get_args(f.type) or None, help=f"default: {f.default}")
-        parser.add_argument(f"--{f.name}", **(dict(action="store_true") if f.type is bool else takes))
-    given = vars(parser.parse_args())
-    alone = next((flag for flag in ("measured", "playbook", "scale") if given.get(flag)), None)
-    if alone and (others := sorted(given.keys() - {alone, alone != "playbook" and "draw"})):
-        raise SystemExit(f"--{others[0]}: not beside --{alone}, which has layouts of its own")
-    return Config(**{**PRESETS[given.get("preset", "tiny")], **given})
+        if f.type is bool:
+            parser.add_argument(f"--{f.name}", action="store_true")
+        else:
+            choices = get_args(f.type) or None
+            parser.add_argument(f"--{f.name}", type=type(f.default), choices=choices, help=f"default: {f.default}")
+    flags = vars(parser.parse_args())
+    for task in "measured", "playbook", "scale":
+        extra = sorted(flags.keys() - {task, task != "playbook" and "draw"})
+        if flags.get(task) and extra:
+            raise SystemExit(f"--{extra[0]}: not beside --{task}, which has layouts of its own")
+    return Config(**{**PRESETS[flags.get("preset", "tiny")], **flags})
 
 
 def check(cfg: Config) -> None:
@@ -1339,13 +1597,15 @@ def check(cfg: Config) -> None:
         least = min(1, getattr(Config, flag)) if type(value) in (int, float) else 0
         if type(value) in (int, float) and not least <= value < 1e12:
             raise SystemExit(f"--{flag} {value}: must be at least {least}, and below 1e12")
-    gpus, each, sizes = cfg.gpus, cfg.gpus_per_node, [(axis, getattr(cfg, axis)) for axis in AXES]
-    product, sharded = math.prod(size or 1 for _, size in sizes), cfg.zero == 3 or cfg.shard > 1
+    gpus, node = cfg.gpus, cfg.gpus_per_node
+    sizes = [(axis, getattr(cfg, axis)) for axis in AXES]
+    product = math.prod(size or 1 for _, size in sizes)
+    sharded = cfg.zero == 3 or cfg.shard > 1
     problems = [
         *((size and gpus % size, f"--{axis} {size}: must divide --gpus {gpus}") for axis, size in sizes),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (gpus > each and gpus % each, f"--gpus {gpus}: must be a multiple of --gpus_per_node {each}"),
+        (gpus > node and gpus % node, f"--gpus {gpus}: must be a multiple of --gpus_per_node {node}"),
         (cfg.shard and gpus % cfg.shard, f"--shard {cfg.shard}: must divide --gpus {gpus}"),
         (cfg.shard > 1 and cfg.zero not in (0, 3), f"--shard {cfg.shard}: --zero must be 3"),
         (cfg.experts and cfg.top_k > cfg.experts, f"--top_k {cfg.top_k}: must be at most --experts {cfg.experts}"),
@@ -1371,8 +1631,9 @@ def check(cfg: Config) -> None:
         (os.path.exists(cfg.draw) and not os.path.isfile(cfg.draw), f"--draw {cfg.draw}: is no file"),
         (cfg.measured and not os.path.isfile(cfg.measured), f"--measured {cfg.measured}: cannot be read as .csv"),
     ]
-    if found := [problem for wrong, problem in problems if wrong]:
-        raise SystemExit(found[0])
+    for wrong, problem in problems:
+        if wrong:
+            raise SystemExit(problem)
 
 
 def main() -> None:

@@ -1,18 +1,10 @@
 """Coalescing: a copy and a transpose, with the lanes of a warp on neighbouring addresses, or on distant ones.
 
-The 32 lanes of a warp execute one load together, and memory answers in sectors of 32 bytes. If neighbouring lanes ask
-for neighbouring float32 elements, they fill 4 sectors. If each lane asks for an element of another sector, 32 sectors
-travel, and 7/8 of their bytes are thrown away:
+The 32 lanes of a warp execute one load together, and memory answers in sectors of 32 bytes. Lanes that ask for
+neighbouring float32 elements fill 4 sectors. If each lane asks for an element of another sector, 32 sectors travel, and
+7/8 of their bytes are thrown away:
 
     excess = sectors that the warp touches / sectors that its elements would fill
-
-The L2 cache does not make up for it. The programs that want a sector's other elements run at about the same time, so
-memory need not read it twice. But it crosses from the L2 to an SM once for each of these programs, on a path that is
-little faster than memory; and a store that fills a part of a sector is slower than one that fills it.
-
-Only the lanes of one warp have to be neighbours. Different programs may work far apart (copy_spread).
-A transpose that reads along rows writes along columns: one side is strided. With a tile, neither is: a warp loads rows
-of the tile, the threads exchange elements through shared memory, and a warp stores columns of the tile as rows.
 
 Parent:   none
 Run:      python 09_kernels/coalescing.py
@@ -57,7 +49,12 @@ def copy_near(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def copy_far(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    """Copy x [n] to y [n]. Program p takes every programs-th element from p on: each lane has its own sector."""
+    """Copy x [n] to y [n]. Program p takes every programs-th element from p on: each lane has its own sector.
+
+    The L2 cache does not make up for it. Programs that want a sector's other elements run at about the same time, so
+    memory need not read it twice. But it crosses from the L2 to an SM once for each of them, on a path that is little
+    faster than memory; and a store that fills a part of a sector is slower than one that fills it.
+    """
     programs = (n - 1) // BLOCK + 1
     offset = tl.arange(0, BLOCK).to(tl.int64) * programs + tl.program_id(0)
     inside = offset < n

@@ -1,14 +1,10 @@
 """Thread coarsening: more elements per thread need fewer instructions per element, until registers run out.
 
-A program of 128 threads computes a tile of C. A thread that has r x c elements of it loads r + c elements from shared
-memory for every step of k, and does r·c multiply-adds: 1 element loads 2 per multiply-add, 8 x 8 load 1/4. Addresses,
-masks and barriers are shared by more work too. But each element of the tile occupies a register from the first step
-to the last, and a thread has 255: what does not fit is spilled to memory, and loaded again in every step.
+A thread with r x c elements of C loads r + c elements from shared memory for every step of k, and does r·c
+multiply-adds: 1 element loads 2 per multiply-add, 8 x 8 load 1/4. But each element occupies a register from the first
+step to the last, and a thread has 255: what does not fit is spilled to memory, and loaded again in every step.
 
-What computes nothing gains in another way: a thread that has several loads under way waits once for all of them.
-Little's law: bytes in flight = bandwidth x latency. An H200 moves 4.2 TB/s, and a load takes about 0.7 µs: 3 MB in
-flight, 22 KB per SM, half of it loads in a copy. An SM has at most 2,048 threads: with one bfloat16 element each,
-4 KB of loads are in flight, too few; with four 16 KB, enough by this law. Measured, it takes eight, or 16 bytes.
+A thread that copies has several loads under way, by Little's law: bytes in flight = bandwidth x latency.
 
 Parent:   09_kernels/tiling.py
 Lesson:   TILES, STEP, ELEMENTS, copy_blocks, copy, dot
@@ -68,6 +64,9 @@ def matmul_dot(
 @triton.jit
 def copy_blocks(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     """Copy BLOCK elements: a thread issues all its loads before it waits for the first."""
+    # An H200 moves 4.2 TB/s, and a load takes about 0.7 µs: 3 MB in flight, 22 KB per SM, half of it loads in a copy.
+    # An SM has at most 2,048 threads: with one bfloat16 element each, 4 KB of loads are in flight, with four 16 KB,
+    # enough by Little's law. Measured, it takes eight, or 16 bytes.
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # 64 bits: n may be beyond 2^31
     tl.store(y_ptr + i, tl.load(x_ptr + i, i < n), i < n)
 
@@ -126,7 +125,9 @@ def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]
     """Yield what is tried, ours, plain PyTorch's, and the inputs, a [m, k] and b [k, n], or what is copied."""
     torch.manual_seed(0)
     random = partial(torch.randn, device=device)
-    sizes = (37, 150, 70), (1, 1, 1), (300, 3, 33), (0, 5, 4), (4, 5, 0), *[(1000, 1500, 2000)] * (device == "cuda")
+    sizes = [(37, 150, 70), (1, 1, 1), (300, 3, 33), (0, 5, 4), (4, 5, 0)]
+    if device == "cuda":
+        sizes.append((1000, 1500, 2000))
     tried = {f"{m} x {n} x {k}": [random(m, k), random(k, n)] for m, n, k in sizes}
     views = [torch.full(size, float("nan"), device=device)[::2, 3:-197] for size in ((60, 237), (74, 279))]
     tried["strided"] = [view.copy_(random(view.shape)) for view in views]  # what lies between and around is NaN

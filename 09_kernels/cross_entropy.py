@@ -1,15 +1,11 @@
 """Cross-entropy that writes the gradient over the logits; and fused with the head, so that logits never exist whole.
 
-With a vocabulary of 128,256, the logits of 16,384 tokens take 4 GB in bf16, and their gradient as much again. Forward
-reads the logits once: it keeps a running maximum and a running sum of exponentials, which is rescaled when the maximum
-grows. Backward reads them again and writes the gradient, softmax - one_hot, in their place: 3 passes over
-n·v elements in all, and no memory.
-
-linear_cross_entropy_sum goes further: the head's matmul, the loss, and both matmuls of its backward, for `chunk` tokens
-at a time, all in forward. There one kernel does both sweeps of a row, the second one backwards, since the L2 still
-holds the end of it. Memory: chunk·v elements, a copy of an fp32 weight in the dtype of x, and the gradients; that of
-the weight is added up over the chunks in fp32. No matmul runs twice. What backward has left to do is to multiply by the
-gradient of the loss.
+1. Forward reads the logits once, with a running maximum and a running sum of exponentials.
+2. Backward reads them again and writes the gradient, softmax - one_hot, in their place: 3 passes over n·v elements in
+   all, and no memory.
+linear_cross_entropy_sum also has the head's matmul and both matmuls of its backward, for `chunk` tokens at a time, all
+in forward; backward multiplies by the gradient of the loss. Memory: chunk·v elements, a copy of an fp32 weight in the
+dtype of x, and the gradients. The weight's is added up over the chunks in fp32.
 
 Parent:   none
 Run:      python 09_kernels/cross_entropy.py

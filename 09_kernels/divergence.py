@@ -1,22 +1,10 @@
 """Divergence: a few elements need 256 steps, the others one. By mask, by program, or from a list.
 
-A warp is 32 lanes that share one stream of instructions. Where lanes take different sides of a branch, the warp
-executes both sides, one after the other, each with the other lanes switched off (predication): one expensive element
-makes all 32 lanes wait. Triton has no branch per element at all. `tl.where` selects between two sides that have both
-been computed for every element. `if` takes one scalar, and all BLOCK elements of the program go the same way.
+The 32 lanes of a warp share one stream of instructions: one expensive element, of S steps, makes all lanes wait.
 
     by mask      steps = n + S · n                            whatever the data is; eager and torch.compile do this
     by program   steps = n + S · BLOCK · (blocks in need)     few if elements in need stand together, else most blocks
     by list      steps = n + S · (elements in need)           and 8 bytes for the list; sectors move again
-
-The list sorts elements into two kinds. A first kernel does the cheap step for all of them and collects the indices of
-those in need; a second kernel gathers these, does the S steps and scatters the results. All its lanes do useful work.
-The price is bytes, the gain is steps. Memory moves sectors of 32 bytes: if half of all elements are in need, at random
-places, nearly every sector of x and y moves again. The list pays from some number of steps on: `break_even` gives a
-lower bound.
-
-The function is y' = -y³ over one unit of time, in 1 step where |y| <= 1/8, else in S = 256 explicit Euler steps
-(y -= y³/S, stable where y² < 2·S), of which each needs the one before. This equation has a closed form, most have not.
 
 Parent:   none
 Run:      python 09_kernels/divergence.py
@@ -42,6 +30,8 @@ import triton
 import triton.language as tl
 
 # ------------------------------------------------------------------------------------------------------------ config
+# The function is y' = -y³ over one unit of time, in 1 step where |y| <= CALM, else in STEPS explicit Euler steps
+# (y -= y³/S, stable where y² < 2·S), of which each needs the one before. It has a closed form, most equations have not.
 DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
 BLOCK = 1024  # elements of a program: all of them take the expensive side, or none
 STEPS = 256  # of an element in need; the others take 1
@@ -72,7 +62,10 @@ def step(y, h):
 
 @triton.jit
 def masked(x_ptr, y_ptr, n, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute both sides for all of BLOCK elements of x [n]; keep one."""
+    """Compute both sides for all of BLOCK elements of x [n]; keep one.
+
+    Triton has no branch per element: tl.where selects between two sides that have both been computed.
+    """
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # 64 bits: n may be beyond 2^31
     inside = offset < n
     x = widen(tl.load(x_ptr + offset, inside, 0))
@@ -101,7 +94,10 @@ def branched(x_ptr, y_ptr, n, STEPS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def collect(x_ptr, y_ptr, list_ptr, count_ptr, n, BLOCK: tl.constexpr):
-    """Do the cheap step for BLOCK elements of x [n]; append the indices of those in need to list [n]."""
+    """Do the cheap step for BLOCK elements of x [n]; append the indices of those in need to list [n].
+
+    The list costs bytes: if half of all elements are in need, at random places, nearly every sector moves again.
+    """
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < n
     x = widen(tl.load(x_ptr + offset, inside, 0))

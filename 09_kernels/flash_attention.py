@@ -1,22 +1,11 @@
 """Attention that never writes its scores to memory: softmax block by block, forward and backward.
 
-o = softmax(scale·q kᵀ) v has 4·s·t·k FLOPs per head (half of them if causal). q, k, v and o are small; writing the
-scores [s, t] to memory and reading them again would take most of the time. Here a block of queries meets one block of
-keys after the other, and keeps three things: the highest score m so far, the sum l of e^(score - m), and the sum of
-e^(score - m)·v. If a new block raises m, both sums are multiplied by e^(old m - m). Backward computes the scores again,
-from q, k and the log-sum-exp of each row, m + log l.
+o = softmax(scale·q kᵀ) v has 4·s·t·k FLOPs per head (half of them if causal); scores [s, t] in memory would take most
+of the time. A block of queries meets one block of keys after the other, and keeps three things: the highest score m so
+far, the sum l of e^(score - m), and the sum of e^(score - m)·v. If a new block raises m, both sums are multiplied by
+e^(old m - m). Backward computes the scores again, from q, k and the log-sum-exp of each row, m + log l.
 
-flash1: one program per head; keys in the outer loop, queries in the inner one. For each block of keys, partial outputs
-travel to memory and back. Only as many SMs work as there are heads.
-flash2: one program per block of queries, whose output stays in registers and is divided by l once, at the end. One
-factor, scale·log₂ e, goes into a base-2 exponential, so scaling the scores takes no instruction of its own. Only blocks
-on the diagonal have a mask. Long rows start first; heads that share keys run side by side, so that keys are in the L2
-cache.
-tma: the same loops, but the tensor memory accelerator copies whole blocks to shared memory while earlier blocks are
-computed. Threads compute no addresses, and registers hold none.
-
-Backward in three kernels, without atomics, so that two runs agree to the bit: row sums of do·o; one program per block
-of keys, which loops over all queries of all heads that share it, for dk and dv; one per block of queries for dq.
+The ladder: flash1 (keys in the outer loop), flash2 (queries in the outer loop), tma (a unit of the GPU copies blocks).
 
 Parent:   none
 Run:      python 09_kernels/flash_attention.py
@@ -167,7 +156,8 @@ def probabilities(x, y, lse, seen, SCALE: tl.constexpr, MASKED: tl.constexpr):
     return tl.exp2(scores * SCALE - lse)
 
 
-# flash1: keys outside
+# flash1: one program per head; keys in the outer loop, queries in the inner one. For each block of keys, partial
+# outputs travel to memory and back. Only as many SMs work as there are heads.
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -251,7 +241,12 @@ def flash1_backward(
         tl.debug_barrier()  # other threads of the program read what these have written
 
 
-# flash2: a program per block
+# flash2: one program per block of queries, whose output stays in registers and is divided by the sum once, at the end.
+# One factor, scale·log₂ e, goes into a base-2 exponential, so scaling the scores takes no instruction of its own. Only
+# blocks on the diagonal have a mask. Long rows start first; heads that share keys run side by side, for the L2 cache.
+#
+# Backward in three kernels, without atomics, so that two runs agree to the bit: row sums of do·o; one program per block
+# of keys, which loops over all queries of all heads that share it, for dk and dv; one per block of queries for dq.
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -269,13 +264,17 @@ def flash2_forward(
     o = widen(tl.zeros([BLOCK_M, COLUMNS], q.dtype))
     total = widen(tl.zeros([BLOCK_M], q.dtype))
     highest = total + float("-inf")
-    whole, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
-    for cut in tl.static_range(2):  # unrolled: whole blocks of keys, then those that the diagonal or the end cuts
-        for at in tl.range(whole if cut else 0, end if cut else whole, BLOCK_N):
+    unmasked, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
+    # Two loops, unrolled: blocks of keys that all queries see, then those that the diagonal or the end cuts (masked).
+    # With queries 256 to 383 and 64 keys at a time, keys 0 to 255 and 256 to 383.
+    for masked in tl.static_range(2):
+        first = unmasked if masked else 0
+        last = end if masked else unmasked
+        for at in tl.range(first, last, BLOCK_N):
             k = load_rows(k_ptr, at, t, k_s, BLOCK_N, K, COLUMNS)
             v = load_rows(v_ptr, at, t, v_s, BLOCK_N, K, COLUMNS)
             highest, total, o = add_keys(
-                q, k, v, highest, total, o, start, at, t, SCALE, CAUSAL, cut, BLOCK_M, BLOCK_N
+                q, k, v, highest, total, o, start, at, t, SCALE, CAUSAL, masked, BLOCK_M, BLOCK_N
             )  # fmt: skip
     finish(o_ptr, lse_ptr, o, highest, total, head, start, s, h, K, BLOCK_M, COLUMNS)
 
@@ -317,20 +316,24 @@ def flash2_keys(
     dk = widen(tl.zeros([BLOCK_N, COLUMNS], k.dtype))
     dv = dk
     column = at + tl.arange(0, BLOCK_N)[:, None]
-    # queries from `first` to `whole` see some of these keys, those after them all; keys beyond t are never stored
+    # queries from `first` to `unmasked` see some of these keys, those after them all; keys beyond t are never stored
     first = at // BLOCK_M * BLOCK_M if CAUSAL else 0
-    whole = tl.cdiv(at + BLOCK_N - 1, BLOCK_M) * BLOCK_M if CAUSAL else 0
+    unmasked = tl.cdiv(at + BLOCK_N - 1, BLOCK_M) * BLOCK_M if CAUSAL else 0
     for head in tl.range(kv_head * group, kv_head * group + group):
         own_q_ptr = head_of(q_ptr, head, h, q_b, q_h)
         own_do_ptr = head_of(do_ptr, head, h, do_b, do_h)
         lse_ptr = rows_ptr + tl.cast(head, tl.int64) * 2 * padded
-        for cut in tl.static_range(1, -1, -1):  # unrolled: queries that see some of these keys, then those that see all
-            for start in tl.range(first if cut else whole, tl.minimum(whole, s) if cut else s, BLOCK_M):
+        # Two loops, unrolled: blocks of queries that see some of these keys (masked), then those that see all.
+        # With keys 256 to 383 and 64 queries at a time, queries 256 to 383 and from 384 on.
+        for masked in tl.static_range(1, -1, -1):
+            begin = first if masked else unmasked
+            end = tl.minimum(unmasked, s) if masked else s
+            for start in tl.range(begin, end, BLOCK_M):
                 row = start + tl.arange(0, BLOCK_M)[None, :]
                 q = load_rows(own_q_ptr, start, s, q_s, BLOCK_M, K, COLUMNS)
                 do = load_rows(own_do_ptr, start, s, do_s, BLOCK_M, K, COLUMNS)
                 lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
-                p = probabilities(k, q, lse, column <= row, BASE2, cut)  # N M
+                p = probabilities(k, q, lse, column <= row, BASE2, masked)  # N M
                 dv = add_product(dv, p.to(do.dtype), do)
                 ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta)
                 dk = add_product(dk, ds.to(q.dtype), q)
@@ -357,21 +360,26 @@ def flash2_queries(
     lse_ptr = rows_ptr + tl.cast(head, tl.int64) * 2 * padded
     lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
     dq = widen(tl.zeros([BLOCK_M, COLUMNS], q.dtype))
-    whole, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
-    for cut in tl.static_range(2):  # as in forward; whole blocks need no mask
-        for at in tl.range(whole if cut else 0, end if cut else whole, BLOCK_N):
+    unmasked, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
+    # Two loops, unrolled: blocks of keys that all queries see, then those that the diagonal or the end cuts (masked).
+    # With queries 256 to 383 and 64 keys at a time, keys 0 to 255 and 256 to 383.
+    for masked in tl.static_range(2):
+        first = unmasked if masked else 0
+        last = end if masked else unmasked
+        for at in tl.range(first, last, BLOCK_N):
             k = load_rows(k_ptr, at, t, k_s, BLOCK_N, K, COLUMNS)
             v = load_rows(v_ptr, at, t, v_s, BLOCK_N, K, COLUMNS)
             column = at + tl.arange(0, BLOCK_N)[None, :]
             seen = (column <= row) & (column < t) if CAUSAL else column < t
-            p = probabilities(q, k, lse, seen, BASE2, cut)  # M N
+            p = probabilities(q, k, lse, seen, BASE2, masked)  # M N
             ds = p * (tl.dot(do, v.T, input_precision="ieee") - delta)
             dq = add_product(dq, ds.to(k.dtype), k)
     dq_ptr = head_of(dq_ptr, head, h, tl.cast(s, tl.int64) * h * K, K)
     store_rows(dq_ptr, dq * SCALE, start, s, h * K, BLOCK_M, K, COLUMNS)
 
 
-# tma: descriptors instead of pointers
+# tma: the same loops, but the tensor memory accelerator copies whole blocks to shared memory while earlier blocks are
+# computed. Threads compute no addresses, and registers hold none.
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -388,13 +396,17 @@ def tma_forward(
     o = tl.zeros([BLOCK_M, K], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = total + float("-inf")
-    whole, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
-    for cut in tl.static_range(2):  # unrolled: whole blocks of keys, then those that the diagonal or the end cuts
-        for at in tl.range(whole if cut else 0, end if cut else whole, BLOCK_N):
+    unmasked, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
+    # Two loops, unrolled: blocks of keys that all queries see, then those that the diagonal or the end cuts (masked).
+    # With queries 256 to 383 and 64 keys at a time, keys 0 to 255 and 256 to 383.
+    for masked in tl.static_range(2):
+        first = unmasked if masked else 0
+        last = end if masked else unmasked
+        for at in tl.range(first, last, BLOCK_N):
             k = k_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
             v = v_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
             highest, total, o = add_keys(
-                q, k, v, highest, total, o, start, at, t, SCALE, CAUSAL, cut, BLOCK_M, BLOCK_N
+                q, k, v, highest, total, o, start, at, t, SCALE, CAUSAL, masked, BLOCK_M, BLOCK_N
             )  # fmt: skip
     finish(o_ptr, lse_ptr, o, highest, total, head, start, s, h, K, BLOCK_M, K)
 
@@ -416,16 +428,20 @@ def tma_keys(
     dv = tl.zeros([BLOCK_N, K], tl.float32)
     column = at + tl.arange(0, BLOCK_N)[:, None]
     first = at // BLOCK_M * BLOCK_M if CAUSAL else 0
-    whole = tl.cdiv(at + BLOCK_N - 1, BLOCK_M) * BLOCK_M if CAUSAL else 0
+    unmasked = tl.cdiv(at + BLOCK_N - 1, BLOCK_M) * BLOCK_M if CAUSAL else 0
     for head in tl.range(kv_head * group, kv_head * group + group):
         lse_ptr = rows_ptr + tl.cast(head, tl.int64) * 2 * padded
-        for cut in tl.static_range(1, -1, -1):  # unrolled: queries that see some of these keys, then those that see all
-            for start in tl.range(first if cut else whole, tl.minimum(whole, s) if cut else s, BLOCK_M):
+        # Two loops, unrolled: blocks of queries that see some of these keys (masked), then those that see all.
+        # With keys 256 to 383 and 64 queries at a time, queries 256 to 383 and from 384 on.
+        for masked in tl.static_range(1, -1, -1):
+            begin = first if masked else unmasked
+            end = tl.minimum(unmasked, s) if masked else s
+            for start in tl.range(begin, end, BLOCK_M):
                 row = start + tl.arange(0, BLOCK_M)[None, :]
                 q = q_blocks.load([batch, head % h, start, 0]).reshape([BLOCK_M, K])
                 do = do_blocks.load([batch, head % h, start, 0]).reshape([BLOCK_M, K])
                 lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
-                p = probabilities(k, q, lse, column <= row, BASE2, cut)
+                p = probabilities(k, q, lse, column <= row, BASE2, masked)
                 dv = add_product(dv, p.to(do.dtype), do)
                 ds = p * (tl.dot(v, do.T) - delta)
                 dk = add_product(dk, ds.to(q.dtype), q)
@@ -450,14 +466,18 @@ def tma_queries(
     lse_ptr = rows_ptr + tl.cast(head, tl.int64) * 2 * padded
     lse, delta = tl.load(lse_ptr + row), tl.load(lse_ptr + padded + row)
     dq = tl.zeros([BLOCK_M, K], tl.float32)
-    whole, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
-    for cut in tl.static_range(2):  # as in forward; whole blocks need no mask
-        for at in tl.range(whole if cut else 0, end if cut else whole, BLOCK_N):
+    unmasked, end = reach(start, t, CAUSAL, BLOCK_M, BLOCK_N)
+    # Two loops, unrolled: blocks of keys that all queries see, then those that the diagonal or the end cuts (masked).
+    # With queries 256 to 383 and 64 keys at a time, keys 0 to 255 and 256 to 383.
+    for masked in tl.static_range(2):
+        first = unmasked if masked else 0
+        last = end if masked else unmasked
+        for at in tl.range(first, last, BLOCK_N):
             k = k_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
             v = v_blocks.load([batch, kv_head, at, 0]).reshape([BLOCK_N, K])
             column = at + tl.arange(0, BLOCK_N)[None, :]
             seen = (column <= row) & (column < t) if CAUSAL else column < t
-            p = probabilities(q, k, lse, seen, BASE2, cut)
+            p = probabilities(q, k, lse, seen, BASE2, masked)
             ds = p * (tl.dot(do, v.T) - delta)
             dq = add_product(dq, ds.to(k.dtype), k)
     dq_ptr = head_of(dq_ptr, head, h, tl.cast(s, tl.int64) * h * K, K)

@@ -1,28 +1,8 @@
 """Attention with warps that have different jobs: one loads, two or three compute, one adds up gradients in order.
 
-In flash_attention.py all warps of a program do the same: load, multiply, exponentiate, one after the other. Triton
-schedules that. Gluon, which comes with Triton, leaves the schedule to you: who does what, where tensors lie in shared
-memory, and what waits for what.
-
-Forward: a warp that does nothing but ask the Tensor Memory Accelerator (TMA) for blocks of keys and values, and two
-groups of four warps (three where heads are 64 wide) of 64 queries each. An mbarrier per stage says that it is full, and
-another one that all have read it and it may be loaded again. A group multiplies its queries by the keys of a block, and
-its probabilities of the block before by their values. While it computes the exponentials, another group multiplies:
-they take turns at the tensor cores.
-
-Backward: one kernel of five products, instead of two with seven. A program has 128 keys, and walks over all queries of
-all heads that share them; dk and dv stay in registers. Scores are computed transposed, [keys, queries], so that
-probabilities are the operand of the next product as they are, without a way through shared memory. The first product
-starts from -lse / scale and the second one from -delta, so that nothing is subtracted later. A part of dq goes to
-shared memory while dk is on its way; from there, another warp lets the TMA add it to an fp32 tensor in global memory.
-
-Additions in any order would differ from run to run. So each block of queries has a counter, and the program of key
-block j waits until blocks 0 to j - 1 have added theirs. Programs draw their number from a counter when they start: a
-program waits for smaller numbers alone, which are running already. All begin with the last queries, of all heads that
-share the keys, so a program is one block of queries behind the one for which it waits.
-
-Gluon has no interpreter: this runs on GPUs of compute capability 9.0 alone. flash_attention.py, which it is checked
-against, runs anywhere.
+Gluon, which comes with Triton, leaves the schedule of warps to you, on GPUs of compute capability 9.0 alone.
+Forward: while one group of warps computes exponentials, another multiplies, and one warp loads blocks for both.
+Backward: one kernel of five products, instead of two with seven. dq is added in order: two runs agree to the bit.
 
 Parent:   09_kernels/flash_attention.py
 Lesson:   SIDE, COPY_IN, COPY_OUT, add_in, ADD_IN, SYNC, make_barriers, wait_until_added, find_block, load_forward,
@@ -122,7 +102,10 @@ def find_block(number, heads, blocks, SIDE: gl.constexpr):
     return first + within % side, within // side
 
 
-# forward
+# Forward: one warp asks the Tensor Memory Accelerator (TMA) for blocks of keys and values. Two groups of four warps
+# (three where heads are 64 wide) have 64 queries each. An mbarrier per stage says that it is full; another one says
+# that all have read it and it may be loaded again. A group multiplies its queries by the keys of a block, and its
+# probabilities of the block before by their values. The groups take turns at the tensor cores.
 
 
 @gluon.jit
@@ -317,7 +300,16 @@ def attend_kernel(
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
-# backward
+# Backward: a program has 128 keys, and loops over all queries of all heads that share them; dk and dv stay in
+# registers. Scores are computed transposed, [keys, queries], so that probabilities are the operand of the next product
+# as they are, without a way through shared memory. The first product starts from -lse / scale and the second one from
+# -delta, so that nothing is subtracted later. A part of dq goes to shared memory while dk is computed; from there,
+# another warp lets the TMA add it to an fp32 tensor in global memory.
+#
+# Additions in any order would differ from run to run. So each block of queries has a counter, and the program of key
+# block j waits until blocks 0 to j - 1 have added theirs. Programs draw their number from a counter when they start: a
+# program waits for smaller numbers alone, which are running already. All begin with the last queries, of all heads that
+# share the keys, so a program is one block of queries behind the one for which it waits.
 
 
 @gluon.jit

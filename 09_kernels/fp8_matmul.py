@@ -1,23 +1,11 @@
 """Matrix multiplication in fp8: scales bring each operand into the few values that 8 bits can have.
 
-e4m3 has 3 bits of mantissa and ends at 448, e5m2 has 2 and ends at 57,344. A group of elements shares a scale, its
-largest magnitude (amax) over the largest of the format, so that x ~ x8 · scale. The larger the group, the more one
-outlier costs the others; the smaller, the more work has the matmul:
+A group of elements shares a scale, its largest magnitude (amax) over the largest of the format: x ~ x8 · scale. The
+larger the group, the more one outlier costs the others; the smaller, the more work has the matmul:
     tensorwise   one scale per tensor                             C = scale_a scale_b (A8 B8ᵀ)
     rowwise      one per row of A and of B                        C_ij = scale_ai scale_bj (A8 B8ᵀ)_ij
     blockwise    one per 128 elements of a row, or per 128 x 128  C = Σ over blocks of 128 of k of scaled products
-Hopper takes both operands in fp8 with k contiguous: C [m, n] = A [m, k] B [n, k]ᵀ. A linear y = x wᵀ, and both its
-gradients dx = dy w and dw = dyᵀ x, therefore read each operand as it is and transposed. A kernel writes both while it
-holds a tile. Tensorwise and rowwise need amax first, so they read x twice; blockwise reads it once.
-
-A group's scale follows its largest element. amax counts as at least 2^-100, so a group of zeros stays zeros. NaN or inf
-makes the scale NaN or inf, and all of the group NaN once it is multiplied out: what has diverged is seen. Finite values
-saturate, none becomes NaN.
-
-Hopper's tensor cores add up fp8 products in about 14 bits, not in fp32. Blockwise takes what 128 of k sum up to, scales
-it, and adds it in fp32 registers: more exact, but in Triton all warps wait for their product, and then all of them
-scale. In Gluon, one warp loads, and three groups of four warps multiply and scale: while one scales, the others
-multiply.
+Hopper's tensor cores add up fp8 products in about 14 bits; blockwise adds its sums of 128 products in fp32.
 
 Parent:   none
 Run:      python 09_kernels/fp8_matmul.py
@@ -53,8 +41,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # ------------------------------------------------------------------------------------------------------------ config
-E4M3 = torch.float8_e4m3fn
-E5M2 = torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn  # 3 bits of mantissa; ends at 448
+E5M2 = torch.float8_e5m2  # 2 bits of mantissa; ends at 57,344
 OUTPUTS = torch.bfloat16, torch.float32
 BLOCK = 128  # the side of a block that shares a scale
 LEAST = 2.0**-100  # amax counts as at least that: its inverse stays finite
@@ -127,7 +115,10 @@ def cast_kernel(
 ):  # fmt: skip
     """Write a tile of x [m, k] in fp8, and the same transposed, with scales per tensor or per row of each; the scales.
 
-    rows_ptr and columns_ptr have the bits of amax.
+    Hopper multiplies fp8 operands with k contiguous alone. A linear y = x wᵀ, and its gradients dx = dy w and
+    dw = dyᵀ x, therefore read each operand as it is and transposed. rows_ptr and columns_ptr have the bits of amax.
+    A group of zeros stays zeros. NaN or inf makes the scale NaN or inf, and all of the group NaN once it is multiplied
+    out: what has diverged is seen.
     """
     tile, across = tl.num_programs(0) - 1 - tl.program_id(0), tl.cdiv(k, BLOCK)  # the last are still in the L2
     dtype: tl.constexpr = y_ptr.dtype.element_ty
@@ -223,7 +214,8 @@ def blockwise_kernel(
 ):  # fmt: skip
     """Compute a tile of c [m, n]: what BLOCK of k sum up to is scaled, and added in fp32 registers.
 
-    Scales of a [k / BLOCK, m]; of b [n / BLOCK, k / BLOCK] if SQUARE, else [k / BLOCK, n].
+    In Triton all warps wait for their product, and then all of them scale. Scales of a [k / BLOCK, m]; of b
+    [n / BLOCK, k / BLOCK] if SQUARE, else [k / BLOCK, n].
     """
     top, left = locate(tl.program_id(0), m, n, BLOCK, BLOCK, GROUP)
     row, column, blocks = top + tl.arange(0, BLOCK), left + tl.arange(0, BLOCK), tl.cdiv(k, BLOCK)

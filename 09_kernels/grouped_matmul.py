@@ -1,16 +1,8 @@
 """Matrix multiplication of many experts in one launch: the tiles of all groups of rows are one list.
 
-The rows of x [t, k] are sorted by expert: those of expert i end at offsets[i]. y = x Wᵀ, with a W [n, k] for each
-expert. How many rows an expert has is known on the GPU alone: a launch for each expert would have to wait for it, and a
-small one fills no GPU. So as many programs as there are SMs read all offsets, count the tiles of each expert (the last
-of which may hold few rows), and take every programs-th tile of the list, as matmul.py's persistent programs do.
-
-forward, dx: a tile belongs to one expert. Where the expert's rows end inside it, the rest is computed from rows of the
-next one and not stored. All tiles have as many steps of k: a large expert has more tiles, not longer ones.
-dw: dyᵀ x [n, k], for each expert, adds up its own rows alone. A program makes descriptors that end where the expert's
-rows end: TMA fills with zeros what lies beyond, and no row of the next expert is added. An expert without rows gets
-zeros. Here a large expert has long tiles: they come first, and a program takes the next one when an SM has room. Two
-stages leave room for several programs on an SM: while one begins or stores, the others keep the tensor cores busy.
+y = x Wᵀ, with a W [n, k] for each expert. The rows of x [t, k] are sorted by expert: those of expert i end at
+offsets[i], which the GPU alone knows. As many programs as there are SMs read all offsets, count the tiles of each
+expert, and take every programs-th tile of the list, as matmul.py's persistent programs do.
 
 Parent:   09_kernels/matmul.py
 Lesson:   MODELS, find_rows, count_tiles, load_matrix, multiply_groups, sort_experts, multiply_rows, allocate, copied,
@@ -99,7 +91,10 @@ def multiply_groups(
     x, w, y, y_ptr, offsets_ptr, experts, n, k, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute every programs-th tile of y [t, n]: rows of x [t, k] times the matrix [k, n] of their expert."""
+    """Compute every programs-th tile of y [t, n]: rows of x [t, k] times the matrix [k, n] of their expert.
+
+    All tiles have as many steps of k: a large expert has more tiles, not longer ones.
+    """
     wide: tl.constexpr = 128 // y_ptr.dtype.element_ty.primitive_bitwidth
     n = n // wide * wide  # which is n: now the compiler knows that it can store 16 bytes at a time
     ends = count_tiles(offsets_ptr, experts, n, BLOCK_M, BLOCK_N, EXPERTS)
@@ -140,9 +135,12 @@ def multiply_rows(
     dy_ptr, x_ptr, dw, offsets_ptr, order_ptr, experts, n, k, dy_stride, x_stride, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """Compute STRIP tiles of dw [experts, n, k]: dyᵀ x of the rows of one expert.
+    """Compute STRIP tiles of dw [experts, n, k]: dyᵀ x of the rows of one expert; zeros if it has none.
 
-    Descriptors end where the expert does, so programs make them: once for all tiles of a strip.
+    Descriptors end where the expert does, so programs make them: once for all tiles of a strip. TMA fills with zeros
+    what lies beyond, and no row of the next expert is added. A large expert has long tiles: they come first, and a
+    program takes the next one when an SM has room. Two stages leave room for several programs on an SM: while one
+    begins or stores, the others keep the tensor cores busy.
     """
     tiles = tl.cdiv(n, BLOCK_M) * tl.cdiv(k, BLOCK_N)  # of each expert
     strips = tl.cdiv(tiles, STRIP)

@@ -1,27 +1,9 @@
 """Matrix multiplication on tensor cores: from a tile per program to persistent programs that TMA feeds.
 
-C [m, n] = A [m, k] B [k, n] has 2·m·n·k FLOPs. A program that computes a tile of C, block_m x block_n, loads
-block_m + block_n elements for each of k, and so has block_m·block_n / (block_m + block_n) FLOPs per byte in bf16: 64
-with 128 x 128, 85 with 128 x 256. An H200's tensor cores have 989 TFLOP/s: they ask for 15 TB/s, 12 TB/s with the
-larger tile. Memory gives 4.8, so most blocks must come from the L2 cache, and they must be on their way long before
-they are needed. Each rung adds one thing to `pipelined` or to the rung before; `descriptors` also has a larger tile:
-
-blocks: tiling.py's `dot` without its pipeline: row after row of tiles, and tensor cores wait for every load.
-ordered: programs that run at the same time compute a block of tiles, not a row: GROUP rows of tiles high. 132 tiles
-in one row load 1 + 132 rows and columns of blocks; 12 x 11 of them load 23, and find the rest in L2.
-pipelined: the blocks of the next steps of k are copied to shared memory while tensor cores work (num_stages).
-tuned: Triton measures a few block sizes and orders for each size of problem, and keeps the best.
-descriptors: one thread asks the Tensor Memory Accelerator for a whole block; the others compute no addresses and no
-masks, and their registers hold a larger tile. TMA fills with zeros what lies beyond the tensor.
-persistent: as many programs as there are SMs; each computes one tile after the other. flatten=True makes one loop of
-tiles and steps of k, so that the first blocks of a tile are loaded while the last one is multiplied and stored. A tile
-is stored in two halves: the second needs no shared memory of its own, which leaves room for a fourth stage.
-
-warp_specialize=True, by which some warps load and others multiply, is no rung: it is right only with 4 warps, without
-flatten, and with stores that are not TMA's, and Triton does not check that. flash_attention_gluon.py does it by hand.
-
-Tensor cores read a block from shared memory in either direction. So all three products of a linear layer, x Wᵀ, dy W
-and dyᵀ x, read their operands as they are stored: a block is loaded as it lies in memory, and transposed by `.T`.
+C [m, n] = A [m, k] B [k, n] has 2·m·n·k FLOPs, and a tile block_m·block_n / (block_m + block_n) FLOPs per byte in bf16:
+64 with 128 x 128, 85 with 128 x 256. An H200's 989 TFLOP/s then ask for 15 or 12 TB/s, and memory gives 4.8. So most
+blocks must come from the L2 cache, and be on their way long before they are needed: each rung of the ladder adds one
+thing to `pipelined` or to the rung before.
 
 Parent:   09_kernels/tiling.py
 Lesson:   DTYPES, PEAK, CHOICES, locate, multiply_blocks, matmul_blocks, time_briefly, matmul_tuned, load_block,
@@ -130,7 +112,11 @@ def matmul_tuned(
 
 @triton.jit
 def load_block(x, row, column, COLUMNS: tl.constexpr):
-    """Load the block of x that begins at (row, column). COLUMNS: x is stored by columns, as are its blocks."""
+    """Load the block of x that begins at (row, column). COLUMNS: x is stored by columns, as are its blocks.
+
+    Tensor cores read a block from shared memory in either direction. So all three products of a linear layer, x Wᵀ,
+    dy W and dyᵀ x, load blocks as they lie in memory, and `.T` transposes them.
+    """
     return x.load([column, row]).T if COLUMNS else x.load([row, column])
 
 
@@ -166,7 +152,13 @@ def matmul_persistent(
     a, b, c, m, n, k, A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute every programs-th tile of c [m, n]; loads run ahead, from one tile into the next."""
+    """Compute every programs-th tile of c [m, n]; loads run ahead, from one tile into the next.
+
+    flatten=True makes one loop of tiles and steps of k: the first blocks of a tile are loaded while the last one is
+    multiplied and stored. warp_specialize=True, by which some warps load and others multiply, is no rung: it is right
+    only with 4 warps, without flatten, and with stores that are not TMA's, and Triton does not check that.
+    flash_attention_gluon.py does it by hand.
+    """
     tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(n, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         row, column = locate(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
@@ -212,17 +204,26 @@ def launch_blocks(a: Tensor, b: Tensor, group: int, stages: int) -> Tensor:
 
 
 def blocks(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k], b [k, n] -> their product [m, n], added up in float32 and rounded once; tiles in rows."""
+    """a [m, k], b [k, n] -> their product [m, n], added up in float32 and rounded once.
+
+    As tiling.py's `dot` without its pipeline: row after row of tiles, and tensor cores wait for every load.
+    """
     return launch_blocks(a, b, 1, 1)
 
 
 def ordered(a: Tensor, b: Tensor) -> Tensor:
-    """The same; 8 rows of tiles at a time."""
+    """The same; programs that run at the same time compute a block of tiles, 8 rows high, not a row.
+
+    132 tiles in one row load 1 + 132 rows and columns of blocks; 12 x 11 of them load 23, and find the rest in L2.
+    """
     return launch_blocks(a, b, 8, 1)
 
 
 def pipelined(a: Tensor, b: Tensor) -> Tensor:
-    """The same; blocks are loaded two steps ahead. Takes operands with any strides."""
+    """The same; while tensor cores work, the blocks of the next two steps are copied to shared memory (num_stages).
+
+    Takes operands with any strides.
+    """
     return launch_blocks(a, b, 8, 3)
 
 
@@ -268,7 +269,11 @@ def describe(a: Tensor, b: Tensor, c: Tensor, sizes: dict[str, int], parts: int)
 
 
 def descriptors(a: Tensor, b: Tensor) -> Tensor:
-    """The same; TMA loads and stores the blocks. What it cannot read goes to `pipelined`."""
+    """The same, with TMA, the tensor memory accelerator. What it cannot read goes to `pipelined`.
+
+    One thread asks it for a whole block; the others compute no addresses and no masks, and their registers hold a
+    larger tile. TMA fills with zeros what lies beyond the tensor.
+    """
     c, sizes = prepare(a, b), tile(a, 256)
     (m, n), k = c.shape, a.shape[1]
     found = describe(a, b, c, sizes, 1)
@@ -286,7 +291,10 @@ def processors(x: Tensor) -> int:
 
 
 def persistent(a: Tensor, b: Tensor) -> Tensor:
-    """The same; a program computes several tiles. What TMA cannot read goes to `pipelined`."""
+    """The same; a program computes several tiles. What TMA cannot read goes to `pipelined`.
+
+    A tile is stored in two halves: the second needs no shared memory of its own, which leaves room for a fourth stage.
+    """
     c, sizes = prepare(a, b), tile(a, 256)
     (m, n), k = c.shape, a.shape[1]
     found = describe(a, b, c, sizes, 2)
@@ -368,7 +376,10 @@ def cases(device: str, dtype: torch.dtype, first: bool) -> Iterator[tuple[str, C
     torch.manual_seed(0)
     random = partial(torch.randn, dtype=dtype, device=device)
     tried = {"37 x 150 x 70": [random(37, 70), random(70, 150)]}
-    for m, n, k in (304, 528, 144), *[(2064, 1520, 1040)] * (device == "cuda"):
+    sizes = [(304, 528, 144)]
+    if device == "cuda":
+        sizes.append((2064, 1520, 1040))
+    for m, n, k in sizes:
         tried[f"{m} x {n} x {k}"] = [random(m, k), random(n, k).T]  # by columns, as weights are in forward
     tried["large and small"] = [random(32, 48) * 1e4, random(24, 48).T * 1e-4]
     rungs = ladder() if first else {"matmul": matmul}

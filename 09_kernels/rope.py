@@ -161,7 +161,9 @@ def cases(device: str) -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]
         return run
 
     sizes = [(2, 9, 3, 8), (1, 130, 1, 64), (3, 4, 5, 12), (1, 1, 1, 2), (0, 4, 1, 2)]
-    for b, s, h, k in sizes + [(4, 4096, 32, 128)] * (device == "cuda"):
+    if device == "cuda":
+        sizes.append((4, 4096, 32, 128))
+    for b, s, h, k in sizes:
         yield f"{b} x {s} x {h} heads of {k}", both(s, k, rotate), both(s, k, reference), [random(b, s, h * k)]
     part = lambda x: x[:, 1:, 16:48]  # noqa: E731  queries of a merged projection
     yield "a view", both(12, 8, rotate, part), both(12, 8, reference, part), [random(2, 8, 64)]

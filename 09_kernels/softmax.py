@@ -1,15 +1,10 @@
 """Softmax over rows of any length: short rows in registers, long rows block by block with a running maximum and sum.
 
-y = e^(x - m) / s, where m is the largest element of the row, and s the sum of e^(x - m) over the row. A row that fits
-into the registers of a program is read once and written once: 2 passes over n·d elements. A longer row is read twice:
-one sweep finds m and s together, a second one writes y, 3 passes. In the first sweep each lane (an element of the
-block) has a maximum m and a sum s of its own. A new element x changes them to
+y = e^(x - m) / s, with the row's largest element m, and s the sum of e^(x - m). A row in a program's registers is read
+and written once: 2 passes over n·d elements. A longer row takes 3: one sweep finds m and s together, a second one
+writes y. In the first sweep each lane has an m and an s of its own. A new element x changes them to
 
     s·e^(m - x) + 1 and x  if x > m        s + e^(x - m) and m  otherwise
-
-with one exponential, and lanes exchange nothing before the end of the row. Then they take the largest m of all lanes,
-multiply each s by e^(own m - largest m), and add up. The second sweep goes from the end of the row to its start: what
-was read last may be in the L2 cache still.
 
 Backward, dx = y·(dy - sum of y·dy), reads y and dy and writes dx: 3 passes, or 5 for a long row.
 

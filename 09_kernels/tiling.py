@@ -1,17 +1,12 @@
 """Matrix multiplication in float32: each rung loads fewer bytes for the same FLOPs.
 
-C [m, n] = A [m, k] B [k, n] has 2·m·n·k FLOPs, and needs A and B once. A program that computes a tile of C,
-block_m x block_n, loads block_m·k elements of A and k·block_n of B. All programs together load
-m·k·(n / block_n) + k·n·(m / block_m) elements: tiles twice as high and twice as wide halve that.
+C [m, n] = A [m, k] B [k, n] has 2·m·n·k FLOPs. Programs with tiles of block_m x block_n of C load
+m·k·(n / block_n) + k·n·(m / block_m) elements together: tiles twice as high and twice as wide halve that.
 
 rows: a program computes part of one row of C. Every element of A is loaded n / block_n times, of B m times.
-tiles: a program keeps a tile of C in registers, and adds a column of A times a row of B to it, k times. A is stored by
-columns for it, so that neighbouring lanes read neighbouring elements.
-dot: the same tile, in steps of block_k: blocks of A and B wait in shared memory, where all threads of the program
-find them, and the next blocks are loaded meanwhile. In bfloat16 tl.dot runs on tensor cores, and adds up in float32.
-
-Loads that another program has made lately come from the L2 cache or L1, not from memory: programs that run at the same
-time take tiles of the same rows of A and columns of B.
+tiles: a program keeps a tile of C in registers, and adds a column of A times a row of B to it, k times.
+dot: the same tile, in steps of block_k: blocks of A and B wait in shared memory for all threads of the program, and
+the next blocks are loaded meanwhile. In bfloat16 tl.dot runs on tensor cores, and adds up in float32.
 
 Parent:   none
 Run:      python 09_kernels/tiling.py

@@ -1,11 +1,9 @@
 """Train a Llama on one GPU with all that is not a matmul or attention in kernels of our own, copied from this folder.
 
-Between the matmuls of a step, all time is that of bytes moved. Residual add and norm are one kernel; queries and keys
-are rotated in place; SwiGLU's gradients are written over its inputs, and its output is computed twice instead of kept;
-projections of one input add up its gradient inside their matmuls; logits exist for a few thousand tokens at a time, and
-their gradient is written over them; one kernel clips, updates fp32 masters and writes the bf16 weights that the next
-forward reads, so that nothing is cast by autocast. `git diff --no-index 01_single_gpu/train.py 09_kernels/train.py` is
-the argument for fusing. Without a GPU the kernels run in Triton's interpreter: slowly, and bf16 is cut, not rounded.
+1. Residual add and norm are one kernel. Queries and keys are rotated in place. SwiGLU's gradients are written over its
+   inputs, and its output is computed twice. Projections of one input add up its gradient inside their matmuls.
+2. Logits exist for a few thousand tokens at a time, and their gradient is written over them.
+3. One kernel clips, updates fp32 masters and writes the bf16 weights, so that autocast casts nothing.
 
 Parent:   01_single_gpu/train.py, 09_kernels/rmsnorm.py, 09_kernels/swiglu.py, 09_kernels/rope.py,
           09_kernels/cross_entropy.py, 09_kernels/adamw.py
@@ -859,11 +857,13 @@ class Project(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *dys: Tensor) -> tuple[Tensor, ...]:
         x, *weights = ctx.saved_tensors
-        dys, x_rows = [rows_of(dy) for dy in dys], rows_of(x)
+        dys = [rows_of(dy) for dy in dys]
+        rows = rows_of(x)
         dx = dys[0] @ weights[0]
         for dy, weight in zip(dys[1:], weights[1:]):
             dx.addmm_(dy, weight)  # a kernel that adds would read two tensors and write a third
-        return dx.view(x.shape), *(dy.T @ x_rows for dy in dys)
+        dws = [dy.T @ rows for dy in dys]
+        return dx.view(x.shape), *dws
 
 
 def project(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -882,7 +882,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         """x, branch [b, s, d] -> their sum, the residual stream; the sum normalised"""
-        return (x, rms_norm(x, self.weight)) if branch is None else add_rms_norm(x, branch, self.weight)
+        if branch is None:
+            return x, rms_norm(x, self.weight)
+        return add_rms_norm(x, branch, self.weight)
 
 
 def rope_table(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -929,7 +931,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(cfg.ffn, cfg.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return swiglu(*project(x, self.gate_proj.weight, self.up_proj.weight), self.down_proj.weight)
+        gate, up = project(x, self.gate_proj.weight, self.up_proj.weight)
+        return swiglu(gate, up, self.down_proj.weight)
 
 
 class Block(nn.Module):
@@ -1142,7 +1145,10 @@ def make_optimizer(cfg: Config, model: Model) -> AdamW:
     """Return AdamW, with weight decay on matrices only, and with masters that are not rounded as the weights are."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [
+        dict(params=matrices, weight_decay=cfg.weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
     optimizer = AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, clip=cfg.clip)
     for name, slot in slots_by_name(model, optimizer).items():
         if slot.master.dtype != slot.parameter.dtype:

@@ -1,11 +1,8 @@
 """bf16 written out: matmuls read bf16 weights, AdamW updates fp32 masters, micro-batches add up gradients in fp32.
 
-Autocast keeps fp32 weights. It casts them in the forward pass of every micro-batch, and casts their gradients back.
-Here the weights of matmuls are bf16, and are written once per step, from fp32 master weights. Embedding and norms stay
-fp32, as under autocast. AdamW updates the masters: as the learning rate falls, more and more updates are less than half
-of the distance to the next bf16 number, and would be lost. Gradients of several micro-batches are added up in fp32, for
-the same reason. On a CPU, gradients equal autocast's to the bit. With --compile, AdamW goes through memory once: it
-reads a gradient as backward has left it, clips it, and writes the rounded weight.
+1. The weights of matmuls are bf16, and are written once per step, from fp32 masters. (Autocast casts fp32 weights in
+   every micro-batch.) AdamW updates the masters: in bf16, small updates would be rounded away.
+2. Gradients of several micro-batches are added up in fp32, for the same reason. Embedding and norms stay fp32.
 Bytes per parameter of a matmul: 2 weight + 4 master + 2 gradient + 8 AdamW moments = 16, and 4 more with several
 micro-batches. Of embedding and norms: 4 weight + 4 gradient + 8 moments = 16.
 
@@ -265,14 +262,15 @@ class AdamW:
         correction = (1 - 0.95**self.steps).sqrt()
         gradients = iter(self.gradients())
         for group in self.param_groups:
-            rate, decay = group["lr"] / (1 - 0.9**self.steps), 1 - group["lr"] * group["weight_decay"]
+            rate = group["lr"] / (1 - 0.9**self.steps)
+            decay = 1 - group["lr"] * group["weight_decay"]
             constants = (torch.full_like(rate, x) for x in (decay, self.eps))
             numbers = torch.stack([factor, rate, correction, *constants])
             for slot, gradient in zip(group["slots"], gradients):
                 if gradient is not None:
                     weight = None if slot.parameter is slot.master else slot.parameter.view(-1)
-                    kept = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
-                    self.update(weight, *kept, gradient.flatten(), numbers)
+                    state = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
+                    self.update(weight, *state, gradient.flatten(), numbers)
                 slot.version = slot.parameter._version
 
     def zero_grad(self) -> None:
@@ -319,12 +317,12 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def gradient_norm(optimizer: AdamW) -> Tensor:
     """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
     by_dtype = defaultdict(list)  # one kernel reads many tensors, but of one dtype
-    for x in optimizer.gradients():
-        if x is not None:
-            by_dtype[x.dtype].append(x)
+    for gradient in optimizer.gradients():
+        if gradient is not None:
+            by_dtype[gradient.dtype].append(gradient)
     norms = []
-    for dtype, same in by_dtype.items():
-        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, torch.float32))
+    for dtype, gradients in by_dtype.items():
+        norms += torch._foreach_norm(gradients, 2, dtype=torch.promote_types(dtype, torch.float32))
     return torch.stack(norms).norm()
 
 
@@ -396,18 +394,18 @@ def build_model(cfg: Config) -> Model:
     """
     with torch.device("meta"):
         model = Model(cfg)
-    low = getattr(torch, cfg.dtype)
-    wide = torch.promote_types(low, torch.float32)
-    model.to(low)
+    dtype = getattr(torch, cfg.dtype)
+    master_dtype = torch.promote_types(dtype, torch.float32)
+    model.to(dtype)
     for module in model.modules():
         if isinstance(module, (nn.Embedding, RMSNorm)):  # no matmul reads them: autocast, too, leaves them in fp32
-            module.to(wide)
+            module.to(master_dtype)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
             full = full_tensor(cfg, name, p.shape)
             p.copy_(full)
-            model.masters[name] = p if p.dtype == wide else full.to(p.device, wide)
+            model.masters[name] = p if p.dtype == master_dtype else full.to(p.device, master_dtype)
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -650,4 +648,5 @@ if __name__ == "__main__":
 #           2. With several micro-batches call accumulate_gradients after each backward, as forward_backward does.
 #           3. Step and forget gradients as train_step does: by the optimizer's zero_grad, not the model's.
 #           4. Keep autocast on, or cast the embedding's output, as Model.forward does.
+# Mind:     On a CPU, gradients equal autocast's to the bit.
 # Needs:    cfg.clip, cfg.compile, cfg.device, cfg.eps, cfg.lr, model.masters

@@ -1,11 +1,9 @@
 """fp16 with loss scaling: the loss is multiplied by a large number, so that small gradients do not become zero.
 
-fp16 ends at 65,504, and what is below 3e-8 becomes 0, as many gradients are. So backward starts from loss · scale, and
-all gradients are scale times as large; they are divided by it again in fp32, and so is their norm, which clips. As
-large as possible is best: after --growth_interval good steps the scale doubles. When a gradient overflows to inf or
-NaN, the step is skipped, as if it had never been, and the scale is halved; at 1 there is nothing left to halve, and the
-run ends. The GPU decides all that by itself: a CPU that asked would wait for it. Scales are powers of two, so they
-change no other bit than those of the exponent.
+1. fp16 ends at 65,504, and rounds what is below 3e-8 to 0. So backward starts from loss · scale. Gradients and their
+   norm are divided by the scale in fp32. It is a power of two, which changes no bit but those of the exponent.
+2. After --growth_interval good steps the scale doubles. When a gradient overflows to inf or NaN, the step is skipped
+   and the scale is halved; at 1 the run ends. The GPU decides: the CPU would have to wait for it.
 
 Parent:   10_mixed_precision/bf16.py
 Lesson:   Scaling, Model.__init__, build_model, update, AdamW.step, forward_backward, update_scale, train_step,
@@ -236,8 +234,8 @@ def update(
     new_mean = mean.lerp(gradient, 0.1)  # betas 0.9, 0.95
     new_square = square.lerp(gradient.square(), 0.05)
     new_master = master * decay - rate * new_mean / (new_square.sqrt() / correction + eps)
-    for kept, new in (mean, new_mean), (square, new_square), (master, new_master):
-        kept.copy_(torch.where(skip > 0, kept, new))
+    for old, new in (mean, new_mean), (square, new_square), (master, new_master):
+        old.copy_(torch.where(skip > 0, old, new))
     if weight is not None:
         weight.copy_(master)
 
@@ -280,14 +278,15 @@ class AdamW:
         correction = (1 - 0.95**self.steps).sqrt()
         gradients = iter(self.gradients())
         for group in self.param_groups:
-            rate, decay = group["lr"] / (1 - 0.9**self.steps), 1 - group["lr"] * group["weight_decay"]
+            rate = group["lr"] / (1 - 0.9**self.steps)
+            decay = 1 - group["lr"] * group["weight_decay"]
             constants = (torch.full_like(rate, x) for x in (decay, self.eps))
             numbers = torch.stack([factor, rate, correction, *constants, skip])
             for slot, gradient in zip(group["slots"], gradients):
                 if gradient is not None:
                     weight = None if slot.parameter is slot.master else slot.parameter.view(-1)
-                    kept = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
-                    self.update(weight, *kept, gradient.flatten(), numbers)
+                    state = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
+                    self.update(weight, *state, gradient.flatten(), numbers)
                 slot.version = slot.parameter._version
 
     def zero_grad(self) -> None:
@@ -334,12 +333,12 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def gradient_norm(optimizer: AdamW) -> Tensor:
     """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
     by_dtype = defaultdict(list)  # one kernel reads many tensors, but of one dtype
-    for x in optimizer.gradients():
-        if x is not None:
-            by_dtype[x.dtype].append(x)
+    for gradient in optimizer.gradients():
+        if gradient is not None:
+            by_dtype[gradient.dtype].append(gradient)
     norms = []
-    for dtype, same in by_dtype.items():
-        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, torch.float32))
+    for dtype, gradients in by_dtype.items():
+        norms += torch._foreach_norm(gradients, 2, dtype=torch.promote_types(dtype, torch.float32))
     return torch.stack(norms).norm()
 
 
@@ -420,18 +419,18 @@ def build_model(cfg: Config) -> Model:
     """
     with torch.device("meta"):
         model = Model(cfg)
-    low = getattr(torch, cfg.dtype)
-    wide = torch.promote_types(low, torch.float32)
-    model.to(low)
+    dtype = getattr(torch, cfg.dtype)
+    master_dtype = torch.promote_types(dtype, torch.float32)
+    model.to(dtype)
     for module in model.modules():
         if isinstance(module, (nn.Embedding, RMSNorm)):  # no matmul reads them: autocast, too, leaves them in fp32
-            module.to(wide)
+            module.to(master_dtype)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
             full = full_tensor(cfg, name, p.shape)
             p.copy_(full)
-            model.masters[name] = p if p.dtype == wide else full.to(p.device, wide)
+            model.masters[name] = p if p.dtype == master_dtype else full.to(p.device, master_dtype)
     model.scaling = Scaling(*(torch.tensor(x, dtype=torch.float32, device=cfg.device) for x in (2.0**16, 0.0)))
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is

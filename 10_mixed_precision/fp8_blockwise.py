@@ -2,10 +2,9 @@
 
 Activations and gradients have a scale for each 128 elements of a row, weights one for each square of 128 x 128.
 1. A product sums along k, and its scales change every 128 of k: each partial sum is scaled, then added in fp32.
-2. dw sums along the other axis of x and dy, where groups of 128 are others: both are quantized a second time for it. A
-   square is the same both ways.
+2. dw sums along the other axis of x and dy: both are quantized a second time for it. A square serves both ways.
 3. All of it is e4m3: with a scale for so few elements, gradients need no more range.
-4. A program has whole groups in its tile and finds their amax there, so quantization is one pass instead of two.
+4. A program finds the amax of the groups in its tile: quantization is one pass instead of two.
 
 Parent:   10_mixed_precision/fp8_tensorwise.py, 09_kernels/fp8_matmul.py
 Lesson:   GRADIENT, quantize_reference, quantize_tiles, shapes_of_tiles, quantize, dequantize, multiply,
@@ -225,7 +224,7 @@ class Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, w: Tensor, w_scale: Tensor, w_t: Tensor, w_t_scale: Tensor) -> Tensor:
-        x8, x_scale, x_t, x_t_scale = quantize(x, E4M3)
+        x8, x_scale, x_t, x_t_scale = quantize(x, E4M3)  # the scales of x_t are others
         ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale)
         return multiply(x8, x_scale, w, w_scale, fast=True)
 
@@ -233,8 +232,9 @@ class Multiply(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
         dy8, dy_scale, dy_t, dy_t_scale = quantize(dy, GRADIENT)
-        dx = multiply(dy8, dy_scale, w_t, w_t_scale)
-        return dx, multiply(dy_t, dy_t_scale, x_t, x_t_scale), None, None, None, None  # dw [f, d] = dyᵀ x
+        dx = multiply(dy8, dy_scale, w_t, w_t_scale)  # t d, dy w
+        dw = multiply(dy_t, dy_t_scale, x_t, x_t_scale)  # f d, dyᵀ x
+        return dx, dw, None, None, None, None
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -288,13 +288,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> [..., f]"""
-        empty = not torch.compiler.is_compiling() and not x.numel()  # a compiler may not know the number of rows
+        compiling = torch.compiler.is_compiling()
+        empty = not compiling and not x.numel()  # a compiler may not know the number of rows
         if self.weight.dtype != torch.bfloat16 or empty:
             y = nn.functional.linear(x, self.weight)
             if y.dtype == self.weight.dtype:  # else by autocast
                 return y
         # in a compiled graph there are no versions
-        if not torch.compiler.is_compiling() and self.version != (id(self.weight), self.weight._version):
+        if not compiling and self.version != (id(self.weight), self.weight._version):
             raise RuntimeError("Linear needs bfloat16 weights and quantize_weights(model) after each optimizer step")
         rows = Multiply.apply(x.reshape(-1, x.shape[-1]), self.weight, *self.quantized)
         return rows.view(*x.shape[:-1], -1)
@@ -445,14 +446,15 @@ class AdamW:
         correction = (1 - 0.95**self.steps).sqrt()
         gradients = iter(self.gradients())
         for group in self.param_groups:
-            rate, decay = group["lr"] / (1 - 0.9**self.steps), 1 - group["lr"] * group["weight_decay"]
+            rate = group["lr"] / (1 - 0.9**self.steps)
+            decay = 1 - group["lr"] * group["weight_decay"]
             constants = (torch.full_like(rate, x) for x in (decay, self.eps))
             numbers = torch.stack([factor, rate, correction, *constants])
             for slot, gradient in zip(group["slots"], gradients):
                 if gradient is not None:
                     weight = None if slot.parameter is slot.master else slot.parameter.view(-1)
-                    kept = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
-                    self.update(weight, *kept, gradient.flatten(), numbers)
+                    state = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
+                    self.update(weight, *state, gradient.flatten(), numbers)
                 slot.version = slot.parameter._version
 
     def zero_grad(self) -> None:
@@ -499,12 +501,12 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def gradient_norm(optimizer: AdamW) -> Tensor:
     """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
     by_dtype = defaultdict(list)  # one kernel reads many tensors, but of one dtype
-    for x in optimizer.gradients():
-        if x is not None:
-            by_dtype[x.dtype].append(x)
+    for gradient in optimizer.gradients():
+        if gradient is not None:
+            by_dtype[gradient.dtype].append(gradient)
     norms = []
-    for dtype, same in by_dtype.items():
-        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, torch.float32))
+    for dtype, gradients in by_dtype.items():
+        norms += torch._foreach_norm(gradients, 2, dtype=torch.promote_types(dtype, torch.float32))
     return torch.stack(norms).norm()
 
 
@@ -526,8 +528,9 @@ def check_weight(owner: weakref.ref[Linear], equal: Tensor, gradient: Tensor) ->
 
 def register_check(linears: list[Linear]) -> None:
     """Let each backward check the last weight that is trained, which stands for all."""
-    trained = [m for m in linears if m.weight.requires_grad]
-    for linear in [m for m in trained if m.diagonal is not None] or trained[-1:]:  # of an earlier call, or the last
+    trainable = [linear for linear in linears if linear.weight.requires_grad]
+    checked = [linear for linear in trainable if linear.diagonal is not None]  # by an earlier call
+    for linear in checked or trainable[-1:]:
         if linear.diagonal is None or linear.version[0] != id(linear.weight):  # else the weight has its hook
             equal = torch.ones((), dtype=torch.bool, pin_memory=torch.cuda.is_available())
             # a weak reference: torch never frees a cycle through a hook
@@ -614,18 +617,18 @@ def build_model(cfg: Config) -> Model:
     """
     with torch.device("meta"):
         model = Model(cfg)
-    low = getattr(torch, cfg.dtype)
-    wide = torch.promote_types(low, torch.float32)
-    model.to(low)
+    dtype = getattr(torch, cfg.dtype)
+    master_dtype = torch.promote_types(dtype, torch.float32)
+    model.to(dtype)
     for module in model.modules():
         if isinstance(module, (nn.Embedding, RMSNorm)):  # no matmul reads them: autocast, too, leaves them in fp32
-            module.to(wide)
+            module.to(master_dtype)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
             full = full_tensor(cfg, name, p.shape)
             p.copy_(full)
-            model.masters[name] = p if p.dtype == wide else full.to(p.device, wide)
+            model.masters[name] = p if p.dtype == master_dtype else full.to(p.device, master_dtype)
     quantize_weights(model)
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
@@ -839,13 +842,17 @@ def check(cfg: Config, world: int) -> None:
     sizes = dict(dim=cfg.dim, ffn=cfg.ffn, kv_heads=kv, seq=cfg.batch // cfg.microbatches * cfg.seq)
     fp8 = cfg.device == "cuda" and cfg.dtype == "bfloat16"  # a CPU multiplies any sizes
     # torch wants scales of squares in rows of a multiple of four; one rule for all sizes
-    odd = next((name for name, size in sizes.items() if fp8 and size % (4 * BLOCK)), "")
+    wrong_flag = next((name for name, size in sizes.items() if fp8 and size % (4 * BLOCK)), "")
     problems = [
         (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
-        (odd, f"--{odd} {odd and getattr(cfg, odd)}: blocks need multiples of {4 * BLOCK}, not {sizes.get(odd)}"),
+        (
+            wrong_flag,
+            f"--{wrong_flag} {getattr(cfg, wrong_flag, 0)}: blocks need multiples of {4 * BLOCK}, "
+            f"not {sizes.get(wrong_flag)}",
+        ),
         (cfg.save and not os.access(f"{Path(cfg.save).resolve().parent}/", os.W_OK), f"--save {cfg.save}: no folder"),
         (os.path.exists(cfg.save) and not os.path.isfile(cfg.save), f"--save {cfg.save}: is no file"),
     ]

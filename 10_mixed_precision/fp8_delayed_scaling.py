@@ -1,12 +1,9 @@
 """fp8 with scales from earlier steps: a tensor is read once, because nobody has to wait for its largest magnitude.
 
-The scale of a tensor follows from its amax, so it must be read to the end before its first element can be cast. But
-amax changes slowly. Here the scale is that of the last --history steps' largest, and the kernel that casts also finds
-the amax of this step, for the steps to come. What is larger than anything in the history saturates. Micro-batches of a
-step share a scale, which changes after the step. The first step has no history: there each micro-batch is scaled by its
-own amax. Weights are quantized once per step, with their own amax.
-inf and NaN become NaN, which is seen in the loss, and do not enter the history, where they would stay for --history
-steps.
+1. The scale of a tensor is that of its largest amax in the last --history steps. No pass over the tensor comes before
+   the cast, and the kernel that casts also finds this step's amax.
+2. Larger elements saturate. inf and NaN become NaN, which the loss shows, and do not enter the history.
+3. Micro-batches of a step share a scale. In the first step each is scaled by its own amax; weights always are.
 
 Parent:   10_mixed_precision/fp8_tensorwise.py
 Lesson:   cast_kernel, cast, shapes_of_cast, quantize, Multiply, Linear, quantize_weights, shift_histories,
@@ -119,13 +116,18 @@ def cast(x: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Te
 
     One pass, of 2 bytes in and 2 out, and nothing before it.
     """
-    (m, k), x = x.shape, x.contiguous()
+    m, k = x.shape
+    x = x.contiguous()
     if not x.is_cuda:
-        limit, wide = torch.finfo(dtype).max, x.float()
-        amax.copy_(torch.maximum(amax, torch.where(wide.isfinite(), wide.abs(), 0).amax()))
-        y = ((wide * (1 / scale)).clamp(-limit, limit) + (wide - wide)).to(dtype)
+        limit = torch.finfo(dtype).max
+        fp32 = x.float()
+        largest = torch.where(fp32.isfinite(), fp32.abs(), 0).amax()
+        amax.copy_(torch.maximum(amax, largest))
+        y = (fp32 * (1 / scale)).clamp(-limit, limit) + (fp32 - fp32)  # NaN where x is inf or NaN
+        y = y.to(dtype)
         return y, y.T.clone(memory_format=torch.contiguous_format)
-    y, t = (torch.empty(shape, dtype=dtype, device=x.device) for shape in ((m, k), (k, m)))
+    y = torch.empty(m, k, dtype=dtype, device=x.device)
+    t = torch.empty(k, m, dtype=dtype, device=x.device)
     grid = (triton.cdiv(m, 64) * triton.cdiv(k, 128),)
     cast_kernel[grid](x, scale, amax.view(torch.int32), y, t, m, k, ROWS=64, COLUMNS=128, num_warps=4)
     return y, t
@@ -136,8 +138,8 @@ def shapes_of_cast(x: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -
     return tuple(x.new_empty(shape, dtype=dtype) for shape in (x.shape, x.shape[::-1]))
 
 
-def quantize(x: Tensor, amax: Tensor, past: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [m, k] -> x8 [m, k], its scale [], x8 transposed [k, m], the same scale; x ~ x8 · scale
+def quantize(x: Tensor, amax: Tensor, past: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x [m, k] -> x8 [m, k], its scale [], x8 transposed [k, m]; x ~ x8 · scale
 
     past [n]: amax of earlier steps, which sets the scale (1 if all are 0: they say nothing); None: that of x does.
     amax [] is raised to that of x.
@@ -146,8 +148,8 @@ def quantize(x: Tensor, amax: Tensor, past: Tensor | None, dtype: torch.dtype) -
     scale = largest.float().clamp(min=LEAST) * (1 / torch.finfo(dtype).max)
     if past is not None:
         scale = torch.where(largest > 0, scale, 1.0)
-    y, t = cast(x, scale, amax, dtype)
-    return y, scale, t, scale
+    x8, x_t = cast(x, scale, amax, dtype)
+    return x8, scale, x_t
 
 
 def amax_of(x: Tensor) -> Tensor:
@@ -174,19 +176,20 @@ class Multiply(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, x_amax: Tensor, x_past: Tensor | None, dy_amax: Tensor, dy_past: Tensor | None,
-        w: Tensor, w_scale: Tensor, w_t: Tensor, w_t_scale: Tensor,
+        w8: Tensor, w_scale: Tensor, w_t: Tensor,
     ) -> Tensor:  # fmt: skip
-        x8, x_scale, x_t, x_t_scale = quantize(x, x_amax, x_past, E4M3)
-        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale, dy_past)
+        x8, x_scale, x_t = quantize(x, x_amax, x_past, E4M3)
+        ctx.save_for_backward(x_t, x_scale, w_t, w_scale, dy_past)
         ctx.dy_amax = dy_amax  # not saved for backward: that of another forward changes it, which autograd refuses
-        return multiply(x8, x_scale, w, w_scale, fast=True)
+        return multiply(x8, x_scale, w8, w_scale, fast=True)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_t, x_t_scale, w_t, w_t_scale, dy_past = ctx.saved_tensors
-        dy8, dy_scale, dy_t, dy_t_scale = quantize(dy, ctx.dy_amax, dy_past, GRADIENT)
-        dx = multiply(dy8, dy_scale, w_t, w_t_scale)
-        return dx, multiply(dy_t, dy_t_scale, x_t, x_t_scale), *[None] * 8  # dw [f, d] = dyᵀ x
+        x_t, x_scale, w_t, w_scale, dy_past = ctx.saved_tensors
+        dy8, dy_scale, dy_t = quantize(dy, ctx.dy_amax, dy_past, GRADIENT)
+        dx = multiply(dy8, dy_scale, w_t, w_scale)  # t d, dy w
+        dw = multiply(dy_t, dy_scale, x_t, x_scale)  # f d, dyᵀ x
+        return dx, dw, *[None] * 7
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -242,13 +245,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> [..., f]"""
-        empty = not torch.compiler.is_compiling() and not x.numel()  # a compiler may not know the number of rows
+        compiling = torch.compiler.is_compiling()
+        empty = not compiling and not x.numel()  # a compiler may not know the number of rows
         if self.weight.dtype != torch.bfloat16 or empty:
             y = nn.functional.linear(x, self.weight)
             if y.dtype == self.weight.dtype:  # else by autocast
                 return y
         # in a compiled graph there are no versions
-        if not torch.compiler.is_compiling() and self.version != (id(self.weight), self.weight._version):
+        if not compiling and self.version != (id(self.weight), self.weight._version):
             raise RuntimeError("Linear needs bfloat16 weights and quantize_weights(model) after each optimizer step")
         x_amax, dy_amax = self.amax if torch.is_grad_enabled() else map(torch.zeros_like, self.amax)  # only of training
         amaxes = x_amax, self.past[0], dy_amax, self.past[1]
@@ -401,14 +405,15 @@ class AdamW:
         correction = (1 - 0.95**self.steps).sqrt()
         gradients = iter(self.gradients())
         for group in self.param_groups:
-            rate, decay = group["lr"] / (1 - 0.9**self.steps), 1 - group["lr"] * group["weight_decay"]
+            rate = group["lr"] / (1 - 0.9**self.steps)
+            decay = 1 - group["lr"] * group["weight_decay"]
             constants = (torch.full_like(rate, x) for x in (decay, self.eps))
             numbers = torch.stack([factor, rate, correction, *constants])
             for slot, gradient in zip(group["slots"], gradients):
                 if gradient is not None:
                     weight = None if slot.parameter is slot.master else slot.parameter.view(-1)
-                    kept = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
-                    self.update(weight, *kept, gradient.flatten(), numbers)
+                    state = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
+                    self.update(weight, *state, gradient.flatten(), numbers)
                 slot.version = slot.parameter._version
 
     def zero_grad(self) -> None:
@@ -455,12 +460,12 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def gradient_norm(optimizer: AdamW) -> Tensor:
     """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
     by_dtype = defaultdict(list)  # one kernel reads many tensors, but of one dtype
-    for x in optimizer.gradients():
-        if x is not None:
-            by_dtype[x.dtype].append(x)
+    for gradient in optimizer.gradients():
+        if gradient is not None:
+            by_dtype[gradient.dtype].append(gradient)
     norms = []
-    for dtype, same in by_dtype.items():
-        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, torch.float32))
+    for dtype, gradients in by_dtype.items():
+        norms += torch._foreach_norm(gradients, 2, dtype=torch.promote_types(dtype, torch.float32))
     return torch.stack(norms).norm()
 
 
@@ -482,8 +487,9 @@ def check_weight(owner: weakref.ref[Linear], equal: Tensor, gradient: Tensor) ->
 
 def register_check(linears: list[Linear]) -> None:
     """Let each backward check the last weight that is trained, which stands for all."""
-    trained = [m for m in linears if m.weight.requires_grad]
-    for linear in [m for m in trained if m.diagonal is not None] or trained[-1:]:  # of an earlier call, or the last
+    trainable = [linear for linear in linears if linear.weight.requires_grad]
+    checked = [linear for linear in trainable if linear.diagonal is not None]  # by an earlier call
+    for linear in checked or trainable[-1:]:
         if linear.diagonal is None or linear.version[0] != id(linear.weight):  # else the weight has its hook
             equal = torch.ones((), dtype=torch.bool, pin_memory=torch.cuda.is_available())
             # a weak reference: torch never frees a cycle through a hook
@@ -498,11 +504,12 @@ def quantize_weights(model: nn.Module) -> None:
     register_check(linears)
     if linears:
         unused = torch.zeros((), device=linears[0].weight.device)  # where cast notes the amax
-        for linear, amax in zip(linears, torch._foreach_norm([m.weight for m in linears], math.inf)):
+        amaxes = torch._foreach_norm([linear.weight for linear in linears], math.inf)
+        for linear, amax in zip(linears, amaxes):
             scale = amax.float().clamp(min=LEAST) * (1 / torch.finfo(E4M3).max)
-            w, w_t = cast(linear.weight, scale, unused, E4M3)
+            w8, w_t = cast(linear.weight, scale, unused, E4M3)
             linear.amax = linear.amax or (torch.zeros_like(scale), torch.zeros_like(scale))
-            linear.quantized = w, scale, w_t, scale.clone()  # the compiler wants different tensors as arguments
+            linear.quantized = w8, scale, w_t
             linear.version = id(linear.weight), linear.weight._version
 
 
@@ -589,18 +596,18 @@ def build_model(cfg: Config) -> Model:
     """
     with torch.device("meta"):
         model = Model(cfg)
-    low = getattr(torch, cfg.dtype)
-    wide = torch.promote_types(low, torch.float32)
-    model.to(low)
+    dtype = getattr(torch, cfg.dtype)
+    master_dtype = torch.promote_types(dtype, torch.float32)
+    model.to(dtype)
     for module in model.modules():
         if isinstance(module, (nn.Embedding, RMSNorm)):  # no matmul reads them: autocast, too, leaves them in fp32
-            module.to(wide)
+            module.to(master_dtype)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
             full = full_tensor(cfg, name, p.shape)
             p.copy_(full)
-            model.masters[name] = p if p.dtype == wide else full.to(p.device, wide)
+            model.masters[name] = p if p.dtype == master_dtype else full.to(p.device, master_dtype)
     quantize_weights(model)
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
@@ -813,13 +820,17 @@ def check(cfg: Config, world: int) -> None:
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     sizes = dict(dim=cfg.dim, ffn=cfg.ffn, kv_heads=kv, seq=cfg.batch // cfg.microbatches * cfg.seq)
     fp8 = cfg.device == "cuda" and cfg.dtype == "bfloat16"  # a CPU multiplies any sizes
-    odd = next((name for name, size in sizes.items() if fp8 and size % 16), "")
+    wrong_flag = next((name for name, size in sizes.items() if fp8 and size % 16), "")
     problems = [
         (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
-        (odd, f"--{odd} {odd and getattr(cfg, odd)}: fp8 matmuls take multiples of 16, not {sizes.get(odd)}"),
+        (
+            wrong_flag,
+            f"--{wrong_flag} {getattr(cfg, wrong_flag, 0)}: fp8 matmuls take multiples of 16, "
+            f"not {sizes.get(wrong_flag)}",
+        ),
         (cfg.save and not os.access(f"{Path(cfg.save).resolve().parent}/", os.W_OK), f"--save {cfg.save}: no folder"),
         (os.path.exists(cfg.save) and not os.path.isfile(cfg.save), f"--save {cfg.save}: is no file"),
     ]

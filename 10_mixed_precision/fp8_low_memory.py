@@ -106,12 +106,14 @@ def cast_kernel(x_ptr, scale_ptr, y_ptr, t_ptr, m, k, ROWS: tl.constexpr, COLUMN
 @torch.library.custom_op("fp8_tensorwise::cast", mutates_args=())
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x [m, k], scale [] -> x / scale in fp8 [m, k], and transposed [k, m]: one pass, of 2 bytes in and 2 out"""
-    (m, k), x = x.shape, x.contiguous()
+    m, k = x.shape
+    x = x.contiguous()
     if not x.is_cuda:
         limit = torch.finfo(dtype).max
         y = (x.float() * (1 / scale)).clamp(-limit, limit).to(dtype)  # else e5m2 has inf, e4m3 NaN before torch 2.12
         return y, y.T.clone(memory_format=torch.contiguous_format)
-    y, t = (torch.empty(shape, dtype=dtype, device=x.device) for shape in ((m, k), (k, m)))
+    y = torch.empty(m, k, dtype=dtype, device=x.device)
+    t = torch.empty(k, m, dtype=dtype, device=x.device)
     grid = (triton.cdiv(m, 64) * triton.cdiv(k, 128),)
     cast_kernel[grid](x, scale, y, t, m, k, ROWS=64, COLUMNS=128, num_warps=4)
     return y, t
@@ -122,14 +124,14 @@ def shapes_of_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return tuple(x.new_empty(shape, dtype=dtype) for shape in (x.shape, x.shape[::-1]))
 
 
-def quantize(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [m, k], its largest magnitude [] -> x8 [m, k], its scale [], x8 transposed [k, m], the same scale
+def quantize(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x [m, k], its largest magnitude [] -> x8 [m, k], its scale [], x8 transposed [k, m]
 
     x ~ x8 · scale. inf or NaN in x makes the scale inf or NaN, and all that is computed with it NaN: that is seen.
     """
     scale = amax.float().clamp(min=LEAST) * (1 / torch.finfo(dtype).max)
-    y, t = cast(x, scale, dtype)
-    return y, scale, t, scale
+    x8, x_t = cast(x, scale, dtype)
+    return x8, scale, x_t
 
 
 def amax_of(x: Tensor) -> Tensor:
@@ -151,17 +153,18 @@ class Multiply(torch.autograd.Function):
     """x [t, d], weight [f, d] and what quantize makes of the weight -> x weightᵀ [t, f]; all products in fp8"""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, w: Tensor, w_scale: Tensor, w_t: Tensor, w_t_scale: Tensor) -> Tensor:
-        x8, x_scale, x_t, x_t_scale = quantize(x, amax_of(x), E4M3)
-        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale)
-        return multiply(x8, x_scale, w, w_scale, fast=True)
+    def forward(ctx, x: Tensor, weight: Tensor, w8: Tensor, w_scale: Tensor, w_t: Tensor) -> Tensor:
+        x8, x_scale, x_t = quantize(x, amax_of(x), E4M3)
+        ctx.save_for_backward(x_t, x_scale, w_t, w_scale)
+        return multiply(x8, x_scale, w8, w_scale, fast=True)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
-        dy8, dy_scale, dy_t, dy_t_scale = quantize(dy, amax_of(dy), GRADIENT)
-        dx = multiply(dy8, dy_scale, w_t, w_t_scale)
-        return dx, multiply(dy_t, dy_t_scale, x_t, x_t_scale), None, None, None, None  # dw [f, d] = dyᵀ x
+        x_t, x_scale, w_t, w_scale = ctx.saved_tensors
+        dy8, dy_scale, dy_t = quantize(dy, amax_of(dy), GRADIENT)
+        dx = multiply(dy8, dy_scale, w_t, w_scale)  # t d, dy w
+        dw = multiply(dy_t, dy_scale, x_t, x_scale)  # f d, dyᵀ x
+        return dx, dw, None, None, None
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -212,7 +215,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> [..., f]"""
-        empty = not torch.compiler.is_compiling() and not x.numel()  # a compiler may not know the number of rows
+        compiling = torch.compiler.is_compiling()
+        empty = not compiling and not x.numel()  # a compiler may not know the number of rows
         if self.weight.dtype != torch.bfloat16 or empty:
             y = nn.functional.linear(x, self.weight)
             if y.dtype == self.weight.dtype:
@@ -359,19 +363,20 @@ def update(weight: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbe
     keys [2], int32: what rounding depends on
     """
     factor, rate, correction, decay, eps = numbers
-    kept = weight, mean, square
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    new_weight, new_mean, new_square, gradient = (x.to(wide) for x in (*kept, gradient))
-    gradient = gradient * factor
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    new_weight = weight.to(dtype)
+    new_mean = mean.to(dtype)
+    new_square = square.to(dtype)
+    gradient = gradient.to(dtype) * factor
     new_mean = new_mean.lerp(gradient, 0.1)  # betas 0.9, 0.95
     new_square = new_square.lerp(gradient.square(), 0.05)
     new_weight = new_weight * decay - rate * new_mean / (new_square.sqrt() / correction + eps)
     new = new_weight, new_mean, new_square
     if weight.dtype == torch.bfloat16:
         index = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).view_as(weight)
-        first, second = (random_bits(index, key) for key in keys)
-        new = [round_stochastically(x, bits) for x, bits in zip(new, (first, first >> 16, second))]
-    for old, x in zip(kept, new):
+        bits, more_bits = (random_bits(index, key) for key in keys)
+        new = [round_stochastically(x, b) for x, b in zip(new, (bits, bits >> 16, more_bits))]
+    for old, x in zip((weight, mean, square), new):
         old.copy_(x)
 
 
@@ -394,8 +399,11 @@ class AdamW:
 
     def gradients(self) -> list[Tensor]:
         """Return the sum of each parameter, or its .grad where there is no sum, in the order of the slots."""
-        if lost := [slot.name for slot in self.slots if slot.name in self.sums and slot.parameter.grad is not None]:
-            raise RuntimeError(f"{lost[0]} has a .grad beside its sum: call accumulate_gradients after each backward")
+        for slot in self.slots:
+            if slot.name in self.sums and slot.parameter.grad is not None:
+                raise RuntimeError(
+                    f"{slot.name} has a .grad beside its sum: call accumulate_gradients after each backward"
+                )
         return [self.sums.get(slot.name, slot.parameter.grad) for slot in self.slots]
 
     def step(self, norm: Tensor) -> None:
@@ -403,16 +411,18 @@ class AdamW:
         self.steps += 1
         factor = (self.clip / (norm + 1e-6)).clamp(max=1)
         correction = (1 - 0.95**self.steps).sqrt()
-        gradients, keys = iter(self.gradients()), iter(random_bits(self.keys, self.steps.to(torch.int32)))
+        gradients = iter(self.gradients())
+        keys = iter(random_bits(self.keys, self.steps.to(torch.int32)))
         for group in self.param_groups:
-            rate, decay = group["lr"] / (1 - 0.9**self.steps), 1 - group["lr"] * group["weight_decay"]
+            rate = group["lr"] / (1 - 0.9**self.steps)
+            decay = 1 - group["lr"] * group["weight_decay"]
             constants = (torch.full_like(rate, x) for x in (decay, self.eps))
             numbers = torch.stack([factor, rate, correction, *constants])
             for slot, gradient, key in zip(group["slots"], gradients, keys):
                 if gradient is not None:
                     width = math.gcd(gradient.numel(), 1024)  # of rows: static, so that compiled loads have 16 bytes
-                    kept = (x.view(-1, width) for x in (slot.parameter, slot.mean, slot.square))
-                    self.update(*kept, gradient.reshape(-1, width), numbers, key)
+                    state = (x.view(-1, width) for x in (slot.parameter, slot.mean, slot.square))
+                    self.update(*state, gradient.reshape(-1, width), numbers, key)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -458,12 +468,12 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def gradient_norm(optimizer: AdamW) -> Tensor:
     """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
     by_dtype = defaultdict(list)  # one kernel reads many tensors, but of one dtype
-    for x in optimizer.gradients():
-        if x is not None:
-            by_dtype[x.dtype].append(x)
+    for gradient in optimizer.gradients():
+        if gradient is not None:
+            by_dtype[gradient.dtype].append(gradient)
     norms = []
-    for dtype, same in by_dtype.items():
-        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, torch.float32))
+    for dtype, gradients in by_dtype.items():
+        norms += torch._foreach_norm(gradients, 2, dtype=torch.promote_types(dtype, torch.float32))
     return torch.stack(norms).norm()
 
 
@@ -747,13 +757,17 @@ def check(cfg: Config, world: int) -> None:
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     sizes = dict(dim=cfg.dim, ffn=cfg.ffn, kv_heads=kv, seq=cfg.batch // cfg.microbatches * cfg.seq)
     fp8 = cfg.device == "cuda" and cfg.dtype == "bfloat16"  # a CPU multiplies any sizes
-    odd = next((name for name, size in sizes.items() if fp8 and size % 16), "")
+    wrong_flag = next((name for name, size in sizes.items() if fp8 and size % 16), "")
     problems = [
         (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
-        (odd, f"--{odd} {odd and getattr(cfg, odd)}: fp8 matmuls take multiples of 16, not {sizes.get(odd)}"),
+        (
+            wrong_flag,
+            f"--{wrong_flag} {getattr(cfg, wrong_flag, 0)}: fp8 matmuls take multiples of 16, "
+            f"not {sizes.get(wrong_flag)}",
+        ),
         (cfg.save and not os.access(f"{Path(cfg.save).resolve().parent}/", os.W_OK), f"--save {cfg.save}: no folder"),
         (os.path.exists(cfg.save) and not os.path.isfile(cfg.save), f"--save {cfg.save}: is no file"),
     ]

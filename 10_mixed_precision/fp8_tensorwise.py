@@ -1,13 +1,10 @@
 """fp8 with a scale per tensor: all three products of the blocks' linears have operands of 8 bits.
 
-Tensor cores multiply fp8 twice as fast as bf16. e4m3 has 3 bits of mantissa and ends at 448; e5m2, for gradients, has 2
-and ends at 57,344. That is too little range for any tensor as it is, so each is divided by a scale, its largest
-magnitude (amax) over the format's largest number, and the product is multiplied by the scales of both operands:
-    y = x wᵀ        dx = dy w        dw = dyᵀ x
-Hopper's tensor cores read fp8 operands along what is summed up. So x, w and dy are all needed as they are and
-transposed, and one kernel writes both. amax needs a pass before it; with --compile, the kernel that computes the tensor
-finds it. Weights are quantized once per step. Masters, moments, embedding, head, norms and attention are as in bf16.py,
-and with --dtype float32 or float64 nothing is in fp8. Elements of x saved for backward have one byte instead of two.
+Tensor cores multiply fp8 twice as fast as bf16. Activations and weights are e4m3, gradients e5m2, which has more range.
+1. A tensor is divided by its scale: its largest magnitude (amax) over the format's. Products get both scales back:
+   y = x wᵀ        dx = dy w        dw = dyᵀ x
+2. Hopper reads fp8 operands along the axis that is summed up. So one kernel casts a tensor and also transposes it.
+3. Weights are quantized once per step. All else is as in bf16.py. Saved activations have one byte instead of two.
 
 Parent:   10_mixed_precision/bf16.py
 Lesson:   E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply,
@@ -110,12 +107,14 @@ def cast_kernel(x_ptr, scale_ptr, y_ptr, t_ptr, m, k, ROWS: tl.constexpr, COLUMN
 @torch.library.custom_op("fp8_tensorwise::cast", mutates_args=())
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x [m, k], scale [] -> x / scale in fp8 [m, k], and transposed [k, m]: one pass, of 2 bytes in and 2 out"""
-    (m, k), x = x.shape, x.contiguous()
+    m, k = x.shape
+    x = x.contiguous()
     if not x.is_cuda:
         limit = torch.finfo(dtype).max
         y = (x.float() * (1 / scale)).clamp(-limit, limit).to(dtype)  # else e5m2 has inf, e4m3 NaN before torch 2.12
         return y, y.T.clone(memory_format=torch.contiguous_format)
-    y, t = (torch.empty(shape, dtype=dtype, device=x.device) for shape in ((m, k), (k, m)))
+    y = torch.empty(m, k, dtype=dtype, device=x.device)
+    t = torch.empty(k, m, dtype=dtype, device=x.device)
     grid = (triton.cdiv(m, 64) * triton.cdiv(k, 128),)
     cast_kernel[grid](x, scale, y, t, m, k, ROWS=64, COLUMNS=128, num_warps=4)
     return y, t
@@ -126,14 +125,14 @@ def shapes_of_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return tuple(x.new_empty(shape, dtype=dtype) for shape in (x.shape, x.shape[::-1]))
 
 
-def quantize(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [m, k], its largest magnitude [] -> x8 [m, k], its scale [], x8 transposed [k, m], the same scale
+def quantize(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x [m, k], its largest magnitude [] -> x8 [m, k], its scale [], x8 transposed [k, m]
 
     x ~ x8 · scale. inf or NaN in x makes the scale inf or NaN, and all that is computed with it NaN: that is seen.
     """
     scale = amax.float().clamp(min=LEAST) * (1 / torch.finfo(dtype).max)
-    y, t = cast(x, scale, dtype)
-    return y, scale, t, scale
+    x8, x_t = cast(x, scale, dtype)
+    return x8, scale, x_t
 
 
 def amax_of(x: Tensor) -> Tensor:
@@ -155,17 +154,18 @@ class Multiply(torch.autograd.Function):
     """x [t, d], weight [f, d] and what quantize makes of the weight -> x weightᵀ [t, f]; all products in fp8"""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, w: Tensor, w_scale: Tensor, w_t: Tensor, w_t_scale: Tensor) -> Tensor:
-        x8, x_scale, x_t, x_t_scale = quantize(x, amax_of(x), E4M3)
-        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale)
-        return multiply(x8, x_scale, w, w_scale, fast=True)
+    def forward(ctx, x: Tensor, weight: Tensor, w8: Tensor, w_scale: Tensor, w_t: Tensor) -> Tensor:
+        x8, x_scale, x_t = quantize(x, amax_of(x), E4M3)
+        ctx.save_for_backward(x_t, x_scale, w_t, w_scale)
+        return multiply(x8, x_scale, w8, w_scale, fast=True)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
-        dy8, dy_scale, dy_t, dy_t_scale = quantize(dy, amax_of(dy), GRADIENT)
-        dx = multiply(dy8, dy_scale, w_t, w_t_scale)
-        return dx, multiply(dy_t, dy_t_scale, x_t, x_t_scale), None, None, None, None  # dw [f, d] = dyᵀ x
+        x_t, x_scale, w_t, w_scale = ctx.saved_tensors
+        dy8, dy_scale, dy_t = quantize(dy, amax_of(dy), GRADIENT)
+        dx = multiply(dy8, dy_scale, w_t, w_scale)  # t d, dy w
+        dw = multiply(dy_t, dy_scale, x_t, x_scale)  # f d, dyᵀ x
+        return dx, dw, None, None, None
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -219,13 +219,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> [..., f]"""
-        empty = not torch.compiler.is_compiling() and not x.numel()  # a compiler may not know the number of rows
+        compiling = torch.compiler.is_compiling()
+        empty = not compiling and not x.numel()  # a compiler may not know the number of rows
         if self.weight.dtype != torch.bfloat16 or empty:
             y = nn.functional.linear(x, self.weight)
             if y.dtype == self.weight.dtype:  # else by autocast
                 return y
         # in a compiled graph there are no versions
-        if not torch.compiler.is_compiling() and self.version != (id(self.weight), self.weight._version):
+        if not compiling and self.version != (id(self.weight), self.weight._version):
             raise RuntimeError("Linear needs bfloat16 weights and quantize_weights(model) after each optimizer step")
         rows = Multiply.apply(x.reshape(-1, x.shape[-1]), self.weight, *self.quantized)
         return rows.view(*x.shape[:-1], -1)
@@ -376,14 +377,15 @@ class AdamW:
         correction = (1 - 0.95**self.steps).sqrt()
         gradients = iter(self.gradients())
         for group in self.param_groups:
-            rate, decay = group["lr"] / (1 - 0.9**self.steps), 1 - group["lr"] * group["weight_decay"]
+            rate = group["lr"] / (1 - 0.9**self.steps)
+            decay = 1 - group["lr"] * group["weight_decay"]
             constants = (torch.full_like(rate, x) for x in (decay, self.eps))
             numbers = torch.stack([factor, rate, correction, *constants])
             for slot, gradient in zip(group["slots"], gradients):
                 if gradient is not None:
                     weight = None if slot.parameter is slot.master else slot.parameter.view(-1)
-                    kept = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
-                    self.update(weight, *kept, gradient.flatten(), numbers)
+                    state = (x.view(-1) for x in (slot.master, slot.mean, slot.square))
+                    self.update(weight, *state, gradient.flatten(), numbers)
                 slot.version = slot.parameter._version
 
     def zero_grad(self) -> None:
@@ -430,12 +432,12 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def gradient_norm(optimizer: AdamW) -> Tensor:
     """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
     by_dtype = defaultdict(list)  # one kernel reads many tensors, but of one dtype
-    for x in optimizer.gradients():
-        if x is not None:
-            by_dtype[x.dtype].append(x)
+    for gradient in optimizer.gradients():
+        if gradient is not None:
+            by_dtype[gradient.dtype].append(gradient)
     norms = []
-    for dtype, same in by_dtype.items():
-        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, torch.float32))
+    for dtype, gradients in by_dtype.items():
+        norms += torch._foreach_norm(gradients, 2, dtype=torch.promote_types(dtype, torch.float32))
     return torch.stack(norms).norm()
 
 
@@ -457,8 +459,9 @@ def check_weight(owner: weakref.ref[Linear], equal: Tensor, gradient: Tensor) ->
 
 def register_check(linears: list[Linear]) -> None:
     """Let each backward check the last weight that is trained, which stands for all."""
-    trained = [m for m in linears if m.weight.requires_grad]
-    for linear in [m for m in trained if m.diagonal is not None] or trained[-1:]:  # of an earlier call, or the last
+    trainable = [linear for linear in linears if linear.weight.requires_grad]
+    checked = [linear for linear in trainable if linear.diagonal is not None]  # by an earlier call
+    for linear in checked or trainable[-1:]:
         if linear.diagonal is None or linear.version[0] != id(linear.weight):  # else the weight has its hook
             equal = torch.ones((), dtype=torch.bool, pin_memory=torch.cuda.is_available())
             # a weak reference: torch never frees a cycle through a hook
@@ -472,9 +475,9 @@ def quantize_weights(model: nn.Module) -> None:
     linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16]
     register_check(linears)
     if linears:
-        for linear, amax in zip(linears, torch._foreach_norm([m.weight for m in linears], math.inf)):
-            w, scale, w_t, _ = quantize(linear.weight, amax, E4M3)
-            linear.quantized = w, scale, w_t, scale.clone()  # the compiler wants different tensors as arguments
+        amaxes = torch._foreach_norm([linear.weight for linear in linears], math.inf)
+        for linear, amax in zip(linears, amaxes):
+            linear.quantized = quantize(linear.weight, amax, E4M3)
             linear.version = id(linear.weight), linear.weight._version
 
 
@@ -547,18 +550,18 @@ def build_model(cfg: Config) -> Model:
     """
     with torch.device("meta"):
         model = Model(cfg)
-    low = getattr(torch, cfg.dtype)
-    wide = torch.promote_types(low, torch.float32)
-    model.to(low)
+    dtype = getattr(torch, cfg.dtype)
+    master_dtype = torch.promote_types(dtype, torch.float32)
+    model.to(dtype)
     for module in model.modules():
         if isinstance(module, (nn.Embedding, RMSNorm)):  # no matmul reads them: autocast, too, leaves them in fp32
-            module.to(wide)
+            module.to(master_dtype)
     model.to_empty(device=cfg.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
             full = full_tensor(cfg, name, p.shape)
             p.copy_(full)
-            model.masters[name] = p if p.dtype == wide else full.to(p.device, wide)
+            model.masters[name] = p if p.dtype == master_dtype else full.to(p.device, master_dtype)
     quantize_weights(model)
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
@@ -771,13 +774,17 @@ def check(cfg: Config, world: int) -> None:
     kv = cfg.dim // cfg.heads * cfg.kv_heads
     sizes = dict(dim=cfg.dim, ffn=cfg.ffn, kv_heads=kv, seq=cfg.batch // cfg.microbatches * cfg.seq)
     fp8 = cfg.device == "cuda" and cfg.dtype == "bfloat16"  # a CPU multiplies any sizes
-    odd = next((name for name, size in sizes.items() if fp8 and size % 16), "")
+    wrong_flag = next((name for name, size in sizes.items() if fp8 and size % 16), "")
     problems = [
         (world > 1, f"--nproc_per_node {world}: this recipe trains in 1 process"),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
         (cfg.batch % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide --batch {cfg.batch}"),
-        (odd, f"--{odd} {odd and getattr(cfg, odd)}: fp8 matmuls take multiples of 16, not {sizes.get(odd)}"),
+        (
+            wrong_flag,
+            f"--{wrong_flag} {getattr(cfg, wrong_flag, 0)}: fp8 matmuls take multiples of 16, "
+            f"not {sizes.get(wrong_flag)}",
+        ),
         (cfg.save and not os.access(f"{Path(cfg.save).resolve().parent}/", os.W_OK), f"--save {cfg.save}: no folder"),
         (os.path.exists(cfg.save) and not os.path.isfile(cfg.save), f"--save {cfg.save}: is no file"),
     ]
@@ -813,5 +820,5 @@ if __name__ == "__main__":
 #           - On GPUs the sizes of Linear, and its rows, are multiples of 16.
 #           - Do not use two of the fp8 files in one process: they register the same operator.
 # Together: Units of zero1_overlap.py and zero2.py have new weights when they are gathered. So before quantize_weights
-#           call gather(unit, model.gathers) for each unit, then unit.gathering.wait() for each. fp8_zero3.py gathers in
-#           fp8.
+#           call gather(unit, model.gather_stream) for each unit, then unit.gather_work.wait() for each. fp8_zero3.py
+#           gathers in fp8.

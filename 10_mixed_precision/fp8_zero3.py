@@ -1,15 +1,10 @@
 """ZeRO-3 whose blocks' weights are gathered in fp8: half the bytes of bf16, and the same fp8 weights as on one GPU.
 
-1. After each optimizer step every rank finds the amax of its shards, and one all-reduce the amax of whole weights. With
-   the scale of its own shard, each rank would round differently.
-2. Each rank casts its shards, once per step. Blocks are gathered in e4m3, ready for the matmuls of fp8_tensorwise.py.
-3. The gradient of the input reads weights transposed. A shard cannot be transposed, a gathered weight can: just before
-   the backward of its block.
-No matmul reads the norms' vectors: they stay in bf16, whole on each rank. The all-reduce of step 1 brings them, too.
-
+1. After each optimizer step one all-reduce finds the amax of whole weights. Each rank casts its shards once, and blocks
+   are gathered in e4m3. Just before a block's backward its weights are transposed: a shard cannot be.
+2. The norms' vectors stay in bf16, whole on each rank. The all-reduce of step 1 brings them, too.
 For Ψ elements in the blocks' matrices, a micro-batch sends (dp-1)/dp of (1 + 1 + 2)Ψ bytes for two gathers and the
-reduction, in place of (2 + 2 + 2)Ψ. Gathered weights take 1 byte per element, 2 in the backward of their block; shards
-take Ψ/dp bytes more. With --dtype float32 or float64 nothing is in fp8.
+reduction, in place of (2 + 2 + 2)Ψ. Gathered weights take 1 byte per element, 2 in the backward of their block.
 
 Parent:   03_zero/zero3.py, 10_mixed_precision/fp8_tensorwise.py
 Lesson:   Unit, gather, free, transpose, take_gradients, after_backward, transpose_kernel, use_fp8, quantize_weights,
@@ -29,7 +24,7 @@ import weakref
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from glob import glob
 from importlib.util import find_spec
@@ -102,7 +97,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, zeros at the end so that its N ranks divide n."""
+    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # matrices first, then vectors: views of `full`, unless that is in fp8
@@ -117,34 +112,34 @@ class Unit:
     shard8: Tensor | None = None  # [n/N] bytes: the matrix elements of the shard in fp8
     transposed: Tensor | None = None  # [n] bytes: what backward reads in place of `full`
     current: bool = False  # whether shard8 is that of the shard: quantize_weights has run since the last backward
-    gathering: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gather_work: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
     gradient: Tensor | None = None  # [n/N] fp32, summed over ranks and micro-batches; the .grad are views of it
-    pending: weakref.ref | None = None  # of the forward that backward has not finished
+    backward_hooks: weakref.WeakSet = field(default_factory=weakref.WeakSet)  # of a forward that awaits its backward
 
 
 def gather(unit: Unit, stream: torch.cuda.Stream | None) -> None:
-    """Start the all-gather of `full` unless it is up to date; wait on `unit.gathering` before reading it."""
-    if unit.gathering is None:
+    """Start the all-gather of `full` unless it is up to date; wait on `unit.gather_work` before reading it."""
+    if unit.gather_work is None:
         if unit.linears and not unit.current and unit.gradient is None:  # else it is a micro-batch of the same step
             raise RuntimeError("call quantize_weights(model) before the first forward and after each optimizer step")
-        unit.full.untyped_storage().resize_(unit.full.nbytes)
+        unit.full.untyped_storage().resize_(unit.full.nbytes)  # undoes what free did
         if stream:
             stream.wait_stream(torch.cuda.current_stream())  # after all reads of this memory and writes of the shard
         with torch.cuda.stream(stream):
-            mine = unit.full.chunk(unit.group.size())[unit.group.rank()]
-            mine.copy_(unit.shard8 if unit.linears else unit.shard)  # in fp8 already; else rounded
+            part = unit.full.chunk(unit.group.size())[unit.group.rank()]
+            part.copy_(unit.shard8 if unit.linears else unit.shard)  # in fp8 already; else rounded
             # (N-1)/N of the bytes of `full` out and in per rank; the unit's forward waits
-            unit.gathering = dist.all_gather_into_tensor(unit.full, mine, group=unit.group, async_op=True)
+            unit.gather_work = dist.all_gather_into_tensor(unit.full, part, group=unit.group, async_op=True)
 
 
 def free(unit: Unit) -> None:
     """Free the memory of `full` and `transposed`. The tensors stay, and so do their views, for the next gather."""
-    if unit.gathering:
-        unit.gathering.wait()  # it may still write to that memory
+    if unit.gather_work:
+        unit.gather_work.wait()  # it may still write to that memory
     unit.full.untyped_storage().resize_(0)
     if unit.linears:
         unit.transposed.untyped_storage().resize_(0)
-    unit.gathering = None
+    unit.gather_work = None
 
 
 def transpose(unit: Unit) -> None:
@@ -152,13 +147,15 @@ def transpose(unit: Unit) -> None:
     if unit.linears:
         unit.transposed.untyped_storage().resize_(unit.transposed.nbytes)
         for linear in unit.linears:
-            w, _, w_t, _ = linear.quantized
-            (m, k), w, w_t = w.shape, w.view(torch.uint8), w_t.data.view(torch.uint8)  # .data: forward has saved w_t
-            if w.is_cuda:
+            w8, _, w_t = linear.quantized
+            m, k = w8.shape
+            w8 = w8.view(torch.uint8)
+            w_t = w_t.data.view(torch.uint8)  # .data: forward has saved w_t
+            if w8.is_cuda:
                 grid = (triton.cdiv(m, 128) * triton.cdiv(k, 128),)
-                transpose_kernel[grid](w, w_t, m, k, TILE=128, num_warps=4)
+                transpose_kernel[grid](w8, w_t, m, k, TILE=128, num_warps=4)
             else:
-                w_t.copy_(w.T)
+                w_t.copy_(w8.T)
 
 
 def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -> dist.Work:
@@ -168,21 +165,22 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
     G/4 to G/2 times the bytes of an fp32 ring.
     """
-    if first := unit.gradient is None or unit.matrices.grad is None:  # after zero_grad, too
-        unit.gradient = torch.empty_like(unit.shard)  # here: memory belongs to the stream that allocates it
+    first_microbatch = unit.gradient is None or unit.matrices.grad is None  # after zero_grad, too
+    if first_microbatch:
+        unit.gradient = torch.empty_like(unit.shard)  # not on `stream`: memory belongs to the stream that allocates it
         unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
     if stream:
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
         parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
-        # (N-1)/N of its bytes out and in per rank; the sum waits, on GPUs backward goes on
-        sending = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
-        sending.wait()
-        if first:
+        # (N-1)/N of its bytes out and in per rank; the sum waits for it, on GPUs backward goes on
+        work = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
+        work.wait()
+        if first_microbatch:
             torch.sum(parts, 0, dtype=unit.gradient.dtype, out=unit.gradient)
         else:
             unit.gradient += parts.sum(0, dtype=unit.gradient.dtype)
-    return sending
+    return work
 
 
 def take_gradients(unit: Unit) -> Tensor:
@@ -190,7 +188,10 @@ def take_gradients(unit: Unit) -> Tensor:
     flat = torch.empty_like(unit.full, dtype=unit.parameters[0].dtype)  # of gradients, also where weights are fp8
     *parts, padding = flat.split(unit.sizes)
     for p, part in zip(unit.parameters, parts):
-        part.zero_() if p.grad is None else part.copy_(p.grad.flatten())  # None: this rank did not use it
+        if p.grad is None:  # this rank did not use it
+            part.zero_()
+        else:
+            part.copy_(p.grad.flatten())
         p.grad = None
     padding.zero_()
     return flat
@@ -198,36 +199,39 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Start to reduce the gradients of unit i, which backward has finished."""
-    if len(model.sending) == 2:  # in flight: wait for the older, to reuse its memory
-        model.sending[0][0].wait()
-        model.sending.pop(0)
+    if len(model.reductions_in_flight) == 2:  # wait for the older one, to reuse its memory
+        model.reductions_in_flight[0][0].wait()
+        model.reductions_in_flight.pop(0)
     unit = model.units[i]
     flat = take_gradients(unit)
-    model.sending.append((reduce_scatter(unit, flat, model.stream), flat))
+    work = reduce_scatter(unit, flat, model.reduce_stream)
+    model.reductions_in_flight.append((work, flat))
     if i == 0:  # unit 0 comes last
-        if model.stream:
-            torch.cuda.current_stream().wait_stream(model.stream)  # the GPU's stream waits, not this process
-        model.sending.clear()
+        if model.reduce_stream:
+            torch.cuda.current_stream().wait_stream(model.reduce_stream)  # the GPU's stream waits, not this process
+        model.reductions_in_flight.clear()
 
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Wait for the weights of unit i, which will read x, and prefetch the next unit's.
 
-    When backward has the gradient of x, it has finished unit i.
+    When backward has computed dx, the gradient of x, it has finished unit i.
     """
     for unit in model.units[i : i + 2]:
-        gather(unit, model.gathers)
-    model.units[i].gathering.wait()
-    if x.requires_grad:  # not under torch.no_grad(), and not the ids
-        if model.units[i].pending and model.units[i].pending():
-            raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
+        gather(unit, model.gather_stream)
+    unit = model.units[i]
+    unit.gather_work.wait()
+    if not x.requires_grad:  # the ids, or under torch.no_grad()
+        return
+    if unit.backward_hooks:
+        raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
 
-        def hook(gradient: Tensor) -> None:
-            after_backward(model, i)
+    def hook(dx: Tensor) -> None:
+        after_backward(model, i)
 
-        model.units[i].pending = weakref.ref(hook)  # dead if the graph goes without a backward
-        x.register_hook(hook)
+    x.register_hook(hook)
+    unit.backward_hooks.add(hook)  # a weak set: when the graph is deleted without a backward, the hook leaves it
 
 
 @torch.compiler.disable  # also where the model around it is compiled
@@ -239,14 +243,15 @@ def after_forward(model: nn.Module, i: int) -> None:
 
 def after_backward(model: nn.Module, i: int) -> None:
     """Free the weights of unit i, which backward has finished; transpose those of i - 1; prefetch those of i - 2."""
-    model.units[i].pending = None
-    model.units[i].current = False  # its gradients will change the shard
+    unit = model.units[i]
+    unit.backward_hooks.clear()
+    unit.current = False  # its gradients will change the shard
     if i > 1:  # unit 0 must be an embedding: its backward needs no weights
-        model.units[i - 1].gathering.wait()
-    free(model.units[i])
+        model.units[i - 1].gather_work.wait()
+    free(unit)
     reduce(model, i)
     if i > 2:
-        gather(model.units[i - 2], model.gathers)
+        gather(model.units[i - 2], model.gather_stream)
     if i > 1:
         transpose(model.units[i - 1])  # now, when those of unit i are freed, and the next gather is in flight
 
@@ -279,12 +284,14 @@ def cast_kernel(x_ptr, scale_ptr, y_ptr, t_ptr, m, k, ROWS: tl.constexpr, COLUMN
 @torch.library.custom_op("fp8_tensorwise::cast", mutates_args=())
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x [m, k], scale [] -> x / scale in fp8 [m, k], and transposed [k, m]: one pass, of 2 bytes in and 2 out"""
-    (m, k), x = x.shape, x.contiguous()
+    m, k = x.shape
+    x = x.contiguous()
     if not x.is_cuda:
         limit = torch.finfo(dtype).max
         y = (x.float() * (1 / scale)).clamp(-limit, limit).to(dtype)  # else e5m2 has inf, e4m3 NaN before torch 2.12
         return y, y.T.clone(memory_format=torch.contiguous_format)
-    y, t = (torch.empty(shape, dtype=dtype, device=x.device) for shape in ((m, k), (k, m)))
+    y = torch.empty(m, k, dtype=dtype, device=x.device)
+    t = torch.empty(k, m, dtype=dtype, device=x.device)
     grid = (triton.cdiv(m, 64) * triton.cdiv(k, 128),)
     cast_kernel[grid](x, scale, y, t, m, k, ROWS=64, COLUMNS=128, num_warps=4)
     return y, t
@@ -295,14 +302,14 @@ def shapes_of_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return tuple(x.new_empty(shape, dtype=dtype) for shape in (x.shape, x.shape[::-1]))
 
 
-def quantize(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [m, k], its largest magnitude [] -> x8 [m, k], its scale [], x8 transposed [k, m], the same scale
+def quantize(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x [m, k], its largest magnitude [] -> x8 [m, k], its scale [], x8 transposed [k, m]
 
     x ~ x8 · scale. inf or NaN in x makes the scale inf or NaN, and all that is computed with it NaN: that is seen.
     """
     scale = amax.float().clamp(min=LEAST) * (1 / torch.finfo(dtype).max)
-    y, t = cast(x, scale, dtype)
-    return y, scale, t, scale
+    x8, x_t = cast(x, scale, dtype)
+    return x8, scale, x_t
 
 
 def amax_of(x: Tensor) -> Tensor:
@@ -324,17 +331,18 @@ class Multiply(torch.autograd.Function):
     """x [t, d], weight [f, d] and what quantize makes of the weight -> x weightᵀ [t, f]; all products in fp8"""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, w: Tensor, w_scale: Tensor, w_t: Tensor, w_t_scale: Tensor) -> Tensor:
-        x8, x_scale, x_t, x_t_scale = quantize(x, amax_of(x), E4M3)
-        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale)
-        return multiply(x8, x_scale, w, w_scale, fast=True)
+    def forward(ctx, x: Tensor, weight: Tensor, w8: Tensor, w_scale: Tensor, w_t: Tensor) -> Tensor:
+        x8, x_scale, x_t = quantize(x, amax_of(x), E4M3)
+        ctx.save_for_backward(x_t, x_scale, w_t, w_scale)
+        return multiply(x8, x_scale, w8, w_scale, fast=True)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
-        dy8, dy_scale, dy_t, dy_t_scale = quantize(dy, amax_of(dy), GRADIENT)
-        dx = multiply(dy8, dy_scale, w_t, w_t_scale)
-        return dx, multiply(dy_t, dy_t_scale, x_t, x_t_scale), None, None, None, None  # dw [f, d] = dyᵀ x
+        x_t, x_scale, w_t, w_scale = ctx.saved_tensors
+        dy8, dy_scale, dy_t = quantize(dy, amax_of(dy), GRADIENT)
+        dx = multiply(dy8, dy_scale, w_t, w_scale)  # t d, dy w
+        dw = multiply(dy_t, dy_scale, x_t, x_scale)  # f d, dyᵀ x
+        return dx, dw, None, None, None
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -388,13 +396,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> [..., f]"""
-        empty = not torch.compiler.is_compiling() and not x.numel()  # a compiler may not know the number of rows
+        compiling = torch.compiler.is_compiling()
+        empty = not compiling and not x.numel()  # a compiler may not know the number of rows
         if self.weight.dtype != torch.bfloat16 or empty:
             y = nn.functional.linear(x, self.weight)
             if y.dtype == self.weight.dtype:  # else by autocast
                 return y
         # in a compiled graph there are no versions
-        if not torch.compiler.is_compiling() and self.version != (id(self.weight), self.weight._version):
+        if not compiling and self.version != (id(self.weight), self.weight._version):
             raise RuntimeError("Linear needs bfloat16 weights and quantize_weights(model) after each optimizer step")
         rows = Multiply.apply(x.reshape(-1, x.shape[-1]), self.weight, *self.quantized)
         return rows.view(*x.shape[:-1], -1)
@@ -469,9 +478,9 @@ class Model(nn.Module):
         self.dp = dp  # the ranks that split the batch
         self.world = dp  # the ranks that train this model: here the same
         self.units: list[Unit] = []  # filled by build_model, in the order of forward
-        self.gathers = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
-        self.stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of reductions
-        self.sending: list[tuple[dist.Work, Tensor]] = []  # gradients in flight, and what to wait for
+        self.gather_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
+        self.reduce_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of gradients
+        self.reductions_in_flight: list[tuple[dist.Work, Tensor]] = []  # what to wait for, gradients to keep until then
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(cfg.vocab, cfg.dim)
         self.model.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
@@ -501,34 +510,37 @@ def make_unit(
     device: str,
     dtype: torch.dtype,
 ) -> Unit:
-    """Build a unit from named parameters. initial(name, shape) returns a whole one, before ZeRO cuts it."""
+    """Build a unit from named parameters. initial(name, shape) returns the full initial weight of one."""
     if not named:
         raise ValueError("a unit needs at least one parameter")
     if frozen := [name for name, p in named if not p.requires_grad]:
         raise ValueError(f"{frozen[0]} is frozen, a unit is trained: see 03_zero/lora.py")
     named = sorted(named, key=lambda item: -item[1].ndim)  # matrices first
-    sizes = [p.numel() for _, p in named]
-    each = -(-sum(sizes) // group.size())  # elements of a shard, rounded up
-    sizes.append(group.size() * each - sum(sizes))  # the padding
-    full = torch.zeros(group.size() * each, dtype=dtype, device=device)
-    shard = torch.zeros(each, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    start = -group.rank() * each  # where a tensor starts in the shard; negative or beyond its end if it does elsewhere
+    parameters = [p for _, p in named]
+    sizes = [p.numel() for p in parameters]
+    shard_size = -(-sum(sizes) // group.size())  # rounded up
+    sizes.append(group.size() * shard_size - sum(sizes))  # the padding
+    full = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
-        own = shard[max(0, start) : max(0, start + p.numel())]
-        own.copy_(initial(name, p.shape).flatten()[max(0, -start) :][: len(own)])
-        # .data: autograd must not notice that gather overwrites the weights
+        lo = max(start, shard_start)
+        hi = max(lo, min(start + p.numel(), shard_start + shard_size))  # lo ... hi of p are in the shard, maybe none
+        shard[lo - shard_start : hi - shard_start] = initial(name, p.shape).flatten()[lo - start : hi - start]
+        # p becomes a view of `full`; of .data, as autograd must not notice that gather overwrites the weights
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
-    end = sum(p.numel() for _, p in named if p.ndim > 1) - group.rank() * each  # of the matrices, in the shard
-    matrices, vectors = (nn.Parameter(part) for part in shard.tensor_split([max(0, end)]))
-    return Unit(group, [p for _, p in named], sizes, full, shard, matrices, vectors)
+    matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 
 def check_units(model: nn.Module) -> None:
     """Raise unless each parameter that is trained is in one unit: outside of them nothing is trained, nor saved."""
-    held = [p for unit in model.units for p in unit.parameters]
+    members = [p for unit in model.units for p in unit.parameters]
     for name, p in model.named_parameters():
-        if p.requires_grad and sum(p is other for other in held) != 1:
+        if p.requires_grad and sum(p is other for other in members) != 1:
             raise ValueError(f"{name} must be in exactly one unit")
 
 
@@ -540,22 +552,26 @@ def use_fp8(model: nn.Module) -> None:
     coarse. Raises ValueError if such a unit has another matrix, or is one of the two that are never transposed.
     """
     owners = {m.weight: m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.bfloat16}
-    for unit in (unit for unit in model.units if not owners.keys().isdisjoint(unit.parameters)):
+    for unit in model.units:
+        if owners.keys().isdisjoint(unit.parameters):
+            continue
         free(unit)  # the bf16 weights, for good
-        matrices, vectors = ([p for p in unit.parameters if (p.ndim > 1) == more] for more in (True, False))
+        matrices = [p for p in unit.parameters if p.ndim > 1]
+        vectors = [p for p in unit.parameters if p.ndim < 2]
         if any(p not in owners for p in matrices) or unit in (model.units[0], model.units[-1]):
             raise ValueError("a unit with weights of Linear may have no other matrices, nor be the first or the last")
         start = unit.group.rank() * len(unit.shard)
         unit.linears = [owners[p] for p in matrices]
         unit.ends = [max(0, end - start) for end in accumulate(p.numel() for p in matrices)]
-        unit.full, unit.transposed = (torch.empty_like(unit.full, dtype=torch.uint8) for _ in range(2))
+        unit.full = torch.empty_like(unit.full, dtype=torch.uint8)
+        unit.transposed = torch.empty_like(unit.full)
         unit.shard8 = torch.zeros_like(unit.shard, dtype=torch.uint8)
         unit.scales = torch.ones(len(matrices), 4, device=unit.full.device)[:, 0]  # cuBLAS takes multiples of 16 bytes
-        parts = (unit.full.view(E4M3).split(unit.sizes), unit.transposed.view(E4M3).split(unit.sizes))
-        for linear, w, w_t, *scales in zip(unit.linears, *parts, unit.scales, unit.scales):
+        weights = unit.full.view(E4M3).split(unit.sizes)
+        transposed = unit.transposed.view(E4M3).split(unit.sizes)
+        for linear, w8, w_t, scale in zip(unit.linears, weights, transposed, unit.scales):
             shape = linear.weight.shape
-            # a scale for each: the compiler wants different tensors as arguments
-            linear.quantized = w.view(shape), scales[0], w_t.view(shape[::-1]), scales[1]
+            linear.quantized = w8.view(shape), scale, w_t.view(shape[::-1])
             linear.version = id(linear.weight), linear.weight._version
         for p in vectors:
             p.data = torch.empty_like(p)
@@ -573,7 +589,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
     """inputs, targets [b, s] -> mean loss over valid tokens of the global batch; its gradient is then in the shards"""
     tokens = (targets != IGNORE).sum()
     rank, dp = model.dp.rank(), model.dp.size()
-    inputs, targets = inputs.chunk(dp)[rank].to(cfg.device), targets.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.chunk(dp)[rank].to(cfg.device)
     total = 0
     for x, y in zip(inputs.chunk(cfg.microbatches), targets.chunk(cfg.microbatches)):  # b/dp/microbatches s
         loss = forward(cfg, model, x, y) / tokens
@@ -587,9 +604,9 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def clip_gradients(cfg: Config, model: Model) -> Tensor:
     """Clip the global gradient norm to --clip; return the norm before clipping."""
     shards = [p for unit in model.units for p in (unit.matrices, unit.vectors)]
-    norm = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
-    dist.all_reduce(norm, group=model.world)  # one element, the squares of all shards
-    norm = norm.sqrt()  # bit-identical on all ranks, so all scale alike
+    squares = nn.utils.get_total_norm([p.grad for p in shards]) ** 2
+    dist.all_reduce(squares, group=model.world)  # one element
+    norm = squares.sqrt()  # bit-identical on all ranks, so all scale alike
     nn.utils.clip_grads_with_norm_(shards, cfg.clip, norm)
     return norm
 
@@ -600,30 +617,33 @@ def quantize_weights(model: nn.Module) -> None:
 
     Call it before the first forward and after each optimizer step: it serves all micro-batches of a step.
     """
-    units, known = [unit for unit in model.units if unit.linears], []
+    units = [unit for unit in model.units if unit.linears]
     if any(isinstance(m, Linear) and m.weight.dtype == torch.bfloat16 and not m.quantized for m in model.modules()):
         raise RuntimeError("call use_fp8(model) before quantize_weights(model)")
     if not units:
         return
+    local_parts = []  # of each unit: amax of this rank's part of the matrices, and its part of the vectors
     for unit in units:
-        *parts, vectors = unit.shard.tensor_split(unit.ends)
-        amax = [torch.linalg.vector_norm(x, math.inf) if len(x) else x.new_zeros(()) for x in parts]
+        *matrices, vectors = unit.shard.tensor_split(unit.ends)
+        amaxes = [torch.linalg.vector_norm(x, math.inf) if len(x) else x.new_zeros(()) for x in matrices]
         size = sum(unit.sizes[len(unit.linears) :])  # of all vectors and the padding
         before = max(0, unit.group.rank() * len(unit.shard) - (len(unit.full) - size))  # of them in other shards
-        whole = nn.functional.pad(vectors, (before, size - before - len(vectors)), value=-math.inf)
-        known += [torch.stack(amax), whole]
-    flat = torch.cat(known)
+        padded = nn.functional.pad(vectors, (before, size - before - len(vectors)), value=-math.inf)
+        local_parts += [torch.stack(amaxes), padded]
+    flat = torch.cat(local_parts)
     # 2·(dp-1)/dp of 4 bytes per linear and per vector element out and in per rank. The owner's element
     # of a vector is larger than the -inf of all others
     dist.all_reduce(flat, dist.ReduceOp.MAX, group=model.dp)
-    found = iter(flat.split([len(x) for x in known]))
+    parts = iter(flat.split([len(x) for x in local_parts]))
     for unit in units:
         # fp8_tensorwise.py quantizes bf16 weights, and the amax of rounded weights is the rounded amax
-        unit.scales.copy_(next(found).bfloat16().float().clamp(min=LEAST) * (1 / torch.finfo(E4M3).max))
-        shards, shards8 = (x.tensor_split(unit.ends) for x in (unit.shard, unit.shard8.view(E4M3)))
-        for own, own8, inverse in zip(shards, shards8, (1 / unit.scales).split(1)):
-            torch.mul(own.bfloat16(), inverse, out=own8)  # computed in fp32, as inverse is [1] and not []
-        vectors = next(found).split(unit.sizes[len(unit.linears) :])
+        amaxes = next(parts).bfloat16().float()
+        unit.scales.copy_(amaxes.clamp(min=LEAST) * (1 / torch.finfo(E4M3).max))
+        matrices = unit.shard.tensor_split(unit.ends)
+        matrices8 = unit.shard8.view(E4M3).tensor_split(unit.ends)
+        for matrix, matrix8, inverse in zip(matrices, matrices8, (1 / unit.scales).split(1)):
+            torch.mul(matrix.bfloat16(), inverse, out=matrix8)  # computed in fp32, as inverse is [1] and not []
+        vectors = next(parts).split(unit.sizes[len(unit.linears) :])
         for p, vector in zip(unit.parameters[len(unit.linears) :], vectors):
             p.data.copy_(vector.view_as(p))
         unit.current = True
@@ -637,7 +657,7 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
     quantize_weights(model)
     optimizer.zero_grad()
     for unit in model.units:
-        unit.gathering = None  # the shards have changed: the next forward gathers them
+        unit.gather_work = None  # the shards have changed: the next forward gathers them
         unit.gradient = None
     return loss, norm
 
@@ -646,9 +666,11 @@ def train_step(cfg: Config, model: Model, optimizer: torch.optim.Optimizer, inpu
 def evaluate(cfg: Config, model: Model, inputs: Tensor, targets: Tensor) -> Tensor:
     """inputs, targets [b, s] -> mean loss over the valid tokens of the global batch, on all ranks, without gradients"""
     tokens = (targets != IGNORE).sum()
-    own = (x.tensor_split(model.dp.size())[model.dp.rank()].to(cfg.device) for x in (inputs, targets))  # b/dp s
-    micro = (x.tensor_split(cfg.microbatches) for x in own)  # b/dp/microbatches s
-    loss = sum(forward(cfg, model, x, y) for x, y in zip(*micro))
+    rank, dp = model.dp.rank(), model.dp.size()
+    inputs = inputs.tensor_split(dp)[rank].to(cfg.device)  # b/dp s
+    targets = targets.tensor_split(dp)[rank].to(cfg.device)
+    microbatches = zip(inputs.tensor_split(cfg.microbatches), targets.tensor_split(cfg.microbatches))
+    loss = sum(forward(cfg, model, x, y) for x, y in microbatches)
     dist.all_reduce(loss, group=model.dp)  # one element
     return loss / tokens
 
@@ -700,17 +722,18 @@ def build_model(cfg: Config) -> Model:
     dp = dist.group.WORLD
     with torch.device("meta"):
         model = Model(cfg, dp)
-    blocks = [(f"model.layers.{i}.",) for i in range(cfg.layers)]
+    blocks = [f"model.layers.{i}." for i in range(cfg.layers)]
     dtype = getattr(torch, cfg.dtype)
-    for names in [("model.embed_tokens.",), *blocks, ("model.norm.", "lm_head.")]:
-        named = [(name, p) for name, p in model.named_parameters() if name.startswith(names)]
+    for prefix in ["model.embed_tokens.", *blocks, ("model.norm.", "lm_head.")]:
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(prefix)]
         model.units.append(make_unit(named, partial(full_tensor, cfg), dp, cfg.device, dtype))
         free(model.units[-1])
     check_units(model)
     use_fp8(model)
     quantize_weights(model)
-    proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: neither the weights nor the group
-    model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: reduce(proxy, 0))  # the last gradient
+    proxy = weakref.proxy(model)  # torch never frees a cycle through such a hook: weights and group would stay
+    embedding = model.model.embed_tokens.weight
+    embedding.register_post_accumulate_grad_hook(lambda p: reduce(proxy, 0))  # the last gradient
     if cfg.compile:
         model.loss = torch.compile(model.loss)  # its own .compile() would leave a module of torch.nn as it is
         for block in model.model.layers.children():  # the blocks share one compilation
@@ -776,7 +799,10 @@ def make_optimizer(cfg: Config, model: Model) -> torch.optim.Optimizer:
     """Return AdamW for this rank's shards, with weight decay on matrices only."""
     matrices = [unit.matrices for unit in model.units]
     vectors = [unit.vectors for unit in model.units]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [
+        dict(params=matrices, weight_decay=cfg.weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), eps=cfg.eps, fused=True)
 
 
@@ -832,7 +858,8 @@ def write_weights(cfg: Config, weights: dict[str, Tensor], history: list[tuple[f
 
 def save(cfg: Config, model: Model, history: list[tuple[float, float, float]]) -> None:
     """Write the weights for transformers; the metadata holds config and [loss, gradient norm, seconds] per step."""
-    names, weights = {p: name for name, p in model.named_parameters()}, {}
+    names = {p: name for name, p in model.named_parameters()}
+    weights = {}
     for unit in model.units:
         full = unit.shard.new_empty(len(unit.full))
         # (dp-1)/dp of the bytes of a unit out and in per rank. Rank 0 keeps a copy on the CPU
@@ -928,18 +955,25 @@ def check(cfg: Config, world: int) -> None:
     for flag, value in asdict(cfg).items():
         if isinstance(value, int | float) and not (value > 0 or (value == 0 and flag in may_be_zero)):
             raise SystemExit(f"--{flag} {value}: must be {'at least' if flag in may_be_zero else 'above'} 0")
-    each = cfg.batch // max(1, world)
+    share = cfg.batch // max(1, world)
     kv = cfg.dim // cfg.heads * cfg.kv_heads
-    sizes = dict(dim=cfg.dim, ffn=cfg.ffn, kv_heads=kv, seq=each // cfg.microbatches * cfg.seq)
+    sizes = dict(dim=cfg.dim, ffn=cfg.ffn, kv_heads=kv, seq=share // cfg.microbatches * cfg.seq)
     fp8 = cfg.device == "cuda" and cfg.dtype == "bfloat16"  # a CPU multiplies any sizes
-    odd = next((name for name, size in sizes.items() if fp8 and size % 16), "")
+    wrong_flag = next((name for name, size in sizes.items() if fp8 and size % 16), "")
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
-        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a process"),
+        (
+            share % cfg.microbatches,
+            f"--microbatches {cfg.microbatches}: must divide the {share} sequences of a process",
+        ),
         (cfg.dim % (2 * cfg.heads), f"--heads {cfg.heads}: --dim {cfg.dim} must be an even multiple of it"),
         (cfg.heads % cfg.kv_heads, f"--kv_heads {cfg.kv_heads}: --heads {cfg.heads} must be a multiple of it"),
-        (odd, f"--{odd} {odd and getattr(cfg, odd)}: fp8 matmuls take multiples of 16, not {sizes.get(odd)}"),
+        (
+            wrong_flag,
+            f"--{wrong_flag} {getattr(cfg, wrong_flag, 0)}: fp8 matmuls take multiples of 16, "
+            f"not {sizes.get(wrong_flag)}",
+        ),
         (cfg.save and not os.access(f"{Path(cfg.save).resolve().parent}/", os.W_OK), f"--save {cfg.save}: no folder"),
         (os.path.exists(cfg.save) and not os.path.isfile(cfg.save), f"--save {cfg.save}: is no file"),
     ]
@@ -982,5 +1016,5 @@ if __name__ == "__main__":
 #           3. A validation batch has a sequence for each micro-batch of each rank. evaluate takes IGNORE and a forward
 #              that returns the sum of the losses, like that of train.py.
 # Mind:     Linear must get rows: it is not for an expert without tokens.
-# Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gathers, model.sending, model.stream, model.units,
-#           model.world, IGNORE, forward
+# Needs:    cfg.clip, cfg.device, cfg.microbatches, model.dp, model.gather_stream, model.reduce_stream,
+#           model.reductions_in_flight, model.units, model.world, IGNORE, forward

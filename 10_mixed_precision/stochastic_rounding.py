@@ -236,19 +236,20 @@ def update(weight: Tensor, mean: Tensor, square: Tensor, gradient: Tensor, numbe
     keys [2], int32: what rounding depends on
     """
     factor, rate, correction, decay, eps = numbers
-    kept = weight, mean, square
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    new_weight, new_mean, new_square, gradient = (x.to(wide) for x in (*kept, gradient))
-    gradient = gradient * factor
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    new_weight = weight.to(dtype)
+    new_mean = mean.to(dtype)
+    new_square = square.to(dtype)
+    gradient = gradient.to(dtype) * factor
     new_mean = new_mean.lerp(gradient, 0.1)  # betas 0.9, 0.95
     new_square = new_square.lerp(gradient.square(), 0.05)
     new_weight = new_weight * decay - rate * new_mean / (new_square.sqrt() / correction + eps)
     new = new_weight, new_mean, new_square
     if weight.dtype == torch.bfloat16:
         index = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).view_as(weight)
-        first, second = (random_bits(index, key) for key in keys)
-        new = [round_stochastically(x, bits) for x, bits in zip(new, (first, first >> 16, second))]
-    for old, x in zip(kept, new):
+        bits, more_bits = (random_bits(index, key) for key in keys)
+        new = [round_stochastically(x, b) for x, b in zip(new, (bits, bits >> 16, more_bits))]
+    for old, x in zip((weight, mean, square), new):
         old.copy_(x)
 
 
@@ -271,8 +272,11 @@ class AdamW:
 
     def gradients(self) -> list[Tensor]:
         """Return the sum of each parameter, or its .grad where there is no sum, in the order of the slots."""
-        if lost := [slot.name for slot in self.slots if slot.name in self.sums and slot.parameter.grad is not None]:
-            raise RuntimeError(f"{lost[0]} has a .grad beside its sum: call accumulate_gradients after each backward")
+        for slot in self.slots:
+            if slot.name in self.sums and slot.parameter.grad is not None:
+                raise RuntimeError(
+                    f"{slot.name} has a .grad beside its sum: call accumulate_gradients after each backward"
+                )
         return [self.sums.get(slot.name, slot.parameter.grad) for slot in self.slots]
 
     def step(self, norm: Tensor) -> None:
@@ -280,16 +284,18 @@ class AdamW:
         self.steps += 1
         factor = (self.clip / (norm + 1e-6)).clamp(max=1)
         correction = (1 - 0.95**self.steps).sqrt()
-        gradients, keys = iter(self.gradients()), iter(random_bits(self.keys, self.steps.to(torch.int32)))
+        gradients = iter(self.gradients())
+        keys = iter(random_bits(self.keys, self.steps.to(torch.int32)))
         for group in self.param_groups:
-            rate, decay = group["lr"] / (1 - 0.9**self.steps), 1 - group["lr"] * group["weight_decay"]
+            rate = group["lr"] / (1 - 0.9**self.steps)
+            decay = 1 - group["lr"] * group["weight_decay"]
             constants = (torch.full_like(rate, x) for x in (decay, self.eps))
             numbers = torch.stack([factor, rate, correction, *constants])
             for slot, gradient, key in zip(group["slots"], gradients, keys):
                 if gradient is not None:
                     width = math.gcd(gradient.numel(), 1024)  # of rows: static, so that compiled loads have 16 bytes
-                    kept = (x.view(-1, width) for x in (slot.parameter, slot.mean, slot.square))
-                    self.update(*kept, gradient.reshape(-1, width), numbers, key)
+                    state = (x.view(-1, width) for x in (slot.parameter, slot.mean, slot.square))
+                    self.update(*state, gradient.reshape(-1, width), numbers, key)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -335,12 +341,12 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
 def gradient_norm(optimizer: AdamW) -> Tensor:
     """Return the global norm of the gradients [], which are added up in fp32 although they may have 16 bits."""
     by_dtype = defaultdict(list)  # one kernel reads many tensors, but of one dtype
-    for x in optimizer.gradients():
-        if x is not None:
-            by_dtype[x.dtype].append(x)
+    for gradient in optimizer.gradients():
+        if gradient is not None:
+            by_dtype[gradient.dtype].append(gradient)
     norms = []
-    for dtype, same in by_dtype.items():
-        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, torch.float32))
+    for dtype, gradients in by_dtype.items():
+        norms += torch._foreach_norm(gradients, 2, dtype=torch.promote_types(dtype, torch.float32))
     return torch.stack(norms).norm()
 
 

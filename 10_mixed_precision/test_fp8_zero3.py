@@ -162,7 +162,7 @@ def test_kernel_in_the_interpreter(file=None):
     """A GPU transposes bytes of all values, in sizes that no tile divides."""
     module = load(file or FP8_ZERO3)
     w = [(torch.arange(m * k) * 7 % 256).byte().view(m, k) for m, k in ((128, 256), (80, 129), (130, 3))]
-    linears = [SimpleNamespace(quantized=(x, None, x.new_empty(x.T.shape), None)) for x in w]
+    linears = [SimpleNamespace(quantized=(x, None, x.new_empty(x.T.shape))) for x in w]
     load("10_mixed_precision/test_fp8.py").pretend_to_be_a_gpu()
     module.transpose(SimpleNamespace(linears=linears, transposed=torch.empty(0)))
     for x, linear in zip(w, linears):

@@ -227,12 +227,12 @@ def check_partial_sums(recipe: str, file: str | None = None) -> None:
     """What a recipe adds up itself, the ranks' parts of a matmul in bfloat16, is rounded once: by half a unit."""
 
     def error() -> float:
-        total = getattr(load(file or recipe), "total", None)
-        if not total:
+        sum_products = getattr(load(file or recipe), "sum_products", None)
+        if not sum_products:
             return 0.0
         parts = torch.randn(16, 500, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
         exact = parts.double().sum(0)
-        return ((total(parts).double() - exact).abs() / (exact.abs() + 1e-2)).max().item()  # sums may cancel
+        return ((sum_products(parts).double() - exact).abs() / (exact.abs() + 1e-2)).max().item()  # sums may cancel
 
     assert isolated(error) <= 1.01 * 2**-8, "partial sums are rounded more than once"
 

@@ -181,18 +181,18 @@ def in_freed_units(tp: dist.ProcessGroup | None = None) -> list:
 
     def after_step(*_) -> None:
         for unit in model.units:
-            unit.gathering = unit.gradient = None
+            unit.gather_work = unit.gradient = None
 
     def gathered_weights(model: nn.Module) -> dict[str, Tensor]:
         for unit in model.units:
             gather(unit, None)
-            unit.gathering.wait()
+            unit.gather_work.wait()
         return weights(model)
 
     model, cfg = initialized(new_gpt2()), SimpleNamespace(clip=CLIP, device="cpu", microbatches=MICRO_BATCHES)
     gpt = model.transformer
     model.dp, model.world, model.tp = dist.group.WORLD, dist.group.WORLD, tp
-    model.units, model.sending, model.gathers, model.stream = [], [], None, None
+    model.units, model.reductions_in_flight, model.gather_stream, model.reduce_stream = [], [], None, None
     blocks = {f"transformer.h.{i}.": block for i, block in enumerate(gpt.h)}
     for i, (names, part) in enumerate({"transformer.wte.": gpt.wte, **blocks, "transformer.ln_f.": gpt.ln_f}.items()):
         named = [(name, p) for name, p in model.named_parameters() if name.startswith(names) and p.requires_grad]

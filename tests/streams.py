@@ -283,12 +283,12 @@ def streams(when: str) -> Callable[[ModuleType], Callable[[], None]]:
         def build(*args):
             model = build_model(*args)
             for part in (model, getattr(model, "shared", None)):
-                for name in ("gathers", "stream"):
+                for name in ("gather_stream", "reduce_stream", "stream"):
                     if getattr(part, name, 0) is None:
                         object.__setattr__(part, name, Stream(late))  # a dataclass may be frozen
             for stage in getattr(model, "chunks", ()):
-                if hasattr(stage, "gathers"):
-                    stage.gathers, stage.stream = model.gathers, model.stream
+                if hasattr(stage, "gather_stream"):
+                    stage.gather_stream, stage.reduce_stream = model.gather_stream, model.reduce_stream
             return model
 
         def step(*args):

@@ -35,7 +35,7 @@ HALVES = {  # what build_model makes of all ranks, and of the halves
     "ep_size = dist.get_world_size() // cfg.edp": "ep_size = dist.get_world_size() // 2 // cfg.edp",
     '(cfg.edp, ep_size), mesh_dim_names=("edp", "ep")': '(2, cfg.edp, ep_size), mesh_dim_names=("half", "edp", "ep")',
     "sizes = cfg.edp, ": "sizes = 2, cfg.edp, ",
-    'mesh_dim_names=("edp", "across"': 'mesh_dim_names=("half", "edp", "across"',
+    'mesh_dim_names=("edp", "internode"': 'mesh_dim_names=("half", "edp", "internode"',
 }
 
 
