@@ -299,8 +299,12 @@ def mistaken(cfg: Config, gradients: list[Tensor]) -> list[Tensor]:
         raise ValueError("raised by --hang raise")
     if cfg.hang == "sleep":
         time.sleep(10 * cfg.timeout)  # it waits for a file, a lock, a download
-    first, second, *rest = gradients
-    mistakes = {"skip": [second, *rest], "order": [second, first, *rest], "size": [first[:1], second, *rest]}
+    first, second, *others = gradients
+    mistakes = {
+        "skip": [second, *others],
+        "order": [second, first, *others],
+        "size": [first[:1], second, *others],
+    }
     return mistakes.get(cfg.hang, gradients)
 
 
@@ -563,9 +567,9 @@ def parse_config() -> Config:
             kind = dict(action="store_true")
         parser.add_argument(f"--{name}", help=f"default: {default}", **kind)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    given = {"device": device, **vars(parser.parse_args())}
-    preset = PRESETS[given.get("preset", "tiny")]
-    return Config(**{**preset, **given})
+    flags = {"device": device, **vars(parser.parse_args())}
+    preset = PRESETS[flags.get("preset", "tiny")]
+    return Config(**{**preset, **flags})
 
 
 def check_config(cfg: Config, path: Path) -> None:

@@ -612,9 +612,9 @@ def parse_config() -> Config:
             kind = dict(action="store_true")
         parser.add_argument(f"--{name}", help=f"default: {default}", **kind)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    given = {"device": device, **vars(parser.parse_args())}
-    preset = PRESETS[given.get("preset", "tiny")]
-    return Config(**{**preset, **given})
+    flags = {"device": device, **vars(parser.parse_args())}
+    preset = PRESETS[flags.get("preset", "tiny")]
+    return Config(**{**preset, **flags})
 
 
 def check_config(cfg: Config, path: Path) -> None:

@@ -864,9 +864,9 @@ def parse_config() -> Config:
             kind = dict(action="store_true")
         parser.add_argument(f"--{name}", help=f"default: {default}", **kind)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    given = {"device": device, **vars(parser.parse_args())}
-    preset = PRESETS[given.get("preset", "tiny")]
-    return Config(**{**preset, **given})
+    flags = {"device": device, **vars(parser.parse_args())}
+    preset = PRESETS[flags.get("preset", "tiny")]
+    return Config(**{**preset, **flags})
 
 
 def check_config(cfg: Config, path: Path) -> None:
@@ -914,11 +914,15 @@ def check(cfg: Config, world: int) -> None:
     for flag, value in asdict(cfg).items():
         if isinstance(value, int | float) and not (value > 0 or (value == 0 and flag in may_be_zero)):
             raise SystemExit(f"--{flag} {value}: must be {'at least' if flag in may_be_zero else 'above'} 0")
-    each, most = cfg.batch // max(1, world), cfg.experts // cfg.groups * cfg.top_groups
+    share = cfg.batch // max(1, world)
+    most = cfg.experts // cfg.groups * cfg.top_groups
     problems = [
         (world < 1, f"start it with torchrun --nproc_per_node 8 {os.path.relpath(__file__)}"),
         (cfg.batch % max(1, world), f"--batch {cfg.batch}: must be divisible by the number of processes, {world}"),
-        (each % cfg.microbatches, f"--microbatches {cfg.microbatches}: must divide the {each} sequences of a process"),
+        (
+            share % cfg.microbatches,
+            f"--microbatches {cfg.microbatches}: must divide the {share} sequences of a process",
+        ),
         (max(1, world) % cfg.edp, f"--edp {cfg.edp}: must divide the number of processes, {world}"),
         (
             cfg.experts % max(1, world // cfg.edp),

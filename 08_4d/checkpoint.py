@@ -1180,7 +1180,8 @@ class LoadSlices(dcp.DefaultLoadPlanner):
 
 def verify(folder: str, key: int, writers: dist.ProcessGroup) -> None:
     """Read all files of a checkpoint, each on one rank; if one is damaged, every rank exits with one line."""
-    damaged, found = "", [""] * writers.size()
+    damaged = ""
+    damages = [""] * writers.size()
     for file in sorted(Path(folder).glob("*.safetensors"))[writers.rank() :: writers.size()]:
         try:
             if not file.is_file():  # a pipe would be waited for
@@ -1192,9 +1193,9 @@ def verify(folder: str, key: int, writers: dist.ProcessGroup) -> None:
                         damaged = f"{file}: {name} is damaged, or of another checkpoint"
         except (OSError, SafetensorError, ValueError, KeyError, TypeError):
             damaged = f"{file}: cannot be read"
-    dist.all_gather_object(found, damaged, group=writers)  # a line of each rank
-    if any(found):
-        raise SystemExit(f"{max(found)}; --resume names an older checkpoint")
+    dist.all_gather_object(damages, damaged, group=writers)  # a line of each rank
+    if any(damages):
+        raise SystemExit(f"{max(damages)}; --resume names an older checkpoint")
 
 
 def place(cfg: Config, tp: dist.ProcessGroup, name: str, p: Tensor, rows: range) -> TensorWriteData:
@@ -1252,8 +1253,8 @@ def snapshot(
 
 def whole(cfg: Config) -> list[Path]:
     """Return the folders of all whole checkpoints, the newest last."""
-    found = Path(cfg.checkpoint).glob("step-*") if cfg.checkpoint else []
-    steps = {int(number): folder for folder in found if (number := folder.name.removeprefix("step-")).isdecimal()}
+    folders = Path(cfg.checkpoint).glob("step-*") if cfg.checkpoint else []
+    steps = {int(number): folder for folder in folders if (number := folder.name.removeprefix("step-")).isdecimal()}
     return [steps[step] for step in sorted(steps)]
 
 
@@ -1351,13 +1352,13 @@ def resume(
             # what a kill has interrupted; renamed first, so that a run which still writes there fails
             shutil.rmtree(folder.rename(folder.with_suffix(".removing")))
     folders = whole(cfg)
-    found = [str(folder) for folder in chosen(cfg)] or [""]
-    dist.broadcast_object_list(found, group=writers, group_src=0)  # on NFS, nodes may see an old list of folders
-    if not found[0]:
+    choice = [str(folder) for folder in chosen(cfg)] or [""]
+    dist.broadcast_object_list(choice, group=writers, group_src=0)  # on NFS, nodes may see an old list of folders
+    if not choice[0]:
         return 0, []
-    training = training_of(found[0])
+    training = training_of(choice[0])
     step, history = training["step"], training["history"]
-    verify(found[0], training["key"], writers)
+    verify(choice[0], training["key"], writers)
     names, state, places, parts = parameter_names(model), {}, {}, []
     for unit in model.units:
         unit.gather_work = None  # the next forward gathers what is read here
@@ -1375,21 +1376,21 @@ def resume(
             optimizer.state[unit.matrices][key], optimizer.state[unit.vectors][key] = matrices, vectors
         for p in (unit.matrices, unit.vectors):
             optimizer.state[p]["step"] = torch.tensor(float(step), dtype=torch.float32, device=cfg.device)
-    reader = dcp.HuggingFaceStorageReader(found[0])
+    reader = dcp.HuggingFaceStorageReader(choice[0])
     try:
         dcp.load(state, storage_reader=reader, planner=LoadSlices(places), process_group=writers)
     except dcp.CheckpointException as error:  # on every rank, what has failed on any
         reason = str(min(error.failures.items())[1][0])
-        raise SystemExit(f"{found[0]}: {reason}; --resume names an older checkpoint") from None
+        raise SystemExit(f"{choice[0]}: {reason}; --resume names an older checkpoint") from None
     for part, read in parts:
         part[: len(read)].copy_(read)
     if writers.rank() == 0:
-        for newer in folders[folders.index(Path(found[0])) + 1 :]:
+        for newer in folders[folders.index(Path(choice[0])) + 1 :]:
             newer.rename(newer.with_suffix(f".aside-{time.time_ns()}"))
         if cfg.resume:
             Path(cfg.checkpoint, "resumed").write_text(run_and_name(cfg))
-        late = f", since this run has read {cfg.resume} before" if cfg.resume not in ("", Path(found[0]).name) else ""
-        print(f"resumed from {found[0]}{late}", flush=True)
+        late = f", since this run has read {cfg.resume} before" if cfg.resume not in ("", Path(choice[0]).name) else ""
+        print(f"resumed from {choice[0]}{late}", flush=True)
     return step, history
 
 
@@ -1672,9 +1673,9 @@ def parse_config() -> Config:
             kind = dict(action="store_true")
         parser.add_argument(f"--{name}", help=f"default: {default}", **kind)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    given = {"device": device, **vars(parser.parse_args())}
-    preset = PRESETS[given.get("preset", "tiny")]
-    return Config(**{**preset, **given})
+    flags = {"device": device, **vars(parser.parse_args())}
+    preset = PRESETS[flags.get("preset", "tiny")]
+    return Config(**{**preset, **flags})
 
 
 def check_folder(cfg: Config) -> None:

@@ -160,37 +160,56 @@ def blocks_kernel(
 
 def quantize_reference(x: Tensor, height: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x [m, k] -> x8, a scale [m / height, k / 128] per height x 128 elements: what the kernel does, in PyTorch"""
-    (m, k), wide = x.shape, nn.functional.pad(x.float(), (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % height))
-    groups = rearrange(wide, "(m a) (k b) -> m k a b", a=height, b=BLOCK)
+    m, k = x.shape
+    padded = nn.functional.pad(x.float(), (0, -k % BLOCK, 0, -m % height))
+    groups = rearrange(padded, "(m a) (k b) -> m k a b", a=height, b=BLOCK)
     amax = groups.abs().amax((2, 3), keepdim=True).clamp(min=LEAST)
-    limit = torch.full_like(amax, torch.finfo(dtype).max)
-    y = (groups * (limit / amax)).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
-    return rearrange(y, "m k a b -> (m a) (k b)")[:m, :k].contiguous(), (amax / limit)[:, :, 0, 0]
+    largest = torch.finfo(dtype).max
+    limit = torch.full_like(amax, largest)
+    y = (groups * (limit / amax)).clamp(-largest, largest).to(dtype)
+    y = rearrange(y, "m k a b -> (m a) (k b)")[:m, :k]
+    scale = amax / limit
+    return y.contiguous(), scale[:, :, 0, 0]
 
 
 @torch.library.custom_op("fp8_blockwise::quantize_tiles", mutates_args=())
 def quantize_tiles(x: Tensor, dtype: torch.dtype, height: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [m, k] -> x8, scales [k/128, m]; x8 of x transposed, [m/128, k]; height 128: [m/128, k/128], and transposed"""
-    (m, k), (high, wide), x = x.shape, (triton.cdiv(size, BLOCK) for size in x.shape), x.contiguous()
+    m, k = x.shape
+    rows, columns = triton.cdiv(m, BLOCK), triton.cdiv(k, BLOCK)  # of blocks
+    x = x.contiguous()
     square = height == BLOCK
     if not x.is_cuda:
-        (y, scale), (t, t_scale) = (quantize_reference(z, height, dtype) for z in (x, x.T))
-        return y, scale if square else scale.T.contiguous(), t, t_scale if square else t_scale.T.contiguous()
-    y, t = (torch.empty(shape, dtype=dtype, device=x.device) for shape in ((m, k), (k, m)))
-    scale = torch.empty(*((high, wide) if square else (wide, m)), device=x.device, dtype=torch.float32)
-    t_scale = torch.empty(*((high, wide) if square else (high, k)), device=x.device, dtype=torch.float32)
-    blocks_kernel[(high * wide,)](
+        y, scale = quantize_reference(x, height, dtype)
+        t, t_scale = quantize_reference(x.T, height, dtype)
+        if not square:
+            scale, t_scale = scale.T.contiguous(), t_scale.T.contiguous()
+        return y, scale, t, t_scale
+    y = torch.empty(m, k, dtype=dtype, device=x.device)
+    t = torch.empty(k, m, dtype=dtype, device=x.device)
+    shape, t_shape = (columns, m), (rows, k)
+    if square:
+        shape = t_shape = (rows, columns)
+    scale = torch.empty(shape, device=x.device, dtype=torch.float32)
+    t_scale = torch.empty(t_shape, device=x.device, dtype=torch.float32)
+    blocks_kernel[(rows * columns,)](
         x, y, scale, t, t_scale, m, k, k, k, m,
         SQUARE=square, LIMIT=torch.finfo(dtype).max, LEAST=LEAST, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
-    return y, scale, t, scale.T.clone(memory_format=torch.contiguous_format) if square else t_scale
+    if square:
+        t_scale = scale.T.clone(memory_format=torch.contiguous_format)
+    return y, scale, t, t_scale
 
 
 @quantize_tiles.register_fake
 def shapes_of_tiles(x: Tensor, dtype: torch.dtype, height: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (m, k), (high, wide), square = x.shape, (-(-size // BLOCK) for size in x.shape), height == BLOCK
-    scales = ((high, wide), (wide, high)) if square else ((wide, m), (high, k))
-    scale, t_scale = (x.new_empty(shape, dtype=torch.float32) for shape in scales)
+    m, k = x.shape
+    rows, columns = -(-m // BLOCK), -(-k // BLOCK)  # of blocks
+    shape, t_shape = (columns, m), (rows, k)
+    if height == BLOCK:
+        shape, t_shape = (rows, columns), (columns, rows)
+    scale = x.new_empty(shape, dtype=torch.float32)
+    t_scale = x.new_empty(t_shape, dtype=torch.float32)
     return x.new_empty(m, k, dtype=dtype), scale, x.new_empty(k, m, dtype=dtype), t_scale
 
 
@@ -790,9 +809,9 @@ def parse_config() -> Config:
             kind = dict(action="store_true")
         parser.add_argument(f"--{name}", help=f"default: {default}", **kind)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    given = {"device": device, **vars(parser.parse_args())}
-    preset = PRESETS[given.get("preset", "tiny")]
-    return Config(**{**preset, **given})
+    flags = {"device": device, **vars(parser.parse_args())}
+    preset = PRESETS[flags.get("preset", "tiny")]
+    return Config(**{**preset, **flags})
 
 
 def check_config(cfg: Config, path: Path) -> None:

@@ -131,7 +131,7 @@ def size(path: str) -> str:
 def commands(path: str) -> str:
     """The diff with the parent, the first command of the recipe's header, and the lesson."""
     parent = first_parent(path)
-    diff = f"git diff --patience --no-index {parent} \\\n    {path}\n" if parent else ""
+    diff = f"git diff --no-index --patience -I '^#' {parent} \\\n    {path}\n" if parent else ""
     run = re.search(r"^Run:\s+(.+)$", FAMILY[path].source, re.M)[1]
     block = f"```bash\n{diff}{run}\n```\n\n{size(path)} lines of code"
     lines = lesson(path, 1)
