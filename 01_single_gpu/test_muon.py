@@ -47,7 +47,7 @@ def test_state_can_be_loaded(recipe, file=None):
     module, generator = load(file or recipe), torch.Generator().manual_seed(0)
     between, size = [module.Config()], [4, 6]
     if recipe.startswith("03"):  # where the shard is flat
-        between, size = [*between, types.SimpleNamespace(owned=[torch.Size(size)])], [24]
+        between, size = [*between, types.SimpleNamespace(owned_shapes=[torch.Size(size)])], [24]
     p, q = torch.nn.Parameter(torch.ones(size)), torch.nn.Parameter(torch.ones(size))
     first, second = (torch.optim.AdamW([dict(params=[x], momentum=0.9)]) for x in (p, q))
     p.grad = torch.ones(size)

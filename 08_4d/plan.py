@@ -551,8 +551,10 @@ def flops_per_token(cfg: Config) -> float:
     Of the experts those count through which a token goes.
     """
     kv = cfg.dim // cfg.heads * cfg.kv_heads
-    block = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv + 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts
-    return 6 * (cfg.layers * block + cfg.dim * cfg.vocab) + 6 * cfg.layers * cfg.dim * cfg.seq
+    attention = 2 * cfg.dim * cfg.dim + 2 * cfg.dim * kv
+    experts = 3 * cfg.dim * cfg.ffn * cfg.top_k + cfg.dim * cfg.experts  # and their router
+    weights = cfg.layers * (attention + experts) + cfg.dim * cfg.vocab
+    return 6 * weights + 6 * cfg.layers * cfg.dim * cfg.seq
 
 
 def schedule(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[str, int, int]]:

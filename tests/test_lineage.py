@@ -366,6 +366,7 @@ def test_lines_are_plain(path):
     assert not names & set(UNNAMED)
 
 
+@pytest.mark.thorough
 def test_the_median_line_is_plain():
     assert density() <= 12
 
