@@ -1,10 +1,10 @@
 """Predict the memory of a training run, term by term, and check it against the measured peak.
 
-The peak is the maximum over the moments of a step, because gradients grow while activations shrink: `moments` lists
+In backward gradients grow while activations shrink, so the peak may be at several moments of a step: `moments` lists
 them, for a Llama as the recipes here train it. `walk` takes a pipeline's operations from the recipe's schedule.
-With fewer tokens per micro-batch than --dim the prediction is about 1 % too low: small operators are left out.
---measure trains with a recipe and compares; its flags and number of processes decide what is predicted.
---playbook prints the playbook's formulas (book_...), for a GPT with GELU and bf16 weights.
+With fewer tokens per micro-batch than --dim the prediction is about 1 % too low: small operators are not counted.
+--measure RECIPE trains with that recipe and compares its peak with the prediction for the same flags and processes.
+--playbook prints what the playbook's formulas give (functions book_...), for a GPT with GELU and bf16 weights.
 
 Parent:   none, it predicts the others
 Run:      python 01_single_gpu/memory.py --preset llama3_8b --seq 4096 --batch 8 --dp 8 --zero 3 --dtype bfloat16

@@ -1,11 +1,11 @@
-"""Data parallelism, bucketed: gradients are collected in flat buckets, and a full bucket is one all-reduce.
+"""Data parallelism, bucketed: gradients are collected in flat buckets, and one all-reduce sums each full bucket.
 
-1. The parameters are cut into buckets of --bucket_mb, in the order of backward. The first bucket is small, to start
-   early: it holds at most 1 MiB, or one larger gradient, such as the head's.
-2. When a bucket has its last gradient, all are copied into one flat tensor and become views of it.
+1. The parameters are cut into buckets of --bucket_mb, in the order of backward. The first bucket has
+   at most 1 MiB, so that communication starts early; a larger gradient, such as the head's, is a bucket of its own.
+2. When a bucket has its last gradient, all its gradients are copied into one flat tensor and become views of it.
 3. One all-reduce sums the flat tensor over the ranks, while backward goes on.
 
-A rank sends as many bytes as in overlap.py, 2·(dp-1)/dp·4 per parameter, in few large messages.
+A rank sends as many bytes as in overlap.py, 2·(dp-1)/dp·4 per parameter, but in few large messages.
 
 Parent:   02_data_parallel/overlap.py
 Lesson:   make_buckets, flatten, backward
@@ -604,8 +604,8 @@ if __name__ == "__main__":
 # Plumbing: Config, forward_backward, check
 # Copy:     make_buckets, flatten, backward, evaluate
 # Use:      1. Start with the same weights on all ranks. They must be of one dtype.
-#           2. Call backward instead of loss.backward(), for the last micro-batch of a step. Gradients are summed:
-#              divide the loss by the valid tokens of all ranks.
+#           2. Call loss.backward() for all micro-batches but the last of a step, and backward for that: calling it for
+#              each would sum some gradients twice. Divide the loss by the valid tokens of all ranks.
 # Mind:     - Checkpoint with use_reentrant=False.
 #           - A parameter that no rank uses in a step gets zeros, which AdamW decays.
 # Needs:    cfg.device, IGNORE, forward

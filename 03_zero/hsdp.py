@@ -88,7 +88,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
+    """Parameters that are gathered and reduced together: n elements, with zeros at the end so that N ranks divide n."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     replicas: dist.ProcessGroup  # the ranks that own the same elements of the other copies of the model
@@ -98,7 +98,7 @@ class Unit:
     shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
-    gather_work: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gather_work: dist.Work | None = None  # the all-gather of `full`; None: gather before use
     gradient: Tensor | None = None  # [n/N] fp32, summed over ranks and micro-batches; the .grad are views of it
     summed: bool = False  # whether `gradient` is summed over the replicas, too
     backward_hooks: weakref.WeakSet = field(default_factory=weakref.WeakSet)  # of a forward that awaits its backward
@@ -132,7 +132,8 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, l
     backward computed the gradients, then a local sum in fp32. It pays inside one host, which is where unit.group should
     be. With the last micro-batch the shard is summed over the replicas too, by an all-reduce in fp32.
     """
-    first_microbatch = unit.gradient is None or unit.matrices.grad is None  # after zero_grad, too
+    # no gradient: a new unit, or after a step; no .grad: after zero_grad
+    first_microbatch = unit.gradient is None or unit.matrices.grad is None
     if first_microbatch:
         unit.gradient = torch.empty_like(unit.shard)  # not on `stream`: memory belongs to the stream that allocates it
         unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
@@ -143,7 +144,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None, l
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
         parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
-        # (N-1)/N of its bytes out and in per rank; the sum waits for it, on GPUs backward goes on
+        # (N-1)/N of the bytes of flat out and in per rank; the sum below waits, on GPUs backward goes on
         work = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
         work.wait()
         if first_microbatch:
@@ -172,14 +173,14 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Start to reduce the gradients of unit i, which backward has finished."""
-    if len(model.reductions_in_flight) == 2:  # wait for the older one, to reuse its memory
+    if len(model.reductions_in_flight) == 2:  # wait for the older one, to free its gradients
         model.reductions_in_flight[0][0].wait()
         model.reductions_in_flight.pop(0)
     unit = model.units[i]
     flat = take_gradients(unit)
     work = reduce_scatter(unit, flat, model.reduce_stream, model.requires_all_reduce)
     model.reductions_in_flight.append((work, flat))
-    if i == 0:  # unit 0 comes last
+    if i == 0:  # the last unit of backward: clip and optimizer will read all sums
         if model.reduce_stream:
             torch.cuda.current_stream().wait_stream(model.reduce_stream)  # the GPU's stream waits, not this process
         model.reductions_in_flight.clear()
@@ -189,7 +190,7 @@ def reduce(model: nn.Module, i: int) -> None:
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Wait for the weights of unit i, which will read x, and prefetch the next unit's.
 
-    When backward has computed dx, the gradient of x, it has finished unit i.
+    Backward computes dx, the gradient of x, last of all in unit i: then a hook calls after_backward.
     """
     for unit in model.units[i : i + 2]:
         gather(unit, model.gather_stream)
@@ -198,7 +199,7 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     if not x.requires_grad:  # the ids, or under torch.no_grad()
         return
     if unit.backward_hooks:
-        raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
+        raise RuntimeError("a second forward before backward: run backward after each forward, or delete its loss")
 
     def hook(dx: Tensor) -> None:
         after_backward(model, i)
@@ -215,7 +216,7 @@ def after_forward(model: nn.Module, i: int) -> None:
 
 
 def after_backward(model: nn.Module, i: int) -> None:
-    """Free the weights of unit i, which backward has finished; wait for those of i - 1; prefetch those of i - 2."""
+    """Wait for the weights of unit i - 1, free those of unit i, reduce its gradients, prefetch unit i - 2."""
     unit = model.units[i]
     unit.backward_hooks.clear()
     if i > 1:  # unit 0 must be an embedding: its backward needs no weights
@@ -372,7 +373,7 @@ def make_unit(
     sizes.append(group.size() * shard_size - sum(sizes))  # the padding
     full = torch.zeros(sum(sizes), dtype=dtype, device=device)
     shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    shard_start = group.rank() * shard_size  # this and start, lo and hi count from the start of `full`
     start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
         lo = max(start, shard_start)
@@ -382,7 +383,7 @@ def make_unit(
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
     matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
-    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])  # one of them may be empty
     return Unit(group, replicas, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 

@@ -125,7 +125,7 @@ def free(unit: Unit) -> None:
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Wait for the weights of unit i, which will read x, and prefetch the next unit's.
 
-    When backward has computed dx, the gradient of x, it has finished unit i.
+    Backward computes dx, the gradient of x, last of all in unit i: then a hook calls after_backward.
     """
     for unit in model.units[i : i + 2]:
         gather(unit, model.gather_stream)
@@ -134,7 +134,7 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     if not x.requires_grad:  # the ids, or under torch.no_grad()
         return
     if unit.backward_hooks:
-        raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
+        raise RuntimeError("a second forward before backward: run backward after each forward, or delete its loss")
 
     def hook(dx: Tensor) -> None:
         after_backward(model, i)
@@ -151,7 +151,7 @@ def after_forward(model: nn.Module, i: int) -> None:
 
 
 def after_backward(model: nn.Module, i: int) -> None:
-    """Free the weights of unit i, which backward has finished; wait for those of i - 1; prefetch those of i - 2."""
+    """Wait for the weights of unit i - 1, free those of unit i, reduce its gradients, prefetch unit i - 2."""
     unit = model.units[i]
     unit.backward_hooks.clear()
     if i > 1:  # unit 0 must be an embedding: its backward needs no weights
@@ -323,7 +323,7 @@ def make_unit(
     sizes.append(group.size() * shard_size - sum(sizes))  # the padding
     full = torch.zeros(sum(sizes), dtype=dtype, device=device)
     shard = torch.zeros(shard_size, dtype=dtype, device=device)
-    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    shard_start = group.rank() * shard_size  # this and start, lo and hi count from the start of `full`
     start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
         lo = max(start, shard_start)

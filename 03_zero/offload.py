@@ -87,7 +87,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
+    """Parameters that are gathered and reduced together: n elements, with zeros at the end so that N ranks divide n."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -97,7 +97,7 @@ class Unit:
     gradient: Tensor  # [n/N] fp32, likewise, summed over ranks and micro-batches; what the .grad are views of
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
-    gather_work: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gather_work: dist.Work | None = None  # the all-gather of `full`; None: gather before use
     norm: Tensor | None = None  # of `gradient`; None before the first micro-batch
 
 
@@ -119,8 +119,8 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     """Start to sum the gradients flat [n] over the ranks; each rank adds the sums of its shard to unit.gradient.
 
     Keep flat until the returned work is done. A reduce-scatter in two steps: an all-to-all in the dtype in which
-    backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
-    G/4 to G/2 times the bytes of an fp32 ring.
+    backward computed the gradients, then a local sum in fp32. It pays inside one host: across hosts of G GPUs it
+    sends G/4 (two hosts) to G/2 (many) times the bytes of an fp32 ring.
     """
     first_microbatch = unit.norm is None or unit.matrices.grad is None  # after zero_grad, too
     if first_microbatch:
@@ -129,7 +129,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
         parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
-        # (N-1)/N of its bytes out and in per rank; the sum waits for it, on GPUs backward goes on
+        # (N-1)/N of the bytes of flat out and in per rank; the sum below waits, on GPUs backward goes on
         work = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
         work.wait()
         total = parts.sum(0, dtype=unit.gradient.dtype)
@@ -156,14 +156,14 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Start to reduce the gradients of unit i, which backward has finished."""
-    if len(model.reductions_in_flight) == 2:  # wait for the older one, to reuse its memory
+    if len(model.reductions_in_flight) == 2:  # wait for the older one, to free its gradients
         model.reductions_in_flight[0][0].wait()
         model.reductions_in_flight.pop(0)
     unit = model.units[i]
     flat = take_gradients(unit)
     work = reduce_scatter(unit, flat, model.reduce_stream)
     model.reductions_in_flight.append((work, flat))
-    if i == 0:  # unit 0 comes last
+    if i == 0:  # the last unit of backward: clip and optimizer will read all sums
         if model.reduce_stream:
             torch.cuda.current_stream().wait_stream(model.reduce_stream)  # the GPU's stream waits, not this process
         model.reductions_in_flight.clear()
@@ -171,11 +171,14 @@ def reduce(model: nn.Module, i: int) -> None:
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
-    """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
+    """Start the missing gathers from unit i on; wait for unit i. Reduce it when backward has the gradient of input x.
+
+    Backward computes that gradient last of all in unit i.
+    """
     for unit in model.units[i:]:
         gather(unit, model.gather_stream)  # those that are out of date, in the order of forward
     model.units[i].gather_work.wait()
-    if x.requires_grad:  # not under torch.no_grad(), and not the ids
+    if x.requires_grad:  # false under torch.no_grad(), and for ids
         x.register_hook(lambda gradient: reduce(model, i))
 
 
@@ -334,7 +337,7 @@ def make_unit(
     sizes.append(group.size() * shard_size - sum(sizes))  # the padding
     full = torch.zeros(sum(sizes), dtype=dtype, device=device)
     shard, gradient = (pinned(shard_size, torch.promote_types(dtype, torch.float32), device) for _ in range(2))
-    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    shard_start = group.rank() * shard_size  # this and start, lo and hi count from the start of `full`
     start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
         lo = max(start, shard_start)
@@ -344,7 +347,7 @@ def make_unit(
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
     matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
-    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])  # one of them may be empty
     return Unit(group, parameters, sizes, full, shard, gradient, nn.Parameter(matrices), nn.Parameter(vectors))
 
 

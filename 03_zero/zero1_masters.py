@@ -84,7 +84,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
+    """Parameters that are gathered and reduced together: n elements, with zeros at the end so that N ranks divide n."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -270,7 +270,7 @@ def make_unit(
     sizes.append(group.size() * shard_size - sum(sizes))  # the padding
     full = torch.zeros(sum(sizes), dtype=dtype, device=device)
     shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    shard_start = group.rank() * shard_size  # this and start, lo and hi count from the start of `full`
     start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
         lo = max(start, shard_start)
@@ -280,7 +280,7 @@ def make_unit(
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
     matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
-    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])  # one of them may be empty
     return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 

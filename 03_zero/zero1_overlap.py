@@ -86,7 +86,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
+    """Parameters that are gathered and reduced together: n elements, with zeros at the end so that N ranks divide n."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -95,7 +95,7 @@ class Unit:
     shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
-    gather_work: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gather_work: dist.Work | None = None  # the all-gather of `full`; None: gather before use
     sums: Tensor | None = None  # [n] fp32: gradients of this rank's earlier micro-batches
 
 
@@ -115,8 +115,8 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     """Start to sum the gradients flat [n] over the ranks; each rank gets the sums of its shard.
 
     Keep flat until the returned work is done. A reduce-scatter in two steps: an all-to-all in the dtype in which
-    backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
-    G/4 to G/2 times the bytes of an fp32 ring.
+    backward computed the gradients, then a local sum in fp32. It pays inside one host: across hosts of G GPUs it
+    sends G/4 (two hosts) to G/2 (many) times the bytes of an fp32 ring.
     """
     if unit.matrices.grad is not None:
         raise RuntimeError("a unit has a .grad already: reduce once per step, in or after its last backward (see Use)")
@@ -126,7 +126,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
         parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
-        # (N-1)/N of its bytes out and in per rank; the sum waits for it, on GPUs backward goes on
+        # (N-1)/N of the bytes of flat out and in per rank; the sum below waits, on GPUs backward goes on
         work = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
         work.wait()
         torch.sum(parts, 0, dtype=gradient.dtype, out=gradient)
@@ -149,7 +149,7 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Take the gradients of unit i, which backward has finished; with the last micro-batch, start to reduce them."""
-    if len(model.reductions_in_flight) == 2:  # wait for the older one, to reuse its memory
+    if len(model.reductions_in_flight) == 2:  # wait for the older one, to free its gradients
         model.reductions_in_flight[0][0].wait()
         model.reductions_in_flight.pop(0)
     unit = model.units[i]
@@ -162,7 +162,7 @@ def reduce(model: nn.Module, i: int) -> None:
         unit.sums = None
     work = reduce_scatter(unit, flat, model.reduce_stream)
     model.reductions_in_flight.append((work, flat))
-    if i == 0:  # unit 0 comes last
+    if i == 0:  # the last unit of backward: clip and optimizer will read all sums
         if model.reduce_stream:
             torch.cuda.current_stream().wait_stream(model.reduce_stream)  # the GPU's stream waits, not this process
         model.reductions_in_flight.clear()
@@ -170,11 +170,14 @@ def reduce(model: nn.Module, i: int) -> None:
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
-    """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
+    """Start the missing gathers from unit i on; wait for unit i. Reduce it when backward has the gradient of input x.
+
+    Backward computes that gradient last of all in unit i.
+    """
     for unit in model.units[i:]:
         gather(unit, model.gather_stream)  # those that are out of date, in the order of forward
     model.units[i].gather_work.wait()
-    if x.requires_grad:  # not under torch.no_grad(), and not the ids
+    if x.requires_grad:  # false under torch.no_grad(), and for ids
         x.register_hook(lambda gradient: reduce(model, i))
 
 
@@ -321,7 +324,7 @@ def make_unit(
     sizes.append(group.size() * shard_size - sum(sizes))  # the padding
     full = torch.zeros(sum(sizes), dtype=dtype, device=device)
     shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    shard_start = group.rank() * shard_size  # this and start, lo and hi count from the start of `full`
     start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
         lo = max(start, shard_start)
@@ -331,7 +334,7 @@ def make_unit(
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
     matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
-    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])  # one of them may be empty
     return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 

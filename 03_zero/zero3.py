@@ -2,10 +2,10 @@
 
 1. Forward gathers the next unit while one computes, and frees each unit after its forward.
 2. Backward does the same in reverse order, and reduces the gradients of each unit that it has finished.
-3. Three units are gathered once: last block and head stay for backward, the embedding's backward needs no weights.
-
-Memory: 16Ψ/dp bytes for the shards of weights, moments and gradients, and full weights of two units. A rank sends
-(dp-1)/dp of 3Ψ elements per micro-batch for two gathers and the reduction, minus one gather of the three units.
+3. Three units are gathered only once: the last block and the head, which stay from forward to backward, and the
+   embedding, whose backward needs no weights.
+Memory, for Ψ parameters: 16Ψ/dp bytes for the shards of weights, moments and gradients, and full weights of two units.
+A rank sends (dp-1)/dp of 3Ψ elements per micro-batch for two gathers and the reduction, minus one gather of step 3's.
 
 Parent:   03_zero/zero2.py
 Lesson:   Unit, gather, free, before_forward, after_forward, after_backward, Model.forward, build_model
@@ -86,7 +86,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
+    """Parameters that are gathered and reduced together: n elements, with zeros at the end so that N ranks divide n."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -95,7 +95,7 @@ class Unit:
     shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
-    gather_work: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gather_work: dist.Work | None = None  # the all-gather of `full`; None: gather before use
     gradient: Tensor | None = None  # [n/N] fp32, summed over ranks and micro-batches; the .grad are views of it
     backward_hooks: weakref.WeakSet = field(default_factory=weakref.WeakSet)  # of a forward that awaits its backward
 
@@ -125,10 +125,11 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     """Start to sum the gradients flat [n] over the ranks; each rank adds the sums of its shard to unit.gradient.
 
     Keep flat until the returned work is done. A reduce-scatter in two steps: an all-to-all in the dtype in which
-    backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
-    G/4 to G/2 times the bytes of an fp32 ring.
+    backward computed the gradients, then a local sum in fp32. It pays inside one host: across hosts of G GPUs it
+    sends G/4 (two hosts) to G/2 (many) times the bytes of an fp32 ring.
     """
-    first_microbatch = unit.gradient is None or unit.matrices.grad is None  # after zero_grad, too
+    # no gradient: a new unit, or after a step; no .grad: after zero_grad
+    first_microbatch = unit.gradient is None or unit.matrices.grad is None
     if first_microbatch:
         unit.gradient = torch.empty_like(unit.shard)  # not on `stream`: memory belongs to the stream that allocates it
         unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
@@ -136,7 +137,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
         parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
-        # (N-1)/N of its bytes out and in per rank; the sum waits for it, on GPUs backward goes on
+        # (N-1)/N of the bytes of flat out and in per rank; the sum below waits, on GPUs backward goes on
         work = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
         work.wait()
         if first_microbatch:
@@ -162,14 +163,14 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Start to reduce the gradients of unit i, which backward has finished."""
-    if len(model.reductions_in_flight) == 2:  # wait for the older one, to reuse its memory
+    if len(model.reductions_in_flight) == 2:  # wait for the older one, to free its gradients
         model.reductions_in_flight[0][0].wait()
         model.reductions_in_flight.pop(0)
     unit = model.units[i]
     flat = take_gradients(unit)
     work = reduce_scatter(unit, flat, model.reduce_stream)
     model.reductions_in_flight.append((work, flat))
-    if i == 0:  # unit 0 comes last
+    if i == 0:  # the last unit of backward: clip and optimizer will read all sums
         if model.reduce_stream:
             torch.cuda.current_stream().wait_stream(model.reduce_stream)  # the GPU's stream waits, not this process
         model.reductions_in_flight.clear()
@@ -179,7 +180,7 @@ def reduce(model: nn.Module, i: int) -> None:
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     """Wait for the weights of unit i, which will read x, and prefetch the next unit's.
 
-    When backward has computed dx, the gradient of x, it has finished unit i.
+    Backward computes dx, the gradient of x, last of all in unit i: then a hook calls after_backward.
     """
     for unit in model.units[i : i + 2]:
         gather(unit, model.gather_stream)
@@ -188,7 +189,7 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     if not x.requires_grad:  # the ids, or under torch.no_grad()
         return
     if unit.backward_hooks:
-        raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
+        raise RuntimeError("a second forward before backward: run backward after each forward, or delete its loss")
 
     def hook(dx: Tensor) -> None:
         after_backward(model, i)
@@ -205,7 +206,7 @@ def after_forward(model: nn.Module, i: int) -> None:
 
 
 def after_backward(model: nn.Module, i: int) -> None:
-    """Free the weights of unit i, which backward has finished; wait for those of i - 1; prefetch those of i - 2."""
+    """Wait for the weights of unit i - 1, free those of unit i, reduce its gradients, prefetch unit i - 2."""
     unit = model.units[i]
     unit.backward_hooks.clear()
     if i > 1:  # unit 0 must be an embedding: its backward needs no weights
@@ -360,7 +361,7 @@ def make_unit(
     sizes.append(group.size() * shard_size - sum(sizes))  # the padding
     full = torch.zeros(sum(sizes), dtype=dtype, device=device)
     shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    shard_start = group.rank() * shard_size  # this and start, lo and hi count from the start of `full`
     start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
         lo = max(start, shard_start)
@@ -370,7 +371,7 @@ def make_unit(
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
     matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
-    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])  # one of them may be empty
     return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 
@@ -764,8 +765,9 @@ if __name__ == "__main__":
 #           2. Call before_forward before and after_forward after each unit, in each forward. Hook unit 0 as build_model
 #              does, or, if it is several tensors, call reduce(model, 0) after each backward. Run backward once after
 #              each forward.
-#           3. The optimizer, clip_gradients and save take the shards, never model.parameters(). A checkpoint is loaded
-#              into the shards, too: a gather writes over the parameters.
+#           3. Make the optimizer after the units, of their shards, never of model.parameters(). Clip by clip_gradients:
+#              to clip_grad_norm_ each rank's part of the norm would be all of it. Save as save does. A checkpoint is
+#              loaded into the shards, too: a gather writes over the parameters.
 #           4. Gradients are summed: divide the loss by the valid tokens of all ranks.
 #           5. When shards have changed (a step, a checkpoint, an average), set unit.gather_work to None, after a step
 #              also unit.gradient. To give up a step, set unit.gradient to None, clear unit.backward_hooks, and call

@@ -89,7 +89,7 @@ class Config:
 # ----------------------------------------------------------------------------------------------------- communication
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
+    """Parameters that are gathered and reduced together: n elements, with zeros at the end so that N ranks divide n."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -169,7 +169,8 @@ def reduce_scatter(unit: Unit, memory: list[Tensor], barrier: Callable, stream: 
 
     memory: by rank, gradients [n] in symmetric memory. Overwrite them only once `stream` has run all of this.
     """
-    first_microbatch = unit.gradient is None or unit.matrices.grad is None  # after zero_grad, too
+    # no gradient: a new unit, or after a step; no .grad: after zero_grad
+    first_microbatch = unit.gradient is None or unit.matrices.grad is None
     if first_microbatch:
         unit.gradient = torch.empty_like(unit.shard)  # not on `stream`: memory belongs to the stream that allocates it
         unit.matrices.grad, unit.vectors.grad = unit.gradient.split([len(unit.matrices), len(unit.vectors)])
@@ -207,7 +208,7 @@ def reduce(model: nn.Module, i: int) -> None:
     wait(model.reduce_stream)  # all ranks have copied the gradients of the unit before, which were here
     take_gradients(unit, memory[unit.group.rank()])
     reduce_scatter(unit, memory, model.barrier, model.reduce_stream)
-    if i == 0:  # unit 0 comes last
+    if i == 0:  # the last unit of backward: clip and optimizer will read all sums
         wait(model.reduce_stream)
 
 
@@ -225,7 +226,7 @@ def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
     if not x.requires_grad:  # the ids, or under torch.no_grad()
         return
     if unit.backward_hooks:
-        raise RuntimeError("run backward after each forward, or delete its loss: it frees weights that others need")
+        raise RuntimeError("a second forward before backward: run backward after each forward, or delete its loss")
 
     def hook(dx: Tensor) -> None:
         after_backward(model, i)
@@ -242,7 +243,7 @@ def after_forward(model: nn.Module, i: int) -> None:
 
 
 def after_backward(model: nn.Module, i: int) -> None:
-    """Free the weights of unit i, which backward has finished; wait for those of i - 1; prefetch those of i - 2."""
+    """Wait for the weights of unit i - 1, free those of unit i, reduce its gradients, prefetch unit i - 2."""
     unit = model.units[i]
     unit.backward_hooks.clear()
     if i > 1:  # unit 0 must be an embedding: its backward needs no weights
@@ -398,7 +399,7 @@ def make_unit(
     sizes.append(group.size() * shard_size - sum(sizes))  # the padding
     full = torch.zeros(sum(sizes), dtype=dtype, device=device)
     shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    shard_start = group.rank() * shard_size  # this and start, lo and hi count from the start of `full`
     start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
         lo = max(start, shard_start)
@@ -408,7 +409,7 @@ def make_unit(
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
     matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
-    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])  # one of them may be empty
     return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 

@@ -1,10 +1,10 @@
-"""Sequence parallelism: between the split matmuls, too, a rank holds only 1/tp of the tokens.
+"""Sequence parallelism: outside the split matmuls (norms, residual stream) a rank holds only 1/tp of the tokens.
 
-1. Each layer begins with an all-gather of the tokens and ends with a reduce-scatter of the partial sums, which together
-   are an all-reduce. The residual stream and the norms between two layers have b·s/tp tokens.
-2. Backward gathers the saved tokens again during the matmul of dx, and reduce-scatters dx during that of dw.
+1. Attention and MLP each begin with an all-gather of the tokens and end with a reduce-scatter of the partial sums.
+   Together these send as many bytes as the all-reduce that they replace.
+2. Backward gathers the saved tokens again while it computes dx, and reduce-scatters dx while it computes dw.
 3. Norm weights are replicated, and a rank sees only its tokens, so their gradients are summed over tp.
-Bytes: as tensor parallelism, and step 2's two all-gathers of b·s·d per block. Memory: 1/tp of a block's activations.
+Bytes: tensor parallelism's, and in backward two all-gathers of b·s·d per block. Memory: 1/tp of a block's activations.
 
 Parent:   04_tensor_sequence/vocab_parallel.py
 Lesson:   gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, ReduceScatterTokens, Attention, MLP, Model,
@@ -302,8 +302,8 @@ class Embedding(nn.Module):
 class Loss(nn.Module):
     """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]. Any other than IGNORE must be below v.
 
-    Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
-    of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
+    With logits z, their maximum top and target y, the loss of a row is log Σ exp(z - top) + top - z_y. Each rank sums
+    its part of the vocabulary, and one has z_y. ReduceFromTP adds up both; its backward needs no communication.
     """
 
     def __init__(self, cfg: Config, tp: dist.ProcessGroup):

@@ -231,8 +231,8 @@ class Embedding(nn.Module):
 class Loss(nn.Module):
     """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]. Any other than IGNORE must be below v.
 
-    Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
-    of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
+    With logits z, their maximum top and target y, the loss of a row is log Σ exp(z - top) + top - z_y. Each rank sums
+    its part of the vocabulary, and one has z_y. ReduceFromTP adds up both; its backward needs no communication.
     """
 
     def __init__(self, cfg: Config, tp: dist.ProcessGroup):

@@ -64,7 +64,7 @@ class Config:
     rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
-    steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other in every layer
+    steps: int = 10  # fewer than in train.py: on two cores, processes wait long for each other in every layer
     validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
     warmup: int = 10  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
@@ -99,7 +99,7 @@ def gather(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
 
 # Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
+    """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], if causal -inf where t > s."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     q = rearrange(q, "b (g n) s k -> b g n s k", g=k.shape[1])
     scale = q.shape[-1] ** -0.5
@@ -129,7 +129,7 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 def local_attention_backward(
     do: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq from these keys, and dk and dv from these queries. All parts of a dq, dk or dv are to be summed.
+    """Return what these keys add to dq, and what these queries add to dk and dv.
 
     o, its gradient do and lse must be those of attention to *all* keys: then exp(score - lse) is the probability of a
     key among all of them.
@@ -168,8 +168,8 @@ def unpack(kv: Tensor) -> Tensor:
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: for each set, queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
-    The first part has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their
-    sums of exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
+    The first part has all queries; its output may be overwritten. Outputs are averaged in fp32 or above, each weighted
+    by the exponential of its log-sum-exp. With a sigmoid and logaddexp nothing overflows, however far apart these are.
     """
     _, o, lse = parts[0]
     o = o.to(lse.dtype)
@@ -355,11 +355,11 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
     """Run backward; start to sum gradients over the group, a few at a time, as soon as this rank has them.
 
     The ranks of the group have the same weights, of one dtype, and use all of them, each for other tokens: on a mesh
-    the ranks of dp and cp. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice
-    is summed twice.
+    the ranks of dp and cp. Call it once per step. With activation checkpointing, set use_reentrant=False: else the hook
+    of a weight that is used twice fires twice, and its gradient is summed twice.
     """
     gradients = []  # of this backward, in one order on all ranks, which run through the same graph
-    parameters = set()  # that have these gradients
+    parameters = set()  # whose gradients this backward has computed
     reductions = []
 
     def reduce() -> None:

@@ -79,7 +79,7 @@ class Config:
 # ------------------------------------------------------------------------------------------------------------- model
 # Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
+    """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], if causal -inf where t > s."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     q = rearrange(q, "b (g n) s k -> b g n s k", g=k.shape[1])
     scale = q.shape[-1] ** -0.5
@@ -109,7 +109,7 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 def local_attention_backward(
     do: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq from these keys, and dk and dv from these queries. All parts of a dq, dk or dv are to be summed.
+    """Return what these keys add to dq, and what these queries add to dk and dv.
 
     o, its gradient do and lse must be those of attention to *all* keys: then exp(score - lse) is the probability of a
     key among all of them.
@@ -138,8 +138,8 @@ def local_attention_backward(
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: for each set, queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
-    The first part has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their
-    sums of exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
+    The first part has all queries; its output may be overwritten. Outputs are averaged in fp32 or above, each weighted
+    by the exponential of its log-sum-exp. With a sigmoid and logaddexp nothing overflows, however far apart these are.
     """
     _, o, lse = parts[0]
     o = o.to(lse.dtype)

@@ -65,7 +65,7 @@ class Config:
     rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
-    steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other in every layer
+    steps: int = 10  # fewer than in train.py: on two cores, processes wait long for each other in every layer
     validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
     warmup: int = 10  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
@@ -105,7 +105,7 @@ def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     send_sizes[(cp.rank() + 1) % cp.size()] = len(x)
     receive_sizes[(cp.rank() - 1) % cp.size()] = len(x)
     # the bytes of x out and in per rank, as one all-to-all in which each rank has a message for its neighbour alone:
-    # separate sends and receives would wait for each other on two ranks
+    # with 2 ranks, a send and a receive of their own would wait for each other
     work = dist.all_to_all_single(buffer, x, receive_sizes, send_sizes, group=cp, async_op=True)
     return buffer, work
 
@@ -113,14 +113,15 @@ def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
 def passing_keys(kv: Tensor, cp: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yield each rank with its keys and values kv: first this rank, then the one before it, and so on.
 
-    The next keys arrive while the caller computes. Delete yours before you ask for them: else three are in memory.
+    The next keys arrive while the caller computes. Delete kv before the next iteration: else the keys of three ranks
+    are in memory, not of two.
     """
     for step in range(cp.size() - 1):
         next_kv, work = ring_exchange(kv, cp)  # all of kv out and in per rank
         yield (cp.rank() - step) % cp.size(), kv
         work.wait()
         kv = next_kv
-    yield (cp.rank() + 1) % cp.size(), kv
+    yield (cp.rank() + 1) % cp.size(), kv  # the last step, size - 1 ranks before this one
 
 
 def tokens_in_part(start: int, end: int, part: int, i: int, n: int) -> slice:
@@ -164,7 +165,7 @@ def visible(
 
 # Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
+    """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], if causal -inf where t > s."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     q = rearrange(q, "b (g n) s k -> b g n s k", g=k.shape[1])
     scale = q.shape[-1] ** -0.5
@@ -197,7 +198,7 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, whole: bool) 
 def local_attention_backward(
     do: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool, whole: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq from these keys, and dk and dv from these queries. All parts of a dq, dk or dv are to be summed.
+    """Return what these keys add to dq, and what these queries add to dk and dv.
 
     o, its gradient do and lse must be those of attention to *all* keys: then exp(score - lse) is the probability of a
     key among all of them.
@@ -290,7 +291,7 @@ class RingAttention(torch.autograd.Function):
             for rows, keys, part in dkv_parts:
                 total[:, rows, keys] += part
             if owner != cp.rank():
-                sums, work = ring_exchange(sums, cp)  # overlaps with the next attention
+                sums, work = ring_exchange(sums, cp)  # the next sums arrive during the next attention
         if work:
             work.wait()  # after the last hop, sums are those of this rank's keys
             dkv += sums
@@ -455,11 +456,11 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
     """Run backward; start to sum gradients over the group, a few at a time, as soon as this rank has them.
 
     The ranks of the group have the same weights, of one dtype, and use all of them, each for other tokens: on a mesh
-    the ranks of dp and cp. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice
-    is summed twice.
+    the ranks of dp and cp. Call it once per step. With activation checkpointing, set use_reentrant=False: else the hook
+    of a weight that is used twice fires twice, and its gradient is summed twice.
     """
     gradients = []  # of this backward, in one order on all ranks, which run through the same graph
-    parameters = set()  # that have these gradients
+    parameters = set()  # whose gradients this backward has computed
     reductions = []
 
     def reduce() -> None:

@@ -63,7 +63,7 @@ class Config:
     rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
-    steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other in every layer
+    steps: int = 10  # fewer than in train.py: on two cores, processes wait long for each other in every layer
     validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
     warmup: int = 10  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
@@ -261,11 +261,11 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
     """Run backward; start to sum gradients over the group, a few at a time, as soon as this rank has them.
 
     The ranks of the group have the same weights, of one dtype, and use all of them, each for other tokens: on a mesh
-    the ranks of dp and cp. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice
-    is summed twice.
+    the ranks of dp and cp. Call it once per step. With activation checkpointing, set use_reentrant=False: else the hook
+    of a weight that is used twice fires twice, and its gradient is summed twice.
     """
     gradients = []  # of this backward, in one order on all ranks, which run through the same graph
-    parameters = set()  # that have these gradients
+    parameters = set()  # whose gradients this backward has computed
     reductions = []
 
     def reduce() -> None:

@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
 BLOCK_GRADIENTS = 9  # so many gradients are summed by one collective: about those of a block
-PENDING_PARTS = 4  # more results of ring steps are merged in one pass over memory: fewer cost time, more cost memory
+PENDING_PARTS = 4  # results of ring steps that are kept before one pass merges them: 2 cost time, 8 cost memory
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
 PRESETS = {
@@ -66,7 +66,7 @@ class Config:
     rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
-    steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other in every layer
+    steps: int = 10  # fewer than in train.py: on two cores, processes wait long for each other in every layer
     validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
     warmup: int = 10  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
@@ -153,7 +153,7 @@ def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     send_sizes[(cp.rank() + 1) % cp.size()] = len(x)
     receive_sizes[(cp.rank() - 1) % cp.size()] = len(x)
     # the bytes of x out and in per rank, as one all-to-all in which each rank has a message for its neighbour alone:
-    # separate sends and receives would wait for each other on two ranks
+    # with 2 ranks, a send and a receive of their own would wait for each other
     work = dist.all_to_all_single(buffer, x, receive_sizes, send_sizes, group=cp, async_op=True)
     return buffer, work
 
@@ -161,14 +161,15 @@ def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
 def passing_keys(kv: Tensor, cp: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yield each rank with its keys and values kv: first this rank, then the one before it, and so on.
 
-    The next keys arrive while the caller computes. Delete yours before you ask for them: else three are in memory.
+    The next keys arrive while the caller computes. Delete kv before the next iteration: else the keys of three ranks
+    are in memory, not of two.
     """
     for step in range(cp.size() - 1):
         next_kv, work = ring_exchange(kv, cp)  # all of kv out and in per rank
         yield (cp.rank() - step) % cp.size(), kv
         work.wait()
         kv = next_kv
-    yield (cp.rank() + 1) % cp.size(), kv
+    yield (cp.rank() + 1) % cp.size(), kv  # the last step, size - 1 ranks before this one
 
 
 def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
@@ -182,7 +183,7 @@ def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
 
 # Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
+    """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], if causal -inf where t > s."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     q = rearrange(q, "b (g n) s k -> b g n s k", g=k.shape[1])
     scale = q.shape[-1] ** -0.5
@@ -212,7 +213,7 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 def local_attention_backward(
     do: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq from these keys, and dk and dv from these queries. All parts of a dq, dk or dv are to be summed.
+    """Return what these keys add to dq, and what these queries add to dk and dv.
 
     o, its gradient do and lse must be those of attention to *all* keys: then exp(score - lse) is the probability of a
     key among all of them.
@@ -251,8 +252,8 @@ def unpack(kv: Tensor) -> Tensor:
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: for each set, queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
-    The first part has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their
-    sums of exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
+    The first part has all queries; its output may be overwritten. Outputs are averaged in fp32 or above, each weighted
+    by the exponential of its log-sum-exp. With a sigmoid and logaddexp nothing overflows, however far apart these are.
     """
     _, o, lse = parts[0]
     o = o.to(lse.dtype)
@@ -301,7 +302,8 @@ class RingAttention(torch.autograd.Function):
         cp = ctx.cp
         s = q.shape[2]
         dq_parts = []  # queries and their dq, for the keys of each rank
-        work = None  # the exchange of sums: gradients of the keys that pass by, from all ranks that have seen them
+        # sums [2, b, s, g, k]: gradients of kv from all ranks that had these keys before. They pass one step behind kv.
+        work = None  # the exchange that brings sums
         for owner, kv in passing_keys(pack(k, v), cp):
             pair = visible(cp.rank(), owner, s)
             if pair:
@@ -313,7 +315,7 @@ class RingAttention(torch.autograd.Function):
             if len(dq_parts) > PENDING_PARTS:
                 dq_parts = [(slice(0, s), sum_parts(dq_parts, lse.dtype))]
             if owner == cp.rank():
-                dkv = pack(dk, dv)  # of this rank's keys: stays until the other ranks' sums have come back
+                dkv = pack(dk, dv)  # of this rank's keys; added when the other ranks' sums have come back
                 continue
             if work:
                 work.wait()
@@ -321,7 +323,7 @@ class RingAttention(torch.autograd.Function):
                 sums = dkv.new_zeros(dkv.shape, dtype=lse.dtype)
             if pair:
                 sums[:, :, keys] += pack(dk, dv)
-            sums, work = ring_exchange(sums, cp)  # overlaps with the next attention
+            sums, work = ring_exchange(sums, cp)  # the next sums arrive during the next attention
         if work:
             work.wait()  # after the last hop, sums are those of this rank's keys
             dkv = sums + dkv
@@ -466,11 +468,11 @@ def backward_and_sum(model: nn.Module, loss: Tensor, group: dist.ProcessGroup) -
     """Run backward; start to sum gradients over the group, a few at a time, as soon as this rank has them.
 
     The ranks of the group have the same weights, of one dtype, and use all of them, each for other tokens: on a mesh
-    the ranks of dp and cp. Call it once per step. Checkpoint with use_reentrant=False: else a weight that is used twice
-    is summed twice.
+    the ranks of dp and cp. Call it once per step. With activation checkpointing, set use_reentrant=False: else the hook
+    of a weight that is used twice fires twice, and its gradient is summed twice.
     """
     gradients = []  # of this backward, in one order on all ranks, which run through the same graph
-    parameters = set()  # that have these gradients
+    parameters = set()  # whose gradients this backward has computed
     reductions = []
 
     def reduce() -> None:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
-SENDS_IN_FLIGHT = 2  # gradients that a stage is sending before it waits for the oldest to leave
+SENDS_IN_FLIGHT = 2  # tensors that a stage is sending before it waits for the oldest to leave
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
 PRESETS = {
@@ -79,7 +79,7 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -> dict[str, dist.ProcessGroup]:
-    """Connect neighbours over links, a communicator per direction; return them.
+    """Open the connections between neighbours, over a communicator per direction; return links.
 
     "F" carries activations to the next stage, "B" gradients to the one before; path: the rank of each stage. On GPUs
     the transfers of one communicator run one at a time, in the order in which they were started. If both directions
@@ -101,7 +101,7 @@ def receive(
 ) -> Tensor | None:
     """Receive what an operation takes from a neighbour: activations for a forward (F), gradients for a backward (B).
 
-    Call it when the operation is next: a receive that waits takes SMs from a GPU.
+    Call it right before the operation, not earlier: a pending NCCL receive occupies SMs.
     None on the first stage, whose forward starts from ids, and on the last, whose backward starts from the loss.
     """
     source = model.stage - 1 if op == "F" else model.stage + 1
@@ -117,7 +117,7 @@ def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
     target = model.stage + 1 if op == "F" else model.stage - 1
     if not 0 <= target < model.stages:
         return None
-    return dist.isend(tensor, group=model.links[op], group_dst=target)  # its bytes out; nothing waits for them
+    return dist.isend(tensor, group=model.links[op], group_dst=target)  # its bytes out; this stage goes on
 
 
 def wait_for_send(work: dist.Work | None) -> None:
@@ -223,10 +223,10 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
     block = (flops_per_token(cfg) - head) / cfg.layers
     counts = [1] * stages  # layers of each stage
     loads = [block] * stages  # FLOPs per token of each stage
-    loads[0] += cfg.dim  # embedding: backward adds a row per token
+    loads[0] += cfg.dim  # embedding: backward adds dim elements per token
     loads[-1] += head
     for _ in range(cfg.layers - stages):
-        # of equals the last: later stages hold fewer activations in flight
+        # of equal loads the last, since later stages keep fewer activations
         lightest = min(reversed(range(stages)), key=loads.__getitem__)
         counts[lightest] += 1
         loads[lightest] += block
@@ -300,7 +300,7 @@ def run_schedule(
     dtype = getattr(torch, cfg.dtype)
     loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
     saved = {}  # by micro-batch: input and output of its forward, and the Work that sends the output
-    send_buffers = []  # what else is in flight: (Work, tensor), the oldest first
+    send_buffers = []  # gradients, without backwards activations, in flight: (Work, tensor), the oldest first
     for op, i in operations:
         shape = (*inputs[i].shape, cfg.dim)  # b/m s d
         message = receive(model, op, shape, dtype, inputs[i].device)  # activations or dy; None at the ends
@@ -319,7 +319,7 @@ def run_schedule(
                 send_buffers.append((work, output))
         else:
             x, output, work = saved.pop(i)
-            wait_for_send(work)  # the output has arrived, since its gradient has come back
+            wait_for_send(work)  # returns at once: its gradient has come back, so the output has arrived
             if output.requires_grad:  # else all parameters of the first stage are frozen
                 output.backward(message)
             work = send(model, op, x.grad)

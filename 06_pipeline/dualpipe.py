@@ -81,7 +81,7 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -> dict[str, dist.ProcessGroup]:
-    """Connect neighbours over links, a communicator per direction; return them.
+    """Open the connections between neighbours, over a communicator per direction; return links.
 
     "F" carries activations to the next stage, "B" gradients to the one before; path: the rank of each stage. On GPUs
     the transfers of one communicator run one at a time, in the order in which they were started. If both directions
@@ -103,7 +103,7 @@ def receive(
 ) -> Tensor | None:
     """Receive what an operation takes from a neighbour: activations for a forward (F), gradients for a backward (B).
 
-    Call it when the operation is next: a receive that waits takes SMs from a GPU.
+    Call it right before the operation, not earlier: a pending NCCL receive occupies SMs.
     None on the first stage, whose forward starts from ids, and on the last, whose backward starts from the loss.
     """
     source = model.stage - 1 if op == "F" else model.stage + 1
@@ -129,7 +129,7 @@ def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
     if model.path[target] == model.pp.rank():
         link.append(tensor)
         return None
-    return dist.isend(tensor, group=link, group_dst=model.path[target])  # its bytes out; nothing waits for them
+    return dist.isend(tensor, group=link, group_dst=model.path[target])  # its bytes out; this stage goes on
 
 
 def wait_for_send(work: dist.Work | None) -> None:
@@ -272,10 +272,10 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
     block = (flops_per_token(cfg) - head) / cfg.layers
     counts = [1] * stages  # layers of each stage
     loads = [block] * stages  # FLOPs per token of each stage
-    loads[0] += cfg.dim  # embedding: backward adds a row per token
+    loads[0] += cfg.dim  # embedding: backward adds dim elements per token
     loads[-1] += head
     for _ in range(cfg.layers - stages):
-        # of equals the last: later stages hold fewer activations in flight
+        # of equal loads the last, since later stages keep fewer activations
         lightest = min(reversed(range(stages)), key=loads.__getitem__)
         counts[lightest] += 1
         loads[lightest] += block
@@ -460,7 +460,7 @@ def run_schedule(
     loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
     saved = {}  # by micro-batch and chunk: input and output of its forward, and the Work that sends the output
     operands = {}  # by micro-batch and chunk: weight, x and dy of every linear layer, from B to W
-    send_buffers = []  # what else is in flight: (Work, tensor), the oldest first
+    send_buffers = []  # gradients, without backwards activations, in flight: (Work, tensor), the oldest first
     layers = prepare_linears(chunks, inputs, dtype) if torch.is_grad_enabled() else []
     for op, i, chunk in operations:
         model = chunks[chunk]
@@ -484,7 +484,7 @@ def run_schedule(
                 send_buffers.append((work, output))
         else:
             x, output, work = saved.pop((i, chunk))
-            wait_for_send(work)  # the output has arrived, since its gradient has come back
+            wait_for_send(work)  # returns at once: its gradient has come back, so the output has arrived
             dx, operands[i, chunk] = backward_input(model, layers, x, output, message)
             del x, output
             work = send(model, op, dx)

@@ -182,10 +182,10 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
     block = (flops_per_token(cfg) - head) / cfg.layers
     counts = [1] * stages  # layers of each stage
     loads = [block] * stages  # FLOPs per token of each stage
-    loads[0] += cfg.dim  # embedding: backward adds a row per token
+    loads[0] += cfg.dim  # embedding: backward adds dim elements per token
     loads[-1] += head
     for _ in range(cfg.layers - stages):
-        # of equals the last: later stages hold fewer activations in flight
+        # of equal loads the last, since later stages keep fewer activations
         lightest = min(reversed(range(stages)), key=loads.__getitem__)
         counts[lightest] += 1
         loads[lightest] += block

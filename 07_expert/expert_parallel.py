@@ -1,10 +1,10 @@
 """Expert parallelism: each rank holds a part of the experts, and tokens travel to them and back.
 
-1. Ranks exchange how many rows (a token for one of its experts) they have for each expert. The CPU waits for that.
+1. A row is a token for one of its experts. Ranks tell each other how many rows they have; the CPU waits for the counts.
 2. Each row goes to the rank of its expert, and the output comes back: two all-to-alls in forward, two in backward. In
-   each a rank sends (ep-1)/ep·t·top_k·d elements, if experts are equally busy. Memory: 1/ep of the experts.
-3. An expert's gradient holds the tokens of ep ranks already: it is summed over the edp ranks that hold a copy. All
-   other weights are on every rank (data parallelism). Nothing is divided.
+   each, a rank with t tokens sends (ep-1)/ep·t·top_k·d elements if experts are equally busy. It stores e/ep experts.
+3. An expert sees the tokens of all ep ranks: its gradient is summed over the edp ranks that have a copy of it, that of
+   other weights over all ranks. The loss is divided by the tokens of the global batch, gradients never.
 
 Parent:   07_expert/moe.py, 02_data_parallel/naive.py
 Lesson:   Config, AllToAll, Route, dispatch, combine, Experts.__init__, MLP, build_model, forward_backward,

@@ -1,10 +1,10 @@
 """2D parallelism: dp ranks split the batch (ZeRO), tp ranks split every matrix (tensor and sequence parallelism).
 
 1. Ranks of dp have different sequences, so gradients are summed over dp. Ranks of tp have the same sequences.
-2. A matrix split over tp sees all their tokens: its gradient is complete. A norm sees 1/tp of them: its gradient is
-   summed over tp, too. A key head that r ranks of tp share has a query head on each: its gradient is summed over the r.
-3. A unit has parameters that the same ranks hold. ZeRO sums its gradients over these ranks, and each owns a shard.
-Per rank, of Ψ weights: 2Ψ/tp bytes in bf16, 16Ψ/(tp·dp) of masters, moments, gradients; if m > 1, 4Ψ/tp of sums.
+2. A split matrix sees the tokens of all tp ranks: its gradient is complete. A norm sees 1/tp of them: its gradient is
+   summed over tp, too. If r ranks of tp hold the same key head, its gradient is summed over these r as well.
+3. A ZeRO unit groups parameters that the same ranks hold: gradients are summed over them, and each owns a shard.
+Per rank, of Ψ weights: 2Ψ/tp bytes in bf16, 16Ψ/(tp·dp) of masters, moments, gradients; 4Ψ/tp of micro-batches' sums.
 
 Parent:   03_zero/zero1_overlap.py, 04_tensor_sequence/sequence_parallel.py
 Lesson:   Config, group_ranks, make_groups, ColumnParallel, column_parallel, row_parallel, Attention.forward,
@@ -69,7 +69,7 @@ class Config:
     rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
-    steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other in every layer
+    steps: int = 10  # fewer than in train.py: on two cores, processes wait long for each other in every layer
     validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
     warmup: int = 10  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
@@ -90,11 +90,11 @@ class Config:
 
 # ----------------------------------------------------------------------------------------------------- communication
 def group_ranks(cfg: Config) -> dict[str, list[list[int]]]:
-    """Return the ranks of all groups by axis: ranks of a group differ in their place on this axis alone.
+    """Return the groups of ranks of each axis, or pair of axes: ranks of a group differ along these alone.
 
-    If tp > kv_heads, r neighbours on tp hold the same key and value heads; dp_r joins them over all of dp.
+    If tp > kv_heads, r neighbours on tp hold the same key and value heads: a group of dp_r is all ranks that do.
     """
-    sizes = dict(dp=cfg.dp, r=max(1, cfg.tp // cfg.kv_heads))
+    sizes = dict(dp=cfg.dp, r=max(1, cfg.tp // cfg.kv_heads))  # kv, the different sets of key heads, is tp / r
     ranks = torch.arange(cfg.dp * cfg.tp)
     mesh = rearrange(ranks, "(dp kv r) -> dp kv r", **sizes)
     patterns = {  # a row per group; beside each pattern the rows for dp 2, tp 4 and 2 key heads, so kv 2 and r 2
@@ -117,7 +117,7 @@ def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
+    """Parameters that are gathered and reduced together: n elements, with zeros at the end so that N ranks divide n."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -126,7 +126,7 @@ class Unit:
     shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
-    gather_work: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gather_work: dist.Work | None = None  # the all-gather of `full`; None: gather before use
     sums: Tensor | None = None  # [n] fp32: gradients of this rank's earlier micro-batches
 
 
@@ -146,8 +146,8 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     """Start to sum the gradients flat [n] over the ranks; each rank gets the sums of its shard.
 
     Keep flat until the returned work is done. A reduce-scatter in two steps: an all-to-all in the dtype in which
-    backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
-    G/4 to G/2 times the bytes of an fp32 ring.
+    backward computed the gradients, then a local sum in fp32. It pays inside one host: across hosts of G GPUs it
+    sends G/4 (two hosts) to G/2 (many) times the bytes of an fp32 ring.
     """
     if unit.matrices.grad is not None:
         raise RuntimeError("a unit has a .grad already: reduce once per step, in or after its last backward (see Use)")
@@ -157,7 +157,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
         parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
-        # (N-1)/N of its bytes out and in per rank; the sum waits for it, on GPUs backward goes on
+        # (N-1)/N of the bytes of flat out and in per rank; the sum below waits, on GPUs backward goes on
         work = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
         work.wait()
         torch.sum(parts, 0, dtype=gradient.dtype, out=gradient)
@@ -180,7 +180,7 @@ def take_gradients(unit: Unit) -> Tensor:
 
 def reduce(model: nn.Module, i: int) -> None:
     """Take the gradients of unit i, which backward has finished; with the last micro-batch, start to reduce them."""
-    if len(model.reductions_in_flight) == 2:  # wait for the older one, to reuse its memory
+    if len(model.reductions_in_flight) == 2:  # wait for the older one, to free its gradients
         model.reductions_in_flight[0][0].wait()
         model.reductions_in_flight.pop(0)
     unit = model.units[i]
@@ -193,7 +193,7 @@ def reduce(model: nn.Module, i: int) -> None:
         unit.sums = None
     work = reduce_scatter(unit, flat, model.reduce_stream)
     model.reductions_in_flight.append((work, flat))
-    if i == 0:  # unit 0 comes last
+    if i == 0:  # the last unit of backward: clip and optimizer will read all sums
         if model.reduce_stream:
             torch.cuda.current_stream().wait_stream(model.reduce_stream)  # the GPU's stream waits, not this process
         model.reductions_in_flight.clear()
@@ -201,11 +201,14 @@ def reduce(model: nn.Module, i: int) -> None:
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
-    """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
+    """Start the missing gathers from unit i on; wait for unit i. Reduce it when backward has the gradient of input x.
+
+    Backward computes that gradient last of all in unit i.
+    """
     for unit in model.units[i:]:
         gather(unit, model.gather_stream)  # those that are out of date, in the order of forward
     model.units[i].gather_work.wait()
-    if x.requires_grad:  # not under torch.no_grad(), and not the ids
+    if x.requires_grad:  # false under torch.no_grad(), and for ids
         x.register_hook(lambda gradient: reduce(model, i))
 
 
@@ -442,8 +445,8 @@ class Embedding(nn.Module):
 class Loss(nn.Module):
     """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]. Any other than IGNORE must be below v.
 
-    Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
-    of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
+    With logits z, their maximum top and target y, the loss of a row is log Σ exp(z - top) + top - z_y. Each rank sums
+    its part of the vocabulary, and one has z_y. ReduceFromTP adds up both; its backward needs no communication.
     """
 
     def __init__(self, cfg: Config, tp: dist.ProcessGroup):
@@ -481,8 +484,9 @@ class Model(nn.Module):
         dp, tp = groups["dp"], groups["tp"]
         self.dp = dp  # the ranks that split the batch
         self.tp = tp  # the ranks that split every block
-        self.dp_tp, self.dp_r = groups["dp_tp"], groups["dp_r"]  # those that hold the same norms, the same key heads
-        self.world = self.dp_tp  # the ranks that train this model: here the same
+        self.dp_tp = groups["dp_tp"]  # ranks that hold the same norms
+        self.dp_r = groups["dp_r"]  # ranks that hold the same key and value heads
+        self.world = self.dp_tp  # the ranks that train this model
         self.units: list[Unit] = []  # filled by make_units: replicated ones, then others in the order of forward
         self.replicated = 0  # how many units, the first ones, are replicated on tp
         self.gather_stream = torch.cuda.Stream() if cfg.device == "cuda" else None  # of weights
@@ -553,7 +557,7 @@ def make_unit(
     sizes.append(group.size() * shard_size - sum(sizes))  # the padding
     full = torch.zeros(sum(sizes), dtype=dtype, device=device)
     shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    shard_start = group.rank() * shard_size  # this and start, lo and hi count from the start of `full`
     start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
         lo = max(start, shard_start)
@@ -563,7 +567,7 @@ def make_unit(
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
     matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
-    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])  # one of them may be empty
     return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 
@@ -625,8 +629,8 @@ def forward_backward(cfg: Config, model: Model, inputs: Tensor, targets: Tensor)
         model.requires_gradient_sync = i == cfg.microbatches - 1
         loss = forward(cfg, model, x, y) / tokens
         loss.backward()  # reduces the gradients of a unit when it has finished it, see before_forward
-        for unit in reversed(range(model.replicated)):
-            reduce(model, unit)  # all blocks have added to these
+        for number in reversed(range(model.replicated)):  # down to unit 0, which ends the step
+            reduce(model, number)  # all blocks have added to it
         total += loss.detach()
     dist.all_reduce(total, group=model.dp)  # one element, for the log
     return total

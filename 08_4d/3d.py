@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
-SENDS_IN_FLIGHT = 2  # gradients that a stage is sending before it waits for the oldest to leave
+SENDS_IN_FLIGHT = 2  # tensors that a stage is sending before it waits for the oldest to leave
 VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"  # tensors with a row per vocabulary id
 # The axis of a weight [out, in] along which a layer is split: 0 is column-parallel, 1 is row-parallel.
 SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1, embed_tokens=0, lm_head=0)
@@ -71,7 +71,7 @@ class Config:
     rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
-    steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other in every layer
+    steps: int = 10  # fewer than in train.py: on two cores, processes wait long for each other in every layer
     validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
     warmup: int = 10  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
@@ -124,7 +124,7 @@ def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
+    """Parameters that are gathered and reduced together: n elements, with zeros at the end so that N ranks divide n."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -133,7 +133,7 @@ class Unit:
     shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
-    gather_work: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gather_work: dist.Work | None = None  # the all-gather of `full`; None: gather before use
     sums: Tensor | None = None  # [n] fp32: gradients of this rank's earlier micro-batches
 
 
@@ -153,8 +153,8 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     """Start to sum the gradients flat [n] over the ranks; each rank gets the sums of its shard.
 
     Keep flat until the returned work is done. A reduce-scatter in two steps: an all-to-all in the dtype in which
-    backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
-    G/4 to G/2 times the bytes of an fp32 ring.
+    backward computed the gradients, then a local sum in fp32. It pays inside one host: across hosts of G GPUs it
+    sends G/4 (two hosts) to G/2 (many) times the bytes of an fp32 ring.
     """
     if unit.matrices.grad is not None:
         raise RuntimeError("a unit has a .grad already: reduce once per step, in or after its last backward (see Use)")
@@ -164,7 +164,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
         parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
-        # (N-1)/N of its bytes out and in per rank; the sum waits for it, on GPUs backward goes on
+        # (N-1)/N of the bytes of flat out and in per rank; the sum below waits, on GPUs backward goes on
         work = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
         work.wait()
         torch.sum(parts, 0, dtype=gradient.dtype, out=gradient)
@@ -204,11 +204,14 @@ def reduce(model: nn.Module, i: int) -> None:
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
-    """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
+    """Start the missing gathers from unit i on; wait for unit i. Reduce it when backward has the gradient of input x.
+
+    Backward computes that gradient last of all in unit i.
+    """
     for unit in model.units[i:]:
         gather(unit, model.gather_stream)  # those that are out of date, in the order of forward
     model.units[i].gather_work.wait()
-    if x.requires_grad:  # not under torch.no_grad(), and not the ids
+    if x.requires_grad:  # false under torch.no_grad(), and for ids
         x.register_hook(lambda gradient: reduce(model, i))
 
 
@@ -331,7 +334,7 @@ class ReduceScatterTokens(torch.autograd.Function):
 
 
 def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -> dict[str, dist.ProcessGroup]:
-    """Connect neighbours over links, a communicator per direction; return them.
+    """Open the connections between neighbours, over a communicator per direction; return links.
 
     "F" carries activations to the next stage, "B" gradients to the one before; path: the rank of each stage. On GPUs
     the transfers of one communicator run one at a time, in the order in which they were started. If both directions
@@ -353,7 +356,7 @@ def receive(
 ) -> Tensor | None:
     """Receive what an operation takes from a neighbour: activations for a forward (F), gradients for a backward (B).
 
-    Call it when the operation is next: a receive that waits takes SMs from a GPU.
+    Call it right before the operation, not earlier: a pending NCCL receive occupies SMs.
     None on the first stage, whose forward starts from ids, and on the last, whose backward starts from the loss.
     """
     source = model.stage - 1 if op == "F" else model.stage + 1
@@ -379,7 +382,7 @@ def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
     if model.path[target] == model.pp.rank():
         link.append(tensor)
         return None
-    return dist.isend(tensor, group=link, group_dst=model.path[target])  # its bytes out; nothing waits for them
+    return dist.isend(tensor, group=link, group_dst=model.path[target])  # its bytes out; this stage goes on
 
 
 def wait_for_send(work: dist.Work | None) -> None:
@@ -503,8 +506,8 @@ class Embedding(nn.Module):
 class Loss(nn.Module):
     """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]. Any other than IGNORE must be below v.
 
-    Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
-    of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
+    With logits z, their maximum top and target y, the loss of a row is log Σ exp(z - top) + top - z_y. Each rank sums
+    its part of the vocabulary, and one has z_y. ReduceFromTP adds up both; its backward needs no communication.
     """
 
     def __init__(self, cfg: Config, tp: dist.ProcessGroup):
@@ -539,10 +542,10 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
     block = (flops_per_token(cfg) - head) / cfg.layers
     counts = [1] * stages  # layers of each stage
     loads = [block] * stages  # FLOPs per token of each stage
-    loads[0] += cfg.dim  # embedding: backward adds a row per token
+    loads[0] += cfg.dim  # embedding: backward adds dim elements per token
     loads[-1] += head
     for _ in range(cfg.layers - stages):
-        # of equals the last: later stages hold fewer activations in flight
+        # of equal loads the last, since later stages keep fewer activations
         lightest = min(reversed(range(stages)), key=loads.__getitem__)
         counts[lightest] += 1
         loads[lightest] += block
@@ -661,7 +664,7 @@ def make_unit(
     sizes.append(group.size() * shard_size - sum(sizes))  # the padding
     full = torch.zeros(sum(sizes), dtype=dtype, device=device)
     shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    shard_start = group.rank() * shard_size  # this and start, lo and hi count from the start of `full`
     start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
         lo = max(start, shard_start)
@@ -671,7 +674,7 @@ def make_unit(
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
     matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
-    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])  # one of them may be empty
     return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 
@@ -760,7 +763,7 @@ def run_schedule(
     dtype = getattr(torch, cfg.dtype)
     loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
     saved = {}  # by micro-batch and chunk: input and output of its forward, and the Work that sends the output
-    send_buffers = []  # what else is in flight: (Work, tensor), the oldest first
+    send_buffers = []  # gradients, without backwards activations, in flight: (Work, tensor), the oldest first
     # with several chunks, a rank may send p in a row before the next rank of the ring takes one
     sends_in_flight = chunks[0].pp.size() if len(chunks) > 1 else SENDS_IN_FLIGHT
     last = {chunk: step for step, (_, _, chunk) in enumerate(operations)}  # of a stage's last backward
@@ -783,7 +786,7 @@ def run_schedule(
                 send_buffers.append((work, output))
         else:
             x, output, work = saved.pop((i, chunk))
-            wait_for_send(work)  # the output has arrived, since its gradient has come back
+            wait_for_send(work)  # returns at once: its gradient has come back, so the output has arrived
             model.requires_gradient_sync = step == last[chunk]  # ZeRO reduces
             if output.requires_grad:  # else all parameters of the first stage are frozen
                 output.backward(message)

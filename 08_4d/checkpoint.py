@@ -49,11 +49,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 # ------------------------------------------------------------------------------------------------------------ config
 IGNORE = -100  # target of a token that must not be predicted: the first one of a document
-SENDS_IN_FLIGHT = 2  # gradients that a stage is sending before it waits for the oldest to leave
+SENDS_IN_FLIGHT = 2  # tensors that a stage is sending before it waits for the oldest to leave
 VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"  # tensors with a row per vocabulary id
 # The axis of a weight [out, in] along which a layer is split: 0 is column-parallel, 1 is row-parallel.
 SPLIT = dict(q_proj=0, k_proj=0, v_proj=0, o_proj=1, gate_proj=0, up_proj=0, down_proj=1, embed_tokens=0, lm_head=0)
-PENDING_PARTS = 4  # more results of ring steps are merged in one pass over memory: fewer cost time, more cost memory
+PENDING_PARTS = 4  # results of ring steps that are kept before one pass merges them: 2 cost time, 8 cost memory
 PEAK_FLOPS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}  # bf16
 # SmolLM-1.7B, Llama-3.2-1B and Llama-3.1-8B. The first two are published with a tied head, as in tied_embeddings.py
 PRESETS = {
@@ -79,7 +79,7 @@ class Config:
     rope_factor: float = 1.0  # Llama 3.1 and 3.2 stretch long wavelengths by this factor
     seq: int = 128
     batch: int = 16  # sequences per step, over all ranks
-    steps: int = 10  # fewer than the root's: on two cores, processes wait long for each other in every layer
+    steps: int = 10  # fewer than in train.py: on two cores, processes wait long for each other in every layer
     validate: int = 0  # steps between two validation losses, on text that is then not trained on; 0: none
     warmup: int = 10  # steps over which the learning rate rises to --lr; a cosine then takes it to a tenth at --steps
     lr: float = 3e-3
@@ -143,7 +143,7 @@ def make_groups(cfg: Config) -> dict[str, dist.ProcessGroup]:
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: n elements, padded with zeros to a multiple of the N ranks."""
+    """Parameters that are gathered and reduced together: n elements, with zeros at the end so that N ranks divide n."""
 
     group: dist.ProcessGroup  # the N ranks that hold the unit; each owns, and updates, n/N elements
     parameters: list[nn.Parameter]  # views of `full`: matrices first, then vectors
@@ -152,7 +152,7 @@ class Unit:
     shard: Tensor  # [n/N] this rank's fp32 master weights
     matrices: nn.Parameter  # matrix elements of the shard (decayed)
     vectors: nn.Parameter  # vector elements of the shard (not decayed)
-    gather_work: dist.Work | None = None  # the all-gather of `full`; None if the shards have changed since
+    gather_work: dist.Work | None = None  # the all-gather of `full`; None: gather before use
     sums: Tensor | None = None  # [n] fp32: gradients of this rank's earlier micro-batches
 
 
@@ -172,8 +172,8 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
     """Start to sum the gradients flat [n] over the ranks; each rank gets the sums of its shard.
 
     Keep flat until the returned work is done. A reduce-scatter in two steps: an all-to-all in the dtype in which
-    backward computed the gradients, then a local sum in fp32. It pays inside one host: out of hosts of G GPUs it sends
-    G/4 to G/2 times the bytes of an fp32 ring.
+    backward computed the gradients, then a local sum in fp32. It pays inside one host: across hosts of G GPUs it
+    sends G/4 (two hosts) to G/2 (many) times the bytes of an fp32 ring.
     """
     if unit.matrices.grad is not None:
         raise RuntimeError("a unit has a .grad already: reduce once per step, in or after its last backward (see Use)")
@@ -183,7 +183,7 @@ def reduce_scatter(unit: Unit, flat: Tensor, stream: torch.cuda.Stream | None) -
         stream.wait_stream(torch.cuda.current_stream())  # flat is complete
     with torch.cuda.stream(stream):
         parts = rearrange(torch.empty_like(flat), "(r n) -> r n", r=unit.group.size())
-        # (N-1)/N of its bytes out and in per rank; the sum waits for it, on GPUs backward goes on
+        # (N-1)/N of the bytes of flat out and in per rank; the sum below waits, on GPUs backward goes on
         work = dist.all_to_all_single(parts, flat, group=unit.group, async_op=True)
         work.wait()
         torch.sum(parts, 0, dtype=gradient.dtype, out=gradient)
@@ -223,11 +223,14 @@ def reduce(model: nn.Module, i: int) -> None:
 
 @torch.compiler.disable  # also where the model around it is compiled
 def before_forward(model: nn.Module, i: int, x: Tensor) -> None:
-    """Start the missing gathers from unit i on and wait for unit i. Reduce it when its input x has its gradient."""
+    """Start the missing gathers from unit i on; wait for unit i. Reduce it when backward has the gradient of input x.
+
+    Backward computes that gradient last of all in unit i.
+    """
     for unit in model.units[i:]:
         gather(unit, model.gather_stream)  # those that are out of date, in the order of forward
     model.units[i].gather_work.wait()
-    if x.requires_grad:  # not under torch.no_grad(), and not the ids
+    if x.requires_grad:  # false under torch.no_grad(), and for ids
         x.register_hook(lambda gradient: reduce(model, i))
 
 
@@ -371,7 +374,7 @@ def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     send_sizes[(cp.rank() + 1) % cp.size()] = len(x)
     receive_sizes[(cp.rank() - 1) % cp.size()] = len(x)
     # the bytes of x out and in per rank, as one all-to-all in which each rank has a message for its neighbour alone:
-    # separate sends and receives would wait for each other on two ranks
+    # with 2 ranks, a send and a receive of their own would wait for each other
     work = dist.all_to_all_single(buffer, x, receive_sizes, send_sizes, group=cp, async_op=True)
     return buffer, work
 
@@ -379,14 +382,15 @@ def ring_exchange(x: Tensor, cp: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
 def passing_keys(kv: Tensor, cp: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yield each rank with its keys and values kv: first this rank, then the one before it, and so on.
 
-    The next keys arrive while the caller computes. Delete yours before you ask for them: else three are in memory.
+    The next keys arrive while the caller computes. Delete kv before the next iteration: else the keys of three ranks
+    are in memory, not of two.
     """
     for step in range(cp.size() - 1):
         next_kv, work = ring_exchange(kv, cp)  # all of kv out and in per rank
         yield (cp.rank() - step) % cp.size(), kv
         work.wait()
         kv = next_kv
-    yield (cp.rank() + 1) % cp.size(), kv
+    yield (cp.rank() + 1) % cp.size(), kv  # the last step, size - 1 ranks before this one
 
 
 def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
@@ -400,7 +404,7 @@ def visible(rank: int, owner: int, s: int) -> tuple[slice, slice, bool] | None:
 
 # Beside the axes of the model, below: g key heads, each shared by n query heads; t keys.
 def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], -inf where key t comes after query s = t."""
+    """q [b, g·n, s, k], k [b, g, t, k] -> scaled scores [b, g, n, s, t], if causal -inf where t > s."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     q = rearrange(q, "b (g n) s k -> b g n s k", g=k.shape[1])
     scale = q.shape[-1] ** -0.5
@@ -430,7 +434,7 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 def local_attention_backward(
     do: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq from these keys, and dk and dv from these queries. All parts of a dq, dk or dv are to be summed.
+    """Return what these keys add to dq, and what these queries add to dk and dv.
 
     o, its gradient do and lse must be those of attention to *all* keys: then exp(score - lse) is the probability of a
     key among all of them.
@@ -469,8 +473,8 @@ def unpack(kv: Tensor) -> Tensor:
 def merge(parts: list[tuple[slice, Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to several sets of keys: for each set, queries, output [b, h, s, k], log-sum-exp [b, h, s, 1].
 
-    The first part has all queries, and may be overwritten. Outputs are averaged in fp32 or above, weighted by their
-    sums of exponentials. With a sigmoid and logaddexp nothing overflows, however far apart the log-sum-exps are.
+    The first part has all queries; its output may be overwritten. Outputs are averaged in fp32 or above, each weighted
+    by the exponential of its log-sum-exp. With a sigmoid and logaddexp nothing overflows, however far apart these are.
     """
     _, o, lse = parts[0]
     o = o.to(lse.dtype)
@@ -519,7 +523,8 @@ class RingAttention(torch.autograd.Function):
         cp = ctx.cp
         s = q.shape[2]
         dq_parts = []  # queries and their dq, for the keys of each rank
-        work = None  # the exchange of sums: gradients of the keys that pass by, from all ranks that have seen them
+        # sums [2, b, s, g, k]: gradients of kv from all ranks that had these keys before. They pass one step behind kv.
+        work = None  # the exchange that brings sums
         for owner, kv in passing_keys(pack(k, v), cp):
             pair = visible(cp.rank(), owner, s)
             if pair:
@@ -531,7 +536,7 @@ class RingAttention(torch.autograd.Function):
             if len(dq_parts) > PENDING_PARTS:
                 dq_parts = [(slice(0, s), sum_parts(dq_parts, lse.dtype))]
             if owner == cp.rank():
-                dkv = pack(dk, dv)  # of this rank's keys: stays until the other ranks' sums have come back
+                dkv = pack(dk, dv)  # of this rank's keys; added when the other ranks' sums have come back
                 continue
             if work:
                 work.wait()
@@ -539,7 +544,7 @@ class RingAttention(torch.autograd.Function):
                 sums = dkv.new_zeros(dkv.shape, dtype=lse.dtype)
             if pair:
                 sums[:, :, keys] += pack(dk, dv)
-            sums, work = ring_exchange(sums, cp)  # overlaps with the next attention
+            sums, work = ring_exchange(sums, cp)  # the next sums arrive during the next attention
         if work:
             work.wait()  # after the last hop, sums are those of this rank's keys
             dkv = sums + dkv
@@ -557,7 +562,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cp: dist.ProcessGroup) -> Tensor:
 
 
 def connect(links: dict[str, dist.ProcessGroup], path: list[int], device: str) -> dict[str, dist.ProcessGroup]:
-    """Connect neighbours over links, a communicator per direction; return them.
+    """Open the connections between neighbours, over a communicator per direction; return links.
 
     "F" carries activations to the next stage, "B" gradients to the one before; path: the rank of each stage. On GPUs
     the transfers of one communicator run one at a time, in the order in which they were started. If both directions
@@ -579,7 +584,7 @@ def receive(
 ) -> Tensor | None:
     """Receive what an operation takes from a neighbour: activations for a forward (F), gradients for a backward (B).
 
-    Call it when the operation is next: a receive that waits takes SMs from a GPU.
+    Call it right before the operation, not earlier: a pending NCCL receive occupies SMs.
     None on the first stage, whose forward starts from ids, and on the last, whose backward starts from the loss.
     """
     source = model.stage - 1 if op == "F" else model.stage + 1
@@ -605,7 +610,7 @@ def send(model: nn.Module, op: str, tensor: Tensor) -> dist.Work | None:
     if model.path[target] == model.pp.rank():
         link.append(tensor)
         return None
-    return dist.isend(tensor, group=link, group_dst=model.path[target])  # its bytes out; nothing waits for them
+    return dist.isend(tensor, group=link, group_dst=model.path[target])  # its bytes out; this stage goes on
 
 
 def wait_for_send(work: dist.Work | None) -> None:
@@ -732,8 +737,8 @@ class Embedding(nn.Module):
 class Loss(nn.Module):
     """Cross-entropy of logits [t, v/tp], summed over the valid targets [t]. Any other than IGNORE must be below v.
 
-    Of a row with logits z and target y it is log Σ exp(z - top) + top - z_y. Each rank has a part of the sum, and one
-    of them has z_y. The gradient needs no communication: like activations, both sums pass through ReduceFromTP.
+    With logits z, their maximum top and target y, the loss of a row is log Σ exp(z - top) + top - z_y. Each rank sums
+    its part of the vocabulary, and one has z_y. ReduceFromTP adds up both; its backward needs no communication.
     """
 
     def __init__(self, cfg: Config, tp: dist.ProcessGroup):
@@ -768,10 +773,10 @@ def split_layers(cfg: Config, stages: int) -> list[range]:
     block = (flops_per_token(cfg) - head) / cfg.layers
     counts = [1] * stages  # layers of each stage
     loads = [block] * stages  # FLOPs per token of each stage
-    loads[0] += cfg.dim  # embedding: backward adds a row per token
+    loads[0] += cfg.dim  # embedding: backward adds dim elements per token
     loads[-1] += head
     for _ in range(cfg.layers - stages):
-        # of equals the last: later stages hold fewer activations in flight
+        # of equal loads the last, since later stages keep fewer activations
         lightest = min(reversed(range(stages)), key=loads.__getitem__)
         counts[lightest] += 1
         loads[lightest] += block
@@ -895,7 +900,7 @@ def make_unit(
     sizes.append(group.size() * shard_size - sum(sizes))  # the padding
     full = torch.zeros(sum(sizes), dtype=dtype, device=device)
     shard = torch.zeros(shard_size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    shard_start = group.rank() * shard_size  # in `full`, as lo, hi and start
+    shard_start = group.rank() * shard_size  # this and start, lo and hi count from the start of `full`
     start = 0
     for (name, p), weight in zip(named, full.split(sizes)):
         lo = max(start, shard_start)
@@ -905,7 +910,7 @@ def make_unit(
         torch.utils.swap_tensors(p, nn.Parameter(weight.view(p.shape).data))
         start += p.numel()
     matrix_elements = sum(p.numel() for p in parameters if p.ndim > 1)
-    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])
+    matrices, vectors = shard.tensor_split([max(0, matrix_elements - shard_start)])  # one of them may be empty
     return Unit(group, parameters, sizes, full, shard, nn.Parameter(matrices), nn.Parameter(vectors))
 
 
@@ -994,7 +999,7 @@ def run_schedule(
     dtype = getattr(torch, cfg.dtype)
     loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=cfg.device)
     saved = {}  # by micro-batch and chunk: input and output of its forward, and the Work that sends the output
-    send_buffers = []  # what else is in flight: (Work, tensor), the oldest first
+    send_buffers = []  # gradients, without backwards activations, in flight: (Work, tensor), the oldest first
     # with several chunks, a rank may send p in a row before the next rank of the ring takes one
     sends_in_flight = chunks[0].pp.size() if len(chunks) > 1 else SENDS_IN_FLIGHT
     last = {chunk: step for step, (_, _, chunk) in enumerate(operations)}  # of a stage's last backward
@@ -1017,7 +1022,7 @@ def run_schedule(
                 send_buffers.append((work, output))
         else:
             x, output, work = saved.pop((i, chunk))
-            wait_for_send(work)  # the output has arrived, since its gradient has come back
+            wait_for_send(work)  # returns at once: its gradient has come back, so the output has arrived
             model.requires_gradient_sync = step == last[chunk]  # ZeRO reduces
             if output.requires_grad:  # else all parameters of the first stage are frozen
                 output.backward(message)

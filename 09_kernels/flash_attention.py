@@ -1,11 +1,11 @@
 """Attention that never writes its scores to memory: softmax block by block, forward and backward.
 
-o = softmax(scale·q kᵀ) v has 4·s·t·k FLOPs per head (half of them if causal); scores [s, t] in memory would take most
-of the time. A block of queries meets one block of keys after the other, and keeps three things: the highest score m so
-far, the sum l of e^(score - m), and the sum of e^(score - m)·v. If a new block raises m, both sums are multiplied by
-e^(old m - m). Backward computes the scores again, from q, k and the log-sum-exp of each row, m + log l.
-
-The ladder: flash1 (keys in the outer loop), flash2 (queries in the outer loop), tma (a unit of the GPU copies blocks).
+o = softmax(scale·q kᵀ) v has 4·s·t·k FLOPs per head (half of them if causal); to write the scores [s, t] and read them
+back would take most of the time. So a block of queries goes through the blocks of keys one by one, and keeps for each
+query the highest score m so far, the sum l of e^(score - m), and the sum of e^(score - m)·v. If a block raises m, both
+sums are multiplied by e^(old m - m). At the end o is the second sum over l. Backward computes the scores again from q
+and k, and the probabilities from the log-sum-exp m + log l of each query, which forward has saved.
+The ladder: flash1 (keys in the outer loop), flash2 (queries in the outer loop), tma (the GPU's copy unit loads blocks).
 
 Parent:   none
 Run:      python 09_kernels/flash_attention.py

@@ -1,10 +1,10 @@
-"""fp8 with a scale per tensor: all three products of the blocks' linears have operands of 8 bits.
+"""fp8 with a scale per tensor: in the linears of the blocks all three matmuls multiply numbers of 8 bits.
 
 Tensor cores multiply fp8 twice as fast as bf16. Activations and weights are e4m3, gradients e5m2, which has more range.
-1. A tensor is divided by its scale: its largest magnitude (amax) over the format's. Products get both scales back:
+1. A tensor is divided by its scale, its largest magnitude (amax) over the format's; a product is multiplied by both:
    y = x wᵀ        dx = dy w        dw = dyᵀ x
-2. Hopper reads fp8 operands along the axis that is summed up. So one kernel casts a tensor and also transposes it.
-3. Weights are quantized once per step. All else is as in bf16.py. Saved activations have one byte instead of two.
+2. Hopper reads fp8 along the axis that is summed, another in backward: one kernel writes a tensor and its transpose.
+3. Weights are quantized once per step. Activations saved for these matmuls take one byte per element instead of two.
 
 Parent:   10_mixed_precision/bf16.py
 Lesson:   E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply,
