@@ -263,7 +263,7 @@ def test_a_step(recipe, world, flags, file=None):
 MODEL = '        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum")'
 FROZEN = "        self.model.embed_tokens.requires_grad_(False)"
 EXTRA = "        self.model.extra = RMSNorm(cfg)", "model.extra.weight must be in exactly one unit"
-SHARE = "    rank, dp = model.dp.rank(), model.dp.size()"
+SHARE = "    inputs = inputs.chunk(dp)[rank].to(cfg.device)  # b/dp s"
 LOSS = "        loss = forward(cfg, model, x, y) / tokens"
 TWO_LOSSES = "        loss = loss + forward(cfg, model, x, y)", "run backward after each forward"
 MISUSE = [  # a line, what is put behind it, and what is said about that; others share these definitions
