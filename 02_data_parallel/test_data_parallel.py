@@ -126,7 +126,7 @@ def room_for_copies(module):
     """A probe: bytes of what copies of the others' shards go into."""
     made, buckets = [], module.Buckets
     module.Buckets = lambda *args: made.append(buckets(*args)) or made[0]
-    return lambda: made[0].arriving.nbytes
+    return lambda: made[0].receive_buffer.nbytes
 
 
 def buckets_by_hand(sizes: list[int], limit: float) -> list[int]:

@@ -208,10 +208,11 @@ class GatherKV(torch.autograd.Function):
         work.wait()
         if cp.rank() > 0:
             earlier_kv = rearrange(kv[: cp.rank()], "r n b s g k -> n b g (r s) k")
-            dq_part, dk, dv = local_attention_backward(do, q, o, lse, *earlier_kv, causal=False)
+            dq_part, dk_part, dv_part = local_attention_backward(do, q, o, lse, *earlier_kv, causal=False)
             dq = dq.to(lse.dtype) + dq_part
-            earlier_dkv = torch.stack([dk, dv])
-            dkv_parts[: cp.rank()] = rearrange(earlier_dkv, "n b g (r s) k -> r n b s g k", r=cp.rank())
+            parts = torch.stack([dk_part, dv_part])
+            dkv_parts[: cp.rank()] = rearrange(parts, "n b g (r s) k -> r n b s g k", r=cp.rank())
+            del parts  # else they are in memory beside the sums below
         dkv = torch.empty_like(dkv_parts[0])  # 2 b s g k
         # (cp-1) times the bytes of dkv out and in per rank
         dist.reduce_scatter_tensor(dkv, dkv_parts.flatten(0, 1), group=cp)

@@ -1818,8 +1818,8 @@ if __name__ == "__main__":
 # To paste this into your own trainer
 #
 # Plumbing: check_folder, check
-# Copy:     placement, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, pieces, snapshot, whole, chosen,
-#           run_and_name, training_of, key_of, write_files, write, resume
+# Copy:     is_split, placement, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, pieces, snapshot, whole,
+#           chosen, run_and_name, training_of, key_of, write_files, write, resume
 # Use:      1. Write parameter_names(model): the name in the whole model of each parameter of this rank. Train with
 #              units of 03_zero (model.units) and AdamW: no other optimizer's state is stored.
 #           2. Call resume before the first step, and write after one, as train does. The attributes of cfg are stored
@@ -1829,5 +1829,5 @@ if __name__ == "__main__":
 #           - torchrun's --max_restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it, new ranks look for the
 #             addresses of dead ones (pytorch issue 167288).
 # Needs:    cfg.checkpoint, cfg.device, cfg.keep, cfg.kv_heads, cfg.resume, cfg.vocab, model.tp, model.units, "k_proj",
-#           "v_proj", VOCABULARY, SPLIT, is_split, parameter_names
+#           "v_proj", VOCABULARY, SPLIT, parameter_names
 # Together: Without tensor parallelism: SPLIT = {}, VOCABULARY = (), and model.tp a group of this rank alone.

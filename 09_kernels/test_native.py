@@ -131,7 +131,7 @@ def launch_all(recipe: str, module: ModuleType) -> None:
         module.cast(torch.empty(512, 1024, dtype=torch.bfloat16), *scales, module.E4M3)
         if "zero3" in recipe:
             w = torch.empty(512, 1024, dtype=torch.uint8).view(module.E4M3)
-            linears = [SimpleNamespace(quantized=(w, None, w.T.contiguous(), None))]
+            linears = [SimpleNamespace(quantized=(w, None, w.T.contiguous()))]
             module.transpose(SimpleNamespace(linears=linears, transposed=w))
 
 
