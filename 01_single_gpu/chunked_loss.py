@@ -537,6 +537,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config
 # Copy:     chunk_loss, backward_in_chunks, hidden_states, evaluate

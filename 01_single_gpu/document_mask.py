@@ -555,6 +555,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, make_batch, check
 # Copy:     document_lengths, check_lengths, attention

@@ -571,10 +571,11 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, flops_per_token, train, check
 # Copy:     LoRALinear, merge_adapters, save_adapters
-# Use:      1. Replace linears, of which none may have a bias. Assign their weights, which keeps their dtype. Then
+# Use:      1. Replace linears; none may have a bias. Assign their weights, which keeps their dtype. Then
 #              freeze all but "lora_", these weights, too.
 #           2. Train under autocast, or bring A and B to the dtype of the weights. Give the optimizer what requires a
 #              gradient.

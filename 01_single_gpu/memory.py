@@ -231,7 +231,7 @@ def parameters(cfg: Config) -> dict[str, int]:
 
 
 def per_token(cfg: Config, stream: int, split: int) -> int:
-    """Bytes of a micro-batch, of which a token has `stream` in the residual stream and `split` in what tp cuts."""
+    """Bytes of a micro-batch: each token has `stream` in the residual stream and `split` in what tp cuts."""
     return tokens(cfg) * stream // (cfg.tp if cfg.sequence_parallel else 1) + tokens(cfg) * split // cfg.tp
 
 
@@ -721,7 +721,7 @@ def messages_kept(cfg: Config, stage: int) -> int:
 
 
 def rotary_tables(cfg: Config) -> int:
-    """Bytes of cosine and sine, of which each forward has its own."""
+    """Bytes of cosine and sine: each forward has its own."""
     return fp32_item(cfg) * 2 * cfg.seq // cfg.cp * (cfg.dim // cfg.heads)
 
 

@@ -554,6 +554,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, check
 # Copy:     COEFFICIENTS, orthogonalise, muon_step

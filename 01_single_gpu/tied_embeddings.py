@@ -509,6 +509,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     Model
 # Use:      In your own model, let the head read embed_tokens.weight. Initialise that as a head (standard deviation

@@ -600,6 +600,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, forward_backward, check
 # Copy:     make_buckets, flatten, backward, evaluate

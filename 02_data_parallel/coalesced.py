@@ -587,6 +587,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     make_buckets, backward, evaluate (as bucketed.py says; the group is dist.group.WORLD here)
 # Mind:     what overlap.py says: gradients are reduced where they are, not copied.

@@ -672,6 +672,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: check
 # Copy:     make_buckets, share, Buckets, padded, flatten, all_reduce, backward, evaluate (as bucketed.py says;

@@ -559,6 +559,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, check
 # Copy:     make_outer_optimizer, outer_step, evaluate

@@ -656,6 +656,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, forward_backward, check, main
 # Copy:     COLLECTIVES, watch, meet, give_up

@@ -608,6 +608,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, check, evaluate
 # Copy:     make_buckets, flatten, backward, evaluate (call loss.backward() for all micro-batches but the last, backward

@@ -565,6 +565,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     backward, evaluate
 # Use:      1. Start with the same weights on all ranks.

@@ -573,6 +573,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     make_accelerator, sum_gradients, clip_gradients, evaluate (build_model shows how to wrap a model that has no
 #           memory yet)

@@ -774,6 +774,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, reduce, Model.__init__, make_unit, forward_backward, clip_gradients, check
 # Copy:     Unit, gather, free, reduce_scatter, take_gradients, reduce, before_forward, after_forward, after_backward,

@@ -755,6 +755,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, Model.__init__, save_adapters, save, check
 # Copy:     Unit, gather, free, before_forward, after_forward, after_backward, make_unit, check_units, sum_gradients,

@@ -671,6 +671,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Model.__init__, build_model, check
 # Copy:     newton_schulz_flops, by_owner, muon_step

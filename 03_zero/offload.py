@@ -736,6 +736,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: build_model, train_step, save, main
 # Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, pinned, make_unit, check_units,

@@ -564,6 +564,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Model.__init__, evaluate
 # Copy:     shard, sum_gradients, clip_gradients, evaluate (sum_gradients only if the loss is divided by the tokens of

@@ -604,6 +604,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Model.__init__, build_model, evaluate, main
 # Copy:     Unit, gather, reduce_scatter, make_unit, clip_gradients, evaluate

@@ -654,6 +654,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, check_units, build_model, train_step
 # Copy:     Unit, gather, reduce_scatter, take_gradients, make_unit, check_units, clip_gradients, evaluate

@@ -719,6 +719,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, Model.__init__, build_model, train_step, check, evaluate
 # Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit, check_units,

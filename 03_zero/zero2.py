@@ -714,6 +714,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Model.__init__, forward_backward, train_step
 # Copy:     Unit, gather, reduce_scatter, take_gradients, reduce, before_forward, make_unit, check_units,
@@ -727,7 +728,9 @@ if __name__ == "__main__":
 #              loaded into the shards, too: a gather writes over the parameters.
 #           4. Gradients are summed: divide the loss by the valid tokens of all ranks.
 #           5. When shards have changed (a step, a checkpoint, an average), set unit.gather_work to None, after a step
-#              also unit.gradient. To give up a step, do the same, and call model.zero_grad().
+#              also unit.gradient. To give up a step, do the same, and call model.zero_grad(); after an error inside a
+#              backward, first let the current stream wait for model.reduce_stream, and clear
+#              model.reductions_in_flight.
 # Mind:     - After make_unit, no model.to() and no load_state_dict(assign=True).
 #           - All ranks run the same number of micro-batches.
 #           - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.

@@ -757,6 +757,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     Unit, gather, free, reduce_scatter, take_gradients, reduce, before_forward, after_forward, after_backward,
 #           make_unit, check_units, clip_gradients, evaluate
@@ -771,7 +772,8 @@ if __name__ == "__main__":
 #           4. Gradients are summed: divide the loss by the valid tokens of all ranks.
 #           5. When shards have changed (a step, a checkpoint, an average), set unit.gather_work to None, after a step
 #              also unit.gradient. To give up a step, set unit.gradient to None, clear unit.backward_hooks, and call
-#              model.zero_grad().
+#              model.zero_grad(); after an error inside a backward, first let the current stream wait for
+#              model.reduce_stream, and clear model.reductions_in_flight.
 # Mind:     - Between steps, parameters have no memory: to read, copy or move them crashes, and a state_dict saves none.
 #           - All ranks run the same number of micro-batches.
 #           - A parameter that no rank uses in a step still decays. One that is frozen later also moves by its moments.

@@ -805,6 +805,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: take_gradients, train_step, check
 # Copy:     Unit, share, publish, wait, gather, free, reduce_scatter, take_gradients, reduce, before_forward,

@@ -904,6 +904,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Attention, MLP, Block.__init__, Model, build_model, check
 # Copy:     share, Shared, sum_products, start_gather, multiply_and_send, wait_and_multiply, ColumnParallel,

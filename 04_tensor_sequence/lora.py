@@ -698,6 +698,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, Attention.__init__, MLP.__init__, Model.__init__, build_model, unshard, save_adapters, save, check
 # Copy:     LoRALinear, SPLIT, CopyToTP, ReduceFromTP, placement, sum_partial, clip_gradients, unshard, merge_adapters,

@@ -774,6 +774,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: check, main
 # Copy:     SPLIT, gather_tokens, reduce_scatter_tokens, ColumnParallel, RowParallel, ReduceScatterTokens, is_split,

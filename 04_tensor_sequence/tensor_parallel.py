@@ -635,6 +635,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, Block.__init__, Model.__init__, forward_backward, check
 # Copy:     SPLIT, CopyToTP, ReduceFromTP, is_split, placement, sum_replicas, clip_gradients

@@ -594,6 +594,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, check, evaluate
 # Copy:     split, sum_replicas, clip_gradients, evaluate (call sum_replicas after backward; forward_backward shows

@@ -692,6 +692,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: build_model, save
 # Copy:     IGNORE, SPLIT, CopyToTP, ReduceFromTP, Embedding, Loss, is_split, placement, clip_gradients (Model shows

@@ -631,6 +631,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, check
 # Copy:     masked_scores, local_attention, local_attention_backward, merge, BlockwiseAttention, attention (call

@@ -826,6 +826,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, Attention.forward, Model.forward, forward, forward_backward, evaluate, check
 # Copy:     shard, document_lengths, check_lengths, ring_exchange, passing_keys, tokens_in_part, visible, masked_scores,

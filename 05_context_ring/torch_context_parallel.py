@@ -599,6 +599,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, check, evaluate
 # Copy:     BLOCK_GRADIENTS, backward_and_sum, evaluate

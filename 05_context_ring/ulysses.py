@@ -635,6 +635,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: check, main
 # Copy:     shard, AllToAll, to_heads, to_tokens, attention, BLOCK_GRADIENTS, backward_and_sum, evaluate

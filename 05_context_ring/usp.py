@@ -847,6 +847,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, Attention.__init__, Block.__init__, Model.__init__, build_model, forward_backward, check, evaluate
 # Copy:     Mesh, shard, AllToAll, to_heads, to_tokens, ring_exchange, passing_keys, visible, masked_scores,

@@ -785,6 +785,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: check
 # Copy:     shard, ring_exchange, passing_keys, visible, masked_scores, local_attention, local_attention_backward, pack,

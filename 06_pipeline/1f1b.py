@@ -692,6 +692,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     connect, receive, send, wait_for_send, SENDS_IN_FLIGHT, schedule, run_schedule, clip_gradients, evaluate
 # Use:      1. Give the model the attributes pp, stage, stages and links, connected as in build_model. Write

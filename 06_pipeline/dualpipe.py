@@ -879,6 +879,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, build_model, save, check
 # Copy:     InputGradient, Linear, connect, receive, send, wait_for_send, prepare_linears, backward_input,

@@ -738,6 +738,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, build_model, forward_backward, evaluate, save, check
 # Copy:     connect, receive, send, wait_for_send, SENDS_IN_FLIGHT, schedule, run_schedule, clip_gradients, evaluate

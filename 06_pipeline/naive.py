@@ -620,6 +620,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: build_model, clip_gradients, save, check, evaluate
 # Copy:     receive, send, clip_gradients, evaluate (forward_backward calls receive and send. If embedding and head are

@@ -803,6 +803,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Attention.__init__, MLP.__init__, Model.__init__
 # Copy:     InputGradient, Linear, prepare_linears, backward_input, backward_weights, SENDS_IN_FLIGHT, schedule,

@@ -711,6 +711,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: build_model, save
 # Copy:     sum_tied, is_copy, clip_gradients

@@ -649,6 +649,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, build_model, check, evaluate
 # Copy:     ONE, build_schedule, run_schedule, clip_gradients, evaluate

@@ -850,6 +850,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, check, forward_backward, evaluate, Stage.__init__
 # Copy:     InputGradient, Linear, connect, receive, send, wait_for_send, prepare_linears, backward_input,

@@ -804,6 +804,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     InputGradient, Linear, prepare_linears, backward_input, backward_weights, SENDS_IN_FLIGHT, schedule,
 #           run_schedule, clip_gradients, evaluate (as split_backward.py says)

@@ -866,6 +866,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Block.__init__, Model.__init__, check
 # Copy:     AddAuxiliaryLoss, shares_of_rows, auxiliary_loss (call them as MLP.forward does; the gradient 1 that

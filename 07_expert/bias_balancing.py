@@ -851,6 +851,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: forward_backward, save, check, evaluate
 # Copy:     Router, count_rows, move_biases, evaluate

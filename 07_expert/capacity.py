@@ -805,6 +805,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: train_step, evaluate, log, save, train
 # Copy:     AllToAll, dispatch, combine, Router, sort_by_expert, assign_slots, Permute, Unpermute, Experts, MLP,

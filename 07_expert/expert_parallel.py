@@ -827,6 +827,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Block, Model, view_as_published, save, log, check, evaluate, main
 # Copy:     AllToAll, Route, dispatch, combine, Router, sort_by_expert, Permute, Unpermute, grouped_matmul, one_by_one,

@@ -687,6 +687,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Model, tensor_shapes, view_as_published, build_model, train_step, flops_per_token, log, save, train,
 #           check_config, check

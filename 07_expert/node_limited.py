@@ -971,6 +971,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Block.__init__, Model, Model.__init__, tensor_shapes, full_tensor, view_as_published, build_model,
 #           flops_per_token, save, check_config, check

@@ -929,6 +929,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: build_model
 # Copy:     Transfer, StartAllToAll, FinishAllToAll, Route, dispatch, wait_for_dispatch, combine, wait_for_combine,

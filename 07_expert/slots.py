@@ -889,6 +889,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Block.__init__, Model.__init__, evaluate
 # Copy:     AllToAll, Memory, Route, exchange, find_slots, dispatch, combine, Router, sort_by_expert, Permute,

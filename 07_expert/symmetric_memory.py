@@ -1016,6 +1016,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: check
 # Copy:     Router, sort_by_expert, share, ALIGNMENT, Shared, Memory, allocate, push_kernel, push, Route, find_slots,

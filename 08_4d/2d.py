@@ -1006,6 +1006,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: unshard, save, check
 # Copy:     group_ranks, make_groups, ColumnParallel, column_parallel, row_parallel, local_tensor, holders, make_units,

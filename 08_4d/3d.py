@@ -1231,6 +1231,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: parameter_names, unshard, save, check
 # Copy:     group_ranks, make_groups, reduce, forward, SENDS_IN_FLIGHT, run_schedule, clip_gradients, evaluate (and from

@@ -1816,6 +1816,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: check_folder, check
 # Copy:     is_split, placement, SaveSlices, Writer, checksum, sync, LoadSlices, verify, place, pieces, snapshot, whole,

@@ -1785,6 +1785,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: count_rows, train_step, unshard, save, check
 # Copy:     SPLIT, group_ranks, Gather, Experts, MLP, local_parameter, holders, make_units, clip_gradients, evaluate,

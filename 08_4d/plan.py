@@ -456,7 +456,7 @@ def buffers(cfg: Config) -> int:
 
 
 def rotary_tables(cfg: Config) -> int:
-    """Bytes of cosine and sine, of which each micro-batch in flight has its own."""
+    """Bytes of cosine and sine: each micro-batch in flight has its own."""
     return 8 * cfg.seq // cfg.cp * (cfg.dim // cfg.heads)
 
 

@@ -1472,6 +1472,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: unshard, show, check, main
 # Copy:     group_ranks, make_groups, holders, make_units, clip_gradients, evaluate (and from each parent what its own

@@ -381,5 +381,6 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     TRITON, locate, squares_kernel, adamw_kernel, Slot, Launch, AdamW

@@ -304,5 +304,6 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     transpose_tiled (launch cdiv(rows, BLOCK) * cdiv(columns, BLOCK) programs; BLOCK 64)

@@ -449,6 +449,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     IGNORE, tile_indices, check_free, loss_kernel, gradient_kernel, scale_kernel, losses, write_gradient,
 #           rescale, CrossEntropy, cross_entropy_sum, add_product, LinearCrossEntropy, linear_cross_entropy_sum (call

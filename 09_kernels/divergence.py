@@ -31,7 +31,7 @@ import triton.language as tl
 
 # ------------------------------------------------------------------------------------------------------------ config
 # The function is y' = -y³ over one unit of time, in 1 step where |y| <= CALM, else in STEPS explicit Euler steps
-# (y -= y³/S, stable where y² < 2·S), of which each needs the one before. It has a closed form, most equations have not.
+# (y -= y³/S, stable where y² < 2·S). Each step needs the one before. This equation has a closed form, most have none.
 DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
 BLOCK = 1024  # elements of a program: all of them take the expensive side, or none
 STEPS = 256  # of an element in need; the others take 1
@@ -322,6 +322,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     DTYPES, BLOCK, STEPS, CALM, widen, in_need, step, collect, from_list, with_output, by_list (call by_list;
 #           put your formulas into in_need and step)

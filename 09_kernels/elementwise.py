@@ -150,5 +150,6 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     DTYPES, BLOCK, widen, elu_forward, elu_backward, ELU, elu (call elu)

@@ -974,6 +974,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     DTYPES, LOG2_E, SIZES, COUNTS, widen, assign, head_of, load_rows, store_rows, add_product, reach, add_keys,
 #           finish, probabilities, flash2_forward, row_sums, flash2_keys, flash2_queries, tma_forward, tma_keys,

@@ -839,6 +839,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: DTYPES, BARRIER, flash_attention_with_lse, flash_attention, cost, cases, check, measure
 # Copy:     LOG2_E, SIDE, DTYPES, COPY_IN, COPY_OUT, add_in, ADD_IN, SYNC, BARRIER, make_barriers, wait_until_added,

@@ -817,6 +817,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     E4M3, E5M2, OUTPUTS, BLOCK, LEAST, TILE, GROUP, magnitude, scale_of, to_fp8, read_tile, write_tile,
 #           amax_kernel, cast_kernel, blocks_kernel, locate, matmul_kernel, blockwise_kernel, COPY_IN, COPY_OUT,

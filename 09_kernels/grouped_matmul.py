@@ -463,6 +463,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: reference, cost, place_rows, cases, check, loads, products, measure
 # Copy:     DTYPES, locate, find_rows, count_tiles, store_tile, load_matrix, multiply_groups, sort_experts,

@@ -528,6 +528,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: BENCHES, ladder, cases, errors, floor, check, differing, products, measure
 # Copy:     DTYPES, locate, multiply_blocks, matmul_blocks, load_block, store_tile, matmul_persistent, prepare, tile,

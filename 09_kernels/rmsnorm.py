@@ -335,6 +335,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     LONGEST_ROW, widen, rms_norm_forward, rms_norm_backward, elements, rows_of, normalize, normalize_backward,
 #           Norm, AddNorm, check_norm, rms_norm, add_rms_norm (call rms_norm or add_rms_norm, with the eps of your

@@ -274,5 +274,6 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     widen, rotate_kernel, turn, Rotate, rotate (call rotate)

@@ -317,6 +317,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     DTYPES, LONGEST_BLOCK, BLOCK, widen, softmax_forward, softmax_forward_long, softmax_backward,
 #           softmax_backward_long, elements, rows_of, softmax_rows, softmax_rows_backward, Softmax, softmax (call

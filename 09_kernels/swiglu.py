@@ -357,6 +357,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     widen, rows_of, tile_indices, silu_mul_forward, silu_mul_backward, sigmoid, tile, silu_mul_rows,
 #           silu_mul_gradients, SiluMul, SwiGLU, check_free, check_swiglu, silu_mul, swiglu (call silu_mul, or swiglu

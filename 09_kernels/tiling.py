@@ -267,5 +267,6 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     TILES, prepare, matmul_dot, dot (forward alone)

@@ -1320,6 +1320,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, build_model, slots_by_name, set_learning_rate, save, train, check
 # Copy:     project, rms_norm, add_rms_norm, swiglu, rotate, linear_cross_entropy_sum, AdamW (and what they call: the

@@ -640,6 +640,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, set_learning_rate, save, check
 # Copy:     Slot, update, AdamW, gradient_norm, accumulate_gradients

@@ -382,5 +382,6 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     Format, round_to (to try a format that your hardware does not have)

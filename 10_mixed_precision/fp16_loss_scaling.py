@@ -669,6 +669,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config
 # Copy:     Scaling, Slot, update, AdamW, gradient_norm, accumulate_gradients, update_scale (build_model makes Scaling;

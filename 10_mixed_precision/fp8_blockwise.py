@@ -893,6 +893,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: check
 # Copy:     E4M3, GRADIENT, BLOCK, LEAST, magnitude, scale_of, to_fp8, read_tile, write_tile, blocks_kernel,

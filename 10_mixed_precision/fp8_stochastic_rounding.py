@@ -817,6 +817,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     E4M3, GRADIENT, LEAST, cast_kernel, cast, shapes_of_cast, quantize, amax_of, multiply, Multiply, Linear,
 #           random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, check_weight,

@@ -1003,6 +1003,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Plumbing: Config, Model.__init__, build_model, forward_backward, check
 # Copy:     E4M3, GRADIENT, LEAST, Unit, gather, free, transpose, reduce_scatter, take_gradients, reduce,

@@ -669,6 +669,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients, make_optimizer,
 #           KEPT (as stochastic_rounding.py says; checkpoint your blocks as Block.forward does)

@@ -653,6 +653,7 @@ if __name__ == "__main__":
 
 
 # To paste this into your own trainer
+# Take the imports of this file along.
 #
 # Copy:     random_bits, round_stochastically, Slot, update, AdamW, gradient_norm, accumulate_gradients
 # Use:      1. Beside another optimizer, random_bits and round_stochastically are enough.
